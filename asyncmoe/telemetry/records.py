@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,10 +28,6 @@ Convert = Callable[[Path, int, dict[str, Any]], T]
 
 RENAMED = {"kl_engine": "train_infer_kl", "routing_differs": "routing_mismatch", "engine_busy_share": "engine_utilization"}
 """Former names of fields, and their names now: a run that an older version began is read as one series."""
-
-
-_BLOCK = 1 << 16
-"""Bytes read at a time to find the last line."""
 
 
 class JsonLines:
@@ -277,16 +274,11 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
+    if not path.exists() or not (size := path.stat().st_size):
         return
     with path.open("rb+") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        whole = 0
-        while end and not whole:
-            begin = max(0, end - _BLOCK)
-            file.seek(begin)
-            whole = (begin + newline + 1) if (newline := file.read(end - begin).rfind(b"\n")) >= 0 else 0
-            end = begin
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            whole = text.rfind(b"\n") + 1
         if whole < size:
             file.truncate(whole)
 

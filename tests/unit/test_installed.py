@@ -105,8 +105,8 @@ def test_make_setup_brings_the_extras_that_it_is_named_for() -> None:
 def test_something_is_refused_that_needs_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed.need("numpy", "anything")
     monkeypatch.setattr(installed, "has", lambda name: False)
-    with pytest.raises(UserError, match=r"asyncmoe bench learning: got no module matplotlib, expected the extra report"):
-        installed.need("matplotlib", "asyncmoe bench learning")
+    with pytest.raises(UserError, match=r"asyncmoe report: got no module plotly, expected the extra report"):
+        installed.need("plotly", "asyncmoe report")
 
 
 def test_help_without_packages_names_every_command() -> None:

@@ -205,7 +205,7 @@ def test_many_curves_are_bounded_and_the_page_says_so(tmp_path: Path) -> None:
         metrics.write(Step(step=1, phase="rl", time=START, rejected_by_rule={f"rule {n}": 0.1 for n in range(50)}))
     figure = _figures(tmp_path)["Agreement of engines and trainer"]["Rejected tokens"]
     assert len(figure["data"]) == figures.MOST_CURVES
-    assert figure["about"].endswith("The first 32 of 50 are drawn.")
+    assert figure["about"].endswith("32 of 50 curves are drawn.")
 
 
 def test_a_curve_that_turns_all_the_time_has_its_running_mean(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from asyncmoe.telemetry.samples.records import FOLDER
 from asyncmoe.telemetry.schema import METRICS, ROLLOUT
 
 REPORT, COMPARISON = "report.html", "comparison.html"
-MOST_RUNS = 12
 _RUN = "the run.dir of a run"
 _OF_A_RUN = (CONFIG, METRICS, ROLLOUT, FOLDER)
 
@@ -66,8 +65,6 @@ def write_or_explain(run_dir: Path) -> Path | None:
 
 def check(run_dirs: Sequence[Path]) -> None:
     """Refuse runs that one page cannot show. Raises UserError."""
-    if len(run_dirs) > MOST_RUNS:
-        raise UserError("asyncmoe report", got=f"{len(run_dirs)} runs", expected=f"at most {MOST_RUNS} in a page")
     seen: dict[Path, Path] = {}
     for path in run_dirs:
         if not path.is_dir():

@@ -27,7 +27,7 @@ SECTIONS: Mapping[str, str] = {
 """Titles and notes of the sections with figures of metrics; the last has the metrics without a plot."""
 REST = [*SECTIONS][-1]
 MOST_CURVES = 32
-"""Curves of a figure; the text about the figure says if there are more."""
+"""Curves of a run in a figure; the text about the figure says if there are more."""
 COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"),
     *("#7a6a00", "#30363d", "#8250df", "#bf3989", "#116329", "#a40e26"),
@@ -156,9 +156,9 @@ def _heat(title: str, run: RunRecords, curve: _Curve) -> Figure:
 
 
 def _lines(title: str, curves: Sequence[_Curve], runs: Sequence[str]) -> Figure:
-    shown, metric = curves[:MOST_CURVES], curves[0].metric
+    shown, metric = [curve for curve in curves if curve.number < MOST_CURVES], curves[0].metric
     about = " ".join(dict.fromkeys(curve.metric.help for curve in curves))
-    about += f" The first {MOST_CURVES} of {len(curves)} are drawn." if len(curves) > MOST_CURVES else ""
+    about += f" {len(shown)} of {len(curves)} curves are drawn." if len(shown) < len(curves) else ""
     named = len(runs) > 1 or any(curve.name for curve in curves)
     data = [trace for curve in shown for trace in _traces(curve, runs, named)]
     rows = -(-sum(trace["showlegend"] for trace in data) // 3)

@@ -67,14 +67,16 @@ def tokens_of(group: SampledGroup, member: SampledMember, trained: Trained | Non
     for stretch in (shared, member.rest):
         tokens = [*zip(stretch.tokens, stretch.pieces, strict=True)]
         gap = [stretch.left_out] if stretch.left_out else []
-        for part in (*tokens[: stretch.after], *gap, *tokens[stretch.after :]):
+        parts: Sequence[tuple[int, str] | int] = (*tokens[: stretch.after], *gap, *tokens[stretch.after :])
+        for part in parts:
             role = roles[place]
             if isinstance(part, int):
                 found.append(Gap(place, part, role))
                 ordinal += roles[place : place + part].count("response")
                 place += part
                 continue
-            found.append(TokenView(place, *part, role, *(sampled[ordinal] if role == "response" else ())))
+            fields = sampled[ordinal] if role == "response" else ()
+            found.append(TokenView(place, part[0], part[1], role, *fields))
             ordinal += role == "response"
             place += 1
     return found

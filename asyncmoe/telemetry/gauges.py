@@ -20,7 +20,6 @@ class Gauges:
     reward: float | None = None
     reward_std: float | None = None
     """Largest standard deviation of rewards within a step."""
-    loss: float | None = None
     lost_step: int | None = None
     """First step whose loss is not finite."""
     step_seconds: float | None = None
@@ -68,7 +67,6 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
         steps=len(rl),
         reward=mean(step.reward_mean for step in rl),
         reward_std=max(known(step.reward_std for step in rl), default=None),
-        loss=mean(step.loss for step in rl),
         lost_step=next((step.step for step in rl if step.loss is None), None),
         step_seconds=median(step.step_seconds for step in rl),
         trainer_idle=median(sum_over((step.wait_seconds,), step.step_seconds or 0.0) for step in rl),

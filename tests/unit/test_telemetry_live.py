@@ -193,7 +193,6 @@ def test_gauges_by_hand() -> None:
     ]
     assert gauge(steps, rollout) == Gauges(
         steps=2,
-        loss=2,
         step_seconds=5,
         trainer_idle=(1 / 4 + 4 / 6) / 2,
         engine_idle=0.25,

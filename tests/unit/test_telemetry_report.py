@@ -241,8 +241,8 @@ def test_timeline_columns_by_hand() -> None:
     train, generate = Span("trainer.0", "train", 2, 5), Span("engine.0", "generate", 3, 22)
     run = _run([train, generate, Span("engine.0", "pause", 5, 6)], (0, 6), (20, 24))
     edges, lanes = timeline.lanes(run, [(0, 6), (20, 24)], columns=5)
-    assert edges == [0, 2, 4, 6, 8, 10]
-    assert {name: shares for name, shares in lanes.items() if any(shares)} == {
+    assert edges.tolist() == [0, 2, 4, 6, 8, 10]
+    assert {name: shares.tolist() for name, shares in lanes.items() if any(shares)} == {
         "trainer trains": [0, 1, 0.5, 0, 0],
         "engine 0": [0, 0.5, 1, 1, 0],
         "an engine is paused": [0, 0, 0.5, 0, 0],
@@ -251,6 +251,10 @@ def test_timeline_columns_by_hand() -> None:
     _, whole = timeline.section({"x": run}).figures
     assert "during 67 % of the RL training time" in whole.title
     assert whole.layout["shapes"][0]["x0"] == 6
+
+
+def test_a_run_that_took_no_time_has_no_timeline() -> None:
+    assert timeline.section({"x": _run([Span("trainer.0", "train", 2, 5)], (5, 5))}).figures == []
 
 
 def test_overlap_in_the_timeline_leaves_out_the_warmup(tmp_path: Path) -> None:

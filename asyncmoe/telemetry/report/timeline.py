@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+
+import numpy as np
 
 from asyncmoe.telemetry.format import percent
-from asyncmoe.telemetry.overlap import Cover, Interval, intersection, length, union
+from asyncmoe.telemetry.overlap import Interval, covered, intersection, length, union
 from asyncmoe.telemetry.report.figures import Figure, PageSection, heat_map
 from asyncmoe.telemetry.report.series import rl_step
 from asyncmoe.telemetry.run import RunRecords
@@ -26,19 +27,18 @@ _NOTE = "How much of each moment: a run that overlaps keeps its engines generati
 
 def section(runs: Mapping[str, RunRecords]) -> PageSection:
     """Return the timelines of the last steps and of the whole run, warm-up included; none of a run without spans or steps."""
-    return PageSection(
-        "Timeline", _NOTE, [figure for name, run in runs.items() for figure in _figures(name if len(runs) > 1 else "", run)], wide=True
-    )
+    found = [figure for name, run in runs.items() for figure in _figures(name if len(runs) > 1 else "", run)]
+    return PageSection("Timeline", _NOTE, found, wide=True)
 
 
-def lanes(run: RunRecords, windows: Sequence[Interval], columns: int = COLUMNS) -> tuple[list[float], dict[str, list[float]]]:
-    """Return the edges of the columns, in seconds since the start without omitted time, and the share (0 to 1) of each column in which
-    each of the first `MAX_ENGINES` engines, the trainer, and both did something."""
-    whole = length(windows)
-    cells: list[Interval] = []
-    for begin, end in union(windows):
-        count = max(round(columns * (end - begin) / whole), 1)
-        cells += [(begin + (end - begin) * i / count, begin + (end - begin) * (i + 1) / count) for i in range(count)]
+def lanes(run: RunRecords, windows: Sequence[Interval], columns: int = COLUMNS) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return the edges of the columns (float64[N + 1]), in seconds since the start without omitted time, and the share (float64[N], 0 to 1)
+    of each column in which each of the first `MAX_ENGINES` engines, the trainer, and both did something."""
+    windows, whole = union(windows), length(windows)
+    counts = [max(round(columns * (end - begin) / whole), 1) for begin, end in windows]
+    sides = [np.linspace(begin, end, count + 1) for (begin, end), count in zip(windows, counts, strict=True)]
+    begins = np.concatenate([[], *(side[:-1] for side in sides)])
+    ends = np.concatenate([[], *(side[1:] for side in sides)])
     train, generate = run.intervals("train", "trainer.0"), run.intervals("generate")
     done = {
         "trainer trains": train,
@@ -48,13 +48,9 @@ def lanes(run: RunRecords, windows: Sequence[Interval], columns: int = COLUMNS) 
         "an engine is paused": run.intervals("pause"),
         "both at once": intersection(train, generate),
     }
-    edges = list(accumulate((end - begin for begin, end in cells), initial=0.0))
-    return edges, {name: _shares(intervals, cells) for name, intervals in done.items()}
-
-
-def _shares(intervals: Sequence[Interval], cells: Sequence[Interval]) -> list[float]:
-    cover = Cover.of(intervals)
-    return [cover.within(begin, end) / (end - begin) for begin, end in cells]
+    edges = np.concatenate([[0.0], np.cumsum(ends - begins)])
+    shares = {name: (covered(intervals, ends) - covered(intervals, begins)) / (ends - begins) for name, intervals in done.items()}
+    return edges, shares
 
 
 def _figures(name: str, run: RunRecords) -> Iterator[Figure]:
@@ -75,12 +71,12 @@ def _figure(name: str, title: str, run: RunRecords, windows: Sequence[Interval],
     if not edges[-1]:
         return
     scale, unit = (60.0, "minutes") if edges[-1] > _MINUTES_FROM else (1.0, "seconds")
-    middles = [round((begin + end) / 2 / scale, 4) for begin, end in pairwise(edges)]
+    middles = np.round((edges[:-1] + edges[1:]) / 2 / scale, 4).tolist()
     train = intersection(intersection(run.intervals("train", "trainer.0"), run.rl_windows), windows)
     overlap = length(intersection(train, run.intervals("generate"))) / length(train) if train else None
     title += "" if overlap is None else f": during {percent(overlap)} of the RL training time an engine generates"
     title += f"; {len(run.engines) - MAX_ENGINES} more engines are not drawn" if len(run.engines) > MAX_ENGINES else ""
-    z = [tuple(round(100 * share, 1) for share in shares) for shares in parts.values()]
+    z = [np.round(100 * shares, 1).tolist() for shares in parts.values()]
     figure = heat_map(f"{name} · {title}" if name else title, _NOTE, (unit, "", "share of the time, %"), middles, list(parts), z)
     places = [(sum(min(max(at, begin), end) - begin for begin, end in windows) / scale, text) for at, text in marks.items()]
     lines = [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 1, "dash": "dot"}} for x, _ in places]

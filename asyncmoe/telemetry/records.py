@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,6 @@ import msgspec
 
 from asyncmoe.errors import DataError, an
 from asyncmoe.storage import writing
-from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Span, Step, What
 
@@ -91,15 +90,6 @@ class Spans:
     def add(self, who: str, what: What, begin: float, end: float) -> None:
         """Record a span that the caller measured, in Unix seconds."""
         self._lines.write(Span(who, what, begin, end))
-
-    @contextmanager
-    def span(self, who: str, what: What) -> Iterator[None]:
-        """Record the block's duration, even if it raises."""
-        begin = unix()
-        try:
-            yield
-        finally:
-            self.add(who, what, begin, unix())
 
     def close(self) -> None:
         self._lines.close()

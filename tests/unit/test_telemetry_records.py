@@ -11,9 +11,9 @@ import pytest
 from telemetry_runs import write_run
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.records import RENAMED, JsonLines, Spans, Tail, read_steps, sessions
+from asyncmoe.telemetry.records import RENAMED, JsonLines, Tail, read_steps, sessions
 from asyncmoe.telemetry.run import load
-from asyncmoe.telemetry.schema import METRICS, ROLLOUT, Resume, Span, Step
+from asyncmoe.telemetry.schema import METRICS, ROLLOUT, Resume, Step
 from asyncmoe.telemetry.summary import summarise
 
 
@@ -113,18 +113,6 @@ def test_tail_gives_each_record_once_and_waits_for_the_end_of_a_line(tmp_path: P
         file.write(b": 2}\nbroken\n")
     with pytest.raises(DataError, match="line 3"):
         tail.poll()
-
-
-def test_span_is_recorded_when_the_block_raises(tmp_path: Path) -> None:
-    spans = Spans(tmp_path / "spans.jsonl")
-    spans.add("engine.0", "generate", 1.0, 2.5)
-    with pytest.raises(ZeroDivisionError), spans.span("trainer.0", "train"):
-        _ = 1 / 0
-    spans.close()
-    first, second = Tail(tmp_path / "spans.jsonl").poll_as(Span)
-    assert first == Span("engine.0", "generate", 1.0, 2.5)
-    assert (second.who, second.what) == ("trainer.0", "train")
-    assert 0 <= second.end - second.begin < 5
 
 
 def test_a_run_begun_under_former_names_is_one_series(tmp_path: Path) -> None:

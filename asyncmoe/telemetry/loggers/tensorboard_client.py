@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.loggers.points import LoggedPoint
 
 
@@ -25,8 +25,9 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._writer = RecordWriter((self._folder / f"events.out.tfevents.{time.time_ns()}").open("wb"))
-        self._writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        now = unix()
+        self._writer = RecordWriter((self._folder / f"events.out.tfevents.{now:.6f}").open("xb"))
+        self._writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
         return "tensorboard", ""
 
     def log(self, point: LoggedPoint) -> None:

@@ -207,7 +207,7 @@ def _heads(path: Path, notes: list[str]) -> Iterator[tuple[LineSpan, _Head]]:
                 return
             try:
                 head: _Head = decoder.decode(line)
-            except msgspec.DecodeError as error:  # also of a line that is no UTF-8
+            except ValueError as error:  # also of a line that is no UTF-8
                 notes.append(f"{name} line {number} is no record ({str(error)[:120]}); it is left out")
                 continue
             if isinstance(head, Begin) and head.format > FORMAT:
@@ -226,7 +226,7 @@ def _record(path: Path, place: LineSpan, kind: type[Any]) -> Any:
         line = file.read(place.size)
     try:
         return msgspec.json.decode(line, type=kind)
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise DataError(f"{path} byte {place.begin}", got=str(error)[:200], expected=f"{an(kind.__name__)} record") from error
 
 

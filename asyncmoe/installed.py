@@ -20,7 +20,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         *("aiohttp", "mpmath", "huggingface_hub", "prometheus_client", "psutil", "fsspec"),
         "uvloop",
     ),
-    "report": ("plotly", "matplotlib"),
+    "report": ("plotly",),
     "tensorboard": ("tensorboard",),
     "engine": ("sglang",),
     "ray": ("ray",),

@@ -159,6 +159,7 @@ OPTIONS: Mapping[str, str] = {
     "report --port": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
     "simulate --mode": "nothing: all modes are simulated",
     "simulate --staleness": "max_staleness=N, which --sweep tries besides 1, 2, 4 and 8",
+    "show --plain": "asyncmoe show --json, for programs",
     "report --serve": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
 }
 """Removed option of a command -> what to do instead."""

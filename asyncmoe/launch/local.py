@@ -82,8 +82,6 @@ def check(config: Config, *, weights: bool = True) -> Survey:
         if place is not None:
             check_place(place, key)
     loggers.check(config.telemetry)
-    if config.telemetry.tensorboard == "on":
-        installed.need("tensorboard", "telemetry.tensorboard")
     here = not config.engines.join and config.launch == "local"
     if config.log.enabled and config.log.redis is not None and config.launch == "local":
         _check_redis(config.log)

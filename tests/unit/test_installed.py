@@ -104,8 +104,8 @@ def test_make_setup_brings_the_extras_that_it_is_named_for() -> None:
 def test_something_is_refused_that_needs_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed.need("numpy", "anything")
     monkeypatch.setattr(installed, "has", lambda name: False)
-    with pytest.raises(UserError, match=r"asyncmoe bench learning: got no module matplotlib, expected the extra report"):
-        installed.need("matplotlib", "asyncmoe bench learning")
+    with pytest.raises(UserError, match=r"asyncmoe report: got no module plotly, expected the extra report"):
+        installed.need("plotly", "asyncmoe report")
 
 
 def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -137,8 +137,8 @@ def test_tensorboards_files_are_written_where_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, there: bool, written: int
 ) -> None:
     from asyncmoe.config import parse
-    from asyncmoe.telemetry import live
+    from asyncmoe.telemetry.loggers import checks
 
     monkeypatch.setattr(installed, "has", lambda name: there)
     sections = {"run": {"dir": str(tmp_path), "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    assert len(live._sinks(parse({**sections, "telemetry": {"tensorboard": wanted}}))) == written
+    assert len(checks.configured(parse({**sections, "telemetry": {"tensorboard": wanted}}).telemetry)) == written

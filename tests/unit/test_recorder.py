@@ -16,8 +16,8 @@ from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.scoring.limits import Stats
 from asyncmoe.rollout.workers.figures import Figures, added, read
-from asyncmoe.telemetry.records import read_rollout
-from asyncmoe.telemetry.rollout_schema import Calls, Scoring
+from asyncmoe.telemetry.records import Tail
+from asyncmoe.telemetry.rollout_schema import Calls, Rollout, Scoring
 from asyncmoe.telemetry.schema import ROLLOUT
 
 
@@ -37,7 +37,7 @@ def test_counts_by_reason_survive(tmp_path: Path) -> None:
     counted = figures("open")
     recorder.write(queue, ["engine.0"], pool, counted.scoring, counted.tools, advised=3)
     recorder.close()
-    (record,) = read_rollout(tmp_path / ROLLOUT)
+    (record,) = Tail(tmp_path / ROLLOUT).poll_as(Rollout)
     assert (record.version, record.queue_depth, record.generated_tokens, record.engines_advised) == (3, 1, 50, 3)
     assert record.rejected == {"engine_died": 2}
     assert record.scoring["scorer"].failed == {"scorer_timeout": 5}

@@ -81,8 +81,8 @@ class EvaluationSection(Section):
     sets: dict[str, EvaluationSet] = Field({})
     overlap: Overlap = Field(
         "refuse",
-        description=_OVERLAP + "them; allow: training asks them. White space and system messages do not count. A stream and an endless "
-        "task cannot be searched before a run: refuse is leave_out for the one, and allow for the other.",
+        description=_OVERLAP + "them; allow: training asks them. White space and system messages do not count. An endless task "
+        "cannot be searched before a run: for it, refuse is allow.",
     )
     pass_reward: Real = Field(1.0, description="Reward from which an episode passes, for pass@k.")
     temperature: NonNegativeFloat | None = Field(
@@ -114,8 +114,6 @@ class EvaluationSection(Section):
             key = f"evaluation.sets.{name}"
             if not name.replace("-", "_").replace(".", "_").isidentifier() and not name.isalnum():
                 raise refused("evaluation.sets", f"the name {name!r}", "letters, digits, '_', '-' and '.'")
-            if one.streaming:
-                raise refused(f"{key}.streaming", "true", "false because an evaluation asks the same questions each time")
             if one.held_out and (one.where or one.filter or one.columns or one.options):
                 raise refused(f"{key}.path", "nothing", "the set's own source because it has keys that belong to one")
         return self

@@ -46,7 +46,7 @@ def rejected(records: Sequence[Rollout]) -> Rejected:
 
 
 def scored(records: Sequence[Rollout]) -> dict[str, Scoring]:
-    """Sum the counts of each scoring stage over all starts of the controller; what is in flight, waiting or open is the latest's."""
+    """Sum the counts of each scoring stage over all starts of the controller; what is in flight or waiting is the latest's."""
     found: dict[str, Scoring] = {}
     for record in ends(records):
         for name, stage in record.scoring.items():
@@ -62,7 +62,6 @@ def _sum(before: Scoring, stage: Scoring) -> Scoring:
         retried=before.retried + stage.retried,
         failed=dict(Counter(before.failed) + Counter(stage.failed)),
         seconds=before.seconds + stage.seconds,
-        breaker=stage.breaker,
     )
 
 
@@ -74,7 +73,6 @@ def describe(stage: Scoring) -> str:
     parts += [f"{stage.retried:,} retried"] if stage.retried else []
     parts += [f"{stage.in_flight} in flight"] if stage.in_flight else []
     parts += [f"{stage.waiting} waiting"] if stage.waiting else []
-    parts += [f"breaker {stage.breaker}"] if stage.breaker != "closed" else []
     return "   ".join(parts)
 
 

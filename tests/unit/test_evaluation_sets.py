@@ -145,7 +145,6 @@ def test_a_file_too_small_to_hold_out_is_refused(tmp_path: Path, tokenizer: Toke
         ({"path": "x", "sets": {"a": {}}}, r"evaluation\.path: got x, expected null because there are evaluation\.sets"),
         ({"sets": {"a b": {}}}, r"evaluation\.sets: got the name 'a b', expected letters"),
         ({"sets": {"a/../b": {}}}, r"evaluation\.sets: got the name 'a/\.\./b'"),
-        ({"sets": {"a": {"streaming": True, "path": "x"}}}, r"evaluation\.sets\.a\.streaming: got true, expected false"),
         ({"sets": {"a": {"where": {"b": 1}}}}, r"evaluation\.sets\.a\.path: got nothing, expected the set's own source"),
         ({"sets": {"a": {"sample": 3}}}, r"evaluation\.sets\.a\.sample: got an unknown key, expected one of .*did you mean"),
         ({"sets": {"a": {"samples": 0}}}, r"evaluation\.sets\.a\.samples: got 0, expected a number above 0"),

@@ -13,9 +13,9 @@ from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.rollout.scoring import mathematics
 from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.loading import scorer_kind
+from asyncmoe.rollout.scoring.raised import ScorerRaised
 from asyncmoe.rollout.scoring.stages import stages
-from asyncmoe.rollout.scoring.tracebacks import ScorerRaised
-from asyncmoe.rollout.scoring.types import GARBAGE, NAN, OUT_OF_ORDER, UNAVAILABLE, Sample, Scorer
+from asyncmoe.rollout.scoring.types import GARBAGE, NAN, TIMEOUT, UNAVAILABLE, Sample, Scorer
 from asyncmoe.rollout.tasks import EvaluationQuestions, Gold, HasGolds, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
@@ -86,8 +86,8 @@ def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigErr
     detail = str(rejected).removeprefix(f"{rejected.reason}: ")
     hint = None
     if isinstance(rejected, ScorerRaised):
-        hint = "a run writes its traceback to logs/scoring.log of the run directory"
-    if rejected.reason in OUT_OF_ORDER:
+        hint = "its traceback is in logs/controller.log of the run directory"
+    if rejected.reason in (TIMEOUT, UNAVAILABLE):
         limit = "scoring.teacher.timeout_s" if stage == "teacher" else "scoring.timeout_s"
         wait = "start it first" if rejected.reason == UNAVAILABLE else f"raise {limit}"
         hint = f"{wait}, or set scoring.try_first=false if it is ready only later"

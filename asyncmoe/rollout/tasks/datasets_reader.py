@@ -1,6 +1,6 @@
 """Rows of data sets that Hugging Face's `datasets` reads: files, saved data sets, and the hub.
 
-A data set in whole is memory-mapped: only the indices of the kept rows are in memory. A streamed one is read by a thread, in windows.
+A data set is memory-mapped: only the indices of the kept rows are in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 class DatasetRows:
-    """The kept rows of a data set in whole. See `Finite`.
+    """The kept rows of a data set. See `Finite`.
 
     Args:
         data: a `datasets.Dataset`.
@@ -66,7 +66,7 @@ class DatasetRows:
 
 
 def read(source: WeightedSource, key: str) -> DatasetRows:
-    """Read and check a data set in whole.
+    """Read and check a data set.
 
     Args:
         key: section of the source, for messages.
@@ -76,22 +76,20 @@ def read(source: WeightedSource, key: str) -> DatasetRows:
         DataError: no such data set or split, the hub cannot be reached, a file that `datasets` cannot read, a column that is missing or
             holds another type, or no row left; names row and column.
     """
-    data = load(source, key, streaming=False)
     columns = source.columns or ColumnsSection()
-    return DatasetRows(only(data, columns, source), f"{key}.path {source.path}", columns, keeps(source, key))
+    return DatasetRows(_only(_load(source, key), columns, source), f"{key}.path {source.path}", columns, keeps(source, key))
 
 
-def only(data: Any, columns: ColumnsSection, source: WeightedSource) -> Any:
+def _only(data: Any, columns: ColumnsSection, source: WeightedSource) -> Any:
     """Return the data set without columns that nothing reads: images and audio would be decoded for nothing."""
-    names = data.column_names
-    if columns.keep is None or source.filter is not None or names is None:
+    if columns.keep is None or source.filter is not None:
         return data
     wanted = {columns.question, columns.answer, *columns.keep, *(source.where or {})}
-    return data.select_columns([name for name in names if name in wanted])
+    return data.select_columns([name for name in data.column_names if name in wanted])
 
 
-def load(source: WeightedSource, key: str, *, streaming: bool) -> Any:
-    """Return a `datasets.Dataset`, or for streaming an `IterableDataset`. Raises as `read`."""
+def _load(source: WeightedSource, key: str) -> Any:
+    """Return a `datasets.Dataset`. Raises as `read`."""
     path = source.path
     assert path is not None
     try:
@@ -105,10 +103,10 @@ def load(source: WeightedSource, key: str, *, streaming: bool) -> Any:
     datasets.logging.set_verbosity_error()
     try:
         if path.is_dir() and any((path / name).is_file() for name in _SAVED):
-            return _split(datasets.load_from_disk(str(path)), source, key, streaming)
+            return _split(datasets.load_from_disk(str(path)), source, key)
         arguments = _local(path, source, key) if path.exists() else _on_hub(path, key)
         split = source.split or "train"
-        return datasets.load_dataset(*arguments[0], split=split, name=source.subset, streaming=streaming, **arguments[1])
+        return datasets.load_dataset(*arguments[0], split=split, name=source.subset, **arguments[1])
     except UserError:
         raise
     except Exception as error:
@@ -150,13 +148,13 @@ def _on_hub(path: Path, key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     return (str(path),), {}
 
 
-def _split(data: Any, source: WeightedSource, key: str, streaming: bool) -> Any:
+def _split(data: Any, source: WeightedSource, key: str) -> Any:
     """Return the split of a saved data set; one that was saved without splits has only `train`."""
     splits = data if hasattr(data, "keys") else {"train": data}
     split = source.split or "train"
     if split not in splits:
         raise DataError(f"{key}.split", got=split, expected=f"one of {', '.join(splits)}, which {source.path} has")
-    return splits[split].to_iterable_dataset() if streaming else splits[split]
+    return splits[split]
 
 
 def _reason(error: BaseException) -> str:

@@ -40,7 +40,7 @@ def split(
     seed: int,
     left_out: frozenset[bytes],
     refused: Mapping[bytes, str],
-) -> tuple[list[Share], frozenset[bytes]]:
+) -> list[Share]:
     """Divide the examples of a task's sources between training and evaluation.
 
     Args:
@@ -48,9 +48,6 @@ def split(
         held: number of examples to hold out of each source; which ones is drawn from the seed.
         left_out: identities that training must not ask.
         refused: identities that must not be in the sources, and the evaluation set of each.
-
-    Returns:
-        The share of each source, and the identities that training must not ask.
 
     Raises:
         DataError: more than half of a source would be held out, an example is refused, or nothing is left to train on.
@@ -70,7 +67,7 @@ def split(
         if not trained:
             raise DataError(name, got="only questions that the evaluation asks", expected="at least one other, to train on")
         shares.append(Share(trained, indices))
-    return shares, banned
+    return shares
 
 
 def _drawn(name: str, size: int, count: int, seed: str) -> list[int]:

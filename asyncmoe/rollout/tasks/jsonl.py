@@ -99,7 +99,7 @@ def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         # Binary: in text, JSON may contain other line separators than "\n".
         with path.open("rb") as file:
             if (size := path.stat().st_size) > MAX_FILE_BYTES:
-                hint = "use task.kind=dataset with a parquet file, which is not read into memory, or task.streaming=true"
+                hint = "use task.kind=dataset with a parquet file, which is not read into memory"
                 raise DataError(f"{key} {path}", got=f"{size} bytes", expected=f"at most {MAX_FILE_BYTES}", hint=hint)
             number = 0
             while raw := file.readline(MAX_LINE_BYTES + 1):

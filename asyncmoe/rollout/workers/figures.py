@@ -41,7 +41,7 @@ def read(sent: bytes) -> Figures:
 
 
 def added(several: Iterable[Figures]) -> Figures:
-    """Return the sum of several processes' figures; a breaker that is not closed in one of them counts."""
+    """Return the sum of several processes' figures."""
     scored, called = defaultdict[str, list[Scoring]](list), defaultdict[str, list[Calls]](list)
     for one in several:
         for name, stage in one.scoring.items():
@@ -57,6 +57,4 @@ def _sum(some: Sequence[Summed]) -> Summed:
 
 
 def _total(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], str):
-        return next((state for state in values if state != "closed"), "closed")
     return dict(sum(map(Counter, values), Counter[str]())) if isinstance(values[0], Mapping) else sum(values)

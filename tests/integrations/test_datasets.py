@@ -121,7 +121,11 @@ def test_an_evaluation_set_is_another_split(tmp_path: Path, tokenizer: Tokenizer
         ([{"question": "q", "answer": "1"}, {"question": None, "answer": "2"}], {}, r"row 1, question: got None, expected text"),
         ([{"question": "q", "answer": "1"}, {"question": "q", "answer": None}], {}, r"row 1, answer: got None, expected non-empty text"),
         ([{"question": "q", "answer": True}], {}, r"row 0, answer: got True"),
-        ([{"question": "q", "answer": "1", "image": b"\xff"}], {}, r"row 0, column image: got bytes .*leave it out of task\.columns\.keep"),
+        (
+            [{"question": "q", "answer": "1", "image": b"\xff"}],
+            {},
+            r"row 0, column image: got Object of type bytes .*leave it out of task",
+        ),
         ([{"question": "q", "answer": "1"}], {"where": {"answer": "2"}}, r"d\.parquet: got no row left( of \d+)?, expected at least"),
         (
             [{"question": "q", "answer": 1}, {"question": "q", "answer": None}],

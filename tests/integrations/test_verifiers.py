@@ -19,6 +19,7 @@ from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.adapters import verifiers as adapter
+from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.integrations.endpoint import call, in_turn, one_conversation, served
 from tests.unit.openai_policy import Policy
@@ -86,10 +87,10 @@ def test_an_empty_response_is_scored_as_the_policys_own(known: Tokenizer) -> Non
 
 def test_a_rollout_that_fails_says_why(known: Tokenizer) -> None:
     async def client(url: str, key: str) -> None:
-        with pytest.raises(RuntimeError, match=r"doubling, example 0: .*environment\.on_conflict"):
+        with pytest.raises(RuntimeError, match=r"doubling, example 0: .*episode_too_long"):
             await adapter.rollout(url, key, "", "", adapter.Examples(ENVIRONMENT)[0].columns)
 
-    served(in_turn(known, "it is 42"), known, client, on_conflict="refuse")
+    served(in_turn(known, "it is 42"), known, client, bounds=Bounds(tokens=5))
 
 
 @pytest.mark.parametrize("raising", ["rubric", "group"])

@@ -41,13 +41,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
-def played(policy: Policy, known: Tokenizer, columns: Any, on_conflict: Any = "run") -> float:
+def played(policy: Policy, known: Tokenizer, columns: Any) -> float:
     rewards = []
 
     async def client(url: str, key: str) -> None:
         rewards.append(await adapter.rollout(url, key, "", "", columns))
 
-    served(policy, known, client, on_conflict, timeout_s=240)
+    served(policy, known, client, timeout_s=240)
     return rewards[0]
 
 

@@ -49,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
         "store": {"url": None, "keep": 2, "grace_s": 600.0, "full_every": 20},
     },
     "engines": {"host": "127.0.0.1"},
+    "environment": {"kind": "single_turn", "on_conflict": "run"},
     "trainer": {"standby": True},
     "verify": {"max_replay_drift": 0.5},
     "telemetry": {

@@ -9,8 +9,7 @@ from asyncmoe import plugins
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Episode, Rewards
 from asyncmoe.rollout.episodes.openai_endpoint.answers import HERMES
-from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict
-from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits, OpenAIEndpoint
+from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.threads import Threads
 
 ERROR, TIMEOUT = "agent_error", "agent_timeout"
@@ -27,25 +26,17 @@ class OpenAIEnvironment:
     Args:
         agent: `package.module:function`.
         timeout_s: maximum run time of the agent, in seconds.
-        on_conflict, style: as `environment.on_conflict` and `environment.tools.style`.
+        style: as `environment.tools.style`.
 
     Raises:
         ConfigError: no such function.
     """
 
-    def __init__(
-        self,
-        agent: str,
-        *,
-        timeout_s: float = 600.0,
-        limits: ClientLimits | None = None,
-        on_conflict: OnConflict = "run",
-        style: str = HERMES,
-    ) -> None:
+    def __init__(self, agent: str, *, timeout_s: float = 600.0, style: str = HERMES) -> None:
         self._function = plugins.load_function(agent, "environment.agent", forms="package.module:function")
         self._takes_columns = plugins.takes(self._function, "columns")
         self._timeout_s = timeout_s
-        self._endpoint, self._threads = OpenAIEndpoint(limits, on_conflict, style), Threads()
+        self._endpoint, self._threads = OpenAIEndpoint(style), Threads()
 
     async def run(self, episode: Episode) -> Rewards:
         """See `Environment`.

@@ -33,6 +33,7 @@ _LOGS = "nothing: a log is moved at 64 MiB, and three moved parts of it are kept
 _PROFILE = "nothing: a profile has the names of operators and their times; it is kept up to 2 GB"
 _HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
 _TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert"
+_LEFT_OUT = "nothing: training leaves out the questions that the evaluation asks"
 _OVERRIDDEN = "nothing: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter"
 _OUTAGE = "nothing: a scorer that cannot be reached is asked again until scoring.deadline_s"
 _WHOLE = "nothing: a data set is read whole; it is mapped into memory, so it may be larger than that"
@@ -50,6 +51,7 @@ KEYS: Mapping[str, Gone] = {
     "journal.turns": Gone("nothing: turns are recorded; log.piece_tokens=0 records whole responses only", (True,)),
     "engines.host": Gone("nothing: a server listens on the address of cluster.network", ("127.0.0.1",)),
     "environment.on_conflict": Gone(_OVERRIDDEN, ("run",)),
+    **dict.fromkeys(("evaluation.overlap", "evaluation.sets.overlap"), Gone(_LEFT_OUT, ("refuse", "leave_out", None))),
     "queue.mooncake.master": Gone(_MEMORY, (None,)),
     "queue.mooncake.metadata": Gone(_MEMORY, None),
     "queue.mooncake.patience_s": Gone(_MEMORY, None),

@@ -17,7 +17,7 @@ from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import hub
 from asyncmoe.rollout.tasks.jsonl import line_of
 from asyncmoe.rollout.tasks.rows import Keep, keeps, none_left
-from asyncmoe.rollout.tasks.types import Example, Gold
+from asyncmoe.rollout.tasks.types import Example
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """`datasets`' builder by the suffix of a file."""
@@ -49,13 +49,6 @@ class DatasetRows:
     def where(self, index: int) -> str:
         """See `Placed`."""
         return f"{self._name} row {self._kept[index]}"
-
-    def golds(self) -> Iterator[Gold]:
-        """See `HasGolds`."""
-        for row in self._kept:
-            line = line_of(f"{self._name} row {row}", self._data[row], self._columns)
-            if line.reference:
-                yield Gold(line.where, line.reference)
 
     def _checked(self, keep: Keep | None) -> Iterator[int]:
         for row, values in enumerate(self._data):

@@ -16,13 +16,12 @@ from asyncmoe.errors import DataError
 from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.tasks.encode import check_columns, check_prompt, check_text
 from asyncmoe.rollout.tasks.rows import Keep, none_left
-from asyncmoe.rollout.tasks.types import Example, Gold, Message
+from asyncmoe.rollout.tasks.types import Example, Message
 
 MAX_LINE_BYTES = 16 << 20
 MAX_FILE_BYTES = 2 << 30
 """A file is read into memory whole."""
 _NO_ANSWER = "leave such rows out by task.filter, or set task.columns.answer=null if nothing needs answers"
-_ENCODED = ((codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"))
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,6 @@ class JsonlFile:
     def where(self, index: int) -> str:
         """See `Placed`."""
         return self._rows[index].where
-
-    def golds(self) -> Iterator[Gold]:
-        """See `HasGolds`."""
-        return (Gold(row.where, row.reference) for row in self._rows if row.reference)
 
 
 def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[JsonLine]:
@@ -119,14 +114,11 @@ def _object(path: Path, number: int, raw: bytes) -> Mapping[str, Any]:
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        known = next((name for mark, name in _ENCODED if number == 1 and raw.startswith(mark)), None)
-        got = f"a file in {known}" if known else f"bytes that are no UTF-8, {raw[error.start : error.start + 4]!r} at {error.start}"
+        got = f"bytes that are no UTF-8, {raw[error.start : error.start + 4]!r} at {error.start}"
         raise DataError(where, got=got, expected="a JSONL file in UTF-8", hint="convert it, for example by iconv -t UTF-8") from error
     try:
         values = json.loads(text, parse_constant=_no_number, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
-        if "}\r{" in text:
-            raise DataError(where, got="lines that end with CR", expected="lines that end with LF", hint="convert the line ends") from error
         raise DataError(where, got=f"invalid JSON ({error})", expected='{"question": ..., "answer": ...}') from error
     if not isinstance(values, dict):
         raise DataError(where, got=type(values).__name__, expected="an object with question and answer")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -65,15 +65,16 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
 
     Raises:
         ConfigError: a class or function of the user's cannot be loaded, or a package is missing.
-        DataError: a source is unusable, too small, or has questions of an evaluation set, or its first prompt leaves no room for a
-            response; names file and line, or row, and column.
+        DataError: a source is unusable or too small, or its first prompt leaves no room for a response; names file and line, or row, and
+            column.
     """
     seed = config.run.seed
     parts = _open(config.task, "task", config.warmup.wrong_share)
     sets = config.evaluation.every_set if config.evaluation.every else {}
     of_their_own = {name: _open(one.task(config.task), _key(name)) for name, one in sets.items() if not one.held_out}
     held = max((one.prompts or 0 for one in sets.values() if one.held_out), default=0)
-    parts = _divided(parts, held, _common(sets, of_their_own), seed)
+    known = [part.source for parts_of in of_their_own.values() for part in parts_of if isinstance(part.source, Sized)]
+    parts = _divided(parts, held, frozenset(one for source in known for one in identities(source)), seed)
     training = _task(config.task, parts, tokenizer, seed)
     _check_room(config, tokenizer, training.prompt(0))
     if config.warmup.steps and config.environment.kind == "single_turn":
@@ -126,36 +127,17 @@ def _read(kind: str, source: WeightedSource, key: str) -> _Part:
     return _Part(datasets_reader.read(source, key), name, source.weight)
 
 
-@dataclass(frozen=True)
-class _Common:
-    """Identities of the questions of the sets that have sources of their own.
+def _divided(parts: Sequence[_Part], held: int, asked: frozenset[bytes], seed: int) -> Sequence[_Part]:
+    """Divide the questions of every part between training and evaluation, `held` of them for evaluation; an endless part draws its own.
 
-    Attributes:
-        left_out: those that training must not ask.
-        refused: those that must not be in its sources, and the set of each.
+    Args:
+        asked: identities of what the evaluation asks besides, which training leaves out.
     """
-
-    left_out: frozenset[bytes]
-    refused: Mapping[bytes, str]
-
-
-def _common(sets: Mapping[str, EvaluationSet], of_their_own: Mapping[str, Sequence[_Part]]) -> _Common:
-    ids = {
-        name: [one for part in parts if isinstance(part.source, Sized) for one in identities(part.source)]
-        for name, parts in of_their_own.items()
-        if sets[name].overlap != "allow"
-    }
-    left_out = frozenset(one for name, every in ids.items() if sets[name].overlap == "leave_out" for one in every)
-    return _Common(left_out, {one: _key(name) for name, every in ids.items() if sets[name].overlap == "refuse" for one in every})
-
-
-def _divided(parts: Sequence[_Part], held: int, common: _Common, seed: int) -> Sequence[_Part]:
-    """Divide the questions of every part between training and evaluation, `held` of them for evaluation; an endless part draws its own."""
     sources = [part.source for part in parts if isinstance(part.source, Sized)]
-    if not sources or not (held or common.left_out or common.refused):
+    if not sources or not (held or asked):
         return parts
     counts = quotas(held, [part.weight for part in parts], seed)
-    shares = split(sources, [part.name for part in parts], counts, seed, common.left_out, common.refused)
+    shares = split(sources, [part.name for part in parts], counts, seed, asked)
     return [
         replace(part, trained=share.trained, held=[source[index] for index in share.held])
         for part, source, share in zip(parts, sources, shares, strict=True)

@@ -13,7 +13,6 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.recorder import Recorder
-from asyncmoe.rollout.scoring.limits import Stats
 from asyncmoe.rollout.workers.figures import Figures, added, read
 from asyncmoe.telemetry.records import read_rollout
 from asyncmoe.telemetry.rollout_schema import Calls, Scoring
@@ -22,11 +21,9 @@ from asyncmoe.telemetry.schema import ROLLOUT
 
 def figures() -> Figures:
     """What one process counts."""
-    scorer = Stats(1, 2, 3, 4, Counter({"scorer_timeout": 5}), 6.0)
+    scorer = Scoring(in_flight=1, waiting=2, scored=3, retried=4, failed={"scorer_timeout": 5}, seconds=6.0)
     python = Counts(calls=7, seconds=1.5, failures=Counter({"tool_timeout": 2, "tool_crash": 1}))
-    return Figures(
-        {"scorer": msgspec.convert(scorer, Scoring, from_attributes=True)}, {"python": msgspec.convert(python, Calls, from_attributes=True)}
-    )
+    return Figures({"scorer": scorer}, {"python": msgspec.convert(python, Calls, from_attributes=True)})
 
 
 def test_counts_by_reason_survive(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_many_wrong_answers_and_long_ones_stay_one_short_line() -> None:
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not beside this checkout")
 def test_every_answer_of_gsm8k_equals_itself(thorough: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Without --thorough a sample of them."""
-    golds = [Gold(row.where, row.reference) for name in ("train", "test") for row in read(GSM8K / f"{name}.jsonl")]
+    golds = [Gold(row.where, row.example.answer) for name in ("train", "test") for row in read(GSM8K / f"{name}.jsonl")]
     golds = golds if thorough else Random(23).sample(golds, 100)
     asyncio.run(trial.check_golds(golds, "task.path", 120.0))
     assert caplog.text == ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from random import Random
@@ -21,6 +20,7 @@ from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.parse_score import Read
 from asyncmoe.rollout.scoring.raised import Raised, ScorerRaised
 from asyncmoe.rollout.scoring.types import PASSING, TIMEOUT, UNAVAILABLE, Judge, Sample, Score
+from asyncmoe.telemetry.rollout_schema import Scoring
 
 log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 30.0
@@ -36,29 +36,6 @@ class ScoringLimits:
     deadline_s: float
     retries: int
     backoff_s: float
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Statistics of a scoring stage since its start.
-
-    Attributes:
-        in_flight: samples in a call to the judge.
-        waiting: samples waiting for a slot or in backoff.
-        scored: samples with a score.
-        retried: number of retries.
-        failed: samples without a score, by reason; cancelled samples excluded.
-        seconds: total time that scored and failed samples spent in this stage.
-        wait_seconds: the part of `seconds` outside calls: waiting for a slot and in backoff.
-    """
-
-    in_flight: int
-    waiting: int
-    scored: int
-    retried: int
-    failed: Mapping[str, int]
-    seconds: float
-    wait_seconds: float = 0.0
 
 
 @dataclass
@@ -132,12 +109,17 @@ class LimitedScorer:
         """See `Scorer`."""
         await self._judge.close()
 
-    def stats(self) -> Stats:
-        """See `Stats`."""
-        waiting = self._here - self._in_flight
-        failed = dict(self._failed)
-        counts = (self._in_flight, waiting, self._scored, self._retried, failed)
-        return Stats(*counts, self._seconds, self._wait_seconds)
+    def stats(self) -> Scoring:
+        """Return the statistics since the start. Cancelled samples are in none of them."""
+        return Scoring(
+            in_flight=self._in_flight,
+            waiting=self._here - self._in_flight,
+            scored=self._scored,
+            retried=self._retried,
+            failed=dict(self._failed),
+            seconds=self._seconds,
+            wait_seconds=self._wait_seconds,
+        )
 
     def _took(self, begin: float, progress: _Progress) -> None:
         seconds = _now() - begin

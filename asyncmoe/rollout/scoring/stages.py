@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asyncmoe.rollout.scoring.limits import LimitedScorer, Stats
+from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.scoring.types import Scorer
+from asyncmoe.telemetry.rollout_schema import Scoring
 
 
 def untaught(scorer: Scorer) -> Scorer:
@@ -14,7 +15,7 @@ def untaught(scorer: Scorer) -> Scorer:
     return scorer.scorer if isinstance(scorer, Taught) and scorer.scorer is not None else scorer
 
 
-def stats(scorer: Scorer) -> Mapping[str, Stats]:
+def stats(scorer: Scorer) -> Mapping[str, Scoring]:
     """Return the statistics of each stage of `scorer`, by name: "scorer", "teacher"."""
     return {name: stage.stats() for name, stage in stages(scorer).items()}
 

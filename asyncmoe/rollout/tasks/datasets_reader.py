@@ -5,7 +5,6 @@ A data set is memory-mapped: only the indices of the kept rows are in memory.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from asyncmoe import installed, plugins
 from asyncmoe.config.task import ColumnsSection, WeightedSource
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import hub
-from asyncmoe.rollout.tasks.jsonl import line_of
+from asyncmoe.rollout.tasks.jsonl import example_of
 from asyncmoe.rollout.tasks.rows import Keep, keeps, none_left
 from asyncmoe.rollout.tasks.types import Example
 
@@ -44,7 +43,7 @@ class DatasetRows:
 
     def __getitem__(self, index: int) -> Example:
         row = self._kept[index]
-        return line_of(f"{self._name} row {row}", self._data[row], self._columns).example
+        return example_of(f"{self._name} row {row}", self._data[row], self._columns)
 
     def where(self, index: int) -> str:
         """See `Placed`."""
@@ -54,7 +53,7 @@ class DatasetRows:
         for row, values in enumerate(self._data):
             where = f"{self._name} row {row}"
             if keep is None or keep(where, values):
-                line_of(where, values, self._columns)
+                example_of(where, values, self._columns)
                 yield row
 
 
@@ -103,19 +102,9 @@ def _load(source: WeightedSource, key: str) -> Any:
     except UserError:
         raise
     except Exception as error:
-        if _without_rows(error, path):
-            raise none_left(f"{key}.path {path}", 0) from error
         raise DataError(
-            f"{key}.path {path}", got=_reason(error), expected="a data set, subset and split that `datasets` can read"
+            f"{key}.path {path}", got=_told(error), expected="a data set of rows, a subset and a split that `datasets` can read"
         ) from error
-
-
-def _without_rows(error: Exception, path: Path) -> bool:
-    """Return whether `datasets` failed because there are no rows, which it says in words of its own."""
-    if isinstance(error, ValueError):
-        return "corresponds to no data" in str(error)
-    states = (*path.glob("state.json"), *path.glob("*/state.json"))
-    return isinstance(error, IndexError) and any(json.loads(file.read_text()).get("_data_files") == [] for file in states)
 
 
 def _local(path: Path, source: WeightedSource, key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -150,7 +139,6 @@ def _split(data: Any, source: WeightedSource, key: str) -> Any:
     return splits[split]
 
 
-def _reason(error: BaseException) -> str:
+def _told(error: Exception) -> str:
     """Return an exception in one line, with the one it came from, which names what is wrong with a file."""
-    text, cause = plugins.told(error), error.__cause__ or error.__context__
-    return text if cause is None or plugins.told(cause) in text else f"{text[:300]} ({plugins.told(cause)[:300]})"
+    return "; ".join(dict.fromkeys(plugins.told(one)[:300] for one in (error, error.__cause__ or error.__context__) if one is not None))

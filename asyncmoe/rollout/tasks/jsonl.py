@@ -7,16 +7,15 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import DataError
 from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.tasks.encode import check_columns, check_prompt, check_text
 from asyncmoe.rollout.tasks.rows import Keep, none_left
-from asyncmoe.rollout.tasks.types import Example, Message
+from asyncmoe.rollout.tasks.types import Example
 
 MAX_LINE_BYTES = 16 << 20
 MAX_FILE_BYTES = 2 << 30
@@ -24,25 +23,11 @@ MAX_FILE_BYTES = 2 << 30
 _NO_ANSWER = "leave such rows out by task.filter, or set task.columns.answer=null if nothing needs answers"
 
 
-@dataclass(frozen=True)
-class JsonLine:
-    """One line of the file."""
+class Row(NamedTuple):
+    """A line of a file: file and line, for messages, and what it asks."""
 
-    question: str | Sequence[Message]
-    """Text, or the messages of a conversation."""
-    solution: str
-    """The whole "answer": reasoning and reference."""
-    reference: str
-    """The text after the last `MARK`, or the whole "answer" without a mark, as written: scorers decide what a comma means."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns."""
-    where: str = ""
-    """File and line, for messages."""
-
-    @property
-    def example(self) -> Example:
-        """The line as an example."""
-        return Example(self.question, self.reference, self.columns, self.solution or None)
+    where: str
+    example: Example
 
 
 class JsonlFile:
@@ -52,7 +37,7 @@ class JsonlFile:
         rows: see `read`.
     """
 
-    def __init__(self, rows: Sequence[JsonLine]) -> None:
+    def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
 
     def __len__(self) -> int:
@@ -66,7 +51,7 @@ class JsonlFile:
         return self._rows[index].where
 
 
-def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[JsonLine]:
+def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[Row]:
     """Read all lines of a file; blank lines are skipped.
 
     Args:
@@ -80,7 +65,7 @@ def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = No
     rows, skipped = [], 0
     for where, values in values_of(path, key):
         if keep is None or keep(where, values):
-            rows.append(line_of(where, values, columns or ColumnsSection()))
+            rows.append(Row(where, example_of(where, values, columns or ColumnsSection())))
         else:
             skipped += 1
     if not rows:
@@ -137,8 +122,9 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def line_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> JsonLine:
-    """Return a row of a file or data set as a question.
+def example_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> Example:
+    """Return what a row of a file or data set asks. Its reference is the text after the last `MARK`, or the whole answer without a mark, as
+    written: scorers decide what a comma means. Its solution is the whole answer.
 
     Args:
         where: the row, for messages.
@@ -152,7 +138,7 @@ def line_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> J
     reference = answer.rpartition(MARK)[2].strip()
     if not reference and columns.answer is not None:
         raise DataError(f"{where}, {columns.answer}", got=f"nothing after {MARK}", expected="the reference answer", hint=_NO_ANSWER)
-    return JsonLine(question, answer, reference, _others(where, values, columns), where)
+    return Example(question, reference, _others(where, values, columns), answer or None)
 
 
 def _value(where: str, values: Mapping[str, Any], name: str) -> Any:

@@ -28,8 +28,7 @@ def figures_of(loaded: RolloutParts) -> Figures:
     """Return the statistics of this process."""
     environment = loaded.environment
     counts = environment.counts if isinstance(environment, WithTools) else {}
-    stages = {name: msgspec.convert(one, Scoring, from_attributes=True) for name, one in stats(loaded.scorer).items()}
-    return Figures(stages, {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})
+    return Figures(dict(stats(loaded.scorer)), {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})
 
 
 def read(sent: bytes) -> Figures:

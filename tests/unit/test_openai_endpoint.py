@@ -19,7 +19,7 @@ from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
 from asyncmoe.launch import part
 from asyncmoe.rollout.episodes import environments
 from asyncmoe.rollout.episodes.environment import Bounds
-from asyncmoe.rollout.episodes.openai_endpoint import server, threads
+from asyncmoe.rollout.episodes.openai_endpoint import environment, server
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -251,7 +251,7 @@ def test_with_the_episode_its_requests_end_and_its_key(known: Tokenizer) -> None
 
 
 def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "MAX_LEFT", 2)
+    monkeypatch.setattr(environment, "MAX_LEFT", 2)
     policy = says(known)
 
     async def run() -> None:

@@ -12,15 +12,7 @@ from typing import Any
 
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
 from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields, text_of
-from asyncmoe.rollout.episodes.openai_endpoint.request import (
-    MODEL,
-    Completion,
-    CompletionRequest,
-    RequestRefused,
-    assistant,
-    event,
-    wrong,
-)
+from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, assistant, event, wrong
 
 _MAX_CHOICES = 16
 _ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -12,14 +12,7 @@ from typing import Any
 
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
 from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields, function, text_of
-from asyncmoe.rollout.episodes.openai_endpoint.request import (
-    Completion,
-    CompletionRequest,
-    RequestRefused,
-    assistant,
-    event,
-    wrong,
-)
+from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest, RequestRefused, assistant, event, wrong
 
 _ROLES = ("user", "assistant", "system")
 _NO_MATTER = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")

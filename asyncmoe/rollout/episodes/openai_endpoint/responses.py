@@ -14,14 +14,7 @@ from typing import Any
 from asyncmoe.rollout.episodes.openai_endpoint.chat import check_format, may_call, token_logprobs
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
 from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields, function, text_of
-from asyncmoe.rollout.episodes.openai_endpoint.request import (
-    Completion,
-    CompletionRequest,
-    RequestRefused,
-    assistant,
-    event,
-    wrong,
-)
+from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest, RequestRefused, assistant, event, wrong
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text")

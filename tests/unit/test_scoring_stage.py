@@ -242,9 +242,9 @@ def test_a_judge_that_comes_back_scores_all_that_waited(caplog: pytest.LogCaptur
 
 
 def test_a_judge_that_stays_away_is_asked_until_the_deadline_and_without_retries_once() -> None:
-    for retries, least, most in ((2, 3, 20), (0, 1, 1)):
+    for retries, backoff_s, least, most in ((2, 1.0, 3, 20), (2, 0.0, 200, 203), (0, 1.0, 1, 1)):
         judge = fails("scorer_unavailable")
-        assert run(outcome(stage(judge, retries=retries, deadline_s=200.0))).startswith("scorer_unavailable: call ")  # type: ignore[union-attr]
+        assert run(outcome(stage(judge, retries=retries, backoff_s=backoff_s, deadline_s=200.0))).startswith("scorer_unavailable: call ")  # type: ignore[union-attr]
         assert least <= len(judge.begun) <= most
         assert judge.begun[-1] < 200.0
 

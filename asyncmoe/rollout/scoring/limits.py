@@ -24,6 +24,8 @@ from asyncmoe.telemetry.rollout_schema import Scoring
 
 log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 30.0
+_LEAST_PAUSE_S = 1.0
+"""Between two calls beyond the `retries`, whatever the backoff: the judge may be away for long."""
 _MOST_PLACES = 32
 """Places of a user's code of which the log has a traceback."""
 
@@ -134,6 +136,7 @@ class LimitedScorer:
                 if isinstance(rejected, ScorerRaised):
                     self._log(rejected.raised)
                 delay = backoff(self._limits.backoff_s, attempt, self._random.random())
+                delay = max(delay, _LEAST_PAUSE_S) if attempt >= self._limits.retries else delay
                 if not self._again(rejected.reason, attempt) or _now() + delay >= deadline:
                     raise
                 if rejected.reason == UNAVAILABLE and not self._unreachable:

@@ -28,7 +28,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "trackio": ("trackio",),
-    "verifiers": ("verifiers", "openai"),
+    "verifiers": ("verifiers",),
     "redis": ("redis",),
     "mcp": ("mcp", "mcp_types", "httpx2", "anyio"),
 }

@@ -34,6 +34,10 @@ _PROFILE = "nothing: a profile has the names of operators and their times; it is
 _HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
 _TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert"
 _PREFIX = "nothing: a request goes to the engine that answered before, else to the one with the fewest"
+_LEFT_OUT = "nothing: training leaves out the questions that the evaluation asks"
+_OVERRIDDEN = "nothing: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter"
+_OUTAGE = "nothing: a scorer that cannot be reached is asked again until scoring.deadline_s"
+_WHOLE = "nothing: a data set is read whole; it is mapped into memory, so it may be larger than that"
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
@@ -54,6 +58,8 @@ KEYS: Mapping[str, Gone] = {
     "journal.segment_bytes": Gone("nothing: a file of the log has 64 MiB", None),
     "journal.turns": Gone("nothing: turns are recorded; log.piece_tokens=0 records whole responses only", (True,)),
     "engines.host": Gone("nothing: a server listens on the address of cluster.network", ("127.0.0.1",)),
+    "environment.on_conflict": Gone(_OVERRIDDEN, ("run",)),
+    **dict.fromkeys(("evaluation.overlap", "evaluation.sets.overlap"), Gone(_LEFT_OUT, ("refuse", "leave_out", None))),
     "queue.mooncake.master": Gone(_MEMORY, (None,)),
     "queue.mooncake.metadata": Gone(_MEMORY, None),
     "queue.mooncake.patience_s": Gone(_MEMORY, None),
@@ -66,6 +72,7 @@ KEYS: Mapping[str, Gone] = {
     "queue.redis_patience_s": Gone(_MEMORY, None),
     "rollout.affinity_slack": Gone(_PREFIX, None),
     "rollout.balance": Gone(_PREFIX, ("least_loaded",)),
+    **dict.fromkeys(("scoring.breaker_failures", "scoring.breaker_cooldown_s"), Gone(_OUTAGE, None)),
     "sync.audit_every": Gone(_VERIFY, (0, 20)),
     "sync.delta_base": Gone("nothing: a trainer rank keeps what it sent last in the memory of its weights", ("device",)),
     "sync.relay": Gone("nothing: the trainer sends to every engine", (False, True, "auto", "off")),
@@ -75,6 +82,7 @@ KEYS: Mapping[str, Gone] = {
     "sync.store.grace_s": Gone(_STORE, None),
     "sync.store.keep": Gone(_STORE, None),
     "sync.store.url": Gone(_STORE, (None,)),
+    **dict.fromkeys(("task.streaming", "task.sources.streaming", "evaluation.sets.streaming"), Gone(_WHOLE, (None, False))),
     "task.curriculum.enabled": Gone(_ORDER, (False,)),
     "task.curriculum.floor": Gone(_ORDER, None),
     "task.curriculum.memory": Gone(_ORDER, None),
@@ -144,7 +152,7 @@ VALUES: Mapping[tuple[str, str], str] = {
 }
 """(Key, removed value of it) -> what to do instead."""
 
-TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}}
+TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}, "streaming": None}
 """What the section `task` had besides: logs have a digest of all of it."""
 
 _UNMEASURED = "nothing: it is measured no more"
@@ -190,7 +198,7 @@ def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[
     """
     found: dict[tuple[str, ...], tuple[Any, str]] = {}
     for path, value in list(_leaves(values)):
-        key = ".".join(path)
+        key = _key(path)
         gone = keys.get(key) or _section(key, keys)
         if isinstance(value, str) and (key, value) in VALUES:
             found[path] = value, VALUES[key, value]
@@ -209,10 +217,18 @@ def _section(name: str, keys: Mapping[str, Gone]) -> Gone | None:
     return next((Gone(one.instead, (None, False, {})) for key, one in keys.items() if key.startswith(f"{name}.")), None)
 
 
+def _key(path: tuple[str, ...]) -> str:
+    """Return the name of a key in the tables, without the number of a mixture's source and the name of an evaluation set."""
+    of_many = path[:2] in (("task", "sources"), ("evaluation", "sets"))
+    return ".".join((*path[:2], *path[3:]) if of_many else path)
+
+
 def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the path and value of every key that is no section, or an empty one."""
     for name, value in values.items():
         path = (*above, str(name))
+        if path == ("task", "sources") and isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+            value = dict(enumerate(value))
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, path)
         else:
@@ -222,8 +238,8 @@ def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[
 def _remove(values: dict[str, Any], path: tuple[str, ...]) -> None:
     """Remove a key, and a removed section that has nothing else."""
     for depth in range(len(path), 0, -1):
-        inner = values
+        inner: Any = values
         for name in path[: depth - 1]:
-            inner = inner[name]
-        if depth == len(path) or (not inner[path[depth - 1]] and ".".join(path[:depth]) in SECTIONS):
-            del inner[path[depth - 1]]
+            inner = inner[int(name)] if isinstance(inner, list) else inner[name]
+        if depth == len(path) or (".".join(path[:depth]) in SECTIONS and not inner.get(path[depth - 1])):
+            inner.pop(path[depth - 1], None)  # two keys of a YAML file may share a value

@@ -43,7 +43,6 @@ def describe(stage: Scoring) -> str:
     parts += [f"{stage.retried:,} retried"] if stage.retried else []
     parts += [f"{stage.in_flight} in flight"] if stage.in_flight else []
     parts += [f"{stage.waiting} waiting"] if stage.waiting else []
-    parts += [f"breaker {stage.breaker}"] if stage.breaker != "closed" else []
     return "   ".join(parts)
 
 

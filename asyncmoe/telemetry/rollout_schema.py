@@ -14,15 +14,12 @@ class Scoring(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a scorer or teacher; counts of samples since the controller started."""
 
     in_flight: Annotated[int, Metric("Samples in a call to the judge.", "samples")] = 0
-    waiting: Annotated[int, Metric("Samples waiting for a slot, for the breaker or in backoff.", "samples")] = 0
+    waiting: Annotated[int, Metric("Samples waiting for a slot or in backoff.", "samples")] = 0
     scored: Annotated[int, Metric("Scored samples.", "samples")] = 0
     retried: Annotated[int, Metric("Retries.")] = 0
     failed: Annotated[Mapping[str, int], Metric("Failed samples by reason.", "samples", key="reason")] = {}
     seconds: Annotated[float, Metric("Total time of the scored and failed samples.", "seconds")] = 0.0
-    wait_seconds: Annotated[
-        float, Metric("The part of `seconds` outside calls: waiting for a slot, for the breaker and in backoff.", "seconds")
-    ] = 0.0
-    breaker: Annotated[str, "State of the circuit breaker."] = "closed"
+    wait_seconds: Annotated[float, Metric("The part of `seconds` outside calls: waiting for a slot and in backoff.", "seconds")] = 0.0
 
 
 class Calls(msgspec.Struct, frozen=True, kw_only=True):

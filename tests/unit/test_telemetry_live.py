@@ -358,14 +358,12 @@ def test_prometheus_serves_the_newest_numbers() -> None:
 
 
 def test_scoring_and_rejections_are_rows_of_the_panel() -> None:
-    judge = Scoring(
-        in_flight=3, waiting=2, scored=1204, retried=5, failed={"scorer_error": 6, "scorer_nan": 2}, seconds=121.2, breaker="open"
-    )
+    judge = Scoring(in_flight=3, waiting=2, scored=1204, retried=5, failed={"scorer_error": 6, "scorer_nan": 2}, seconds=121.2)
     lost = Rollout(time=1, started=200, rejected={"a": 1, "b": 40, "c": 8, "d": 2}, scoring={"scorer": judge, "teacher": Scoring(scored=7)})
     console, out = _console(terminal=False, width=200)
     console.print(panel(View("demo", 2, 12, rollout=[lost])))
     text = out.getvalue()
     assert "1,204 scored in 0.1 s each   8 failed (scorer_error 6, scorer_nan 2)   5 retried" in text
-    assert "5 retried   3 in flight   2 waiting   breaker open" in text
+    assert "5 retried   3 in flight   2 waiting" in text
     assert "7 scored" in text
     assert re.search(r"rejected +26 % of 200 started \(b 40, c 8, d 2, \.\.\.\)", text)

@@ -56,7 +56,7 @@ def test_every_number_of_a_record_is_declared_and_described() -> None:
         for name, hint in get_type_hints(kind, include_extras=True).items():
             (about,) = getattr(hint, "__metadata__", (None,))
             assert isinstance(about, Metric | str), f"{kind.__name__}.{name} has no declaration"
-            assert isinstance(about, Metric) or name in ("step", "phase", "time", "breaker", "name"), f"{kind.__name__}.{name}"
+            assert isinstance(about, Metric) or name in ("step", "phase", "time", "name"), f"{kind.__name__}.{name}"
             text = about if isinstance(about, str) else about.help
             assert text.endswith("."), f"{kind.__name__}.{name}: {text}"
 

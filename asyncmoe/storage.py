@@ -256,14 +256,18 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Write a file so that whoever reads it meanwhile finds a whole one, the former or this.
+def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write a file so that whoever reads it meanwhile finds a whole one, the former or this; `durable`: after a power cut, too.
 
     Raises:
         OSError: it cannot be written.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(content)
+    with part.open("wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     part.replace(path)
 
 

@@ -104,7 +104,7 @@ class BoundedQueue:
         self._stopping = False
         self._changes, self._recalling = Changes(), asyncio.Lock()
         self._log, self._resumed = log or QueueLog(), resumed
-        self._log.follow(lambda: self._accounts)
+        self._log.accounts = lambda: self._accounts
         for group in resumed.queued:
             self._lanes["rl"].insert(group)
 
@@ -240,7 +240,7 @@ class BoundedQueue:
         if phase == "rl" and not self._stopping:
             await self._resumed.load(step, terms, self._replay)
         answer = await self._changes.until(lambda: self._try_lease(step, terms), min(wait_s, MAX_LEASE_WAIT_S))
-        await self._log.granted(step)
+        await self._log.settled()
         return answer if answer is not None else self._answer(step, phase)
 
     async def foresee(self, step: int, count: int, version: int, wait_s: float) -> Foreseen:
@@ -443,11 +443,11 @@ class BoundedQueue:
             again = [Start(group.number, group.attempt + 1) for group in stale]
             self._again += again
             for start in again:
-                self._log.again(start, "stale")
+                self._log.again(start)
         else:
             self._accounts = self._accounts.drop(count, "stale")
             for group in stale:
-                self._log.ended(group.number, "dropped", "stale")
+                self._log.ended(group.number)
         if self._on_stale is not None:
             self._on_stale(stale, self.admission.rule == "requeue", version)
         self._changes.wake()

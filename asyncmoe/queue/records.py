@@ -5,8 +5,6 @@ Each record says all that it takes to know of its subject, so that damage loses 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from asyncmoe.errors import DataError
@@ -57,11 +55,9 @@ class GroupFinished(_Record, frozen=True):
 
 
 class GroupEnded(_Record, frozen=True):
-    """A group is dropped or rejected for a reason, and does not start again."""
+    """A group is dropped or rejected, and does not start again."""
 
     number: int
-    state: Literal["dropped", "rejected"]
-    reason: str
 
 
 class GroupAgain(_Record, frozen=True):
@@ -70,7 +66,6 @@ class GroupAgain(_Record, frozen=True):
     number: int
     attempt: int
     failures: int
-    reason: str
 
 
 class LeasedGroup(msgspec.Struct, frozen=True):

@@ -37,9 +37,9 @@ def run_of_steps() -> tuple[tuple[int, LogEntry], ...]:
         for number in (10, 11, 12):
             life.begin(number)
         life.queue.rejected(SIZE, "engine_died")
-        life.log.again(Start(10, 1, 1), "engine_died")
+        life.log.again(Start(10, 1, 1))
         life.queue.discarded(SIZE, "equal_rewards")
-        life.log.ended(11, "dropped", "equal_rewards")
+        life.log.ended(11)
         await life.lease(4)
         life.log.close()
         changes = Home().log(folder, "0")
@@ -70,15 +70,13 @@ def test_whatever_records_are_lost_no_group_is_trained_twice_and_the_ledger_adds
     assert (ledger.queued, ledger.leased) == (SIZE * len(found.queued), BATCH * len(found.replays))
     assert ledger.trained + ledger.skipped == k * BATCH
     if not gone & set(range(len(whole))):
-        assert not found.dropped
+        assert not found.repairs
         assert set(range(k, 5)) == set(found.replays)
     again = replace(state, damaged=False)
     again.apply(10**6, records.RunStands(found.first, 0, 0))
-    for step in [step for step in again.leases if step >= k and step not in found.replays]:
-        again.apply(10**6, records.StepReleased(step))
-    for number in found.dropped:
-        again.apply(10**6, records.GroupEnded(number, "dropped", "damaged"))
-    assert not recover(again, k, 0, BATCH, "log", lost=[-1]).dropped, "damage is dealt with once"
+    for change in found.repairs:
+        again.apply(10**6, change)
+    assert not recover(again, k, 0, BATCH, "log", lost={-1}).repairs, "damage is dealt with once"
 
 
 PLACE = Place(1, 0)
@@ -91,7 +89,7 @@ def lease(step: int, *numbers: int) -> RecordedLease:
 
 
 def group(number: int, step: int | None = None) -> RecordedGroup:
-    return RecordedGroup(number, "queued" if step is None else "leased", 0, number, episodes=SIZE, place=PLACE, step=step)
+    return RecordedGroup(number, order=number, episodes=SIZE, place=PLACE, step=step)
 
 
 SKIPPED = Accounts(Ledger(started=4, skipped=4), skipped={"anomaly_loss": 4})
@@ -105,7 +103,7 @@ SKIPPED = Accounts(Ledger(started=4, skipped=4), skipped={"anomaly_loss": 4})
         LogState({0: group(0)}, first=0, accounts=Accounts(Ledger())),
         LogState({0: group(0)}, first=0),
         LogState({}, first=0, accounts=SKIPPED),
-        LogState({0: group(0, 0), 1: group(1, 0)}, {0: replace(lease(0, 0, 1), committed=True, skipped="x")}, first=0, accounts=SKIPPED),
+        LogState({0: group(0, 0), 1: group(1, 0)}, {0: replace(lease(0, 0, 1), ended="x")}, first=0, accounts=SKIPPED),
     ],
 )
 def test_records_that_contradict_each_other_stop_the_run(state: LogState) -> None:

@@ -38,7 +38,7 @@ def test_everything_of_a_killed_run_goes_on(home: Home, tmp_path: Path) -> None:
         leased = await life.lease(1)
         frames = {item.key: b"".join(life.queue.fetch(1, [item.key])) for item in leased.items}
         life.queue.rejected(SIZE, "scorer_nan")
-        life.log.ended(6, "rejected", "scorer_nan")
+        life.log.ended(6)
         again = await live(home, life.kill(tmp_path / "again"), 1)
         assert (again.starts, again.next) == ([Start(7)], 8)
         ledger = again.queue.ledger
@@ -140,7 +140,7 @@ def test_what_starts_again_comes_before_new_groups_and_in_order(tmp_path: Path) 
         life.begin(1)
         life.begin(2)
         life.queue.rejected(SIZE, "engine_died")
-        life.log.again(Start(1, 1, 1), "engine_died")
+        life.log.again(Start(1, 1, 1))
         again = await live(FILES, life.kill(tmp_path / "again"))
         assert again.starts == [Start(2), Start(1, 1, 1)]
         assert again.next == 3

@@ -23,6 +23,7 @@ from asyncmoe.errors import AsyncmoeError, DataError, StorageError, WaitTimeout
 
 T = TypeVar("T")
 _ROOM = "make room there, or write to another file system"
+_LOCKLESS = "write to a local disk: this file system lacks locks, or another call"
 _CURES = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: "make room there, ask for a larger quota, or write to another file system",
@@ -36,6 +37,9 @@ _CURES = {
     errno.EEXIST: "choose a path with no file among its parts",
     errno.ELOOP: "choose a path without a link that leads to itself",
     errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ENOLCK: _LOCKLESS,
+    errno.ENOSYS: _LOCKLESS,
+    errno.EOPNOTSUPP: _LOCKLESS,
 }
 """Fixes by errno, for all storage errors; any other errno is a bug in asyncmoe."""
 _RUST = re.compile(r"\(os error (\d+)\)")

@@ -4,7 +4,6 @@ begins at b lies at byte `HEADER_BYTES + p - b`. Only the newest segment can be 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import logging
@@ -12,15 +11,14 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 from asyncmoe import storage
-from asyncmoe.errors import AsyncmoeError, DataError, InvariantBroken, StorageError, UserError, gibibytes
+from asyncmoe.errors import DataError, StorageError, UserError, gibibytes
 from asyncmoe.log.log import HEAD_BYTES, LOST, Log, Record, checksum
 from asyncmoe.trajectory import Buffer
-from asyncmoe.trajectory.native import crc32c
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ Found = tuple[int, int, memoryview | None]
 def header(identity: bytes, first: int) -> bytes:
     """Return what a segment begins with. `identity`: SHA-256 of the run's random name."""
     said = _HEADER.pack(_MAGIC, FORMAT, first, identity)
-    return said + _CRC.pack(crc32c(said))
+    return said + _CRC.pack(checksum([said]))
 
 
 def head(identity: bytes, position: int, parts: Sequence[Buffer]) -> bytes:
@@ -129,7 +127,7 @@ class FileLog(Log):
         self._all, self._folder, self._file = folder, folder / writer, -1
         self._identity = hashlib.sha256(run.encode()).digest()
         self._segment_bytes = min(segment_bytes, max(max_bytes // _LEAST_SEGMENTS, 1)) if max_bytes else segment_bytes
-        with storage.writing("the log", self._folder), ExitStack() as held:
+        with self._writing(), ExitStack() as held:
             storage.make_private(folder)
             storage.make_private(self._folder)
             storage.sync_directory(folder)
@@ -170,16 +168,20 @@ class FileLog(Log):
             got = str(error.strerror)
         raise DataError(f"log {folder} position {position}", got=got, expected="a record", hint=LOST)
 
+    def _writing(self) -> AbstractContextManager[None]:
+        return storage.writing("the log", self._folder, "or name another folder (log.folder); a run that is started again loses nothing")
+
     def _write(self, batch: Sequence[Record]) -> None:
-        for position, parts in batch:
-            left, offset = memoryview(b"".join([head(self._identity, position, parts), *parts])), position - self._first
-            if offset and offset + len(left) > self._segment_bytes:
-                self._sync()
-                self._begin(position)
-                offset = 0
-            while left:
-                written = os.pwritev(self._file, [left], HEADER_BYTES + offset)
-                left, offset = left[written:], offset + written
+        with self._writing():
+            for position, parts in batch:
+                left, offset = memoryview(b"".join([head(self._identity, position, parts), *parts])), position - self._first
+                if offset and offset + len(left) > self._segment_bytes:
+                    self._sync()
+                    self._begin(position)
+                    offset = 0
+                while left:
+                    written = os.pwritev(self._file, [left], HEADER_BYTES + offset)
+                    left, offset = left[written:], offset + written
 
     def _begin(self, first: int) -> None:
         """Begin a segment. One of the same name holds no whole record."""
@@ -192,25 +194,22 @@ class FileLog(Log):
         storage.sync_directory(self._folder)
 
     def _sync(self) -> None:
-        os.fdatasync(self._file)
+        with self._writing():
+            os.fdatasync(self._file)
         if not os.fstat(self._file).st_nlink:
             raise StorageError(f"{self.name}: {path_of(self._folder, self._first)} was deleted while it was written")
 
     def _forget(self, below: int) -> int:
         freed = 0
-        for first, end in pairwise(segments_in(self._folder)):
-            if end <= below:
-                freed += path_of(self._folder, first).stat().st_size
-                path_of(self._folder, first).unlink()
-        if freed:
+        with self._writing():
+            for first, end in pairwise(segments_in(self._folder)):
+                if end <= below:
+                    freed += path_of(self._folder, first).stat().st_size
+                    path_of(self._folder, first).unlink()
             storage.sync_directory(self._folder)
         with self._changing:
             self.size -= freed
         return freed
-
-    def _explained(self, error: Exception) -> AsyncmoeError:
-        known = storage.explain(error, "the log", self._folder, "then start the run again: it loses nothing")
-        return known or InvariantBroken(f"{self.name}: {type(error).__name__}: {error}")
 
     def _beat(self) -> None:
         """Do nothing: a lock of a file lasts as long as its process."""
@@ -229,10 +228,6 @@ def _locked(path: Path) -> Iterator[None]:
             file.seek(0)
             got = f"{path.parent}, in use by another process ({file.read(256) or 'it says no more'})"
             raise UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise
-            raise StorageError(f"log: {path.parent} is on a file system without locks; name one on a local disk (log.folder)") from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
@@ -243,7 +238,7 @@ def _check(path: Path, first: int, identity: bytes) -> None:
     """Refuse a segment of another run or format; a header that is damaged says neither. Raises DataError."""
     with path.open("rb") as file:
         said = file.read(HEADER_BYTES)
-    if said != header(identity, first) and said[-_CRC.size :] == _CRC.pack(crc32c(said[: -_CRC.size])):
+    if said != header(identity, first) and said[-_CRC.size :] == _CRC.pack(checksum([said[: -_CRC.size]])):
         folder = path.parent.parent
         way_out = f"name another log.folder, or delete {folder}: what was queued or under way is then sampled again"
         hint = f"use the version that wrote it, {way_out}"

@@ -28,8 +28,6 @@ T = TypeVar("T")
 LOST = "bring back a copy of the whole log from after the run's stop, or delete it: what was queued is then sampled again"
 HEAD_BYTES = 16
 """What a record takes besides its bytes."""
-MOST_UNWRITTEN = 64 << 20
-"""Bytes of a batch, besides those of its last record."""
 _SYNC_S, _CLOSE_S = 1.0, 300.0
 
 Record = tuple[int, list[memoryview]]
@@ -89,11 +87,6 @@ class Log(ABC):
     def is_full(self, nbytes: int) -> bool:
         """Whether a record of so many bytes would exceed the bound."""
         return self._max_bytes is not None and self.size + nbytes + HEAD_BYTES > self._max_bytes
-
-    async def room(self, nbytes: int) -> None:
-        """Wait until no more bytes wait to be written than should. Raises as `append`."""
-        while self._written < self.end and self.end + nbytes > self._written + MOST_UNWRITTEN:
-            await self.durable(self.end - 1)
 
     def append(self, parts: Sequence[Buffer]) -> int:
         """Hand over a record and return its position. Never waits.
@@ -161,7 +154,7 @@ class Log(ABC):
 
     @abstractmethod
     def _write(self, batch: Sequence[Record]) -> None:
-        """Write records, in order."""
+        """Write records, in order. Raises StorageError, as the next two."""
 
     @abstractmethod
     def _sync(self) -> None:
@@ -170,10 +163,6 @@ class Log(ABC):
     @abstractmethod
     def _forget(self, below: int) -> int:
         """See `forget`; return the freed bytes, without which `size` is then."""
-
-    @abstractmethod
-    def _explained(self, error: Exception) -> AsyncmoeError:
-        """Return the error for the user."""
 
     @abstractmethod
     def _let_go(self) -> None:
@@ -205,7 +194,8 @@ class Log(ABC):
             with self.counted():
                 return act(position)
         except Exception as error:
-            raise self._failed(error if isinstance(error, AsyncmoeError) else self._explained(error)) from error
+            bug = InvariantBroken(f"{self.name}: {type(error).__name__}: {error}")
+            raise self._failed(error if isinstance(error, AsyncmoeError) else bug) from error
 
     def _settle(self, position: int) -> None:
         """Write what was appended, and make it durable if the record at a position is not."""

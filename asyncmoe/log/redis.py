@@ -19,9 +19,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, ReadOnlyError, RedisError, ResponseError
-from redis.retry import Retry
 
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError, gibibytes
 from asyncmoe.log.log import LOST, Log, Record, checksum
@@ -61,8 +59,8 @@ class RedisServer:
 
     def __init__(self, url: str, patience_s: float = _PATIENCE_S) -> None:
         self.name, self._patience_s = re.sub("//[^/@]*@", "//", url.partition("?")[0]), patience_s
-        once: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "protocol": 2, "password": os.environ.get(PASSWORD)}
-        self.client = redis.Redis.from_url(url, socket_timeout=_ANSWER_S, socket_connect_timeout=5.0, **once)
+        limits = {"socket_timeout": _ANSWER_S, "socket_connect_timeout": 5.0, "retry": None}  # `call` asks again
+        self.client = redis.Redis.from_url(url, protocol=2, password=os.environ.get(PASSWORD), **limits)
 
     def check(self) -> None:
         """Refuse a server that may lose or evict what it has acknowledged. Raises UserError, StorageError."""
@@ -184,9 +182,6 @@ class RedisLog(Log):
         with self._changing:
             self.size -= freed
         return freed
-
-    def _explained(self, error: Exception) -> AsyncmoeError:
-        return self._server.explained(error)
 
     def _let_go(self) -> None:
         with suppress(RedisError, OSError):

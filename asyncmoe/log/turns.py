@@ -74,7 +74,6 @@ class Turns:
         Raises:
             StorageError: the log failed.
         """
-        await self._log.room(len(answer))
         with self._log.counted():
             data = _encode(Answered(key, request, answer))
             if full := self._log.is_full(len(data)):
@@ -94,8 +93,6 @@ class Turns:
         """Forget the answers of a group that is finished, ended, or starts again."""
         if self._since.pop(group, None) is not None:
             self._forget()
-        for one in [one for one in self._found if one[0].group == group]:
-            del self._found[one]
 
     @property
     def groups(self) -> frozenset[int]:

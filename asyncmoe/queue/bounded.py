@@ -26,7 +26,7 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, Protoco
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
-from asyncmoe.queue.fold import Reopened
+from asyncmoe.queue.fold import Recovered
 from asyncmoe.queue.group_buffer import Group, GroupBuffer, pack, weighed, whole
 from asyncmoe.queue.leases import Leases, LeaseTerms
 from asyncmoe.queue.queue_log import QueueLog
@@ -333,7 +333,7 @@ class BoundedQueue:
         self._leases = self._leases.undecided_forgotten()
         self._changes.wake()
 
-    def reopen(self, found: Reopened) -> None:
+    def reopen(self, step: int, found: Recovered) -> None:
         """Go back to a checkpoint with a trainer that was started again; follows `trainer_lost`.
 
         The leases since the checkpoint are answered again, as they were. Everything else stays: what is queued or running, the versions
@@ -342,10 +342,9 @@ class BoundedQueue:
         Raises:
             InvariantBroken: the leases are not those of this queue.
         """
-        self._leases = self._leases.reopen(found.step)
-        self._accounts = self._accounts.untrain(found.trained, found.skipped)
-        if self.ledger.leased != (leased := sum(lease.count for lease in found.replays.values())):
-            raise InvariantBroken(f"queue: {leased} episodes of the log are leased again, the ledger says {self.ledger}")
+        self._leases, ledger = self._leases.reopen(step), found.accounts.ledger
+        ledger = replace(self.ledger, leased=ledger.leased, trained=ledger.trained, skipped=ledger.skipped)
+        self._accounts = replace(self._accounts, ledger=ledger, skipped=found.accounts.skipped)
         self._lanes["rl"].forget_leases()
         self._lanes["warmup"].clear()  # so that whoever waits for space puts what is forgotten with it
         self._lanes["warmup"] = GroupBuffer(self._lanes["warmup"].capacity)

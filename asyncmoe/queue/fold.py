@@ -94,13 +94,11 @@ class LogState:
     def apply(self, position: int, change: Change) -> None:
         """Note a record."""
         match change:
-            case records.GroupBegun(number, attempt, failures, history):
+            case records.GroupPending(number, attempt, failures):
                 known = self.groups.get(number)
-                order = known.order if known is not None and known.place is None else position
+                order = known.order if known is not None and (known.place, known.attempt) == (None, attempt) else position
                 self.groups[number] = RecordedGroup(number, attempt, failures, order, order)
-                self.next, self.history = max(self.next, number + 1), max(self.history, history)
-            case records.GroupAgain(number, attempt, failures):
-                self.groups[number] = RecordedGroup(number, attempt, failures, position, position)
+                self.next = max(self.next, number + 1)
             case records.GroupFinished(number, arrival, attempt, episodes, place):
                 self.groups[number] = RecordedGroup(number, attempt, 0, position, arrival, episodes, place)
             case records.GroupEnded(number):
@@ -136,10 +134,9 @@ class LogState:
         """Attempts of the groups that were begun or are to start again, by number."""
         return {number: group.attempt for number, group in self.groups.items() if group.place is None}
 
-    @property
-    def needed(self) -> int | None:
-        """Position of the oldest record that is needed; None: none is."""
-        return min((*(one.since for one in self.groups.values()), *(one.position for one in self.leases.values())), default=None)
+    def needed(self, end: int) -> int:
+        """Return the position of the oldest record that is needed; `end`: none is."""
+        return min((*(one.since for one in self.groups.values()), *(one.position for one in self.leases.values())), default=end)
 
     @property
     def payloads(self) -> dict[int, int]:
@@ -186,25 +183,6 @@ class Recovered:
     repairs: tuple[Change, ...]
 
 
-@dataclass(frozen=True)
-class Reopened:
-    """What changes in a queue that goes on when its trainer goes back to a checkpoint.
-
-    Attributes:
-        step: of the checkpoint.
-        replays: leases that are answered again, by step.
-        trained: episodes of these that count as trained.
-        skipped: episodes of these that count as skipped, by reason.
-        history: number of restarts that replayed, this one included.
-    """
-
-    step: int
-    replays: Mapping[int, records.StepLeased]
-    trained: int
-    skipped: Mapping[str, int]
-    history: int
-
-
 def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: Collection[int] = frozenset()) -> Recovered:
     """Return the state in which the queue of a trainer that has taken `step` steps begins.
 
@@ -219,28 +197,24 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
         InvariantBroken: the records contradict each other.
     """
     reached = max(step, base)
-    replays, first = _replays(state, reached, base, name, lost), _first(state, reached, base)
+    new = not (state.groups or state.leases)
+    first = state.first if state.first is not None else reached if new else base  # of a log without its beginning, the first there is
+    replays = _replays(state, first, reached, name, lost)
     unknown = max(set(range(first, reached)) - state.leases.keys(), default=None)
     # What was finished by then may have been trained by a step of which nothing is known any more.
     then = 0 if unknown is None else min((lease.position for at, lease in state.leases.items() if at > unknown), default=math.inf)
-    over = {number for at, lease in state.leases.items() if at < reached or at in replays for number in lease.numbers}
-    left = sorted((group for group in state.groups.values() if group.number not in over), key=lambda group: group.order)
+    taken = {number for at, lease in state.leases.items() if at < reached or at in replays for number in lease.numbers}
+    left = sorted((group for group in state.groups.values() if group.number not in taken), key=lambda group: group.order)
     kept, dropped = [one for one in left if one.since >= then], [one for one in left if one.since < then]
     queued = tuple(one for one in kept if one.place is not None and one.number not in lost)
     again = [Start(one.number, one.attempt + 1) for one in kept if one.number in lost]
     pending = [Start(one.number, one.attempt, one.failures) for one in kept if one.place is None]
-    accounts = _accounts(
-        state,
-        reached,
-        exact="" if state.damaged or lost else name,
-        over=(reached - base) * batch,
-        leased=sum(lease.count for lease in replays.values()),
-        queued=sum(one.episodes for one in queued),
-        dropped=sum(one.episodes for one in dropped),
-    )
+    leased, over = sum(lease.count for lease in replays.values()), (reached - base) * batch
+    waiting, given_up = sum(one.episodes for one in queued), sum(one.episodes for one in dropped)
+    accounts = _accounts(state, reached, over, leased, waiting, given_up, "" if state.damaged or lost else name)
     repairs: tuple[Change, ...] = (
         *(records.GroupEnded(one.number) for one in dropped),
-        *(records.GroupAgain(one.number, one.attempt, 0) for one in again),
+        *(records.GroupPending(one.number, one.attempt, 0) for one in again),
         *(records.StepReleased(at) for at in sorted(state.leases) if at >= reached and at not in replays),
     )
     arrivals = max((group.order for group in state.groups.values() if group.place is not None), default=0)
@@ -248,28 +222,8 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
     return Recovered(accounts, replays, queued, (*again, *pending), state.next, arrivals, history, known, repairs)
 
 
-def reopen(state: LogState, step: int, base: int, name: str) -> Reopened:
-    """Return what the trainer of a queue that goes on gets again, when it is started again in place and has taken `step` steps.
-
-    Args:
-        state: as it is, while nothing is leased or committed.
-        base, name: as for `recover`, like the errors.
-    """
-    replays = _replays(state, max(step, base), base, name)
-    over = [state.leases[at] for at in replays if state.leases[at].ended is not None]
-    trained = sum(lease.terms.count for lease in over if lease.terms is not None and not lease.ended)
-    return Reopened(step, replays, trained, dict(_skipped(over)), state.history + bool(replays))
-
-
-def _first(state: LogState, reached: int, base: int) -> int:
-    """Return the step from which on all leases are known; of a log without its beginning, the first there is."""
-    new = not (state.groups or state.leases)
-    return state.first if state.first is not None else reached if new else base
-
-
-def _replays(state: LogState, reached: int, base: int, name: str, lost: Collection[int] = ()) -> dict[int, records.StepLeased]:
-    """Return the leases of steps from `reached` on, by step. Arguments and errors as for `recover`."""
-    first = _first(state, reached, base)
+def _replays(state: LogState, first: int, reached: int, name: str, lost: Collection[int]) -> dict[int, records.StepLeased]:
+    """Return the leases of steps from `reached` on, by step; all are known from `first` on. Else as `recover`."""
     end = max((step + 1 for step in state.leases), default=first)
     end = max(end, reached) if state.damaged else end  # records of the newest steps may be lost
     if not state.damaged and (gaps := set(range(first, end)) - state.leases.keys()):
@@ -283,46 +237,34 @@ def _replays(state: LogState, reached: int, base: int, name: str, lost: Collecti
         lease = state.leases.get(step)
         if lease is None or lease.terms is None or any(number in lost for number in lease.numbers):
             break
-        for number in lease.numbers:
-            group = state.groups.get(number)
-            if (group is None or group.step != step) and not state.damaged:
-                raise InvariantBroken(f"{name}: group {number} of the lease of step {step} is recorded as {group}")
+        if not state.damaged and {one.number for one in state.groups.values() if one.step == step} != {*lease.numbers}:
+            raise InvariantBroken(f"{name}: not all groups of the lease of step {step} are recorded so: {lease.numbers}")
         replays[step] = lease.terms
     return replays
 
 
-def _accounts(state: LogState, reached: int, exact: str, *, over: int, leased: int, queued: int, dropped: int) -> Accounts:
-    """Return the ledger with which a queue begins: the recorded one, with these counts; who is in none of them was running.
+def _accounts(state: LogState, reached: int, over: int, leased: int, queued: int, lost: int, exact: str) -> Accounts:
+    """Return the ledger with which a queue begins: the recorded one, with what is leased and queued now; who is in neither was running.
 
     Args:
+        over: episodes of steps that are over; lost: of groups that are given up because of damage.
         exact: name of a log that has lost nothing; empty: the ledger is made to add up.
-        over: episodes of steps that are over; dropped: given up because of damage.
     """
     before = state.accounts or Accounts(Ledger(started=over, trained=over))
     old, skipped = before.ledger, Counter(before.skipped)
-    skipped.subtract(_skipped(lease for step, lease in state.leases.items() if step >= reached))
-    ended = old.dropped + dropped + old.rejected + old.requeued
-    running = old.started - ended - queued - leased - over
+    for step, lease in state.leases.items():
+        if step >= reached and lease.ended and lease.terms is not None:  # the trainer decides anew
+            skipped[lease.ended] -= lease.terms.count
+    ended = old.dropped + old.rejected + old.requeued
+    running = old.started - ended - lost - queued - leased - over
     if running < 0 or skipped.total() > over or min(skipped.values(), default=0) < 0:
         if exact:
             counted = f"{over} are over, {leased} leased, {queued} queued, {dict(skipped)} skipped"
             raise InvariantBroken(f"{exact}: {counted}: not what the ledger says: {old}")
         skipped, running = Counter(), max(running, 0)
-    ledger = Ledger(
-        started=ended + queued + leased + over + running,
-        queued=queued,
-        leased=leased,
-        trained=over - skipped.total(),
-        dropped=old.dropped + dropped,
-        rejected=old.rejected,
-        requeued=old.requeued + running,
-        skipped=skipped.total(),
-    )
-    requeued, drops = Counter(before.requeued) + Counter({RESTART: running}), Counter(before.dropped) + Counter({DAMAGED: dropped})
-    return Accounts(ledger, dict(drops), before.rejected, dict(requeued), dict(+skipped))
-
-
-def _skipped(leases: Iterable[RecordedLease]) -> Counter[str]:
-    """Return episodes that leases left untrained, by reason."""
-    counts = (Counter({lease.ended: lease.terms.count}) for lease in leases if lease.ended and lease.terms is not None)
-    return sum(counts, Counter())
+    depth, skips = queued + lost + running, skipped.total()
+    started, trained = ended + depth + leased + over, over - skips
+    ledger = replace(old, started=started, running=0, spare=0, queued=depth, leased=leased, trained=trained, skipped=skips)
+    accounts = replace(before, ledger=ledger, skipped=dict(+skipped))
+    accounts = accounts.drop(lost, DAMAGED) if lost else accounts
+    return accounts.requeue(running, RESTART) if running else accounts

@@ -41,10 +41,7 @@ async def write(kept: Log, group: Group, writing: list[int]) -> int:
         StorageError: the log failed, or is full.
     """
     with kept.counted():
-        parts = encode(group)
-    await kept.room(sum(memoryview(part).nbytes for part in parts))
-    with kept.counted():
-        position = kept.append(parts)
+        position = kept.append(encode(group))
     writing.append(position)
     try:
         await kept.durable(position)

@@ -15,7 +15,7 @@ from asyncmoe.errors import DataError
 from asyncmoe.log.log import Log, Place
 from asyncmoe.queue import payload, records
 from asyncmoe.queue.accounts import Accounts
-from asyncmoe.queue.fold import LogState, RecordedGroup, Recovered, Reopened, fold, recover, reopen
+from asyncmoe.queue.fold import LogState, RecordedGroup, Recovered, fold, recover
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.records import Change, LeasedGroup
 from asyncmoe.queue.start_order import Start
@@ -91,7 +91,7 @@ class QueueLog:
         """Sampling of a group begins."""
         begun, self._begun = self._begun, lambda: None
         begun()
-        self._add(records.GroupBegun(group.number, group.attempt, group.failures, self.history))
+        self._add(records.GroupPending(group.number, group.attempt, group.failures))
 
     async def finished(self, group: Group) -> None:
         """Return once the record of a whole group, whose payload is durable, is so too; it may be queued then. Raises StorageError."""
@@ -104,7 +104,7 @@ class QueueLog:
 
     def again(self, group: Start) -> None:
         """A group is to start again, as `group` says."""
-        self._add(records.GroupAgain(group.number, group.attempt, group.failures))
+        self._add(records.GroupPending(group.number, group.attempt, group.failures))
 
     def leased(self, step: int, count: int, version: int, groups: Sequence[tuple[Group, float]]) -> None:
         """Groups are leased, with these factors on their weights."""
@@ -125,14 +125,15 @@ class QueueLog:
 
     # ------------------------------------------------------------ after a restart
 
-    def reopening(self, step: int, base: int) -> Reopened:
-        """Return what a trainer gets again that goes back to `step` while the queue goes on; see `fold.reopen`.
+    def reopening(self, step: int, base: int, batch: int) -> Recovered:
+        """Return what a trainer gets again that goes back to `step` while the queue goes on, and the ledger of what is over; see `recover`.
 
         Nothing may be leased or committed until `reopened` is told.
         """
-        return reopen(self.state, step, base, self.name)
+        self.state.accounts = self.accounts() if self.accounts is not None else None
+        return recover(self.state, step, base, batch, self.name)
 
-    def reopened(self, found: Reopened) -> None:
+    def reopened(self, found: Recovered) -> None:
         """The trainer goes back to a checkpoint, and is answered with its leases since then; follows `reopening`."""
         self.history, self.replays = found.history, dict(found.replays)
         self._stand(self.state.first or 0, min(found.replays, default=None))
@@ -180,8 +181,7 @@ class QueueLog:
     def _stand(self, first: int, again: int | None = None) -> int:
         assert self._changes is not None
         self.state.forget(first)
-        since = self.state.needed
-        return self._add(records.RunStands(first, self.state.next, self.history, self._changes.end if since is None else since, again))
+        return self._add(records.RunStands(first, self.state.next, self.history, self.state.needed(self._changes.end), again))
 
     def _newest_version(self, one: RecordedGroup) -> float:
         """Return the newest version that sampled a token of a group; infinity: its payload cannot be read."""

@@ -35,13 +35,12 @@ class RunStands(_Record, frozen=True):
     again: int | None = None
 
 
-class GroupBegun(_Record, frozen=True):
-    """Sampling of a group begins, for the first time or again."""
+class GroupPending(_Record, frozen=True):
+    """A group is not finished: sampling of this attempt begins, or is to begin again after others."""
 
     number: int
     attempt: int
     failures: int
-    history: int
 
 
 class GroupFinished(_Record, frozen=True):
@@ -58,14 +57,6 @@ class GroupEnded(_Record, frozen=True):
     """A group is dropped or rejected, and does not start again."""
 
     number: int
-
-
-class GroupAgain(_Record, frozen=True):
-    """A group fell, or was too old or late, and is to start again."""
-
-    number: int
-    attempt: int
-    failures: int
 
 
 class LeasedGroup(msgspec.Struct, frozen=True):
@@ -114,7 +105,7 @@ class StepReleased(_Record, frozen=True):
     step: int
 
 
-Change = RunStands | GroupBegun | GroupFinished | GroupEnded | GroupAgain | StepLeased | StepCommitted | StepReleased
+Change = RunStands | GroupPending | GroupFinished | GroupEnded | StepLeased | StepCommitted | StepReleased
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):

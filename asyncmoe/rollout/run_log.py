@@ -158,8 +158,8 @@ class RunLog:
         Raises:
             DataError: the log does not belong to this checkpoint.
         """
-        found = self.queue_log.reopening(step, self._config.warmup.steps)
-        queue.reopen(found)
+        found = self.queue_log.reopening(step, self._config.warmup.steps, self._config.rollout.batch)
+        queue.reopen(step, found)
         steps = f"steps {min(found.replays)} to {max(found.replays)} are trained again" if found.replays else "no step is trained again"
         log.info("log: history %d, %s", found.history, steps)
         return found.history

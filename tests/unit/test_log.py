@@ -40,7 +40,6 @@ def payload(number: int, size: int) -> bytes:
 
 async def keep(log: Log, data: bytes) -> int:
     """Append in parts, and wait until it is durable."""
-    await log.room(len(data))
     position = log.append([data[:3], memoryview(data)[3:]])
     await log.durable(position)
     return position
@@ -375,7 +374,7 @@ def _read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("spoil", "line"),
     [
         (_in_a_file, "the log: cannot write .*; "),
-        (_without_locks, r"on a file system without locks; name one on a local disk \(log\.folder\)"),
+        (_without_locks, r"the log: cannot write .*; write to a local disk: this file system lacks locks.*\(log\.folder\)"),
         (_read_only, "the log: cannot write .*Read-only file system.*mount it for writing"),
     ],
 )

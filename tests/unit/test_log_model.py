@@ -168,7 +168,7 @@ class Program:
         life.queue.trainer_lost()
         await asyncio.gather(self.finish(), self.start())
         before, history = life.queue.stats(), life.log.history
-        life.queue.reopen(life.log.reopening(back, 0))
+        life.queue.reopen(back, life.log.reopening(back, 0, BATCH))
         model.step = back
         model.saved = [step for step in model.saved if step <= back]
         model.skips = {step: why for step, why in model.skips.items() if step < back}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
+from typing import Final, Literal
 
 import msgspec
 
@@ -11,6 +12,8 @@ from asyncmoe import storage
 from asyncmoe.errors import ConfigError, DataError
 
 MARKER, FOLDER = "log.json", "log"
+FORM: Final = 2
+"""Of all records: whoever changes one raises it."""
 _FORMER = ("journal.json", "journal")
 _AGAIN = "what was queued or under way is then sampled again"
 
@@ -19,6 +22,7 @@ class Belonging(msgspec.Struct, frozen=True):
     """The run of a log.
 
     Attributes:
+        form: `FORM`.
         of: what else the log belongs to, in the user's terms: {"run.seed": "3"}.
         redis: whether it is kept in Redis.
         begun: groups were begun: the run has something to go on with.
@@ -26,6 +30,7 @@ class Belonging(msgspec.Struct, frozen=True):
         run: random name, which is in every segment or key.
     """
 
+    form: Literal[2]
     of: dict[str, str]
     redis: bool = False
     begun: bool = False
@@ -38,7 +43,7 @@ class Belonging(msgspec.Struct, frozen=True):
 
 
 def read(run_dir: Path) -> Belonging | None:
-    """Return what a run's log belongs to; None: it has none. Raises DataError: it is damaged, or of the form before."""
+    """Return what a run's log belongs to; None: it has none. Raises DataError: it is damaged, or of another form."""
     if former := [run_dir / name for name in _FORMER if (run_dir / name).exists()]:
         hint = f"finish the run with the version that began it, or delete {' and '.join(map(str, former))}: {_AGAIN}"
         raise DataError("run.dir", got=f"{run_dir} with a journal, the form before", expected="a log", hint=hint)
@@ -47,7 +52,7 @@ def read(run_dir: Path) -> Belonging | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        hint = f"delete it and the log: {_AGAIN}"
+        hint = f"use the version that wrote it, or delete it and the log: {_AGAIN}"
         raise DataError(str(run_dir / MARKER), got=str(error), expected="the name of the run's log", hint=hint) from error
 
 

@@ -11,13 +11,13 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
 from pathlib import Path
 
 from asyncmoe import storage
 from asyncmoe.errors import DataError, StorageError, UserError, gibibytes
-from asyncmoe.log.log import HEAD_BYTES, LOST, Log, Record, checksum
+from asyncmoe.log.log import HEAD_BYTES, LOST, Found, Log, Record, checksum
 from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
@@ -30,9 +30,6 @@ _LEAST_SEGMENTS = 8
 _MAGIC, _RECORD_MAGIC = b"AMOElog\0", b"AMrc"
 _HEADER, _CRC, _HEAD, _PLACE = struct.Struct("<8sI4xQ32s"), struct.Struct("<I"), struct.Struct("<4sIQ"), struct.Struct("<QQ")
 HEADER_BYTES = _HEADER.size + _CRC.size
-
-Found = tuple[int, int, memoryview | None]
-"""Consecutive positions, and the bytes of the record there; None: no whole record is there."""
 
 
 def header(identity: bytes, first: int) -> bytes:
@@ -131,29 +128,23 @@ class FileLog(Log):
             storage.make_private(folder)
             storage.make_private(self._folder)
             storage.sync_directory(folder)
-            held.enter_context(_locked(self._folder / "lock"))
+            lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            held.callback(os.close, lock)
+            _claim(lock, self._folder)
             firsts = segments_in(self._folder)
-            for first in firsts:
-                _check(path_of(self._folder, first), first, self._identity)
-            self._opened = _end(path_of(self._folder, firsts[-1]), firsts[-1], self._identity) if firsts else 0
+            end = _end(path_of(self._folder, firsts[-1]), firsts[-1], self._identity) if firsts else 0
             size = sum(path_of(self._folder, first).stat().st_size for first in firsts)
-            self._begin(self._opened)
+            self._begin(end)
             held.callback(lambda: os.close(self._file))
             self._held = held.pop_all()
-        super().__init__(f"log {self._folder}", self._opened, size, max_bytes)
+        super().__init__(f"log {self._folder}", end, size, max_bytes)
 
-    def read(self) -> Iterator[tuple[int, Buffer]]:
-        """See `Log`."""
-        for begin, end, data in scan(self._folder, self._identity):
-            if data is not None:
-                yield begin, data
-            elif begin < self._opened:
-                self.damaged = True
-                log.error("%s is damaged: no record from position %d to %d can be read", self.name, begin, end)
+    def _found(self) -> Iterator[Found]:
+        return scan(self._folder, self._identity)
 
     def read_at(self, position: int, writer: str | None = None) -> Buffer:
         """See `Log`."""
-        folder, got = self._folder if writer is None else self._all / writer, "nothing there"
+        folder, got = self._folder if writer is None else self._all / writer, "a damaged record"
         first = max((first for first in segments_in(folder) if first <= position), default=position)
         try:
             with path_of(folder, first).open("rb") as file:
@@ -163,13 +154,12 @@ class FileLog(Log):
                     data = file.read(min(_HEAD.unpack(said)[2], left))
                     if head(self._identity, position, [data]) == said:
                         return data
-            got = "a damaged record"
         except OSError as error:
             got = str(error.strerror)
         raise DataError(f"log {folder} position {position}", got=got, expected="a record", hint=LOST)
 
     def _writing(self) -> AbstractContextManager[None]:
-        return storage.writing("the log", self._folder, "or name another folder (log.folder); a run that is started again loses nothing")
+        return storage.writing("the log", self._folder, "log.folder names its place; a run that is started again loses nothing")
 
     def _write(self, batch: Sequence[Record]) -> None:
         with self._writing():
@@ -206,7 +196,8 @@ class FileLog(Log):
                 if end <= below:
                     freed += path_of(self._folder, first).stat().st_size
                     path_of(self._folder, first).unlink()
-            storage.sync_directory(self._folder)
+            if freed:
+                storage.sync_directory(self._folder)
         with self._changing:
             self.size -= freed
         return freed
@@ -218,40 +209,31 @@ class FileLog(Log):
         self._held.close()
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let no other process lock a file meanwhile. Raises UserError, StorageError."""
-    with open(path, "a+", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            got = f"{path.parent}, in use by another process ({file.read(256) or 'it says no more'})"
-            raise UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it") from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
-
-
-def _check(path: Path, first: int, identity: bytes) -> None:
-    """Refuse a segment of another run or format; a header that is damaged says neither. Raises DataError."""
-    with path.open("rb") as file:
-        said = file.read(HEADER_BYTES)
-    if said != header(identity, first) and said[-_CRC.size :] == _CRC.pack(checksum([said[: -_CRC.size]])):
-        folder = path.parent.parent
-        way_out = f"name another log.folder, or delete {folder}: what was queued or under way is then sampled again"
-        hint = f"use the version that wrote it, {way_out}"
-        raise DataError(f"log {folder}", got="the log of another run or version", expected="this run's", hint=hint)
+def _claim(lock: int, folder: Path) -> None:
+    """Lock an open file, which then names this process. Raises UserError: another process has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        got = f"{folder}, in use by another process ({os.pread(lock, 256, 0).decode() or 'it says no more'})"
+        raise UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it") from None
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
 def _end(path: Path, first: int, identity: bytes) -> int:
     """Return the position after the last whole record of the newest segment, where the next one begins: what follows is torn.
 
     Without a header and a record nobody knows whose bytes they are: they stay.
+
+    Raises:
+        DataError: another run or version wrote it.
     """
     with path.open("rb") as file:
         os.fsync(file.fileno())  # what a killed process has written, and nothing has synced
         said, data = file.read(HEADER_BYTES), file.read()
+    ours = said == header(identity, first)
+    if not ours and said[-_CRC.size :] == _CRC.pack(checksum([said[: -_CRC.size]])):
+        hint = f"use the version that wrote it, name another log.folder, or delete {path.parent.parent}, which samples its queue again"
+        raise DataError(f"log {path.parent.parent}", got="the log of another run or version", expected="this run's", hint=hint)
     whole = [end for _, end, payload in records_in(data, first, identity) if payload is not None]
-    return max(whole, default=first) if whole or said == header(identity, first) else first + len(data)
+    return max(whole, default=first) if whole or ours else first + len(data)

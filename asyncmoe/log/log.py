@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import reduce
 from typing import Annotated, TypeVar
 
@@ -32,6 +32,8 @@ _SYNC_S, _CLOSE_S = 1.0, 300.0
 
 Record = tuple[int, list[memoryview]]
 """Position, and the parts of the bytes."""
+Found = tuple[int, int, memoryview | None]
+"""Consecutive positions, and the bytes of the record there; None: no whole record is there."""
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """Also a rollout worker's message has a place."""
 
@@ -65,7 +67,7 @@ class Log(ABC):
 
     def __init__(self, name: str, end: int = 0, size: int = 0, max_bytes: int | None = None) -> None:
         self.name, self.cpu_s, self.damaged, self._max_bytes = name, 0.0, False, max_bytes
-        self.end = self._written = self._durable = end
+        self.end = self._written = self._durable = self._opened = end
         self.size = size
         self._changing, self._queue = threading.Lock(), list[Record]()
         self._failure: AsyncmoeError | None = None
@@ -78,15 +80,22 @@ class Log(ABC):
     def counted(self) -> Iterator[None]:
         """Count the CPU time that this thread takes for the log meanwhile."""
         began = time.thread_time()
-        try:
-            yield
-        finally:
-            with self._changing:
-                self.cpu_s += time.thread_time() - began
+        yield
+        with self._changing:
+            self.cpu_s += time.thread_time() - began
 
     def is_full(self, nbytes: int) -> bool:
         """Whether a record of so many bytes would exceed the bound."""
         return self._max_bytes is not None and self.size + nbytes + HEAD_BYTES > self._max_bytes
+
+    def read(self) -> Iterator[tuple[int, Buffer]]:
+        """Yield position and bytes of each whole record that was there at the opening. What is damaged is logged in a line."""
+        for begin, end, data in self._found():
+            if data is not None:
+                yield begin, data
+            elif begin < self._opened:
+                self.damaged = True
+                log.error("%s is damaged: no record from position %d to %d can be read", self.name, begin, end)
 
     def append(self, parts: Sequence[Buffer]) -> int:
         """Hand over a record and return its position. Never waits.
@@ -107,7 +116,7 @@ class Log(ABC):
                 got = f"{gibibytes(self.size)} in {self.name} and {gibibytes(nbytes)} more"
                 raise StorageError(f"log.max_bytes: got {got}, expected at most {gibibytes(self._max_bytes or 0)}; {hint}")
             if not self._queue:
-                self._turns.submit(self._in_turn, self._settle, -1)
+                self._turns.submit(self._acted, self._settle, -1)
             position = self.end
             self._queue.append((position, views))
             self.end += nbytes + HEAD_BYTES
@@ -118,14 +127,14 @@ class Log(ABC):
         """Wait until the record at a position and all before it are durable. Raises as `append`."""
         if position >= self._durable:
             self._check()
-            await asyncio.get_running_loop().run_in_executor(self._turns, self._in_turn, self._settle, position)
+            await asyncio.get_running_loop().run_in_executor(self._turns, self._acted, self._settle, position)
 
     def forget(self, below: int) -> Future[int]:
         """Let go of the records before a position, as far as whole segments have no other; the future has the freed bytes.
 
         If that cannot be done, the log has failed.
         """
-        return self._turns.submit(self._in_turn, self._forget, below)
+        return self._turns.submit(self._acted, self._forget, below)
 
     def close(self) -> None:
         """Make everything durable and let go of the log. Blocks; a second call does nothing.
@@ -135,7 +144,7 @@ class Log(ABC):
         """
         if not self._over.is_set():
             self._over.set()
-            last = self._turns.submit(self._in_turn, self._settle, self.end - 1)
+            last = self._turns.submit(self._acted, self._settle, self.end - 1)
             self._ticking.join()
             if wait([last], _CLOSE_S).not_done:
                 raise WaitTimeout(self.name, "what was appended to be written", _CLOSE_S)
@@ -145,12 +154,12 @@ class Log(ABC):
     # ------------------------------------------------------------ a backend's
 
     @abstractmethod
-    def read(self) -> Iterator[tuple[int, Buffer]]:
-        """Yield position and bytes of each whole record that was there at the opening. What is damaged is logged in a line."""
-
-    @abstractmethod
     def read_at(self, position: int, writer: str | None = None) -> Buffer:
         """Return the bytes of a durable record, perhaps of another writer. Blocks. Raises DataError if it is damaged or absent."""
+
+    @abstractmethod
+    def _found(self) -> Iterator[Found]:
+        """Yield all that is there, in order."""
 
     @abstractmethod
     def _write(self, batch: Sequence[Record]) -> None:
@@ -181,21 +190,23 @@ class Log(ABC):
             raise InvariantBroken(f"{self.name} was used after it was closed")
 
     def _tick(self) -> None:
-        while not self._over.wait(_SYNC_S) and self._failure is None:
-            self._beat()
-            if self._durable < self.end:
-                self._turns.submit(self._in_turn, self._settle, self.end - 1)
+        with suppress(AsyncmoeError):  # why the log has failed
+            while not self._over.wait(_SYNC_S):
+                self._acted(self._beat)
+                self._turns.submit(self._acted, self._settle, self.end - 1)
 
-    def _in_turn(self, act: Callable[[int], T], position: int) -> T:
-        """Act in the log's thread. Raises why the log has failed, then or before."""
+    def _acted(self, act: Callable[..., T], *arguments: int) -> T:
+        """Return what one of the log's acts returns; no other follows one that raises. Raises why the log has failed, now or before."""
         if self._failure is not None:
             raise self._failure
         try:
             with self.counted():
-                return act(position)
+                return act(*arguments)
         except Exception as error:
             bug = InvariantBroken(f"{self.name}: {type(error).__name__}: {error}")
-            raise self._failed(error if isinstance(error, AsyncmoeError) else bug) from error
+            self._failure = self._failure or (error if isinstance(error, AsyncmoeError) else bug)
+            log.error("%s", self._failure)
+            raise self._failure from error
 
     def _settle(self, position: int) -> None:
         """Write what was appended, and make it durable if the record at a position is not."""
@@ -207,10 +218,3 @@ class Log(ABC):
         if self._durable <= position:
             self._sync()
             self._durable = end
-
-    def _failed(self, error: AsyncmoeError) -> AsyncmoeError:
-        """Have every later call raise an error, unless there was one before; return it."""
-        if self._failure is None:
-            self._failure = error
-            log.error("%s", error)
-        return self._failure

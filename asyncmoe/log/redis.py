@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
-import struct
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,7 @@ import redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, ReadOnlyError, RedisError, ResponseError
 
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError, gibibytes
-from asyncmoe.log.log import LOST, Log, Record, checksum
+from asyncmoe.log.log import LOST, Found, Log, Record, checksum
 from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
@@ -46,7 +44,7 @@ _LOCK_S, _PAGE = 6.0, 16
 _PATIENCE_S, _ANSWER_S, _PAUSE_S = 60.0, 30.0, 0.5
 _BROKEN = (redis.ConnectionError, redis.TimeoutError, ReadOnlyError, BusyLoadingError, OSError)
 """Errors after which a request is sent again. A server that became a replica is one: the address may soon be the new master's."""
-_CRC = struct.Struct("<I")
+_CRC_BYTES = 4
 
 
 class RedisServer:
@@ -58,7 +56,7 @@ class RedisServer:
     """
 
     def __init__(self, url: str, patience_s: float = _PATIENCE_S) -> None:
-        self.name, self._patience_s = re.sub("//[^/@]*@", "//", url.partition("?")[0]), patience_s
+        self.name, self._patience_s = url.partition("?")[0], patience_s
         limits = {"socket_timeout": _ANSWER_S, "socket_connect_timeout": 5.0, "retry": None}  # `call` asks again
         self.client = redis.Redis.from_url(url, protocol=2, password=os.environ.get(PASSWORD), **limits)
 
@@ -79,8 +77,7 @@ class RedisServer:
             try:
                 return request(self.client)
             except (RedisError, OSError) as error:
-                broken = isinstance(error, _BROKEN) and not isinstance(error, AuthenticationError)
-                if not broken or time.monotonic() >= until:
+                if isinstance(error, AuthenticationError) or not isinstance(error, _BROKEN) or time.monotonic() >= until:
                     raise self.explained(error) from error
                 log.warning("log: %s does not answer (%s); it is asked again", self.name, error)
                 time.sleep(_PAUSE_S)
@@ -99,12 +96,12 @@ class RedisServer:
 
 def sealed(key: str, position: int, parts: Sequence[Buffer]) -> bytes:
     """Return a record behind its checksum, which covers where it lies."""
-    return b"".join([_CRC.pack(checksum([f"{key} {position}".encode(), *parts])), *parts])
+    return b"".join([checksum([f"{key} {position}".encode(), *parts]).to_bytes(_CRC_BYTES, "little"), *parts])
 
 
 def opened(key: str, position: int, data: bytes | None) -> memoryview | None:
     """Return what `sealed` joined; None if it is damaged."""
-    payload = memoryview(data or b"")[_CRC.size :]
+    payload = memoryview(data or b"")[_CRC_BYTES:]
     return payload if data is not None and sealed(key, position, [payload]) == data else None
 
 
@@ -126,22 +123,17 @@ class RedisLog(Log):
             if time.monotonic() >= until:  # else its controller may have ended
                 raise self._taken()
             time.sleep(0.1)
-        begin = self._last = self._opened = (self._call(self._newest) // _SESSION + 1) * _SESSION
+        begin = self._last = (self._call(self._newest) // _SESSION + 1) * _SESSION
         self._call(lambda client: self._newest(client) < begin and client.xadd(self._key, {_OPENED: self._mine}, id=f"{begin}-0"))
         super().__init__(f"log {server.name} {self._key}", begin + 1, self._usage(), max_bytes)
 
-    def read(self) -> Iterator[tuple[int, Buffer]]:
-        """See `Log`."""
+    def _found(self) -> Iterator[Found]:
         after = "-"
         while page := self._page(after):
             for name, fields in page:
                 after, position = f"({name.decode()}", int(name.partition(b"-")[0])
-                data = opened(self._key, position, fields.get(_ENTRY))
-                if data is not None:
-                    yield position, data
-                elif _OPENED not in fields:
-                    self.damaged = True
-                    log.error("%s is damaged: the record at position %d cannot be read", self.name, position)
+                if _OPENED not in fields:
+                    yield position, position + 1, opened(self._key, position, fields.get(_ENTRY))
 
     def read_at(self, position: int, writer: str | None = None) -> Buffer:
         """See `Log`."""
@@ -214,11 +206,8 @@ class RedisLog(Log):
     def _beat(self) -> None:
         """Renew the lock, and look whether the server is still safe. Whoever writes waits for one that does not answer, and says so."""
         try:
-            with self.counted():
-                if not self._hold(self._server.client):
-                    raise self._taken()
-                self._server.check()
-        except UserError as error:
-            self._failed(error)
+            if not self._hold(self._server.client):
+                raise self._taken()
+            self._server.check()
         except (RedisError, OSError, StorageError) as error:
             log.debug("log: %s", error)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from asyncmoe.errors import gibibytes
 from asyncmoe.log.log import Log
 
 log = logging.getLogger(__name__)
@@ -78,8 +77,7 @@ class Turns:
             data = _encode(Answered(key, request, answer))
             if full := self._log.is_full(len(data)):
                 if not self._told_full:
-                    bound = f"{gibibytes(self._log.size)}, a quarter of log.max_bytes"
-                    log.warning("turns under way take %s: further ones are not recorded until groups end", bound)
+                    log.warning("turns under way take a quarter of log.max_bytes: further ones are not recorded until groups end")
             else:
                 self._since.setdefault(key.group, self._log.append([data]))
             self._told_full = full

@@ -18,7 +18,6 @@ is dropped: none is trained twice.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,6 @@ from asyncmoe.log.log import Place
 from asyncmoe.queue import records
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
-from asyncmoe.queue.records import Change
 from asyncmoe.queue.start_order import Start
 
 RESTART = "restart"
@@ -91,7 +89,7 @@ class LogState:
     accounts: Accounts | None = None
     damaged: bool = False
 
-    def apply(self, position: int, change: Change) -> None:
+    def apply(self, position: int, change: records.Change) -> None:
         """Note a record."""
         match change:
             case records.GroupPending(number, attempt, failures):
@@ -180,7 +178,7 @@ class Recovered:
     arrivals: int
     history: int
     first: int
-    repairs: tuple[Change, ...]
+    repairs: tuple[records.Change, ...]
 
 
 def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: Collection[int] = frozenset()) -> Recovered:
@@ -202,7 +200,7 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
     replays = _replays(state, first, reached, name, lost)
     unknown = max(set(range(first, reached)) - state.leases.keys(), default=None)
     # What was finished by then may have been trained by a step of which nothing is known any more.
-    then = 0 if unknown is None else min((lease.position for at, lease in state.leases.items() if at > unknown), default=math.inf)
+    then = 0 if unknown is None else min((lease.position for at, lease in state.leases.items() if at > unknown), default=float("inf"))
     taken = {number for at, lease in state.leases.items() if at < reached or at in replays for number in lease.numbers}
     left = sorted((group for group in state.groups.values() if group.number not in taken), key=lambda group: group.order)
     kept, dropped = [one for one in left if one.since >= then], [one for one in left if one.since < then]
@@ -212,7 +210,7 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
     leased, over = sum(lease.count for lease in replays.values()), (reached - base) * batch
     waiting, given_up = sum(one.episodes for one in queued), sum(one.episodes for one in dropped)
     accounts = _accounts(state, reached, over, leased, waiting, given_up, "" if state.damaged or lost else name)
-    repairs: tuple[Change, ...] = (
+    repairs: tuple[records.Change, ...] = (
         *(records.GroupEnded(one.number) for one in dropped),
         *(records.GroupPending(one.number, one.attempt, 0) for one in again),
         *(records.StepReleased(at) for at in sorted(state.leases) if at >= reached and at not in replays),
@@ -229,9 +227,8 @@ def _replays(state: LogState, first: int, reached: int, name: str, lost: Collect
     if not state.damaged and (gaps := set(range(first, end)) - state.leases.keys()):
         raise InvariantBroken(f"{name}: no lease of steps {sorted(gaps)[:5]}, expected all from {first} on")
     if not first <= reached <= end:
-        held = f"steps {first} to {end}" if state.leases else f"step {first}"
         hint = f"delete {name}: what was queued or under way is then sampled again; or bring back the checkpoint that belongs to it"
-        raise DataError(name, got=f"a log of {held}", expected=f"step {reached}, where the checkpoint is", hint=hint)
+        raise DataError(name, got=f"a log of steps {first} to {end}", expected=f"step {reached}, where the checkpoint is", hint=hint)
     replays: dict[int, records.StepLeased] = {}
     for step in range(reached, end):
         lease = state.leases.get(step)

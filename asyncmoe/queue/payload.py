@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from asyncmoe.errors import DataError
 from asyncmoe.log.log import Log, Place
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rpc.item import Item
@@ -50,22 +49,11 @@ async def write(kept: Log, group: Group, writing: list[int]) -> int:
     return position
 
 
-def decode(payload: Buffer, arrival: int, place: Place, name: str) -> Group:
-    """The inverse of `encode`; frames are views of the payload, whose checksum must have been verified.
-
-    Args:
-        place: where it was read.
-        name: of the group, for messages.
-
-    Raises:
-        DataError: another version wrote it.
-    """
+def decode(payload: Buffer, arrival: int, place: Place) -> Group:
+    """The inverse of `encode`; frames are views of the payload, whose checksum must have been verified. `place`: where it lies."""
     view = memoryview(payload)
     at = _LENGTH.size + _LENGTH.unpack_from(view)[0]
-    try:
-        header = msgspec.msgpack.decode(view[_LENGTH.size : at], type=_Header)
-    except msgspec.MsgspecError as error:
-        raise DataError(name, got=f"no header: {error}", expected="a group that this version wrote") from error
+    header = msgspec.msgpack.decode(view[_LENGTH.size : at], type=_Header)
     frames: dict[str, list[Buffer]] = {}
     for item, sizes in zip(header.items, header.sizes, strict=True):
         ends = [*accumulate(sizes, initial=at)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Collection, Sequence
 
 from asyncmoe.errors import DataError
@@ -17,7 +16,6 @@ from asyncmoe.queue import payload, records
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.fold import LogState, RecordedGroup, Recovered, fold, recover
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.queue.records import Change, LeasedGroup
 from asyncmoe.queue.start_order import Start
 
 log = logging.getLogger(__name__)
@@ -46,7 +44,7 @@ class QueueLog:
         if changes is not None:
             with changes.counted():
                 self.name = changes.name
-                self.state = fold((at, records.entry(data, f"{changes.name} position {at}")) for at, data in changes.read())
+                self.state = fold((at, records.entry(data)) for at, data in changes.read())
                 self.state.damaged |= changes.damaged
         self.history = self.state.history
         self.accounts: Callable[[], Accounts] | None = None
@@ -61,8 +59,14 @@ class QueueLog:
         Their payload cannot be read; or weights sampled them that the trainer does not come to again, because a lease before is lost.
         """
         needed = [one for one in self.state.groups.values() if one.place is not None and (one.step is None or one.step >= step)]
-        newest = {one.number: self._newest_version(one) for one in needed}
-        unread, reached = {number for number, version in newest.items() if version == math.inf}, step
+        newest: dict[int, float] = {}
+        for one in needed:
+            try:
+                newest[one.number] = self._read(one.number, one.order, one.place).newest_version
+            except DataError as error:
+                log.error("%s", error)
+                newest[one.number] = float("inf")
+        unread, reached = {number for number, version in newest.items() if version == float("inf")}, step
         while (lease := self.state.leases.get(step)) is not None and lease.terms is not None and unread.isdisjoint(lease.numbers):
             step, reached = step + 1, lease.terms.version + 1
         return frozenset(number for number, version in newest.items() if version > reached)
@@ -111,7 +115,7 @@ class QueueLog:
         held = []
         for group, weight in groups:
             keys = tuple(item.key for item in group.items)
-            held.append(LeasedGroup(group.number, weight, keys, group.arrival, len(group), group.place or Place(OWN, 0)))
+            held.append(records.LeasedGroup(group.number, weight, keys, group.arrival, len(group), group.place or Place(OWN, 0)))
         self._decided = self._add(records.StepLeased(step, count, version, self.history, tuple(held)))
 
     def committed(self, step: int, skipped: str = "") -> None:
@@ -138,7 +142,7 @@ class QueueLog:
         self.history, self.replays = found.history, dict(found.replays)
         self._stand(self.state.first or 0, min(found.replays, default=None))
 
-    async def groups(self, recorded: Sequence[RecordedGroup | LeasedGroup]) -> tuple[Group, ...]:
+    async def groups(self, recorded: Sequence[RecordedGroup | records.LeasedGroup]) -> tuple[Group, ...]:
         """Read groups, as they were queued. Raises DataError: a payload is damaged or absent."""
         return tuple(await asyncio.to_thread(lambda: [self._read(one.number, one.order, one.place) for one in recorded]))
 
@@ -165,7 +169,7 @@ class QueueLog:
 
     # ------------------------------------------------------------ internals
 
-    def _add(self, change: Change) -> int:
+    def _add(self, change: records.Change) -> int:
         """Hand over a record; return its position."""
         if self._changes is None:
             return -1
@@ -183,20 +187,11 @@ class QueueLog:
         self.state.forget(first)
         return self._add(records.RunStands(first, self.state.next, self.history, self.state.needed(self._changes.end), again))
 
-    def _newest_version(self, one: RecordedGroup) -> float:
-        """Return the newest version that sampled a token of a group; infinity: its payload cannot be read."""
-        try:
-            return self._read(one.number, one.order, one.place).newest_version
-        except DataError as error:
-            log.error("%s", error)
-            return math.inf
-
     def _read(self, number: int, arrival: int, place: Place | None) -> Group:
-        name = f"{self.name}: group {number}"
         if place is None or self._changes is None:
             raise DataError(f"group {number}", got="no log", expected="one, because the rollout worker that held it is lost")
         with self._changes.counted():
-            group = payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, place, name)
+            group = payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, place)
         if group.number != number:
-            raise DataError(name, got=f"group {group.number} at {place}", expected=f"group {number}")
+            raise DataError(f"{self.name}: group {number}", got=f"group {group.number} at {place}", expected=f"group {number}")
         return group

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncmoe.errors import DataError
 from asyncmoe.log.log import Place
 from asyncmoe.queue.accounts import Accounts
-from asyncmoe.trajectory import Buffer
 
 
 class _Record(msgspec.Struct, frozen=True, tag=lambda name: name.lower(), forbid_unknown_fields=True):
@@ -116,12 +114,4 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_ENTRIES = msgspec.msgpack.Decoder(LogEntry)
-
-
-def entry(data: Buffer, name: str) -> LogEntry:
-    """Read a record of the controller's log. Raises DataError: another version wrote it."""
-    try:
-        return _ENTRIES.decode(data)
-    except msgspec.MsgspecError as error:
-        raise DataError(name, got=str(error), expected="records that this version knows", hint="use the version that wrote it") from error
+entry = msgspec.msgpack.Decoder(LogEntry).decode

@@ -199,7 +199,7 @@ def belonging_of(config: Config, hf: Mapping[str, Any], recording: Recording) ->
     """Return which run a log is of, and refuse a configuration that it does not belong to. Raises as `belonging.read` and `check`."""
     run_dir, of, redis, folder = config.run.dir, identity(config, hf, recording), config.log.redis is not None, str(config.log.folder or "")
     if (known := belonging.read(run_dir)) is None:
-        return Belonging(of, redis, folder=folder)
+        return Belonging(belonging.FORM, of, redis, folder=folder)
     if known.begun and origin.read(run_dir):  # with which the launcher has compared the task, which may change by choice
         of["task"] = known.of.get("task", of["task"])
     if known.of.get("model", "").rpartition(" ")[2] == of["model"].rpartition(" ")[2]:

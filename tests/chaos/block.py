@@ -177,7 +177,7 @@ class Block:
 
     def _read_log(self) -> LogState:
         found = scan(self._world.run_dir / "log" / "0")
-        return fold((at, records.entry(data, "the log")) for at, _, data in found if data is not None)
+        return fold((at, records.entry(data)) for at, _, data in found if data is not None)
 
     def _ended(self) -> dict[str, Any]:
         """Stop the run as a user does; nothing may be left."""

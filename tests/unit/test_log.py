@@ -549,7 +549,7 @@ def test_what_a_server_has_lost_or_has_no_room_for_is_one_line(tmp_path: Path, h
             assert again.damaged == (how == "damaged")
         if how == "damaged":
             assert [one.message for one in caplog.records if one.levelno >= logging.ERROR] == [
-                f"log {server.url} asyncmoe:run:0 is damaged: the record at position {places[2]} cannot be read"
+                f"log {server.url} asyncmoe:run:0 is damaged: no record from position {places[2]} to {places[2] + 1} can be read"
             ]
 
     with serving(tmp_path) as server:

@@ -43,7 +43,7 @@ def run_of_steps() -> tuple[tuple[int, LogEntry], ...]:
         await life.lease(4)
         life.log.close()
         changes = Home().log(folder, "0")
-        found = tuple((at, records.entry(data, "log")) for at, data in changes.read())
+        found = tuple((at, records.entry(data)) for at, data in changes.read())
         changes.close()
         return found
 

@@ -247,6 +247,11 @@ def damaged_name(run: Path) -> None:
     (run / "log.json").write_text("{")
 
 
+def other_form(run: Path) -> None:
+    path = run / "log.json"
+    path.write_text(path.read_text().replace('"form":2', '"form":1'))
+
+
 def other_format(run: Path) -> None:
     path = next((run / "log" / "0").glob("*.segment"))
     data = bytearray(path.read_bytes())
@@ -260,13 +265,14 @@ def other_format(run: Path) -> None:
     [
         (
             another_run,
-            r"^log .*log: got the log of another run or version, expected .*name another log\.folder, or delete .*log: what was ",
+            r"^log .*log: got the log of another run or version, expected this run's; .*name another log\.folder, or delete .*log, ",
         ),
         (
             as_before,
             r"^run\.dir: got .* with a journal, the form before, expected a log; finish the run with the version that began it, ",
         ),
-        (damaged_name, r"log\.json: got .*, expected the name of the run's log; delete it and the log: what was queued"),
+        (other_form, r"log\.json: got Invalid .*, expected the name of the run's log; use the version that wrote it, "),
+        (damaged_name, r"log\.json: got .*, expected the name of the run's log; .*or delete it and the log: what was queued"),
         (other_format, r"another run or version, expected this run's; use the version that wrote it, "),
     ],
 )
@@ -316,7 +322,7 @@ def test_a_log_that_does_not_reach_the_checkpoint_is_refused_before_anything_sta
     newest = tmp_path / "checkpoints" / "step-00000002"
     newest.mkdir(parents=True)
     (newest / "asyncmoe.json").write_text('{"step": 2}')
-    with pytest.raises(DataError, match="got a log of step 0, expected step 2, where the checkpoint is"):
+    with pytest.raises(DataError, match="got a log of steps 0 to 0, expected step 2, where the checkpoint is"):
         RunLog.open(configured(tmp_path), HF, NOTHING)
 
 

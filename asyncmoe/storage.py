@@ -23,6 +23,7 @@ from asyncmoe.errors import AsyncmoeError, DataError, StorageError, WaitTimeout
 
 T = TypeVar("T")
 _ROOM = "make room there, or write to another file system"
+_LOCKLESS = "write to a local disk: this file system lacks locks, or another call"
 _CURES = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: "make room there, ask for a larger quota, or write to another file system",
@@ -36,6 +37,9 @@ _CURES = {
     errno.EEXIST: "choose a path with no file among its parts",
     errno.ELOOP: "choose a path without a link that leads to itself",
     errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ENOLCK: _LOCKLESS,
+    errno.ENOSYS: _LOCKLESS,
+    errno.EOPNOTSUPP: _LOCKLESS,
 }
 """Fixes by errno, for all storage errors; any other errno is a bug in asyncmoe."""
 _RUST = re.compile(r"\(os error (\d+)\)")
@@ -256,14 +260,18 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Write a file so that whoever reads it meanwhile finds a whole one, the former or this.
+def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write a file so that whoever reads it meanwhile finds a whole one, the former or this; `durable`: after a power cut, too.
 
     Raises:
         OSError: it cannot be written.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(content)
+    with part.open("wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     part.replace(path)
 
 

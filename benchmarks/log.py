@@ -68,7 +68,6 @@ async def _fill(log: FileLog, data: bytes, count: int) -> None:
 
     async def one() -> None:
         for _ in left:
-            await log.room(len(data))
             await log.durable(log.append([data]))
 
     await asyncio.gather(*(one() for _ in range(_TASKS)))

@@ -4,24 +4,21 @@ begins at b lies at byte `HEADER_BYTES + p - b`. Only the newest segment can be 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import logging
 import os
 import socket
 import struct
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
 from pathlib import Path
 
 from asyncmoe import storage
-from asyncmoe.errors import AsyncmoeError, DataError, InvariantBroken, StorageError, UserError, gibibytes
-from asyncmoe.log.log import HEAD_BYTES, LOST, Log, Record
+from asyncmoe.errors import DataError, StorageError, UserError, gibibytes
+from asyncmoe.log.log import HEAD_BYTES, LOST, Found, Log, Record, checksum
 from asyncmoe.trajectory import Buffer
-from asyncmoe.trajectory.native import crc32c
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +31,17 @@ _MAGIC, _RECORD_MAGIC = b"AMOElog\0", b"AMrc"
 _HEADER, _CRC, _HEAD, _PLACE = struct.Struct("<8sI4xQ32s"), struct.Struct("<I"), struct.Struct("<4sIQ"), struct.Struct("<QQ")
 HEADER_BYTES = _HEADER.size + _CRC.size
 
-Found = tuple[int, int, memoryview | None]
-"""Consecutive positions, and the bytes of the record there; None: no whole record is there."""
-
 
 def header(identity: bytes, first: int) -> bytes:
     """Return what a segment begins with. `identity`: SHA-256 of the run's random name."""
     said = _HEADER.pack(_MAGIC, FORMAT, first, identity)
-    return said + _CRC.pack(crc32c(said))
+    return said + _CRC.pack(checksum([said]))
 
 
 def head(identity: bytes, position: int, parts: Sequence[Buffer]) -> bytes:
     """Return what a record begins with. The checksum covers identity, position, length and bytes: no record is taken for another's."""
     length = sum(map(len, parts))
-    crc = crc32c(_PLACE.pack(position, length), crc32c(identity))
-    for part in parts:
-        crc = crc32c(part, crc)
-    return _HEAD.pack(_RECORD_MAGIC, crc, length)
+    return _HEAD.pack(_RECORD_MAGIC, checksum([identity, _PLACE.pack(position, length), *parts]), length)
 
 
 def records_in(data: bytes, first: int, identity: bytes) -> Iterator[Found]:
@@ -97,7 +88,11 @@ def scan(folder: Path, identity: bytes | None = None) -> Iterator[Found]:
     """
     for first, after in pairwise([*segments_in(folder), None]):
         assert first is not None
-        said, data = _content(path_of(folder, first))
+        try:
+            with path_of(folder, first).open("rb") as file:
+                said, data = file.read(HEADER_BYTES), file.read(None if after is None else after - first)
+        except OSError as error:
+            raise DataError(f"log {path_of(folder, first)}", got=error.strerror, expected="a file that can be read") from error
         yield from records_in(data, first, identity or said[-_CRC.size - 32 : -_CRC.size])
         if after is not None and first + len(data) < after:
             yield first + len(data), after, None
@@ -129,166 +124,116 @@ class FileLog(Log):
         self._all, self._folder, self._file = folder, folder / writer, -1
         self._identity = hashlib.sha256(run.encode()).digest()
         self._segment_bytes = min(segment_bytes, max(max_bytes // _LEAST_SEGMENTS, 1)) if max_bytes else segment_bytes
-        with storage.writing("the log", self._folder), ExitStack() as held:
+        with self._writing(), ExitStack() as held:
             storage.make_private(folder)
             storage.make_private(self._folder)
             storage.sync_directory(folder)
-            held.enter_context(_locked(self._folder / "lock"))
+            lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            held.callback(os.close, lock)
+            _claim(lock, self._folder)
             firsts = segments_in(self._folder)
-            for first in firsts:
-                _check(path_of(self._folder, first), self._identity)
-            end = _cut(path_of(self._folder, firsts[-1]), firsts[-1], self._identity) if firsts else 0
-            super().__init__(f"log {self._folder}", end, sum(path_of(self._folder, one).stat().st_size for one in firsts), max_bytes)
-            self._opened = end
+            end = _end(path_of(self._folder, firsts[-1]), firsts[-1], self._identity) if firsts else 0
+            size = sum(path_of(self._folder, first).stat().st_size for first in firsts)
             self._begin(end)
+            held.callback(lambda: os.close(self._file))
             self._held = held.pop_all()
-        self._thread.start()
+        super().__init__(f"log {self._folder}", end, size, max_bytes)
 
-    def read(self) -> Iterator[tuple[int, Buffer]]:
-        """See `Log`."""
-        for begin, end, data in scan(self._folder, self._identity):
-            if data is not None:
-                yield begin, data
-            elif begin < self._opened:
-                self.damaged = True
-                log.error("%s is damaged: no record from position %d to %d can be read", self.name, begin, end)
+    def _found(self) -> Iterator[Found]:
+        return scan(self._folder, self._identity)
 
     def read_at(self, position: int, writer: str | None = None) -> Buffer:
         """See `Log`."""
-        folder, got = self._folder if writer is None else self._all / writer, "nothing there"
-        firsts = segments_in(folder)
-        first = firsts[bisect_right(firsts, position) - 1] if firsts and firsts[0] <= position else position
+        folder, got = self._folder if writer is None else self._all / writer, "a damaged record"
+        first = max((first for first in segments_in(folder) if first <= position), default=position)
         try:
             with path_of(folder, first).open("rb") as file:
-                file.seek(HEADER_BYTES + position - first)
-                said, left = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size - file.tell()
-                length = _HEAD.unpack(said)[2] if len(said) == HEAD_BYTES else 0
-                data = bytearray(length if length <= left else 0)
-                if file.readinto(data) == length and head(self._identity, position, [data]) == said:
-                    return data
-            got = "a damaged record"
+                left = os.fstat(file.fileno()).st_size - file.seek(HEADER_BYTES + position - first) - HEAD_BYTES
+                if left >= 0:
+                    said = file.read(HEAD_BYTES)
+                    data = file.read(min(_HEAD.unpack(said)[2], left))
+                    if head(self._identity, position, [data]) == said:
+                        return data
         except OSError as error:
             got = str(error.strerror)
         raise DataError(f"log {folder} position {position}", got=got, expected="a record", hint=LOST)
 
-    def forget(self, below: int) -> int:
-        """See `Log`."""
+    def _writing(self) -> AbstractContextManager[None]:
+        return storage.writing("the log", self._folder, "log.folder names its place; a run that is started again loses nothing")
+
+    def _write(self, batch: Sequence[Record]) -> None:
+        with self._writing():
+            for position, parts in batch:
+                left, offset = memoryview(b"".join([head(self._identity, position, parts), *parts])), position - self._first
+                if offset and offset + len(left) > self._segment_bytes:
+                    self._sync()
+                    self._begin(position)
+                    offset = 0
+                while left:
+                    written = os.pwritev(self._file, [left], HEADER_BYTES + offset)
+                    left, offset = left[written:], offset + written
+
+    def _begin(self, first: int) -> None:
+        """Begin a segment. One of the same name holds no whole record."""
+        file = os.open(path_of(self._folder, first), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._first = file, first
+        os.pwrite(file, header(self._identity, first), 0)
+        os.fsync(file)
+        storage.sync_directory(self._folder)
+
+    def _sync(self) -> None:
+        with self._writing():
+            os.fdatasync(self._file)
+        if not os.fstat(self._file).st_nlink:
+            raise StorageError(f"{self.name}: {path_of(self._folder, self._first)} was deleted while it was written")
+
+    def _forget(self, below: int) -> int:
         freed = 0
-        with storage.writing("the log", self._folder):
+        with self._writing():
             for first, end in pairwise(segments_in(self._folder)):
                 if end <= below:
                     freed += path_of(self._folder, first).stat().st_size
                     path_of(self._folder, first).unlink()
             if freed:
                 storage.sync_directory(self._folder)
-        with self._changed:
+        with self._changing:
             self.size -= freed
         return freed
 
-    def _write(self, batch: Sequence[Record]) -> None:
-        at, buffers = batch[0][0], list[memoryview]()
-        for position, parts in batch:
-            if position > self._first and position + sum(map(len, parts)) > self._first + self._segment_bytes:
-                self._put(at, buffers)
-                self._sync()
-                self._begin(position)
-                at, buffers = position, []
-            buffers += [memoryview(head(self._identity, position, parts)), *parts]
-        self._put(at, buffers)
-
-    def _put(self, position: int, buffers: list[memoryview]) -> None:
-        offset, most, done = HEADER_BYTES + position - self._first, os.sysconf("SC_IOV_MAX"), 0
-        while done < len(buffers):
-            written = os.pwritev(self._file, buffers[done : done + most], offset)
-            offset += written
-            while done < len(buffers) and written >= len(buffers[done]):
-                written -= len(buffers[done])
-                done += 1
-            if written:
-                buffers[done] = buffers[done][written:]
-
-    def _begin(self, first: int) -> None:
-        """Begin a segment. One of the same name holds no whole record."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = os.open(path_of(self._folder, first), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.pwrite(self._file, header(self._identity, first), 0)
-        os.fsync(self._file)
-        storage.sync_directory(self._folder)
-        self._first = first
-
-    def _sync(self) -> None:
-        os.fdatasync(self._file)
-        if not os.fstat(self._file).st_nlink:
-            raise StorageError(f"{self.name}: {path_of(self._folder, self._first)} was deleted while it was written")
-
-    def _explained(self, error: Exception) -> AsyncmoeError:
-        known = storage.explain(error, "the log", self._folder, "then start the run again: it loses nothing")
-        return known or InvariantBroken(f"{self.name}: {type(error).__name__}: {error}")
+    def _beat(self) -> None:
+        """Do nothing: a lock of a file lasts as long as its process."""
 
     def _let_go(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
         self._held.close()
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let no other process lock a file meanwhile. Raises UserError, StorageError."""
-    with open(path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            got = f"{path.parent}, in use by another process ({file.read(256) or 'it says no more'})"
-            raise UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise
-            raise StorageError(f"log: {path.parent} is on a file system without locks; name one on a local disk (log.folder)") from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
-
-
-def _content(path: Path) -> tuple[bytes, bytes]:
-    """Return header and records of a segment. Raises DataError."""
+def _claim(lock: int, folder: Path) -> None:
+    """Lock an open file, which then names this process. Raises UserError: another process has it."""
     try:
-        with path.open("rb") as file:
-            return file.read(HEADER_BYTES), file.read()
-    except OSError as error:
-        raise DataError(f"log {path}", got=error.strerror, expected="a file that can be read") from error
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        got = f"{folder}, in use by another process ({os.pread(lock, 256, 0).decode() or 'it says no more'})"
+        raise UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it") from None
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
-def _check(path: Path, identity: bytes) -> None:
-    """Refuse a segment of another run or format; a header that is damaged says neither. Raises DataError."""
-    with path.open("rb") as file:
-        said = file.read(HEADER_BYTES)
-    if len(said) < HEADER_BYTES or _CRC.pack(crc32c(said[: _HEADER.size])) != said[_HEADER.size :]:
-        return
-    _, form, _, whose = _HEADER.unpack_from(said)
-    if form != FORMAT:
-        raise DataError(f"log {path}: format", got=form, expected=FORMAT, hint="use the version that wrote it, or delete the log")
-    if whose != identity:
-        hint = f"name another log.folder, or delete {path.parent.parent}: what was queued or under way is then sampled again"
-        raise DataError(f"log {path.parent.parent}", got="the log of another run", expected="this run's", hint=hint)
-
-
-def _cut(path: Path, first: int, identity: bytes) -> int:
-    """Cut off the newest segment what follows its last whole record, and return the position after that.
+def _end(path: Path, first: int, identity: bytes) -> int:
+    """Return the position after the last whole record of the newest segment, where the next one begins: what follows is torn.
 
     Without a header and a record nobody knows whose bytes they are: they stay.
+
+    Raises:
+        DataError: another run or version wrote it.
     """
-    said, data = _content(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # what a killed process has written, and nothing has synced
+        said, data = file.read(HEADER_BYTES), file.read()
+    ours = said == header(identity, first)
+    if not ours and said[-_CRC.size :] == _CRC.pack(checksum([said[: -_CRC.size]])):
+        hint = f"use the version that wrote it, name another log.folder, or delete {path.parent.parent}, which samples its queue again"
+        raise DataError(f"log {path.parent.parent}", got="the log of another run or version", expected="this run's", hint=hint)
     whole = [end for _, end, payload in records_in(data, first, identity) if payload is not None]
-    if not whole and said != header(identity, first):
-        return first + len(data)
-    end = max(whole, default=first)
-    if torn := first + len(data) - end:
-        log.info("%s: %d bytes after the last whole record were cut off", path, torn)
-        with path.open("r+b") as file:
-            file.truncate(HEADER_BYTES + end - first)
-            os.fsync(file.fileno())
-    return end
+    return max(whole, default=first) if whole or ours else first + len(data)

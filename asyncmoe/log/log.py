@@ -11,26 +11,29 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from functools import reduce
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, StorageError, WaitTimeout, gibibytes
 from asyncmoe.trajectory import Buffer
+from asyncmoe.trajectory.native import crc32c
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 LOST = "bring back a copy of the whole log from after the run's stop, or delete it: what was queued is then sampled again"
 HEAD_BYTES = 16
 """What a record takes besides its bytes."""
-MOST_UNWRITTEN = 256 << 20
-_BATCH_BYTES = 64 << 20
 _SYNC_S, _CLOSE_S = 1.0, 300.0
 
 Record = tuple[int, list[memoryview]]
 """Position, and the parts of the bytes."""
+Found = tuple[int, int, memoryview | None]
+"""Consecutive positions, and the bytes of the record there; None: no whole record is there."""
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """Also a rollout worker's message has a place."""
 
@@ -40,6 +43,11 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
     writer: Number
     position: Number
+
+
+def checksum(parts: Sequence[Buffer]) -> int:
+    """Return the CRC-32C of parts, one after the other."""
+    return reduce(lambda crc, part: crc32c(part, crc), parts, 0)
 
 
 class Log(ABC):
@@ -53,30 +61,41 @@ class Log(ABC):
 
     Attributes:
         end, size: as above; what is not yet written counts.
-        cpu_s: CPU seconds that its thread has taken.
+        cpu_s: CPU seconds of its threads, and of whoever was `counted`.
         damaged: `read` has found that records are lost.
     """
 
     def __init__(self, name: str, end: int = 0, size: int = 0, max_bytes: int | None = None) -> None:
         self.name, self.cpu_s, self.damaged, self._max_bytes = name, 0.0, False, max_bytes
-        self._changed = threading.Condition()
-        self.end = self._written = self._durable = end
-        self.size, self._unwritten = size, 0
-        self._queue: deque[Record] = deque()
-        self._waiting: list[tuple[int, Future[None]]] = []
+        self.end = self._written = self._durable = self._opened = end
+        self.size = size
+        self._changing, self._queue = threading.Lock(), list[Record]()
         self._failure: AsyncmoeError | None = None
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="log", daemon=True)
+        self._over = threading.Event()
+        self._turns = ThreadPoolExecutor(1, "log")
+        self._ticking = threading.Thread(target=self._tick, name="log ticks", daemon=True)
+        self._ticking.start()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the CPU time that this thread takes for the log meanwhile."""
+        began = time.thread_time()
+        yield
+        with self._changing:
+            self.cpu_s += time.thread_time() - began
 
     def is_full(self, nbytes: int) -> bool:
         """Whether a record of so many bytes would exceed the bound."""
         return self._max_bytes is not None and self.size + nbytes + HEAD_BYTES > self._max_bytes
 
-    async def room(self, nbytes: int) -> None:
-        """Wait until no more bytes wait to be written than should. Raises as `append`."""
-        self._check(nbytes)
-        if self._unwritten and self._unwritten + nbytes > MOST_UNWRITTEN:
-            await self.durable(self.end - 1)
+    def read(self) -> Iterator[tuple[int, Buffer]]:
+        """Yield position and bytes of each whole record that was there at the opening. What is damaged is logged in a line."""
+        for begin, end, data in self._found():
+            if data is not None:
+                yield begin, data
+            elif begin < self._opened:
+                self.damaged = True
+                log.error("%s is damaged: no record from position %d to %d can be read", self.name, begin, end)
 
     def append(self, parts: Sequence[Buffer]) -> int:
         """Hand over a record and return its position. Never waits.
@@ -90,26 +109,32 @@ class Log(ABC):
         """
         views = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
         nbytes = sum(map(len, views))
-        with self._changed:
-            self._check(nbytes)
+        with self._changing:
+            self._check()
+            if self.is_full(nbytes):
+                hint = "raise it, or lower trainer.checkpoint_every: what a checkpoint covers is deleted"
+                got = f"{gibibytes(self.size)} in {self.name} and {gibibytes(nbytes)} more"
+                raise StorageError(f"log.max_bytes: got {got}, expected at most {gibibytes(self._max_bytes or 0)}; {hint}")
+            if not self._queue:
+                self._turns.submit(self._acted, self._settle, -1)
             position = self.end
             self._queue.append((position, views))
             self.end += nbytes + HEAD_BYTES
             self.size += nbytes + HEAD_BYTES
-            self._unwritten += nbytes + HEAD_BYTES
-            self._changed.notify()
         return position
 
     async def durable(self, position: int) -> None:
         """Wait until the record at a position and all before it are durable. Raises as `append`."""
-        with self._changed:
-            if position < self._durable:
-                return
+        if position >= self._durable:
             self._check()
-            done: Future[None] = Future()
-            self._waiting.append((position, done))
-            self._changed.notify()
-        await asyncio.wrap_future(done)
+            await asyncio.get_running_loop().run_in_executor(self._turns, self._acted, self._settle, position)
+
+    def forget(self, below: int) -> Future[int]:
+        """Let go of the records before a position, as far as whole segments have no other; the future has the freed bytes.
+
+        If that cannot be done, the log has failed.
+        """
+        return self._turns.submit(self._acted, self._forget, below)
 
     def close(self) -> None:
         """Make everything durable and let go of the log. Blocks; a second call does nothing.
@@ -117,99 +142,79 @@ class Log(ABC):
         Raises:
             WaitTimeout: the disk or server did not answer.
         """
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join(_CLOSE_S)
-            if self._thread.is_alive():
+        if not self._over.is_set():
+            self._over.set()
+            last = self._turns.submit(self._acted, self._settle, self.end - 1)
+            self._ticking.join()
+            if wait([last], _CLOSE_S).not_done:
                 raise WaitTimeout(self.name, "what was appended to be written", _CLOSE_S)
             log.info("%s: %d bytes are kept, %.2f s of CPU time", self.name, self.size, self.cpu_s)
-        self._let_go()
+            self._let_go()
 
     # ------------------------------------------------------------ a backend's
-
-    @abstractmethod
-    def read(self) -> Iterator[tuple[int, Buffer]]:
-        """Yield position and bytes of each whole record that was there at the opening. What is damaged is logged in a line."""
 
     @abstractmethod
     def read_at(self, position: int, writer: str | None = None) -> Buffer:
         """Return the bytes of a durable record, perhaps of another writer. Blocks. Raises DataError if it is damaged or absent."""
 
     @abstractmethod
-    def forget(self, below: int) -> int:
-        """Let go of the records before a position, as far as whole segments have no other; return the freed bytes. Raises StorageError."""
+    def _found(self) -> Iterator[Found]:
+        """Yield all that is there, in order."""
 
     @abstractmethod
     def _write(self, batch: Sequence[Record]) -> None:
-        """Write records, in order."""
+        """Write records, in order. Raises StorageError, as the next two."""
 
     @abstractmethod
     def _sync(self) -> None:
         """Make durable what is written."""
 
     @abstractmethod
-    def _explained(self, error: Exception) -> AsyncmoeError:
-        """Return the error for the user."""
+    def _forget(self, below: int) -> int:
+        """See `forget`; return the freed bytes, without which `size` is then."""
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Let another process write the log. May be called twice."""
+        """Let another process write the log."""
+
+    @abstractmethod
+    def _beat(self) -> None:
+        """Keep what needs to be kept alive; is called every second."""
 
     # ------------------------------------------------------------ internals
 
-    def _check(self, nbytes: int = 0) -> None:
+    def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._closing:
+        if self._over.is_set():
             raise InvariantBroken(f"{self.name} was used after it was closed")
-        if nbytes and self.is_full(nbytes):
-            hint = "raise it, or lower trainer.checkpoint_every: what a checkpoint covers is deleted"
-            got = f"{gibibytes(self.size)} in {self.name} and {gibibytes(nbytes)} more"
-            raise StorageError(f"log.max_bytes: got {got}, expected at most {gibibytes(self._max_bytes or 0)}; {hint}")
 
-    def _serve(self) -> None:
+    def _tick(self) -> None:
+        with suppress(AsyncmoeError):  # why the log has failed
+            while not self._over.wait(_SYNC_S):
+                self._acted(self._beat)
+                self._turns.submit(self._acted, self._settle, self.end - 1)
+
+    def _acted(self, act: Callable[..., T], *arguments: int) -> T:
+        """Return what one of the log's acts returns; no other follows one that raises. Raises why the log has failed, now or before."""
+        if self._failure is not None:
+            raise self._failure
         try:
-            while self._serve_once():
-                self.cpu_s = time.thread_time()
-        except Exception as error:  # noqa: BLE001  raised by every later call
-            self._fail(error if isinstance(error, AsyncmoeError) else self._explained(error))
+            with self.counted():
+                return act(*arguments)
+        except Exception as error:
+            bug = InvariantBroken(f"{self.name}: {type(error).__name__}: {error}")
+            self._failure = self._failure or (error if isinstance(error, AsyncmoeError) else bug)
+            log.error("%s", self._failure)
+            raise self._failure from error
 
-    def _serve_once(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(self._has_work, _SYNC_S if self._durable < self._written else None)
-            batch, nbytes = list[Record](), 0
-            while self._queue and (not batch or nbytes < _BATCH_BYTES):
-                batch.append(self._queue.popleft())
-                nbytes += sum(map(len, batch[-1][1])) + HEAD_BYTES
-            ends = self._closing and not self._queue
+    def _settle(self, position: int) -> None:
+        """Write what was appended, and make it durable if the record at a position is not."""
+        with self._changing:
+            batch, self._queue, end = self._queue, [], self.end
         if batch:
             self._write(batch)
-        with self._changed:
-            self._written += nbytes
-            self._unwritten -= nbytes
-            due = not batch or ends or any(position < self._written for position, _ in self._waiting)
-        if due and self._durable < self._written:
+        self._written = end
+        if self._durable <= position:
             self._sync()
-            with self._changed:
-                self._durable = self._written
-                done = [future for position, future in self._waiting if position < self._durable]
-                self._waiting = [one for one in self._waiting if one[0] >= self._durable]
-            for future in done:
-                if future.set_running_or_notify_cancel():
-                    future.set_result(None)
-        return not ends
-
-    def _has_work(self) -> bool:
-        return bool(self._queue or self._waiting or self._closing)
-
-    def _fail(self, error: AsyncmoeError) -> None:
-        with self._changed:
-            self._failure = self._failure or error
-            waiting, self._waiting = self._waiting, []
-            self._queue.clear()
-        log.error("%s", error)
-        for _, future in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            self._durable = end

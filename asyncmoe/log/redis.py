@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
-import struct
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +17,11 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, ReadOnlyError, RedisError, ResponseError
-from redis.retry import Retry
 
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError, UserError, gibibytes
-from asyncmoe.log.log import LOST, Log, Record
+from asyncmoe.log.log import LOST, Found, Log, Record, checksum
 from asyncmoe.trajectory import Buffer
-from asyncmoe.trajectory.native import crc32c
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,11 +40,11 @@ _NEEDS = {
 _ENTRY, _OPENED = b"r", b"o"
 _MOST_BYTES = (512 << 20) - 4
 _SESSION = 1 << 40
-_LOCK_S, _BEAT_S, _CHECK_BEATS, _PAGE = 6.0, 1.0, 5, 16
+_LOCK_S, _PAGE = 6.0, 16
 _PATIENCE_S, _ANSWER_S, _PAUSE_S = 60.0, 30.0, 0.5
 _BROKEN = (redis.ConnectionError, redis.TimeoutError, ReadOnlyError, BusyLoadingError, OSError)
 """Errors after which a request is sent again. A server that became a replica is one: the address may soon be the new master's."""
-_CRC = struct.Struct("<I")
+_CRC_BYTES = 4
 
 
 class RedisServer:
@@ -62,9 +56,9 @@ class RedisServer:
     """
 
     def __init__(self, url: str, patience_s: float = _PATIENCE_S) -> None:
-        self.name, self._patience_s, self.over = re.sub("//[^/@]*@", "//", url.partition("?")[0]), patience_s, threading.Event()
-        once: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "protocol": 2, "password": os.environ.get(PASSWORD)}
-        self.client = redis.Redis.from_url(url, socket_timeout=_ANSWER_S, socket_connect_timeout=5.0, **once)
+        self.name, self._patience_s = url.partition("?")[0], patience_s
+        limits = {"socket_timeout": _ANSWER_S, "socket_connect_timeout": 5.0, "retry": None}  # `call` asks again
+        self.client = redis.Redis.from_url(url, protocol=2, password=os.environ.get(PASSWORD), **limits)
 
     def check(self) -> None:
         """Refuse a server that may lose or evict what it has acknowledged. Raises UserError, StorageError."""
@@ -83,10 +77,10 @@ class RedisServer:
             try:
                 return request(self.client)
             except (RedisError, OSError) as error:
-                broken = isinstance(error, _BROKEN) and not isinstance(error, AuthenticationError)
-                if not broken or time.monotonic() >= until or self.over.wait(_PAUSE_S):
+                if isinstance(error, AuthenticationError) or not isinstance(error, _BROKEN) or time.monotonic() >= until:
                     raise self.explained(error) from error
                 log.warning("log: %s does not answer (%s); it is asked again", self.name, error)
+                time.sleep(_PAUSE_S)
 
     def explained(self, error: Exception) -> AsyncmoeError:
         """Return the error for the user."""
@@ -102,15 +96,12 @@ class RedisServer:
 
 def sealed(key: str, position: int, parts: Sequence[Buffer]) -> bytes:
     """Return a record behind its checksum, which covers where it lies."""
-    crc = crc32c(f"{key} {position}".encode())
-    for part in parts:
-        crc = crc32c(part, crc)
-    return b"".join([_CRC.pack(crc), *parts])
+    return b"".join([checksum([f"{key} {position}".encode(), *parts]).to_bytes(_CRC_BYTES, "little"), *parts])
 
 
 def opened(key: str, position: int, data: bytes | None) -> memoryview | None:
     """Return what `sealed` joined; None if it is damaged."""
-    payload = memoryview(data or b"")[_CRC.size :]
+    payload = memoryview(data or b"")[_CRC_BYTES:]
     return payload if data is not None and sealed(key, position, [payload]) == data else None
 
 
@@ -123,41 +114,26 @@ class RedisLog(Log):
     """
 
     def __init__(self, server: RedisServer, run: str, writer: str, max_bytes: int | None = None) -> None:
-        self._server, self._all, self._over = server, f"asyncmoe:{run}:", threading.Event()
+        self._server, self._call, self._all = server, server.call, f"asyncmoe:{run}:"
         self._key, self._lock = self._all + writer, f"{self._all}{writer}:lock"
         self._mine = f"process {os.getpid()} on {socket.gethostname()} {uuid.uuid4().hex}".encode()
-        self._call = server.call
         server.check()
-        until = time.monotonic() + _LOCK_S + _BEAT_S
-        while not self._call(self._lock_it):
+        until = time.monotonic() + _LOCK_S + 1.0
+        while not self._call(self._hold):
             if time.monotonic() >= until:  # else its controller may have ended
                 raise self._taken()
-            time.sleep(_BEAT_S / 10)
-        begin = self._last = self._opened = (self._call(self._newest) // _SESSION + 1) * _SESSION
+            time.sleep(0.1)
+        begin = self._last = (self._call(self._newest) // _SESSION + 1) * _SESSION
         self._call(lambda client: self._newest(client) < begin and client.xadd(self._key, {_OPENED: self._mine}, id=f"{begin}-0"))
         super().__init__(f"log {server.name} {self._key}", begin + 1, self._usage(), max_bytes)
-        self._beating = threading.Thread(target=self._beat, name="log lock", daemon=True)
-        self._thread.start()
-        self._beating.start()
 
-    def append(self, parts: Sequence[Buffer]) -> int:
-        """See `Log`. Raises StorageError also for a record that no server takes."""
-        if (nbytes := sum(memoryview(part).nbytes for part in parts)) > _MOST_BYTES:
-            raise StorageError(f"{KEY}: got a group of {gibibytes(nbytes)}, expected at most 0.50 GiB; keep the log in a folder")
-        return super().append(parts)
-
-    def read(self) -> Iterator[tuple[int, Buffer]]:
-        """See `Log`."""
+    def _found(self) -> Iterator[Found]:
         after = "-"
         while page := self._page(after):
             for name, fields in page:
                 after, position = f"({name.decode()}", int(name.partition(b"-")[0])
-                data = opened(self._key, position, fields.get(_ENTRY))
-                if data is not None:
-                    yield position, data
-                elif _OPENED not in fields:
-                    self.damaged = True
-                    log.error("%s is damaged: the record at position %d cannot be read", self.name, position)
+                if _OPENED not in fields:
+                    yield position, position + 1, opened(self._key, position, fields.get(_ENTRY))
 
     def read_at(self, position: int, writer: str | None = None) -> Buffer:
         """See `Log`."""
@@ -169,15 +145,10 @@ class RedisLog(Log):
             raise DataError(f"log {self._server.name} {key} position {position}", got=got, expected="a record", hint=LOST)
         return data
 
-    def forget(self, below: int) -> int:
-        """See `Log`."""
-        self._call(lambda client: client.xtrim(self._key, minid=f"{below}-0", approximate=False))
-        freed = self.size - self._usage()
-        with self._changed:
-            self.size -= freed
-        return max(freed, 0)
-
     def _write(self, batch: Sequence[Record]) -> None:
+        if (most := max(sum(map(len, parts)) for _, parts in batch)) > _MOST_BYTES:
+            raise StorageError(f"{KEY}: got a group of {gibibytes(most)}, expected at most 0.50 GiB; keep the log in a folder")
+
         def send(client: Any) -> None:
             newest = self._newest(client)
             if newest < self._last:
@@ -197,27 +168,30 @@ class RedisLog(Log):
     def _sync(self) -> None:
         """Do nothing: the server syncs before it answers."""
 
-    def _explained(self, error: Exception) -> AsyncmoeError:
-        return self._server.explained(error)
+    def _forget(self, below: int) -> int:
+        self._call(lambda client: client.xtrim(self._key, minid=f"{below}-0", approximate=False))
+        freed = self.size - self._usage()
+        with self._changing:
+            self.size -= freed
+        return freed
 
     def _let_go(self) -> None:
-        if not self._over.is_set():
-            self._over.set()
-            self._beating.join()
-            with suppress(RedisError, OSError):
-                if self._server.client.get(self._lock) == self._mine:
-                    self._server.client.delete(self._lock)
+        with suppress(RedisError, OSError):
+            if self._server.client.get(self._lock) == self._mine:
+                self._server.client.delete(self._lock)
 
     def _taken(self) -> UserError:
         holder = (self._call(lambda client: client.get(self._lock)) or b"one that has ended ?").decode(errors="replace")
         got = f"{self._server.name} {self._all}*, in use by another process ({holder.rpartition(' ')[0]})"
         return UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it")
 
+    def _hold(self, client: Any) -> bool:
+        """Take or renew the lock; False: another process has it."""
+        held = client.get(self._lock)
+        return held in (None, self._mine) and bool(client.set(self._lock, self._mine, nx=held is None, px=int(_LOCK_S * 1000)))
+
     def _page(self, after: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
         return self._call(lambda client: client.xrange(self._key, after, f"{self._opened}-0", _PAGE))
-
-    def _lock_it(self, client: Any) -> bool:
-        return bool(client.set(self._lock, self._mine, nx=True, px=int(_LOCK_S * 1000)) or client.get(self._lock) == self._mine)
 
     def _newest(self, client: Any) -> int:
         """Position of the newest entry that there ever was; 0 if there is no such stream."""
@@ -230,18 +204,10 @@ class RedisLog(Log):
         return int(self._call(lambda client: client.memory_usage(self._key, samples=0)) or 0)
 
     def _beat(self) -> None:
-        """Renew the lock. Whoever writes waits for a server that does not answer, and says so."""
-        beats = 0
-        while not self._over.wait(_BEAT_S) and self._failure is None:
-            beats += 1
-            try:
-                held = self._server.client.get(self._lock)
-                if held not in (None, self._mine):
-                    raise self._taken()
-                self._server.client.set(self._lock, self._mine, px=int(_LOCK_S * 1000), nx=held is None)
-                if beats % _CHECK_BEATS == 0:
-                    self._server.check()
-            except UserError as error:
-                self._fail(error)
-            except (RedisError, OSError, StorageError) as error:
-                log.debug("log: %s", error)
+        """Renew the lock, and look whether the server is still safe. Whoever writes waits for one that does not answer, and says so."""
+        try:
+            if not self._hold(self._server.client):
+                raise self._taken()
+            self._server.check()
+        except (RedisError, OSError, StorageError) as error:
+            log.debug("log: %s", error)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
 import msgspec
 
-from asyncmoe.errors import gibibytes
 from asyncmoe.log.log import Log
 
 log = logging.getLogger(__name__)
@@ -55,19 +54,15 @@ class Turns:
 
     def __init__(self, kept: Log, attempts: Mapping[int, int]) -> None:
         self._log, self._told_full = kept, False
-        self._found: dict[EpisodeKey, dict[bytes, deque[int]]] = {}
+        self._found = defaultdict[tuple[EpisodeKey, bytes], deque[int]](deque)
         self._since: dict[int, int] = {}
-        self._forgetting: asyncio.Future[int] | None = None
-        for position, data in kept.read():
-            try:
+        with kept.counted():
+            for position, data in kept.read():
                 one = _decode(data)
-            except ValueError as error:
-                log.warning("%s: position %d is passed over, so its turn is sampled again: %s", kept.name, position, error)
-                continue
-            if attempts.get(one.key.group) == one.key.attempt:
-                self._found.setdefault(one.key, {}).setdefault(one.request, deque()).append(position)
-                self._since.setdefault(one.key.group, position)
-        kept.forget(self._needed)
+                if attempts.get(one.key.group) == one.key.attempt:
+                    self._found[one.key, one.request].append(position)
+                    self._since.setdefault(one.key.group, position)
+        self._forget()
 
     async def record(self, key: EpisodeKey, request: bytes, answer: bytes) -> None:
         """Record the answer to a request; it is durable soon after.
@@ -76,49 +71,39 @@ class Turns:
             request: its digest.
 
         Raises:
-            StorageError: the log failed, or could not let go of what is over.
+            StorageError: the log failed.
         """
-        if self._failed:
-            raise self._failed
-        data = _encode(Answered(key, request, answer))
-        if not self._log.is_full(len(data)):
-            await self._log.room(len(data))
-        if (full := self._log.is_full(len(data))) and not self._told_full:
-            bound = f"{gibibytes(self._log.size)}, a quarter of log.max_bytes"
-            log.warning("turns under way take %s: further ones are not recorded until groups end", bound)
-        self._told_full = full
-        if not full:
-            self._since.setdefault(key.group, self._log.append([data]))
+        with self._log.counted():
+            data = _encode(Answered(key, request, answer))
+            if full := self._log.is_full(len(data)):
+                if not self._told_full:
+                    log.warning("turns under way take a quarter of log.max_bytes: further ones are not recorded until groups end")
+            else:
+                self._since.setdefault(key.group, self._log.append([data]))
+            self._told_full = full
 
     async def recall(self, key: EpisodeKey, request: bytes) -> bytes | None:
         """Return the next recorded answer to a request, once; None if there is no more. Raises DataError: it was damaged meanwhile."""
-        positions = self._found.get(key, {}).get(request)
-        if not positions:
-            return None
-        return _decode(await asyncio.to_thread(self._log.read_at, positions.popleft())).answer
+        positions = self._found.get((key, request))
+        return await asyncio.to_thread(self._read, positions.popleft()) if positions else None
 
     def over(self, group: int) -> None:
         """Forget the answers of a group that is finished, ended, or starts again."""
-        going = self._forgetting is not None and not self._forgetting.done()
-        if self._since.pop(group, None) is not None and not (going or self._failed):
-            self._forgetting = asyncio.get_running_loop().run_in_executor(None, self._log.forget, self._needed)
-        for key in [key for key in self._found if key.group == group]:
-            del self._found[key]
+        if self._since.pop(group, None) is not None:
+            self._forget()
 
     @property
     def groups(self) -> frozenset[int]:
         """Numbers of the groups of which answers were found."""
-        return frozenset(key.group for key in self._found)
-
-    @property
-    def _failed(self) -> BaseException | None:
-        """Why the newest attempt to let go of answers failed."""
-        return self._forgetting.exception() if self._forgetting is not None and self._forgetting.done() else None
-
-    @property
-    def _needed(self) -> int:
-        return min(self._since.values(), default=self._log.end)
+        return frozenset(key.group for key, _ in self._found)
 
     def close(self) -> None:
         """Make durable what was recorded, and close the log. Blocks."""
         self._log.close()
+
+    def _forget(self) -> None:
+        self._log.forget(min(self._since.values(), default=self._log.end))
+
+    def _read(self, position: int) -> bytes:
+        with self._log.counted():
+            return _decode(self._log.read_at(position)).answer

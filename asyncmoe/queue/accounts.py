@@ -77,12 +77,6 @@ class Accounts:
         """The consumption rule starts `count` queued episodes again."""
         return replace(self, ledger=self.ledger.requeue(count), requeued=_plus(self.requeued, reason, count))
 
-    def untrain(self, trained: int, skipped: Mapping[str, int]) -> Accounts:
-        """The steps that trained `trained` episodes and skipped others, by reason, are lost: these episodes are leased again."""
-        left = {reason: count - skipped.get(reason, 0) for reason, count in self.skipped.items()}
-        ledger = self.ledger.untrain(trained, sum(skipped.values()))
-        return replace(self, ledger=ledger, skipped={reason: count for reason, count in left.items() if count})
-
     @property
     def all_dropped(self) -> dict[str, int]:
         """Dropped episodes by reason, those of skipped batches included."""

@@ -44,7 +44,7 @@ class Ledger:
 
     Invariant, checked at every change: started == running + spare + queued + leased + trained + dropped + rejected + requeued + skipped,
     none negative. The last five are final, so every trajectory ends in exactly one of them; only the loss of the trainer's newest steps
-    (`untrain`) takes trajectories out of trained and skipped. Running trajectories hold a place under the
+    takes trajectories out of trained and skipped. Running trajectories hold a place under the
     capacity law, as do those whose step is over: trained ones, and skipped ones, which the trainer left untrained. Spare trajectories
     exceed the places of their group and will never be queued. Until a group is complete, only the number of its spare responses is known,
     not which ones they are.
@@ -126,10 +126,6 @@ class Ledger:
     def train(self, count: int) -> Ledger:
         """Trained on: leased -> trained."""
         return self._move("leased", "trained", count)
-
-    def untrain(self, trained: int, skipped: int) -> Ledger:
-        """The trainer that had been through with them is lost, and gets them again: trained and skipped -> leased."""
-        return replace(self, trained=self.trained - trained, skipped=self.skipped - skipped, leased=self.leased + trained + skipped)
 
     def _move(self, source: str, to: str, count: int) -> Ledger:
         if not 0 < count <= getattr(self, source):

@@ -26,7 +26,7 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, Protoco
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
-from asyncmoe.queue.fold import Reopened
+from asyncmoe.queue.fold import Recovered
 from asyncmoe.queue.group_buffer import Group, GroupBuffer, pack, weighed, whole
 from asyncmoe.queue.leases import Leases, LeaseTerms
 from asyncmoe.queue.queue_log import QueueLog
@@ -104,7 +104,7 @@ class BoundedQueue:
         self._stopping = False
         self._changes, self._recalling = Changes(), asyncio.Lock()
         self._log, self._resumed = log or QueueLog(), resumed
-        self._log.follow(lambda: self._accounts)
+        self._log.accounts = lambda: self._accounts
         for group in resumed.queued:
             self._lanes["rl"].insert(group)
 
@@ -240,7 +240,7 @@ class BoundedQueue:
         if phase == "rl" and not self._stopping:
             await self._resumed.load(step, terms, self._replay)
         answer = await self._changes.until(lambda: self._try_lease(step, terms), min(wait_s, MAX_LEASE_WAIT_S))
-        await self._log.granted(step)
+        await self._log.settled()
         return answer if answer is not None else self._answer(step, phase)
 
     async def foresee(self, step: int, count: int, version: int, wait_s: float) -> Foreseen:
@@ -333,7 +333,7 @@ class BoundedQueue:
         self._leases = self._leases.undecided_forgotten()
         self._changes.wake()
 
-    def reopen(self, found: Reopened) -> None:
+    def reopen(self, step: int, found: Recovered) -> None:
         """Go back to a checkpoint with a trainer that was started again; follows `trainer_lost`.
 
         The leases since the checkpoint are answered again, as they were. Everything else stays: what is queued or running, the versions
@@ -342,10 +342,9 @@ class BoundedQueue:
         Raises:
             InvariantBroken: the leases are not those of this queue.
         """
-        self._leases = self._leases.reopen(found.step)
-        self._accounts = self._accounts.untrain(found.trained, found.skipped)
-        if self.ledger.leased != (leased := sum(lease.count for lease in found.replays.values())):
-            raise InvariantBroken(f"queue: {leased} episodes of the log are leased again, the ledger says {self.ledger}")
+        self._leases, ledger = self._leases.reopen(step), found.accounts.ledger
+        ledger = replace(self.ledger, leased=ledger.leased, trained=ledger.trained, skipped=ledger.skipped)
+        self._accounts = replace(self._accounts, ledger=ledger, skipped=found.accounts.skipped)
         self._lanes["rl"].forget_leases()
         self._lanes["warmup"].clear()  # so that whoever waits for space puts what is forgotten with it
         self._lanes["warmup"] = GroupBuffer(self._lanes["warmup"].capacity)
@@ -443,11 +442,11 @@ class BoundedQueue:
             again = [Start(group.number, group.attempt + 1) for group in stale]
             self._again += again
             for start in again:
-                self._log.again(start, "stale")
+                self._log.again(start)
         else:
             self._accounts = self._accounts.drop(count, "stale")
             for group in stale:
-                self._log.ended(group.number, "dropped", "stale")
+                self._log.ended(group.number)
         if self._on_stale is not None:
             self._on_stale(stale, self.admission.rule == "requeue", version)
         self._changes.wake()

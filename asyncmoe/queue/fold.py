@@ -21,14 +21,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from asyncmoe.errors import DataError, InvariantBroken
 from asyncmoe.log.log import Place
 from asyncmoe.queue import records
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
-from asyncmoe.queue.records import Change
 from asyncmoe.queue.start_order import Start
 
 RESTART = "restart"
@@ -38,23 +36,17 @@ DAMAGED = "damaged"
 
 
 @dataclass(frozen=True)
-class RecordedGroup:
-    """The newest state of a group that has not ended.
+class RecordedGroup(Start):
+    """A group that has not ended: one without a place is under way or waits to start, one with a step is leased, any other is queued.
 
     Attributes:
-        state: waiting: it is to start again. A leased group is trained or skipped once its lease is committed.
         since: position of the oldest record that tells it.
         order: place in the order of starts, ascending; of a finished group, of arrivals.
-        attempt, failures: as in `Start`.
-        step: of its lease.
+        step: of its lease. The group is trained or skipped once that is committed.
     """
 
-    number: int
-    state: Literal["begun", "waiting", "queued", "leased"]
-    since: int
-    order: int
-    attempt: int = 0
-    failures: int = 0
+    since: int = 0
+    order: int = 0
     episodes: int = 0
     place: Place | None = None
     step: int | None = None
@@ -62,13 +54,18 @@ class RecordedGroup:
 
 @dataclass(frozen=True)
 class RecordedLease:
-    """A batch that was leased, and what became of it. `numbers`: of its groups; `terms`: None if only its commit is known."""
+    """A batch that was leased.
+
+    Attributes:
+        numbers: of its groups.
+        terms: None if only its commit is known.
+        ended: None: it is not committed; empty: its step was trained; else why it was skipped.
+    """
 
     position: int
     numbers: tuple[int, ...]
     terms: records.StepLeased | None
-    committed: bool = False
-    skipped: str = ""
+    ended: str | None = None
 
 
 @dataclass
@@ -78,7 +75,7 @@ class LogState:
     Attributes:
         groups: by number; those that ended or are forgotten are not in it.
         leases: by step.
-        first, next, history: as in `RunStands`; first None: no trainer has joined yet.
+        first, next, history, since: as in `RunStands`; first None: no trainer has joined yet.
         accounts: the queue's at the newest change; None: none.
         damaged: some records are lost.
     """
@@ -88,28 +85,27 @@ class LogState:
     first: int | None = None
     next: int = 0
     history: int = 0
+    since: int = 0
     accounts: Accounts | None = None
     damaged: bool = False
 
-    def apply(self, position: int, change: Change) -> None:
+    def apply(self, position: int, change: records.Change) -> None:
         """Note a record."""
         match change:
-            case records.GroupBegun(number, attempt, failures, history):
+            case records.GroupPending(number, attempt, failures):
                 known = self.groups.get(number)
-                since, order = (known.since, known.order) if known and known.place is None else (position, position)
-                self.groups[number] = RecordedGroup(number, "begun", since, order, attempt, failures)
-                self.next, self.history = max(self.next, number + 1), max(self.history, history)
-            case records.GroupAgain(number, attempt, failures):
-                self.groups[number] = RecordedGroup(number, "waiting", position, position, attempt, failures)
+                order = known.order if known is not None and (known.place, known.attempt) == (None, attempt) else position
+                self.groups[number] = RecordedGroup(number, attempt, failures, order, order)
+                self.next = max(self.next, number + 1)
             case records.GroupFinished(number, arrival, attempt, episodes, place):
-                self.groups[number] = RecordedGroup(number, "queued", position, arrival, attempt, 0, episodes, place)
+                self.groups[number] = RecordedGroup(number, attempt, 0, position, arrival, episodes, place)
             case records.GroupEnded(number):
                 self.groups.pop(number, None)
-            case records.RunStands(first, after, history, _, again):
-                self.first, self.next, self.history = first, max(self.next, after), history
+            case records.RunStands(first, after, history, since, again):
+                self.first, self.next, self.history, self.since = first, max(self.next, after), history, since
                 self.forget(first)
                 for step in [] if again is None else [step for step in self.leases if step >= again]:
-                    self.leases[step] = replace(self.leases[step], committed=False, skipped="")
+                    self.leases[step] = replace(self.leases[step], ended=None)
             case _:
                 self._apply_to_lease(position, change)
 
@@ -119,14 +115,12 @@ class LogState:
                 self.leases[step] = RecordedLease(position, tuple(one.number for one in groups), change)
                 self.history = max(self.history, history)
                 for one in groups:
-                    self.groups[one.number] = RecordedGroup(one.number, "leased", position, one.order, 0, 0, one.episodes, one.place, step)
+                    self.groups[one.number] = RecordedGroup(one.number, 0, 0, position, one.order, one.episodes, one.place, step)
             case records.StepCommitted(step, skipped, numbers):
-                known = self.leases.get(step) or RecordedLease(position, numbers, None)
-                self.leases[step] = replace(known, committed=True, skipped=skipped)
+                self.leases[step] = replace(self.leases.get(step) or RecordedLease(position, numbers, None), ended=skipped)
             case records.StepReleased(step):
-                for number in self.leases.pop(step).numbers if step in self.leases else ():
-                    if number in self.groups:
-                        self.groups[number] = replace(self.groups[number], state="queued", step=None)
+                self.leases.pop(step, None)
+                self.groups |= {number: replace(one, step=None) for number, one in self.groups.items() if one.step == step}
 
     def forget(self, first: int) -> None:
         """Forget the leases of steps before `first`, and their groups."""
@@ -135,34 +129,28 @@ class LogState:
 
     @property
     def under_way(self) -> dict[int, int]:
-        """Attempts of the groups that were begun and not finished, by number."""
-        return {number: group.attempt for number, group in self.groups.items() if group.state == "begun"}
+        """Attempts of the groups that were begun or are to start again, by number."""
+        return {number: group.attempt for number, group in self.groups.items() if group.place is None}
 
-    @property
-    def needed(self) -> int | None:
-        """Position of the oldest record that is needed; None: none is."""
-        positions = (*(one.since for one in self.groups.values()), *(one.position for one in self.leases.values()))
-        return min(positions, default=None)
+    def needed(self, end: int) -> int:
+        """Return the position of the oldest record that is needed; `end`: none is."""
+        return min((*(one.since for one in self.groups.values()), *(one.position for one in self.leases.values())), default=end)
 
     @property
     def payloads(self) -> dict[int, int]:
         """Position of the oldest payload that is needed, by writer."""
-        found: dict[int, int] = {}
-        for one in self.groups.values():
-            if one.place is not None:
-                found[one.place.writer] = min(found.get(one.place.writer, one.place.position), one.place.position)
-        return found
+        places = [one.place for one in self.groups.values() if one.place is not None]
+        return {place.writer: place.position for place in sorted(places, key=lambda place: place.position, reverse=True)}
 
 
 def fold(entries: Iterable[tuple[int, records.LogEntry]]) -> LogState:
     """Return what records tell, the oldest of which may be forgotten."""
-    state, oldest, since = LogState(), None, 0
+    state, oldest = LogState(), None
     for position, entry in entries:
         oldest = position if oldest is None else oldest
         state.apply(position, entry.change)
         state.accounts = entry.accounts or state.accounts
-        since = entry.change.since if isinstance(entry.change, records.RunStands) else since
-    state.damaged = oldest is not None and oldest > since  # the beginning is gone
+    state.damaged = oldest is not None and oldest > state.since  # the beginning is gone
     return state
 
 
@@ -179,7 +167,7 @@ class Recovered:
         arrivals: number of the newest arrival.
         history: number of restarts that replayed, this one included.
         first: step from which on all leases are known.
-        dropped: groups that damage has made doubtful.
+        repairs: what to record, so that damage is dealt with once.
     """
 
     accounts: Accounts
@@ -190,26 +178,7 @@ class Recovered:
     arrivals: int
     history: int
     first: int
-    dropped: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Reopened:
-    """What changes in a queue that goes on when its trainer goes back to a checkpoint.
-
-    Attributes:
-        step: of the checkpoint.
-        replays: leases that are answered again, by step.
-        trained: episodes of these that count as trained.
-        skipped: episodes of these that count as skipped, by reason.
-        history: number of restarts that replayed, this one included.
-    """
-
-    step: int
-    replays: Mapping[int, records.StepLeased]
-    trained: int
-    skipped: Mapping[str, int]
-    history: int
+    repairs: tuple[records.Change, ...]
 
 
 def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: Collection[int] = frozenset()) -> Recovered:
@@ -226,120 +195,73 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
         InvariantBroken: the records contradict each other.
     """
     reached = max(step, base)
-    replays, gaps = _replays(state, reached, base, name, lost), _gaps(state, reached, base)
-    doubtful = min((one.position for at, one in state.leases.items() if at > max(gaps, default=at)), default=float("inf")) if gaps else 0
-    over = {number for at, lease in state.leases.items() if at < reached or at in replays for number in lease.numbers}
-    left = sorted((group for group in state.groups.values() if group.number not in over), key=lambda group: group.order)
-    kept = [one for one in left if one.since >= doubtful]
+    new = not (state.groups or state.leases)
+    first = state.first if state.first is not None else reached if new else base  # of a log without its beginning, the first there is
+    replays = _replays(state, first, reached, name, lost)
+    unknown = max(set(range(first, reached)) - state.leases.keys(), default=None)
+    # What was finished by then may have been trained by a step of which nothing is known any more.
+    then = 0 if unknown is None else min((lease.position for at, lease in state.leases.items() if at > unknown), default=float("inf"))
+    taken = {number for at, lease in state.leases.items() if at < reached or at in replays for number in lease.numbers}
+    left = sorted((group for group in state.groups.values() if group.number not in taken), key=lambda group: group.order)
+    kept, dropped = [one for one in left if one.since >= then], [one for one in left if one.since < then]
     queued = tuple(one for one in kept if one.place is not None and one.number not in lost)
     again = [Start(one.number, one.attempt + 1) for one in kept if one.number in lost]
     pending = [Start(one.number, one.attempt, one.failures) for one in kept if one.place is None]
-    dropped = [one for one in left if one.since < doubtful]
-    leased, given_up = sum(lease.count for lease in replays.values()), sum(one.episodes for one in dropped)
-    known = _Known((reached - base) * batch, leased, sum(one.episodes for one in queued), given_up)
-    return Recovered(
-        _accounts(state, reached, known, name, strict=not (state.damaged or lost)),
-        replays,
-        queued,
-        (*again, *pending),
-        state.next,
-        max((group.order for group in state.groups.values() if group.place is not None), default=0),
-        state.history + bool(replays),
-        max(gaps, default=_first(state, reached, base) - 1) + 1,
-        tuple(one.number for one in dropped),
+    leased, over = sum(lease.count for lease in replays.values()), (reached - base) * batch
+    waiting, given_up = sum(one.episodes for one in queued), sum(one.episodes for one in dropped)
+    accounts = _accounts(state, reached, over, leased, waiting, given_up, "" if state.damaged or lost else name)
+    repairs: tuple[records.Change, ...] = (
+        *(records.GroupEnded(one.number) for one in dropped),
+        *(records.GroupPending(one.number, one.attempt, 0) for one in again),
+        *(records.StepReleased(at) for at in sorted(state.leases) if at >= reached and at not in replays),
     )
+    arrivals = max((group.order for group in state.groups.values() if group.place is not None), default=0)
+    history, known = state.history + bool(replays), first if unknown is None else unknown + 1
+    return Recovered(accounts, replays, queued, (*again, *pending), state.next, arrivals, history, known, repairs)
 
 
-def reopen(state: LogState, step: int, base: int, name: str) -> Reopened:
-    """Return what the trainer of a queue that goes on gets again, when it is started again in place and has taken `step` steps.
-
-    Args:
-        state: as it is, while nothing is leased or committed.
-        base, name: as for `recover`, like the errors.
-    """
-    replays = _replays(state, max(step, base), base, name)
-    over = [state.leases[at] for at in replays if state.leases[at].committed]
-    trained = sum(lease.terms.count for lease in over if lease.terms is not None and not lease.skipped)
-    return Reopened(step, replays, trained, dict(_skipped(over)), state.history + bool(replays))
-
-
-def _first(state: LogState, reached: int, base: int) -> int:
-    """Return the step from which on all leases are known; of a log without its beginning, the first there is."""
-    new = not (state.groups or state.leases)
-    return state.first if state.first is not None else reached if new else base
-
-
-def _replays(state: LogState, reached: int, base: int, name: str, lost: Collection[int] = ()) -> dict[int, records.StepLeased]:
-    """Return the leases of steps from `reached` on, by step. Arguments and errors as for `recover`."""
-    first = _first(state, reached, base)
+def _replays(state: LogState, first: int, reached: int, name: str, lost: Collection[int]) -> dict[int, records.StepLeased]:
+    """Return the leases of steps from `reached` on, by step; all are known from `first` on. Else as `recover`."""
     end = max((step + 1 for step in state.leases), default=first)
     end = max(end, reached) if state.damaged else end  # records of the newest steps may be lost
     if not state.damaged and (gaps := set(range(first, end)) - state.leases.keys()):
         raise InvariantBroken(f"{name}: no lease of steps {sorted(gaps)[:5]}, expected all from {first} on")
     if not first <= reached <= end:
-        held = f"steps {first} to {end}" if state.leases else f"step {first}"
         hint = f"delete {name}: what was queued or under way is then sampled again; or bring back the checkpoint that belongs to it"
-        raise DataError(name, got=f"a log of {held}", expected=f"step {reached}, where the checkpoint is", hint=hint)
+        raise DataError(name, got=f"a log of steps {first} to {end}", expected=f"step {reached}, where the checkpoint is", hint=hint)
     replays: dict[int, records.StepLeased] = {}
     for step in range(reached, end):
         lease = state.leases.get(step)
         if lease is None or lease.terms is None or any(number in lost for number in lease.numbers):
             break
-        for number in lease.numbers:
-            group = state.groups.get(number)
-            if (group is None or group.step != step) and not state.damaged:
-                raise InvariantBroken(f"{name}: group {number} of the lease of step {step} is recorded as {group}")
+        if not state.damaged and {one.number for one in state.groups.values() if one.step == step} != {*lease.numbers}:
+            raise InvariantBroken(f"{name}: not all groups of the lease of step {step} are recorded so: {lease.numbers}")
         replays[step] = lease.terms
     return replays
 
 
-def _gaps(state: LogState, reached: int, base: int) -> set[int]:
-    """Return the steps before `reached` of which nothing is known any more: any group that was finished by then may have been trained."""
-    return set(range(_first(state, reached, base), reached)) - state.leases.keys()
+def _accounts(state: LogState, reached: int, over: int, leased: int, queued: int, lost: int, exact: str) -> Accounts:
+    """Return the ledger with which a queue begins: the recorded one, with what is leased and queued now; who is in neither was running.
 
-
-@dataclass(frozen=True)
-class _Known:
-    """Episodes: of steps that are over, trained or skipped; leased again; queued; given up because of damage."""
-
-    over: int
-    leased: int
-    queued: int
-    given_up: int
-
-
-def _accounts(state: LogState, reached: int, known: _Known, name: str, *, strict: bool) -> Accounts:
-    """Return the ledger with which a queue begins. If records are lost, it is made to add up; `strict`: they are not."""
-    before = state.accounts or Accounts(Ledger(started=known.over, trained=known.over))
+    Args:
+        over: episodes of steps that are over; lost: of groups that are given up because of damage.
+        exact: name of a log that has lost nothing; empty: the ledger is made to add up.
+    """
+    before = state.accounts or Accounts(Ledger(started=over, trained=over))
     old, skipped = before.ledger, Counter(before.skipped)
-    skipped.subtract(_skipped(lease for step, lease in state.leases.items() if step >= reached))
-    ended = old.dropped + known.given_up + old.rejected + old.requeued
-    running = old.started - ended - known.queued - known.leased - known.over
-    if running < 0 or skipped.total() > known.over or min(skipped.values(), default=0) < 0:
-        if strict:
-            raise InvariantBroken(f"{name}: {known}, skipped {dict(skipped)}: not what the ledger says: {old}")
+    for step, lease in state.leases.items():
+        if step >= reached and lease.ended and lease.terms is not None:  # the trainer decides anew
+            skipped[lease.ended] -= lease.terms.count
+    ended = old.dropped + old.rejected + old.requeued
+    running = old.started - ended - lost - queued - leased - over
+    if running < 0 or skipped.total() > over or min(skipped.values(), default=0) < 0:
+        if exact:
+            counted = f"{over} are over, {leased} leased, {queued} queued, {dict(skipped)} skipped"
+            raise InvariantBroken(f"{exact}: {counted}: not what the ledger says: {old}")
         skipped, running = Counter(), max(running, 0)
-    skips = +skipped
-    ledger = replace(
-        old,
-        started=ended + known.queued + known.leased + known.over + running,
-        running=0,
-        spare=0,
-        queued=known.queued,
-        leased=known.leased,
-        trained=known.over - skips.total(),
-        skipped=skips.total(),
-        dropped=old.dropped + known.given_up,
-        requeued=old.requeued + running,
-    )
-    requeued, dropped = Counter(before.requeued) + Counter({RESTART: running}), Counter(before.dropped) + Counter({DAMAGED: known.given_up})
-    return replace(before, ledger=ledger, dropped=dict(dropped), requeued=dict(requeued), skipped=dict(skips))
-
-
-def _skipped(leases: Iterable[RecordedLease]) -> Counter[str]:
-    """Return episodes that leases left untrained, by reason."""
-    found: Counter[str] = Counter()
-    for lease in leases:
-        if lease.skipped and lease.terms is not None:
-            found[lease.skipped] += lease.terms.count
-    return found
+    depth, skips = queued + lost + running, skipped.total()
+    started, trained = ended + depth + leased + over, over - skips
+    ledger = replace(old, started=started, running=0, spare=0, queued=depth, leased=leased, trained=trained, skipped=skips)
+    accounts = replace(before, ledger=ledger, skipped=dict(+skipped))
+    accounts = accounts.drop(lost, DAMAGED) if lost else accounts
+    return accounts.requeue(running, RESTART) if running else accounts

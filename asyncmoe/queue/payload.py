@@ -6,14 +6,14 @@ A 4-byte little-endian length, a msgpack header of that length, and the frames o
 from __future__ import annotations
 
 import struct
+from itertools import accumulate, pairwise
 
 import msgspec
 
-from asyncmoe.errors import DataError
-from asyncmoe.log.log import Log
+from asyncmoe.log.log import Log, Place
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rpc.item import Item
-from asyncmoe.trajectory import Buffer, frames_in
+from asyncmoe.trajectory import Buffer
 
 _LENGTH = struct.Struct("<I")
 
@@ -39,9 +39,8 @@ async def write(kept: Log, group: Group, writing: list[int]) -> int:
     Raises:
         StorageError: the log failed, or is full.
     """
-    parts = encode(group)
-    await kept.room(sum(memoryview(part).nbytes for part in parts))
-    position = kept.append(parts)
+    with kept.counted():
+        position = kept.append(encode(group))
     writing.append(position)
     try:
         await kept.durable(position)
@@ -50,28 +49,13 @@ async def write(kept: Log, group: Group, writing: list[int]) -> int:
     return position
 
 
-def decode(payload: Buffer, arrival: int, name: str) -> Group:
-    """The inverse of `encode`; frames are views of the payload, whose checksum must have been verified.
-
-    Args:
-        name: of the group, for messages.
-
-    Raises:
-        DataError: it is no payload, or one of another version.
-    """
+def decode(payload: Buffer, arrival: int, place: Place) -> Group:
+    """The inverse of `encode`; frames are views of the payload, whose checksum must have been verified. `place`: where it lies."""
     view = memoryview(payload)
-    try:
-        (length,) = _LENGTH.unpack_from(view)
-        header = msgspec.msgpack.decode(view[_LENGTH.size : _LENGTH.size + length], type=_Header)
-    except (struct.error, ValueError, RecursionError) as error:
-        raise DataError(name, got=f"no header: {error}", expected="a group that this version wrote") from error
-    at, frames = _LENGTH.size + length, {}
-    for item, sizes in zip(header.items, header.sizes, strict=False):
-        frames[item.key] = one = list[Buffer]()
-        for size in sizes:
-            one.append(view[at : at + size])
-            at += size
-    whole = all(len(one) == frames_in(1) for one in frames.values()) and len(frames) == len(header.items) == len(header.sizes)
-    if at != len(view) or not whole or not frames:
-        raise DataError(name, got=f"{len(view)} bytes of {len(frames)} trajectories", expected=f"{at} bytes of {len(header.items)}")
-    return Group(arrival, header.items, frames, header.attempt)
+    at = _LENGTH.size + _LENGTH.unpack_from(view)[0]
+    header = msgspec.msgpack.decode(view[_LENGTH.size : at], type=_Header)
+    frames: dict[str, list[Buffer]] = {}
+    for item, sizes in zip(header.items, header.sizes, strict=True):
+        ends = [*accumulate(sizes, initial=at)]
+        frames[item.key], at = [view[begin:end] for begin, end in pairwise(ends)], ends[-1]
+    return Group(arrival, header.items, frames, header.attempt, place)

@@ -5,14 +5,10 @@ Each record says all that it takes to know of its subject, so that damage loses 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-from asyncmoe.errors import DataError
 from asyncmoe.log.log import Place
 from asyncmoe.queue.accounts import Accounts
-from asyncmoe.trajectory import Buffer
 
 
 class _Record(msgspec.Struct, frozen=True, tag=lambda name: name.lower(), forbid_unknown_fields=True):
@@ -37,13 +33,12 @@ class RunStands(_Record, frozen=True):
     again: int | None = None
 
 
-class GroupBegun(_Record, frozen=True):
-    """Sampling of a group begins, for the first time or again."""
+class GroupPending(_Record, frozen=True):
+    """A group is not finished: sampling of this attempt begins, or is to begin again after others."""
 
     number: int
     attempt: int
     failures: int
-    history: int
 
 
 class GroupFinished(_Record, frozen=True):
@@ -57,20 +52,9 @@ class GroupFinished(_Record, frozen=True):
 
 
 class GroupEnded(_Record, frozen=True):
-    """A group is dropped or rejected for a reason, and does not start again."""
+    """A group is dropped or rejected, and does not start again."""
 
     number: int
-    state: Literal["dropped", "rejected"]
-    reason: str
-
-
-class GroupAgain(_Record, frozen=True):
-    """A group fell, or was too old or late, and is to start again."""
-
-    number: int
-    attempt: int
-    failures: int
-    reason: str
 
 
 class LeasedGroup(msgspec.Struct, frozen=True):
@@ -119,7 +103,7 @@ class StepReleased(_Record, frozen=True):
     step: int
 
 
-Change = RunStands | GroupBegun | GroupFinished | GroupEnded | GroupAgain | StepLeased | StepCommitted | StepReleased
+Change = RunStands | GroupPending | GroupFinished | GroupEnded | StepLeased | StepCommitted | StepReleased
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -130,12 +114,4 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_ENTRIES = msgspec.msgpack.Decoder(LogEntry)
-
-
-def entry(data: Buffer, name: str) -> LogEntry:
-    """Read a record of the controller's log. Raises DataError: another version wrote it."""
-    try:
-        return _ENTRIES.decode(data)
-    except ValueError as error:
-        raise DataError(name, got=str(error), expected="records that this version knows", hint="use the version that wrote it") from error
+entry = msgspec.msgpack.Decoder(LogEntry).decode

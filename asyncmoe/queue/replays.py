@@ -41,7 +41,7 @@ class Resumption:
 
     def holds(self, step: int) -> bool:
         """Whether the lease of a step is still to be read."""
-        return self.log is not None and self.log.replay(step) is not None
+        return self.log is not None and step in self.log.replays
 
     async def load(self, step: int, terms: LeaseTerms, hold: Hold) -> None:
         """Grant the lease of a step again if an earlier trainer was granted it. Any number of ranks may ask at the same time.
@@ -50,10 +50,10 @@ class Resumption:
             DataError: the trainer asks for other terms than then, or a payload is damaged.
         """
         log = self.log
-        if log is None or log.replay(step) is None:
+        if log is None or log.replays.get(step) is None:
             return
         async with self._reading:
-            if (lease := log.replay(step)) is None:
+            if (lease := log.replays.get(step)) is None:
                 return
             if (terms.count, terms.version) != (lease.count, lease.version):
                 got = f"{terms.count} episodes at version {terms.version}"
@@ -64,9 +64,9 @@ class Resumption:
                 if tuple(item.key for item in group.items) != one.keys:
                     got = f"other trajectories in group {one.number}"
                     raise DataError(f"{log.name}: lease of step {step}", got=got, expected=f"{one.keys}")
-            if (log.history, log.replay(step)) != (history, lease):
+            if (log.history, log.replays.get(step)) != (history, lease):
                 return  # the trainer that asked is lost, and the leases of the next one are others
-            log.replayed(step)
+            del log.replays[step]
             hold(step, groups, [one.weight for one in lease.groups], lease.history < log.history)
 
 

@@ -168,7 +168,7 @@ class Producer:
             trajectories = [trajectory for episode in episodes for trajectory in episode]
             if self._filter_equal and nothing_to_learn(trajectories):
                 self._queue.discarded(self._size, EQUAL, spare=self._rounds.lose(flight))
-                self._log.ended(flight.group.number, "dropped", EQUAL)
+                self._log.ended(flight.group.number)
                 self._drop(flight)
                 await self._sample(flight, "dropped", EQUAL)
                 self._note_equal()
@@ -185,7 +185,7 @@ class Producer:
             places, spare = (0, places + spare) if self._rounds.lose(flight) else (places, spare)
             self._queue.rejected(places, rejected.reason, spare)
             if not flight.restarted:
-                self._log.ended(flight.group.number, "rejected", rejected.reason)
+                self._log.ended(flight.group.number)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
             if not (flight.restarted and rejected.reason in _TAKES_MANY):
                 self._note(rejected)
@@ -199,7 +199,7 @@ class Producer:
         """Count a group as complete; if its round needs no more, put off what the round has left, to be sampled again in a later one."""
         for late in self._rounds.complete(flight):
             self._queue.spared(late.state.places + late.state.spare, DEFERRED)
-            self._log.again(late.deferred, DEFERRED)
+            self._log.again(late.deferred)
             self._drop(late)
             late.ended.put_nowait(None)
 
@@ -223,7 +223,7 @@ class Producer:
         if flight.restarted:
             again = Start(group.number, attempt + 1, failures)
             self._line = self._line.again(again)
-            self._log.again(again, rejected.reason)
+            self._log.again(again)
 
     def _drop(self, flight: Flight) -> None:
         """Have what holds the episodes forget them, once: the next attempt may have some of the same names."""

@@ -158,8 +158,8 @@ class RunLog:
         Raises:
             DataError: the log does not belong to this checkpoint.
         """
-        found = self.queue_log.reopening(step, self._config.warmup.steps)
-        queue.reopen(found)
+        found = self.queue_log.reopening(step, self._config.warmup.steps, self._config.rollout.batch)
+        queue.reopen(step, found)
         steps = f"steps {min(found.replays)} to {max(found.replays)} are trained again" if found.replays else "no step is trained again"
         log.info("log: history %d, %s", found.history, steps)
         return found.history
@@ -199,14 +199,14 @@ def belonging_of(config: Config, hf: Mapping[str, Any], recording: Recording) ->
     """Return which run a log is of, and refuse a configuration that it does not belong to. Raises as `belonging.read` and `check`."""
     run_dir, of, redis, folder = config.run.dir, identity(config, hf, recording), config.log.redis is not None, str(config.log.folder or "")
     if (known := belonging.read(run_dir)) is None:
-        return belonging.new(of, redis=redis, folder=folder)
+        return Belonging(belonging.FORM, of, redis, folder=folder)
     if known.begun and origin.read(run_dir):  # with which the launcher has compared the task, which may change by choice
         of["task"] = known.of.get("task", of["task"])
     if known.of.get("model", "").rpartition(" ")[2] == of["model"].rpartition(" ")[2]:
         of["model"] = known.of["model"]  # its directory may have another name
     now = msgspec.structs.replace(known, of=of, redis=redis, folder=folder)
     if known.begun:
-        belonging.check(known, now, run_dir, config.log.place(run_dir))
+        belonging.check(known, now, run_dir)
     return now
 
 

@@ -130,7 +130,7 @@ def measured(run: Path, model: Path, wire: Wire, options: Sequence[str] = (), ti
 
 def trained(run: Path) -> Payloads:
     """Return what a run trained; the log must still have all of it (`trainer.keep_checkpoints`)."""
-    entries = [records.entry(data, "log") for _, _, data in scan(run / "log" / "0") if data is not None]
+    entries = [records.entry(data) for _, _, data in scan(run / "log" / "0") if data is not None]
     leased = [group for one in entries if isinstance(one.change, records.StepLeased) for group in one.change.groups]
     sizes = {(log.name, at): len(data) for log in (run / "log").iterdir() for at, _, data in scan(log) if data is not None}
     places = [(str(group.place.writer), group.place.position) for group in leased]

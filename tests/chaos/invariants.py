@@ -84,14 +84,14 @@ def nothing_lost(before: LogState | None, now: LogState, trained: Sequence[Recor
         if after is None and number not in done:
             yield f"group {number} was finished, and is gone"
         elif after is not None and after.place != group.place:
-            yield f"group {number} was finished at {group.place}, and is now {after.state} at {after.place}"
+            yield f"group {number} was finished at {group.place}, and is now at {after.place}"
     if lost := set(range(now.next)) - set(now.groups) - set(ended) - done:
         yield f"groups {sorted(lost)[:5]} are in no state"
     for at, lease in now.leases.items():
         step = at + 1 - warm
         one = newest(trained).get(step)
         keys = sorted(key for group in lease.terms.groups for key in group.keys) if lease.terms is not None else None
-        if one is not None and lease.committed and keys is not None and sorted(one["keys"]) != keys:
+        if one is not None and lease.ended is not None and keys is not None and sorted(one["keys"]) != keys:
             yield f"step {step} was trained on another batch than the log's lease"
 
 

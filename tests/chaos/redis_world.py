@@ -50,7 +50,7 @@ class RedisWorld(World):
         with self.server.client() as client:
             found = [(int(name.partition(b"-")[0]), fields.get(b"r")) for name, fields in client.xrange(key)]
         read = [(at, redis.opened(key, at, data)) for at, data in found]
-        return fold((at, records.entry(data, "the log")) for at, data in read if data is not None)
+        return fold((at, records.entry(data)) for at, data in read if data is not None)
 
     def sign(self, moment: Moment) -> object:
         if moment not in ("payload", "change"):

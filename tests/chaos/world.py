@@ -218,7 +218,7 @@ class World:
     def log_state(self) -> LogState:
         """Return what the log of a run tells that does not run."""
         found = scan(self.run_dir / "log" / "0")
-        return fold((at, records.entry(data, "the log")) for at, _, data in found if data is not None)
+        return fold((at, records.entry(data)) for at, _, data in found if data is not None)
 
     def serve_log(self) -> None:
         """Start the server again, if it has ended."""

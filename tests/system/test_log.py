@@ -115,7 +115,7 @@ def told_by_log(directory: Path) -> LogState:
     """What the log of a run tells, which is not damaged."""
     found = list(scan(directory / "log" / "0"))
     assert not [begin for begin, _, data in found if data is None]
-    return fold((at, records.entry(data, "log")) for at, _, data in found if data is not None)
+    return fold((at, records.entry(data)) for at, _, data in found if data is not None)
 
 
 def check(directory: Path, count: int = 9, known: LogState | None = None, *, again: bool = True) -> None:

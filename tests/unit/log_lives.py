@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -133,10 +132,10 @@ def home(homes: dict[str, Home], backend: str) -> Home:
     return homes[backend]
 
 
-def written(log: Log | None) -> None:
-    """Wait until all that was appended is where a kill leaves it."""
-    while log is not None and log._written < log.end and log._failure is None:
-        time.sleep(0.0005)
+def settled(log: Log | None) -> None:
+    """Wait until all that a log was told is done, so that a kill leaves it."""
+    if log is not None:
+        log._turns.submit(int).result()
 
 
 @dataclass
@@ -175,8 +174,8 @@ class Life:
 
     def kill(self, to: Path) -> Path:
         """End; return what a kill leaves."""
-        written(self.log._changes)
-        written(self.log.payloads)
+        settled(self.log._changes)
+        settled(self.log.payloads)
         self.home.copy(self.folder, to)
         self.log.close()
         return to

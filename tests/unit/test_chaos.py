@@ -48,17 +48,17 @@ def test_a_sample_trained_twice_or_a_step_passed_over_is_found(more: list[dict[s
 
 
 def test_a_finished_group_that_is_gone_or_moved_is_found() -> None:
-    finished, keys = RecordedGroup(2, "queued", 0, 3, episodes=2, place=Place(0, 64)), ("g0.e0.a0.t0", "g0.e1.a0.t0")
+    finished, keys = RecordedGroup(2, order=3, episodes=2, place=Place(0, 64)), ("g0.e0.a0.t0", "g0.e1.a0.t0")
 
     def lease(number: int, *keys: str) -> RecordedLease:
         terms = StepLeased(0, 2, 0, 0, (LeasedGroup(number, 1.0, keys, 1, 2, Place(0, 64)),))
-        return RecordedLease(1, (number,), terms, committed=True)
+        return RecordedLease(1, (number,), terms, ended="")
 
-    before = LogState({0: replace(finished, number=0, state="leased", step=0), 2: finished}, {0: lease(0, *keys)}, 0, 3)
+    before = LogState({0: replace(finished, number=0, step=0), 2: finished}, {0: lease(0, *keys)}, 0, 3)
     assert list(invariants.nothing_lost(None, before, TWO, ())) == []
     assert list(invariants.nothing_lost(before, replace(before, groups={2: finished}), TWO, ())) == []
     moved = replace(finished, place=Place(0, 900))
-    for now, word in ((replace(before, groups={}), "is gone"), (replace(before, groups={2: moved}), "is now queued")):
+    for now, word in ((replace(before, groups={}), "is gone"), (replace(before, groups={2: moved}), "is now at")):
         assert any(word in one for one in invariants.nothing_lost(before, now, TWO, ()))
     other = replace(before, leases={0: lease(2, "g2.e0.a0.t0")})
     assert any("log's lease" in one for one in invariants.nothing_lost(None, other, TWO, ()))

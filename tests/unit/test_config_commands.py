@@ -262,10 +262,10 @@ def test_a_run_with_a_log_keeps_its_records_and_its_log(tmp_path: Path, monkeypa
     run.mkdir()
     for begun in (True, False):
         (run / "metrics.jsonl").write_text("{}\n")
-        belonging.write(run, Belonging("x", {}, begun=begun))
+        belonging.write(run, Belonging(belonging.FORM, {}, run="x", begun=begun))
         local.prepare(demo(tmp_path))
         assert (run / "metrics.jsonl").exists() == begun
-    belonging.write(run, Belonging("x", {}, begun=True))
+    belonging.write(run, Belonging(belonging.FORM, {}, run="x", begun=True))
     with pytest.raises(UserError, match=r"^run\.dir: got .* with a log, expected a new directory; set run\.resume=true"):
         local.check(demo(tmp_path, "run.resume=false"))
     with pytest.raises(UserError, match=r"^log\.enabled: got false, expected true, because the run has a log; or delete .*log"):

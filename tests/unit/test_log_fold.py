@@ -17,7 +17,7 @@ from asyncmoe.queue import records
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
 from asyncmoe.queue.fold import LogState, RecordedGroup, RecordedLease, fold, recover
-from asyncmoe.queue.records import GroupBegun, GroupFinished, LeasedGroup, LogEntry, StepLeased
+from asyncmoe.queue.records import GroupFinished, GroupPending, LeasedGroup, LogEntry, StepLeased
 from asyncmoe.queue.start_order import Start
 from tests.unit.log_lives import BATCH, SIZE, Home, in_loop, live
 
@@ -37,13 +37,13 @@ def run_of_steps() -> tuple[tuple[int, LogEntry], ...]:
         for number in (10, 11, 12):
             life.begin(number)
         life.queue.rejected(SIZE, "engine_died")
-        life.log.again(Start(10, 1, 1), "engine_died")
+        life.log.again(Start(10, 1, 1))
         life.queue.discarded(SIZE, "equal_rewards")
-        life.log.ended(11, "dropped", "equal_rewards")
+        life.log.ended(11)
         await life.lease(4)
         life.log.close()
         changes = Home().log(folder, "0")
-        found = tuple((at, records.entry(data, "log")) for at, data in changes.read())
+        found = tuple((at, records.entry(data)) for at, data in changes.read())
         changes.close()
         return found
 
@@ -70,15 +70,13 @@ def test_whatever_records_are_lost_no_group_is_trained_twice_and_the_ledger_adds
     assert (ledger.queued, ledger.leased) == (SIZE * len(found.queued), BATCH * len(found.replays))
     assert ledger.trained + ledger.skipped == k * BATCH
     if not gone & set(range(len(whole))):
-        assert not found.dropped
+        assert not found.repairs
         assert set(range(k, 5)) == set(found.replays)
     again = replace(state, damaged=False)
     again.apply(10**6, records.RunStands(found.first, 0, 0))
-    for step in [step for step in again.leases if step >= k and step not in found.replays]:
-        again.apply(10**6, records.StepReleased(step))
-    for number in found.dropped:
-        again.apply(10**6, records.GroupEnded(number, "dropped", "damaged"))
-    assert not recover(again, k, 0, BATCH, "log", lost=[-1]).dropped, "damage is dealt with once"
+    for change in found.repairs:
+        again.apply(10**6, change)
+    assert not recover(again, k, 0, BATCH, "log", lost={-1}).repairs, "damage is dealt with once"
 
 
 PLACE = Place(1, 0)
@@ -91,7 +89,7 @@ def lease(step: int, *numbers: int) -> RecordedLease:
 
 
 def group(number: int, step: int | None = None) -> RecordedGroup:
-    return RecordedGroup(number, "queued" if step is None else "leased", 0, number, episodes=SIZE, place=PLACE, step=step)
+    return RecordedGroup(number, order=number, episodes=SIZE, place=PLACE, step=step)
 
 
 SKIPPED = Accounts(Ledger(started=4, skipped=4), skipped={"anomaly_loss": 4})
@@ -105,7 +103,7 @@ SKIPPED = Accounts(Ledger(started=4, skipped=4), skipped={"anomaly_loss": 4})
         LogState({0: group(0)}, first=0, accounts=Accounts(Ledger())),
         LogState({0: group(0)}, first=0),
         LogState({}, first=0, accounts=SKIPPED),
-        LogState({0: group(0, 0), 1: group(1, 0)}, {0: replace(lease(0, 0, 1), committed=True, skipped="x")}, first=0, accounts=SKIPPED),
+        LogState({0: group(0, 0), 1: group(1, 0)}, {0: replace(lease(0, 0, 1), ended="x")}, first=0, accounts=SKIPPED),
     ],
 )
 def test_records_that_contradict_each_other_stop_the_run(state: LogState) -> None:
@@ -121,7 +119,7 @@ def test_a_warm_up_that_is_trained_again_replays_all_of_what_came_after() -> Non
 
 def test_a_log_whose_oldest_segment_was_deleted_is_damaged() -> None:
     stands = records.RunStands(0, 0, 0)
-    whole: Entries = [(0, LogEntry(stands)), (60, LogEntry(GroupBegun(0, 0, 0, 0))), (99, LogEntry(GroupFinished(0, 1, 0, SIZE, PLACE)))]
+    whole: Entries = [(0, LogEntry(stands)), (60, LogEntry(GroupPending(0, 0, 0))), (99, LogEntry(GroupFinished(0, 1, 0, SIZE, PLACE)))]
     assert not fold(iter(whole)).damaged
     assert fold(iter(whole[1:])).damaged
     assert recover(fold(iter(whole[1:])), 0, 0, BATCH, "log").queued

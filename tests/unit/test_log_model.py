@@ -98,11 +98,11 @@ class Program:
         self.model.order.remove(one)
         if self.draw.random() < 0.5:
             again = Start(one.number, one.attempt + 1, one.failures + 1)
-            self.life.log.again(again, "engine_died")
+            self.life.log.again(again)
             self.model.waiting.append(again)
             self.model.order.append(again)
         else:
-            self.life.log.ended(one.number, "rejected", "engine_died")
+            self.life.log.ended(one.number)
             self.model.ended.add(one.number)
 
     async def train(self) -> None:
@@ -168,7 +168,7 @@ class Program:
         life.queue.trainer_lost()
         await asyncio.gather(self.finish(), self.start())
         before, history = life.queue.stats(), life.log.history
-        life.queue.reopen(life.log.reopening(back, 0))
+        life.queue.reopen(back, life.log.reopening(back, 0, BATCH))
         model.step = back
         model.saved = [step for step in model.saved if step <= back]
         model.skips = {step: why for step, why in model.skips.items() if step < back}

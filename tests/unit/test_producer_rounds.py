@@ -80,10 +80,10 @@ class Noted(QueueLog):
     async def finished(self, group: Group) -> None:
         self.last[group.number] = "queued", group.attempt
 
-    def ended(self, number: int, state: str, reason: str) -> None:
+    def ended(self, number: int) -> None:
         self.last[number] = "ended", 0
 
-    def again(self, group: Start, reason: str) -> None:
+    def again(self, group: Start) -> None:
         self.last[group.number] = "again", group.attempt
 
 

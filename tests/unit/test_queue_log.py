@@ -38,7 +38,7 @@ def test_everything_of_a_killed_run_goes_on(home: Home, tmp_path: Path) -> None:
         leased = await life.lease(1)
         frames = {item.key: b"".join(life.queue.fetch(1, [item.key])) for item in leased.items}
         life.queue.rejected(SIZE, "scorer_nan")
-        life.log.ended(6, "rejected", "scorer_nan")
+        life.log.ended(6)
         again = await live(home, life.kill(tmp_path / "again"), 1)
         assert (again.starts, again.next) == ([Start(7)], 8)
         ledger = again.queue.ledger
@@ -140,7 +140,7 @@ def test_what_starts_again_comes_before_new_groups_and_in_order(tmp_path: Path) 
         life.begin(1)
         life.begin(2)
         life.queue.rejected(SIZE, "engine_died")
-        life.log.again(Start(1, 1, 1), "engine_died")
+        life.log.again(Start(1, 1, 1))
         again = await live(FILES, life.kill(tmp_path / "again"))
         assert again.starts == [Start(2), Start(1, 1, 1)]
         assert again.next == 3
@@ -269,7 +269,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
 
 async def back_to(life: Life, step: int) -> None:
     life.queue.trainer_lost()
-    life.queue.reopen(life.log.reopening(step, 0))
+    life.queue.reopen(step, life.log.reopening(step, 0, BATCH))
 
 
 @BACKENDS
@@ -312,7 +312,7 @@ def test_what_the_lost_trainer_waits_for_is_refused_and_takes_nothing_from_the_n
         life.queue.trainer_lost()
         for number in (2, 3):
             await life.group(number, (1, 1))
-        life.queue.reopen(life.log.reopening(1, 0))
+        life.queue.reopen(1, life.log.reopening(1, 0, BATCH))
         with pytest.raises(ProtocolError, match="its trainer lost, during the request"):
             await waiting
         assert life.queue.ledger.queued == BATCH
@@ -380,7 +380,7 @@ def test_demonstrations_begin_again_at_the_checkpoint(tmp_path: Path) -> None:
         await held.lease(1, "warmup", 2, 1, 0.0)
         await asyncio.sleep(0.01)
         held.trainer_lost()
-        held.reopen(log.reopening(0, 4))
+        held.reopen(0, log.reopening(0, 4, BATCH))
         await blocked  # into what is forgotten
         assert held.stats().demonstrations == 0
         for number in range(2):

@@ -33,7 +33,7 @@ from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOTHING, Recording, Trajectory
 from asyncmoe.trajectory.native import crc32c
 from tests.redis_server import LocalRedis, needed
-from tests.unit.log_lives import written
+from tests.unit.log_lives import settled
 from tests.unit.test_producer import Numbers
 
 HF: dict[str, Any] = {"hidden_size": 8}
@@ -95,7 +95,7 @@ class Case:
         tasks = [asyncio.create_task(producer.run()), asyncio.create_task(self._train(queue))]
         await asyncio.wait(tasks, timeout=until, return_when=asyncio.FIRST_COMPLETED)
         if until is not None:
-            written(held.queue_log._changes)  # nothing else runs meanwhile
+            settled(held.queue_log._changes)  # nothing else runs meanwhile
             shutil.copytree(folder, folder.with_name(f"{folder.name}+"))
         for task in tasks:
             task.cancel()
@@ -247,6 +247,11 @@ def damaged_name(run: Path) -> None:
     (run / "log.json").write_text("{")
 
 
+def other_form(run: Path) -> None:
+    path = run / "log.json"
+    path.write_text(path.read_text().replace('"form":2', '"form":1'))
+
+
 def other_format(run: Path) -> None:
     path = next((run / "log" / "0").glob("*.segment"))
     data = bytearray(path.read_bytes())
@@ -258,13 +263,17 @@ def other_format(run: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "line"),
     [
-        (another_run, r"^log .*log: got the log of another run, expected this run's; name another log\.folder, or delete .*log: what was "),
+        (
+            another_run,
+            r"^log .*log: got the log of another run or version, expected this run's; .*name another log\.folder, or delete .*log, ",
+        ),
         (
             as_before,
             r"^run\.dir: got .* with a journal, the form before, expected a log; finish the run with the version that began it, ",
         ),
-        (damaged_name, r"log\.json: got .*, expected the name of the run's log; delete it and the log: what was queued"),
-        (other_format, r"format: got 2, expected 1; use the version that wrote it"),
+        (other_form, r"log\.json: got Invalid .*, expected the name of the run's log; use the version that wrote it, "),
+        (damaged_name, r"log\.json: got .*, expected the name of the run's log; .*or delete it and the log: what was queued"),
+        (other_format, r"another run or version, expected this run's; use the version that wrote it, "),
     ],
 )
 def test_a_log_that_cannot_be_gone_on_with_is_one_line(tmp_path: Path, spoil: Any, line: str) -> None:
@@ -313,7 +322,7 @@ def test_a_log_that_does_not_reach_the_checkpoint_is_refused_before_anything_sta
     newest = tmp_path / "checkpoints" / "step-00000002"
     newest.mkdir(parents=True)
     (newest / "asyncmoe.json").write_text('{"step": 2}')
-    with pytest.raises(DataError, match="got a log of step 0, expected step 2, where the checkpoint is"):
+    with pytest.raises(DataError, match="got a log of steps 0 to 0, expected step 2, where the checkpoint is"):
         RunLog.open(configured(tmp_path), HF, NOTHING)
 
 

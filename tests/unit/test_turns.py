@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import StorageError
 from asyncmoe.log.turns import EpisodeKey, Turns
-from tests.unit.log_lives import Home, written
+from tests.unit.log_lives import Home, settled
 
 KEY = EpisodeKey(3, 1, 0)
 
@@ -26,11 +26,6 @@ def opened(folder: Path, attempts: dict[int, int], segment_bytes: int = 1 << 16,
         yield store
     finally:
         store.close()
-
-
-async def settled(store: Turns) -> None:
-    while store._forgetting is not None and not store._forgetting.done():
-        await asyncio.sleep(0.001)
 
 
 def test_answers_are_found_again_in_their_order_and_once(tmp_path: Path) -> None:
@@ -66,6 +61,7 @@ def test_answers_of_what_is_not_under_way_are_gone(tmp_path: Path, attempts: dic
     async def second() -> None:
         with opened(tmp_path, attempts) as store:
             assert await store.recall(KEY, b"r") is None
+            settled(store._log)
             assert store._log.size < 1000, "their segments are deleted"
 
     asyncio.run(first())
@@ -77,11 +73,11 @@ def test_a_group_that_is_over_frees_its_segments(tmp_path: Path) -> None:
         with opened(tmp_path, {}, segment_bytes=1000) as store:
             for group in range(5):
                 await store.record(EpisodeKey(group, 0, 0), b"r", bytes(2000))
-            written(store._log)
+            settled(store._log)
             full = store._log.size
             for group in (0, 1, 3):
                 store.over(group)
-                await settled(store)
+                settled(store._log)
             assert full - store._log.size >= 2 * 2000, "what is older than all that is needed"
         with opened(tmp_path, dict.fromkeys(range(5), 0)) as store:
             found = [await store.recall(EpisodeKey(group, 0, 0), b"r") is not None for group in range(5)]
@@ -97,9 +93,9 @@ def test_answers_that_cannot_be_let_go_of_end_the_next_record(tmp_path: Path, mo
     async def run() -> None:
         with opened(tmp_path, {}) as store:
             await store.record(KEY, b"a", b"one")
-            monkeypatch.setattr(store._log, "forget", refused)
+            monkeypatch.setattr(store._log, "_forget", refused)
             store.over(KEY.group)
-            await settled(store)
+            settled(store._log)
             store.over(KEY.group + 1)
             with pytest.raises(StorageError, match="read-only"):
                 await store.record(KEY, b"a", b"two")
@@ -112,12 +108,12 @@ def test_what_exceeds_the_bound_is_not_recorded_until_groups_end(tmp_path: Path,
         with opened(tmp_path, {}, segment_bytes=1 << 20, max_bytes=40_000) as store:
             for group in range(20):
                 await store.record(EpisodeKey(group, 0, 0), b"r", bytes(4000))
-            written(store._log)
+            settled(store._log)
             assert store._log.size <= 40_000
             assert [one.message for one in caplog.records if "log.max_bytes" in one.message] != []
             for group in range(8):
                 store.over(group)
-                await settled(store)
+                settled(store._log)
             await store.record(KEY, b"later", bytes(4000))
         with opened(tmp_path, dict.fromkeys(range(20), 0), max_bytes=40_000) as store:
             assert await store.recall(KEY, b"later") == bytes(4000)

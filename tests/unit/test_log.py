@@ -374,7 +374,7 @@ def _read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("spoil", "line"),
     [
         (_in_a_file, "the log: cannot write .*; "),
-        (_without_locks, r"the log: cannot write .*; write to a local disk: this file system lacks locks.*\(log\.folder\)"),
+        (_without_locks, r"the log: cannot write .*; write to a local disk: this file system lacks locks.*log\.folder"),
         (_read_only, "the log: cannot write .*Read-only file system.*mount it for writing"),
     ],
 )

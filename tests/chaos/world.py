@@ -159,12 +159,13 @@ class World:
         detokenizer.PID."""
         assert self.command is not None
         found: dict[str, int] = {}
-        for entry in Path("/proc").iterdir():
+        for entry in sorted(Path("/proc").iterdir(), key=lambda entry: (len(entry.name), entry.name)):
             try:
                 if entry.name.isdigit() and self.command.mark.encode() in (entry / "environ").read_bytes():
                     words, environ = ((entry / name).read_bytes().decode(errors="replace").split("\0") for name in ("cmdline", "environ"))
                     if role := role_of(words, environ):
-                        found[role if role not in ENGINE_PARTS else f"{role}.{entry.name}"] = int(entry.name)
+                        # A child that has not begun its own program yet has the name of its parent, which is older.
+                        found.setdefault(role if role not in ENGINE_PARTS else f"{role}.{entry.name}", int(entry.name))
             except OSError:
                 continue
         return found

@@ -33,6 +33,7 @@ _LOGS = "nothing: a log is moved at 64 MiB, and three moved parts of it are kept
 _PROFILE = "nothing: a profile has the names of operators and their times; it is kept up to 2 GB"
 _HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
 _TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert"
+_SANDBOX = "nothing for bubblewrap; environment.sandbox.image for containers, environment.sandbox.url for a server"
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
@@ -46,6 +47,9 @@ KEYS: Mapping[str, Gone] = {
     "journal.segment_bytes": Gone("nothing: a file of the log has 64 MiB", None),
     "journal.turns": Gone("nothing: turns are recorded; log.piece_tokens=0 records whole responses only", (True,)),
     "engines.host": Gone("nothing: a server listens on the address of cluster.network", ("127.0.0.1",)),
+    "environment.sandbox.backend": Gone(_SANDBOX, None),
+    "environment.sandbox.retries": Gone("nothing: a program that has not begun is posted again for as long as it may run", (2,)),
+    "environment.tools.options.python.namespaces": Gone(_SANDBOX + ", where there are no user namespaces", (True,)),
     "queue.mooncake.master": Gone(_MEMORY, (None,)),
     "queue.mooncake.metadata": Gone(_MEMORY, None),
     "queue.mooncake.patience_s": Gone(_MEMORY, None),

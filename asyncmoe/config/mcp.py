@@ -20,7 +20,9 @@ class McpServer(Section):
     command: str | None = Field(None, description="Program that speaks MCP on standard input and output.")
     args: tuple[str, ...] = Field((), description="Arguments of the command.")
     env: dict[str, str] = Field(
-        {}, description="Variables of the command. It gets no other variable of the controller's, except HOME, LANG, PATH and USER."
+        {},
+        description="Variables of the command. It gets no other variable of the controller's, except HOME, LOGNAME, PATH, SHELL, TERM "
+        "and USER.",
     )
     env_from: tuple[str, ...] = Field(
         (), description="Names of variables that the command gets from the controller's environment; for secrets, which do not belong here."

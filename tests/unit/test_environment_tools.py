@@ -138,8 +138,8 @@ def test_a_policy_that_never_stops_calling_is_stopped(tokenizer: Tokenizer) -> N
 @pytest.mark.parametrize(
     ("sandbox", "match"),
     [
-        ({"backnd": "http"}, r"^environment\.sandbox\.backnd: got an unknown key"),
-        ({"backend": "http"}, r"^environment\.sandbox\.url: got"),
+        ({"imag": "i"}, r"^environment\.sandbox\.imag: got an unknown key"),
+        ({"url": "ftp://x"}, r"^environment\.sandbox\.url: got"),
     ],
 )
 def test_a_wrong_sandbox_from_a_users_own_class_is_refused_in_one_line(sandbox: dict[str, str], match: str) -> None:

@@ -30,6 +30,9 @@ DEFAULTS: dict[str, Any] = {
         "max_bytes": 256 << 30,
         "segment_bytes": 256 << 20,
     },
+    "environment": {
+        "sandbox": {"backend": "asyncmoe", "runtime": "docker", "image": None, "url": None, "token_env": None, "retries": 2},
+    },
     "task": {"kind": "arithmetic", "curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}},
     "queue": {
         "payloads": "workers",

@@ -19,7 +19,7 @@ from typing import Literal
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.parse_score import Read
 from asyncmoe.rollout.scoring.tracebacks import ScorerRaised, Tracebacks
-from asyncmoe.rollout.scoring.types import OUT_OF_ORDER, PASSING, TIMEOUT, UNAVAILABLE, Judge, Sample, Score
+from asyncmoe.rollout.scoring.types import OUT_OF_ORDER, PASSING, TIMEOUT, UNAVAILABLE, Judge, Later, Sample, Score
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +219,8 @@ class LimitedScorer:
                 if isinstance(rejected, ScorerRaised):
                     self.tracebacks.note(rejected.raised)
                 delay = backoff(self._limits.backoff_s, attempt, self._random.random())
+                if isinstance(rejected, Later):
+                    delay = max(delay, rejected.after_s)
                 if rejected.reason not in PASSING or attempt >= self._limits.retries or _now() + delay >= deadline:
                     raise
                 progress.doing, progress.last = "pause", rejected

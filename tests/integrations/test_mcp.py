@@ -207,6 +207,20 @@ def test_a_server_that_does_not_begin_is_refused_before_the_run(how: str, match:
     assert gone(tmp_path / "file")
 
 
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"command": "/nowhere/server"}, "/nowhere/server: No such file or directory"),
+        ({"command": "sh", "cwd": "/nowhere"}, "No such file or directory"),
+        ({"command": "s\0h"}, "embedded null byte"),
+        ({"command": "sh", "env": {"A=B": "1"}}, "illegal environment variable name"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_refused(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=rf"mcp\.s: got the MCP server s did not begin a session: .*{match}"):
+        McpTools({"s": given})
+
+
 def test_a_server_that_fails_later_costs_the_episodes_call(tmp_path: Path) -> None:
     """It is asked for its tools while it is well, and then it is gone."""
     script = tmp_path / "server.py"

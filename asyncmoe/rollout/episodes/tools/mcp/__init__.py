@@ -122,17 +122,12 @@ class _Server(NamedTuple):
 def _checked(key: str, given: McpServer | Mapping[str, Any]) -> McpServer:
     """Return the keys of a server. Raises ConfigError for wrong ones, and for variables that do not exist."""
     keys = given if isinstance(given, McpServer) else section(McpServer, given, key)
-    wrong = keys.problem() or next(
-        (
-            (wrong, f"no variable {name} in the environment", "it to be set: export it")
-            for wrong, names in (("env_from", keys.env_from), ("token_env", (keys.token_env,)))
-            for name in names
-            if name is not None and name not in os.environ
-        ),
-        None,
-    )
-    if wrong is not None:
-        raise ConfigError(f"{key}.{wrong[0]}", got=wrong[1], expected=wrong[2])
+    if (problem := keys.problem()) is not None:
+        wrong, got, expected = problem
+        raise ConfigError(f"{key}.{wrong}", got=got, expected=expected)
+    for wrong, name in [("token_env", keys.token_env), *(("env_from", one) for one in keys.env_from)]:
+        if name is not None and name not in os.environ:
+            raise ConfigError(f"{key}.{wrong}", got=f"no variable {name} in the environment", expected="it to be set", hint="export it")
     return keys
 
 

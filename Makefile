@@ -63,7 +63,6 @@ real-model: setup
 docs: setup
 	$(TRAIN)/bin/python docs/generate.py
 	$(TRAIN)/bin/python docs/generate_metrics.py
-	PYTHONPATH=. $(TRAIN)/bin/python docs/generate_memory.py
 
 # The documentation with a reference of the Python API, as a site in build/site; a broken link or a name that is not there fails
 # (with --quiet it would not: MkDocs counts the warnings that it shows).

@@ -20,7 +20,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         *("aiohttp", "mpmath", "huggingface_hub", "prometheus_client", "psutil", "fsspec", "tenacity"),
         "uvloop",
     ),
-    "report": ("plotly", "matplotlib"),
+    "report": ("plotly",),
     "tensorboard": ("tensorboard",),
     "engine": ("sglang",),
     "ray": ("ray",),
@@ -28,7 +28,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "trackio": ("trackio",),
-    "verifiers": ("verifiers", "openai"),
+    "verifiers": ("verifiers",),
     "redis": ("redis",),
     "mcp": ("mcp", "mcp_types", "httpx2", "anyio"),
 }

@@ -12,26 +12,18 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 _LOOK_S = 2.0
 
 
-@dataclass(frozen=True)
-class LogBounds:
-    """`max_bytes`: size at which a log is moved; `keep`: number of moved parts that are kept."""
-
-    max_bytes: int = 64 << 20
-    keep: int = 3
-
-
 class BoundedLog:
-    """One child's log. Its part from an earlier process, which it appends to, counts too."""
+    """One child's log: moved when it has more than `max_bytes`, and `keep` moved parts are kept. Its part from an earlier process, which
+    it appends to, counts too."""
 
-    def __init__(self, path: Path, bounds: LogBounds) -> None:
-        self.path, self._bounds = path, bounds
+    def __init__(self, path: Path, max_bytes: int = 64 << 20, keep: int = 3) -> None:
+        self.path, self._max_bytes, self._keep = path, max_bytes, keep
         self._start = path.stat().st_size if path.exists() else 0
         self._moved_from: int | None = None
         """Where the child's output begins in the newest moved part; None: nothing was moved."""
@@ -42,7 +34,7 @@ class BoundedLog:
         """Return what the child has written, as far as the log and the newest moved part have it."""
         with self._lock:
             before = b""
-            if self._moved_from is not None and self._bounds.keep:
+            if self._moved_from is not None:
                 before = _part(self.path, 1).read_bytes()[self._moved_from :]
             with self.path.open("rb") as file:
                 file.seek(self._start)
@@ -52,26 +44,24 @@ class BoundedLog:
         """Move the log if it is too large; return whether it was moved."""
         # A full disk, or a folder that somebody moved: the log stays as it is, and the next look tries again.
         with self._lock, suppress(OSError):
-            if self.path.stat().st_size > self._bounds.max_bytes:
+            if self.path.stat().st_size > self._max_bytes:
                 self._move()
                 return True
         return False
 
     def _move(self) -> None:
-        keep = self._bounds.keep
+        part = self.path.with_name(f"{self.path.name}.part")
         with self.path.open("rb+") as log:
-            if keep:
-                part = self.path.with_name(f"{self.path.name}.part")
-                try:
-                    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self.path.stat().st_mode & 0o777), "wb") as copy:
-                        shutil.copyfileobj(log, copy, 1 << 20)
-                except OSError:
-                    part.unlink(missing_ok=True)
-                    raise
-                for number in range(keep - 1, 0, -1):
-                    with suppress(FileNotFoundError):
-                        _part(self.path, number).replace(_part(self.path, number + 1))
-                part.replace(_part(self.path, 1))
+            try:
+                with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self.path.stat().st_mode & 0o777), "wb") as copy:
+                    shutil.copyfileobj(log, copy, 1 << 20)
+            except OSError:
+                part.unlink(missing_ok=True)
+                raise
+            for number in range(self._keep - 1, 0, -1):
+                with suppress(FileNotFoundError):
+                    _part(self.path, number).replace(_part(self.path, number + 1))
+            part.replace(_part(self.path, 1))
             log.truncate(0)
         self._start, self._moved_from = 0, self._start
 

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 from asyncmoe.errors import ConfigError, DataError, UserError, an
@@ -38,7 +38,6 @@ _LEAVE_S = 5.0
 """How long a coroutine may take to end when it is cancelled: a tool may have processes to end. It is added to every limit."""
 _AGAIN_S = 1.0
 """Pause between alarms: code that catches everything is interrupted until it ends."""
-_MOST_NAMED = 8
 _OURS = str(Path(__file__).parent) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _LIBRARIES = (_OURS, *_INSTALLED, *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
@@ -186,14 +185,13 @@ async def ended(tasks: Collection[asyncio.Task[Any]], seconds: float) -> bool:
     return not deaf
 
 
-def load(target: str, key: str, *, forms: str, wanted: str, fits: Callable[[object], bool] = callable) -> Any:
+def load(target: str, key: str, *, forms: str, wanted: str) -> Any:
     """Import `package.module:name` and return the object of that name.
 
     Args:
         key: the configuration key that names it, for messages.
         forms: the values that the key accepts.
         wanted: the expected object, for example "a function that can be imported".
-        fits: whether an object of the module may be meant by a misspelt name.
 
     Raises:
         ConfigError: the target is not of this form, or cannot be imported.
@@ -210,48 +208,19 @@ def load(target: str, key: str, *, forms: str, wanted: str, fits: Callable[[obje
         raise
     except Exception as error:
         failed = error if isinstance(error, Failed) else Failed(told(error))
-        hint = _import_hint(error.__cause__ if isinstance(error, Failed) else error, module, name, fits)
+        hint = _import_hint(error.__cause__ if isinstance(error, Failed) else error, module, name)
         raise ConfigError(key, got=f"{target}: {failed}", expected=wanted, hint=hint) from error
 
 
-def _import_hint(error: BaseException | None, module: str, name: str, fits: Callable[[object], bool]) -> str | None:
+def _import_hint(error: BaseException | None, module: str, name: str) -> str | None:
+    """Return the name that a misspelt one most likely means, or where a module that is not there was looked for."""
     loaded = sys.modules.get(module)
     if isinstance(error, AttributeError) and loaded is not None:
-        return _name_hint(loaded, name, fits)
-    if not isinstance(error, ModuleNotFoundError) or error.name is None:
-        return None
-    if module != error.name and not module.startswith(f"{error.name}."):
-        return f"{module} imports {error.name}: install it for {sys.executable}, or add its directory to PYTHONPATH"
-    return _search_hint(module, error.name)
-
-
-def _name_hint(module: ModuleType, name: str, fits: Callable[[object], bool]) -> str:
-    public = {one: value for one, value in vars(module).items() if not one.startswith("_") and fits(value)}
-    if near := nearest(name, public):
-        return f"did you mean {module.__name__}:{near}?"
-    own = [one for one, value in public.items() if getattr(value, "__module__", module.__name__) == module.__name__]
-    return f"it has {', '.join(own[:_MOST_NAMED])}" if own else "it has nothing of this kind"
-
-
-def _search_hint(module: str, missing: str) -> str:
-    """Say where a module was looked for, what was found in its place, and how to make it importable."""
-    here = [Path(entry or Path.cwd()).absolute() for entry in sys.path if not f"{entry}{os.sep}".startswith(_LIBRARIES)]
-    folders = [folder for folder in dict.fromkeys(here) if folder.is_dir()]
-    parent, _, last = missing.rpartition(".")
-    if parent:
-        found = sys.modules.get(parent)
-        places = list(getattr(found, "__path__", ())) or [str(getattr(found, "__file__", "part of Python"))]
-        looked, within = f"{parent} is {', '.join(places)}", places
-    else:
-        named = [f"{folder} (the current directory)" if folder == Path.cwd() else str(folder) for folder in folders]
-        variable = "" if os.environ.get("PYTHONPATH") else ", PYTHONPATH (not set)"
-        looked, within = f"looked in {', '.join(named)}{variable} and the packages of {sys.executable}", [str(one) for one in folders]
-    files = [file.stem for folder in within for file in Path(folder).glob("*.py")]
-    if near := nearest(last, files):
-        meant = ".".join(filter(None, (parent, near)))
-        return f"{looked}; did you mean {meant}?"
-    top = module.partition(".")[0]
-    return f"{looked}; start in the directory that contains {top}{'' if '.' in module else '.py'}, or add it to PYTHONPATH"
+        near = nearest(name, [one for one in vars(loaded) if not one.startswith("_")])
+        return f"did you mean {module}:{near}?" if near else None
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return f"looked for {error.name} in {Path.cwd()}, in PYTHONPATH and in the packages of {sys.executable}"
+    return None
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -21,7 +21,7 @@ from signal import Signals
 from typing import Any, NoReturn
 
 from asyncmoe.errors import AsyncmoeError, Interrupted
-from asyncmoe.logs import BoundedLog, LogBounds
+from asyncmoe.logs import BoundedLog
 from asyncmoe.storage import writing
 
 ERROR_PREFIX, WARNING = "error: ", "warning: "
@@ -164,7 +164,6 @@ class Child:
         command: program and arguments.
         log: file to which its output is appended.
         environment: variables added to this process's environment.
-        bounds: of the log.
 
     Raises:
         StorageError: the log cannot be opened.
@@ -177,7 +176,6 @@ class Child:
         command: Sequence[str],
         log: Path,
         environment: Mapping[str, str] | None = None,
-        bounds: LogBounds | None = None,
     ) -> None:
         self.name, self.log = name, log
         words, self._words = {}, -1
@@ -187,7 +185,7 @@ class Child:
             words = {_LAST_WORDS: f"/proc/{os.getpid()}/fd/{self._words}"}
         with writing(f"log of {name}", log):
             log.parent.mkdir(parents=True, exist_ok=True)
-            self._bounded = BoundedLog(log, bounds or LogBounds())
+            self._bounded = BoundedLog(log)
             opened = log.open("ab")
         with opened as output:
             try:

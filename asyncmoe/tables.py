@@ -1,15 +1,33 @@
-"""Where commands print their tables: a terminal has a width; a file or a pipe has none, and takes whole tables and sentences."""
+"""Where commands print their tables, and the file that --json names."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+
+from asyncmoe.errors import DataError
 
 _UNBOUNDED = 1 << 16
 """Columns: more than any table or sentence has."""
 
 
 def console() -> Console:
-    """Return what prints to standard output, in the terminal's width; without a terminal, nothing is wrapped or cut."""
+    """Return what prints to standard output, in the terminal's width; without a terminal, as to a file, nothing is wrapped or cut."""
     return Console() if sys.stdout.isatty() else Console(width=_UNBOUNDED)
+
+
+def write_json(values: Mapping[str, Any], file: Path) -> None:
+    """Write figures as JSON.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    try:
+        file.write_text(json.dumps(values, indent=1) + "\n")
+    except OSError as error:
+        raise DataError(str(file), got=error.strerror, expected="a file that can be written") from error

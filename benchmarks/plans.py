@@ -5,27 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
-from asyncmoe.models import family_of
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.payload import Payload
-from asyncmoe.plan.sizes import parse_engines, parse_trainer
 from asyncmoe.reshard import plan
 from benchmarks.memory import Growth
 from benchmarks.provenance import here
 from benchmarks.published import FLOAT8, REAL
 
+_TRAINER = MegatronParallel(tp=4, pp=8, ep=8, dp=8)
 SIZES = {
-    "Qwen3-235B-A22B": ("tp=4,pp=8,ep=8,dp=8,first=11,last=11", "8xtp16ep16"),
-    "DeepSeek-V3": ("tp=4,pp=8,ep=8,dp=8,first=5", "8xtp16ep16"),
-    "Kimi-K2": ("tp=4,pp=8,ep=8,dp=8,first=5", "8xtp16ep16"),
-    "GLM-4.5": ("tp=4,pp=8,ep=8,dp=8,first=10,last=10", "8xtp16ep16"),
-    "GLM-4.5-Air": ("tp=4,pp=8,ep=8,dp=8,first=5,last=5", "8xtp16ep16"),
-    "Mixtral-8x22B": ("tp=4,pp=8,ep=8,dp=8", "16xtp8ep8"),
+    "Qwen3-235B-A22B": (replace(_TRAINER, first_layers=11, last_layers=11), 8, EngineParallel(16, 16)),
+    "DeepSeek-V3": (replace(_TRAINER, first_layers=5), 8, EngineParallel(16, 16)),
+    "Kimi-K2": (replace(_TRAINER, first_layers=5), 8, EngineParallel(16, 16)),
+    "GLM-4.5": (replace(_TRAINER, first_layers=10, last_layers=10), 8, EngineParallel(16, 16)),
+    "GLM-4.5-Air": (replace(_TRAINER, first_layers=5, last_layers=5), 8, EngineParallel(16, 16)),
+    "Mixtral-8x22B": (_TRAINER, 16, EngineParallel(8, 8)),
 }
-"""Of trainer and engines, as `asyncmoe plan` takes them."""
+"""Sizes of the trainer, number of engines, and sizes of each."""
 _FLOAT8 = ("DeepSeek-V3", "Kimi-K2")
 """Published in float8; planned in bfloat16 too."""
 
@@ -56,19 +57,18 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def _case(pool: ProcessPoolExecutor, name: str, float8: bool, rounds: int) -> dict[str, Any]:
-    trainer, engines = SIZES[name]
-    first = parse_trainer(trainer).world
+    trainer, engines, engine = SIZES[name]
     ranks = {
         kind: _merged([pool.submit(_planned, name, float8, rank).result() for _ in range(rounds)])
-        for kind, rank in (("trainer_rank", 0), ("engine_rank", first))
+        for kind, rank in (("trainer_rank", 0), ("engine_rank", trainer.world))
     }
     tensors = len(Payload(configuration(name, float8)).tensors())
     dtype = "float8" if float8 else "bfloat16"
-    return {"model": name, "trainer": trainer, "engines": engines, "dtype": dtype, "tensors": tensors, **ranks}
+    return {"model": name, "trainer": str(trainer), "engines": f"{engines} x {engine}", "dtype": dtype, "tensors": tensors, **ranks}
 
 
 def _planned(name: str, float8: bool, rank: int) -> dict[str, float]:
-    (count, engine), grid = parse_engines(SIZES[name][1]), parse_trainer(SIZES[name][0])
+    grid, count, engine = SIZES[name]
     hf = configuration(name, float8)
     family_of(hf).check(hf, grid, engine)
     growth, begin = Growth(), time.perf_counter()

@@ -56,10 +56,9 @@ First measure three things on a few GPUs: the step time of an engine at two batc
 seconds of a training step (`trainer.step_s`), and some response lengths (`workload`). `asyncmoe plan`
 estimates the weight sync (`sync.seconds`).
 
-Or let a run say it: `--trace RUN_DIR` draws from the groups that the run kept (`telemetry.samples`; without any, from the quantiles of its
-steps), and takes its sizes and the medians of its training, sync, pause and scoring times. The file's other keys stay, and the command
-line goes before both. The time of an engine's step is in no record. What the records do not say (a run without steps: training and sync)
-stays as the plant has it, and a caution names it.
+Or let a run say it: `--trace RUN_DIR` draws from the groups that the run kept (`telemetry.samples`), and takes its sizes and the medians of
+its training, sync, pause and scoring times. The file's other keys stay, and the command line goes before both. The time of an engine's step
+is in no record. What the records do not say (a run without steps: training and sync) stays as the plant has it, and a caution names it.
 
 ```
 asyncmoe simulate my-plant.yaml --trace runs/mine engines.count=96
@@ -93,16 +92,11 @@ either. There, probes_first makes old groups wait behind the probes of new ones 
 starts, 17 % is cancelled; a group that is put off has the same lengths when it starts again, which flatters it: a real one is sampled anew.
 A policy holds for the synchronous baseline too, so compare steps, not speed-ups, with a plant that has none.
 
-Repacking the stragglers of several engines onto fewer (Laminar, arXiv 2510.12633) is not built. It frees engines whose last responses keep
-them from a new version or new work. Here a version lands in running requests, and a slot that falls free gets the next request at once: the
-engines sample 99.3 to 99.5 % of all they could (the third row), which leaves repacking less than 1 % to gain, before what it costs to
-prefill what moves. Sync leaves engines idle in the tail, but without work to free them for.
-
-The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory
-(`asyncmoe/simulate/laws.py` derives it). A caution says where an assumption of the theory does not hold: a batch that does not fill the
-slots, responses that last longer than `max_staleness` steps. Beside each speed-up is the share of the started
-responses that was dropped. `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
-several values of `max_staleness`. `--json FILE` writes the figures.
+The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory and the
+number of GPUs that should generate by it (`asyncmoe/simulate/laws.py` derives both). A caution says where an assumption of the theory does
+not hold: a batch that does not fill the slots, responses that last longer than `max_staleness` steps. Beside each speed-up is the share of
+the started responses that was dropped. `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
+`max_staleness` 1, 2, 4, 8 and the plant's. `--json FILE` writes the figures.
 
 The command line can override any key. A wrong key or value is refused with its line in the file, all at once. A key that is left out has
 its default; without a file all have theirs.

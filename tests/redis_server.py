@@ -70,6 +70,11 @@ class LocalRedis:
         return redis.Redis(unix_socket_path=str(self.socket), db=database, protocol=2, **options)
 
     @property
+    def is_running(self) -> bool:
+        """Whether the server runs."""
+        return self._process.poll() is None
+
+    @property
     def pid(self) -> int:
         """Of the server's process."""
         return self._process.pid
@@ -81,9 +86,10 @@ class LocalRedis:
                 client.config_set(name.replace("_", "-"), value)
 
     def kill(self) -> None:
-        """SIGKILL."""
-        self.signal(signal.SIGKILL)
-        self._process.wait(10)
+        """SIGKILL, unless the server has ended."""
+        if self.is_running:
+            self.signal(signal.SIGKILL)
+            self._process.wait(10)
 
     def signal(self, number: int) -> None:
         """Send a signal to the server."""
@@ -91,8 +97,7 @@ class LocalRedis:
 
     def close(self) -> None:
         """End the server."""
-        if self._process.poll() is None:
-            self.kill()
+        self.kill()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -38,61 +39,51 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of --config to override, as for asyncmoe run.")
     ] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file of the run to plan.")] = None,
     model: Annotated[
-        Path | None, typer.Option(help="config.json of a Hugging Face model, or its directory. Weights are not needed.")
-    ] = None,
-    trainer: Annotated[
-        str | None,
+        Path | None,
         typer.Option(
-            help="Parallel sizes of the trainer: tp=4,pp=2,ep=32,dp=32; also cp= (ranks that share a sequence), etp=, vpp= (model chunks "
-            "per stage), first= and last= (layers of the first and last stage), and te for Transformer Engine's parameter names."
+            help="config.json of a Hugging Face model, or its directory; with --config in place of model.path. No weights are read."
         ),
     ] = None,
-    engines: Annotated[
-        str | None,
-        typer.Option(
-            help="Engines: 16xtp8ep8 means 16 engines with 8 tensor-parallel and 8 expert-parallel ranks; 2xtp8ep8dp4pp2 adds "
-            "data-parallel attention over 4 and 2 pipeline stages."
-        ),
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Suggest how to split this many nodes, instead of --trainer and --engines.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Suggest how to split this many nodes, instead of --config.")] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node, for --nodes.")] = 8,
-    gpu_gb: Annotated[float | None, typer.Option(help="Memory of a GPU in GB; default: 80.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of the longest conversation and of a micro-batch.", min=1)] = 8192,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Take sizes and model from the YAML file of a run instead.")] = None,
-    nvlink: Annotated[float, typer.Option(help="GB/s that a rank sends over NVLink while receiving as much.")] = 450.0,
-    nic: Annotated[float, typer.Option(help="GB/s that a rank sends over its NIC while receiving as much.")] = 50.0,
-    hbm: Annotated[float, typer.Option(help="GB/s that a GPU reads or writes in its own memory.")] = 3000.0,
-    bucket_bytes: Annotated[int, typer.Option(help="Bucket size in bytes (sync.bucket_bytes).", min=1)] = 1 << 28,
-    dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "bfloat16",
+    context: Annotated[int, typer.Option(help="Tokens of the longest conversation and of a micro-batch, for --nodes.", min=1)] = 8192,
     lora: Annotated[
         str | None,
-        typer.Option(
-            help="Train and move an adapter instead of the weights: rank=32, or rank=32,experts=shared_outer,targets=q_proj+v_proj."
-        ),
+        typer.Option(help="Train an adapter, for --nodes: rank=32, or rank=32,experts=shared_outer,targets=q_proj+v_proj."),
     ] = None,
-    family: Annotated[str, typer.Option(help="Model family of your own, package.module:name, as model.family.")] = "auto",
+    family: Annotated[str, typer.Option(help="Model family of your own, package.module:name, for --nodes.")] = "auto",
+    gpu_gb: Annotated[float | None, typer.Option(help="Memory of a GPU in GB; default: 80.")] = None,
+    nic: Annotated[float, typer.Option(help="GB/s that a rank sends while receiving as much: 450 over NVLink within a node.")] = 50.0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
 ) -> None:
-    """Estimate the memory of every GPU and the cost of moving weights from trainer to engines; --nodes suggests a split of a cluster.
-
-    asyncmoe plan --model config.json --nodes 16
-
-    asyncmoe plan --model config.json --trainer tp=4,pp=2,ep=32,dp=32 --engines 16xtp8ep8
-
-    asyncmoe plan --model config.json --trainer tp=4,pp=2,ep=32,dp=32 --gpu-gb 141
+    """Estimate the memory of every GPU of a run and the cost of moving its weights to engines; --nodes suggests a split of a cluster.
 
     asyncmoe plan --config examples/demo.yaml trainer.recompute=full
+
+    asyncmoe plan --config examples/cluster/qwen3-30b-a3b.yaml --model config.json trainer.tp=2 --gpu-gb 141
+
+    asyncmoe plan --model config.json --nodes 16
     """
     from asyncmoe import tables
-    from asyncmoe.plan import plan_command, render_plan
-    from asyncmoe.plan.traffic import Speeds
+    from asyncmoe.errors import ConfigError
+    from asyncmoe.plan import plan_command
+    from asyncmoe.plan.split import Cluster
 
-    sizes = (gpus_per_node, gpu_gb, context, dtype, bucket_bytes, Speeds(nvlink, nic, hbm), lora, family)
-    asked = plan_command.PlanArguments(model, trainer, engines, nodes, config, tuple(overrides or ()), *sizes)
-    found = plan_command.run(asked, tables.console())
+    if (config is None) == (nodes is None):
+        raise ConfigError("asyncmoe plan", got="neither" if config is None else "both", expected="one of --config FILE and --nodes")
+    hardware, console = plan_command.Hardware(gpu_gb, nic), tables.console()
+    if config is not None:
+        found = plan_command.of_run(config, overrides or (), model, hardware, console)
+    elif model is None or overrides:
+        got = "no --model" if model is None else " ".join(overrides or ())
+        raise ConfigError("asyncmoe plan --nodes", got=got, expected="--model, and no keys, which are for --config")
+    else:
+        cluster = Cluster(nodes or 0, gpus_per_node, hardware.gb, context)
+        found = plan_command.of_cluster(cluster, model, family, lora, hardware, console)
     if json_file is not None:
-        render_plan.write(found, json_file)
+        tables.write_json(found, json_file)
 
 
 def simulate_command(
@@ -105,12 +96,12 @@ def simulate_command(
     ] = None,
     trace: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take lengths, sizes and seconds from a run's records.")] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Try several splits of the same GPUs between engines and trainer, each with --staleness.")
+        bool,
+        typer.Option(
+            "--sweep",
+            help="Try several splits of the same GPUs between engines and trainer, each with max_staleness 1, 2, 4, 8 and its own.",
+        ),
     ] = False,
-    staleness: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Values of max_staleness that --sweep tries; default: 1,2,4,8.")
-    ] = None,
-    mode: Annotated[str, typer.Option(help="async, one_step_off, sync, or all. sync is always simulated, as the baseline.")] = "all",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
 ) -> None:
     """Predict the speed of a run on a cluster, by simulating engines, queue, scoring, trainer and weight sync as events.
@@ -135,12 +126,11 @@ def simulate_command(
     from asyncmoe.simulate import cautions, command, show
     from asyncmoe.simulate.recorded import read_recorded
 
-    bounds = command.staleness_bounds(staleness, sweep)
     words = arguments or ()
     recorded = None if trace is None else read_recorded(trace)
     plant = command.read_plant(words, recorded)
     known = () if recorded is None else cautions.of_trace(recorded, plant, [word.partition("=")[0] for word in words])
-    found = command.run(plant, mode, bounds, known)
+    found = command.run(plant, sweep, known)
     if json_file is not None:
-        show.write(found, json_file)
+        tables.write_json(asdict(found), json_file)
     show.table(found, tables.console())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -42,9 +41,8 @@ def show(
     ] = "version",
     tokens: Annotated[
         int | None,
-        typer.Option(min=0, help="Tokens shown of a prompt and of a response, from both ends; 0: all. Default: 400, or all with --plain."),
+        typer.Option(min=0, help="Tokens shown of a prompt and of a response, from both ends; 0: all. Default: 400, or all with --json."),
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Lines for other programs; the default if the output is no terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each group, with all its tokens.")] = False,
 ) -> None:
     """Show trajectories of a run: prompts, responses, tool calls, rewards, and what the trainer made of each token.
@@ -74,12 +72,10 @@ def show(
     from asyncmoe.telemetry.samples import command
     from asyncmoe.telemetry.samples.select import SampleQuery
 
-    for first, second in (("--worst", "--best"), ("--plain", "--json")):
-        if all({"--worst": worst, "--best": best, "--plain": plain, "--json": as_json}[name] for name in (first, second)):
-            raise UserError("asyncmoe show", got=f"{first} and {second}", expected="one of them")
+    if worst and best:
+        raise UserError("asyncmoe show", got="--worst and --best", expected="one of them")
     wanted = SampleQuery(step, group, version, command.outcome_of(outcome), "worst" if worst else "best" if best else "newest", limit)
-    form: command.Form = "json" if as_json else "plain" if plain or not sys.stdout or not sys.stdout.isatty() else "terminal"
-    command.show(run_dir, wanted, form, command.colour_of(colour), tokens)
+    command.show(run_dir, wanted, as_json, command.colour_of(colour), tokens)
 
 
 def log_command(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:

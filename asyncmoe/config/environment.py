@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -75,11 +75,6 @@ class EnvironmentSection(Section):
     )
     options: dict[str, Any] = Field({}, description="Keyword arguments of your own class.")
     agent: str | None = Field(None, description="For kind openai: the agent, as package.module:function.")
-    on_conflict: Literal["run", "refuse"] = Field(
-        "run",
-        description="For kind openai: a request that asks for other sampling than the run's, such as another temperature, a seed or a JSON "
-        "schema. run: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter; refuse: error 400.",
-    )
     tools: ToolsSection = ToolsSection()
     sandbox: SandboxSection = SandboxSection()
     max_turns: Positive = Field(8, description="Maximum responses of an agent in an episode; an episode with more is rejected.")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, Real, Section, Share, refused
 from asyncmoe.config.task import READ, Kind, SourceSection, TaskSection
 
-Overlap = Literal["refuse", "leave_out", "allow"]
-_SAMPLED = ("prompts", "samples", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "overlap")
-_OVERLAP = (
-    "What happens to training questions that the evaluation asks too. refuse: the run does not start; leave_out: training does not ask "
-)
+_SAMPLED = ("prompts", "samples", "temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 
 
 class EvaluationSet(SourceSection):
@@ -33,7 +29,6 @@ class EvaluationSet(SourceSection):
     top_k: Positive | None = Field(None, description="As rollout.top_k.")
     min_p: Decay | None = Field(None, description="As rollout.min_p.")
     max_new_tokens: Positive | None = Field(None, description="Maximum tokens of a response.")
-    overlap: Overlap | None = Field(None, description="As evaluation.overlap.")
 
     @property
     def held_out(self) -> bool:
@@ -75,15 +70,11 @@ class EvaluationSection(Section):
     samples: Positive = Field(1, description="Episodes per question; more give a less noisy mean, and pass@k for k up to their number.")
     path: Path | None = Field(
         None,
-        description="Source of evaluation questions, in the format of task.path. null: questions held out from the task, which training "
-        "never asks; of a task without end (arithmetic) they are drawn separately, and may coincide with training questions.",
+        description="Source of evaluation questions, in the format of task.path; training leaves out those that it has too, but for white "
+        "space and system messages. null: questions held out from the task, which training never asks; of a task without end (arithmetic) "
+        "they are drawn separately, and may coincide with training questions.",
     )
     sets: dict[str, EvaluationSet] = Field({})
-    overlap: Overlap = Field(
-        "refuse",
-        description=_OVERLAP + "them; allow: training asks them. White space and system messages do not count. A stream and an endless "
-        "task cannot be searched before a run: refuse is leave_out for the one, and allow for the other.",
-    )
     pass_reward: Real = Field(1.0, description="Reward from which an episode passes, for pass@k.")
     temperature: NonNegativeFloat | None = Field(
         None, description="Sampling temperature; 0: always the most probable token; null: rollout.temperature."
@@ -114,8 +105,6 @@ class EvaluationSection(Section):
             key = f"evaluation.sets.{name}"
             if not name.replace("-", "_").replace(".", "_").isidentifier() and not name.isalnum():
                 raise refused("evaluation.sets", f"the name {name!r}", "letters, digits, '_', '-' and '.'")
-            if one.streaming:
-                raise refused(f"{key}.streaming", "true", "false because an evaluation asks the same questions each time")
             if one.held_out and (one.where or one.filter or one.columns or one.options):
                 raise refused(f"{key}.path", "nothing", "the set's own source because it has keys that belong to one")
         return self

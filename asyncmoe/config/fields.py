@@ -21,7 +21,6 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from asyncmoe import plugins
-from asyncmoe.config.elsewhere import VALUES
 
 
 def _number(value: Any) -> Any:
@@ -81,8 +80,7 @@ class NameOrPlugin:
         return value
 
     def _meant(self, value: str) -> str | None:
-        elsewhere = VALUES.get(value.lower())
-        if near := elsewhere if elsewhere in self.names else plugins.nearest(value, self.names):
+        if near := plugins.nearest(value, self.names):
             return near
         if plugins.is_name(f"{value}name"):
             return f"{value}NAME"

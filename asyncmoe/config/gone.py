@@ -34,9 +34,21 @@ _PROFILE = "nothing: a profile has the names of operators and their times; it is
 _HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
 _TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert"
 _SANDBOX = "nothing for bubblewrap; environment.sandbox.image for containers, environment.sandbox.url for a server"
+_PREFIX = "nothing: a request goes to the engine that answered before, else to the one with the fewest"
+_LEFT_OUT = "nothing: training leaves out the questions that the evaluation asks"
+_OVERRIDDEN = "nothing: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter"
+_OUTAGE = "nothing: a scorer that cannot be reached is asked again until scoring.deadline_s"
+_WHOLE = "nothing: a data set is read whole; it is mapped into memory, so it may be larger than that"
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
+    "cluster.clock_s": Gone("cluster.max_clock_skew_s"),
+    "cluster.silence_s": Gone("cluster.heartbeat_timeout_s"),
+    "objective.tis_cap": Gone("objective.correction.cap"),
+    "queue.staleness.eta": Gone("queue.staleness.max_staleness"),
+    "queue.staleness.max_age": Gone("queue.staleness.drop_above"),
+    "task.scorer": Gone("scoring.scorer"),
+    "task.scorer_timeout_s": Gone("scoring.timeout_s"),
     "journal.enabled": Gone("log.enabled", (True,)),
     "journal.folder": Gone("log.folder", (None,)),
     "journal.max_bytes": Gone("log.max_bytes", (256 << 30,)),
@@ -50,6 +62,8 @@ KEYS: Mapping[str, Gone] = {
     "environment.sandbox.backend": Gone(_SANDBOX, None),
     "environment.sandbox.retries": Gone("nothing: a program that has not begun is posted again for as long as it may run", (2,)),
     "environment.tools.options.python.namespaces": Gone(_SANDBOX + ", where there are no user namespaces", (True,)),
+    "environment.on_conflict": Gone(_OVERRIDDEN, ("run",)),
+    **dict.fromkeys(("evaluation.overlap", "evaluation.sets.overlap"), Gone(_LEFT_OUT, ("refuse", "leave_out", None))),
     "queue.mooncake.master": Gone(_MEMORY, (None,)),
     "queue.mooncake.metadata": Gone(_MEMORY, None),
     "queue.mooncake.patience_s": Gone(_MEMORY, None),
@@ -60,6 +74,9 @@ KEYS: Mapping[str, Gone] = {
     "queue.redis": Gone(_MEMORY + "; log.redis keeps the log in Redis", (None,)),
     "queue.redis_password_variable": Gone(_MEMORY, (None,)),
     "queue.redis_patience_s": Gone(_MEMORY, None),
+    "rollout.affinity_slack": Gone(_PREFIX, None),
+    "rollout.balance": Gone(_PREFIX, ("least_loaded",)),
+    **dict.fromkeys(("scoring.breaker_failures", "scoring.breaker_cooldown_s"), Gone(_OUTAGE, None)),
     "sync.audit_every": Gone(_VERIFY, (0, 20)),
     "sync.delta_base": Gone("nothing: a trainer rank keeps what it sent last in the memory of its weights", ("device",)),
     "sync.relay": Gone("nothing: the trainer sends to every engine", (False, True, "auto", "off")),
@@ -69,6 +86,7 @@ KEYS: Mapping[str, Gone] = {
     "sync.store.grace_s": Gone(_STORE, None),
     "sync.store.keep": Gone(_STORE, None),
     "sync.store.url": Gone(_STORE, (None,)),
+    **dict.fromkeys(("task.streaming", "task.sources.streaming", "evaluation.sets.streaming"), Gone(_WHOLE, (None, False))),
     "task.curriculum.enabled": Gone(_ORDER, (False,)),
     "task.curriculum.floor": Gone(_ORDER, None),
     "task.curriculum.memory": Gone(_ORDER, None),
@@ -91,6 +109,7 @@ KEYS: Mapping[str, Gone] = {
     "telemetry.wandb.group": Gone("the name in the variable WANDB_RUN_GROUP", (None,)),
     "telemetry.wandb.mode": Gone("the word in the variable WANDB_MODE", (None,)),
     "telemetry.wandb.tags": Gone("the tags, with commas between them, in the variable WANDB_TAGS", ([], ())),
+    "trainer.memory.overlap_optimizer_offload": Gone("nothing: copies between GPU and host overlap with the CPU's updates", (True,)),
     "trainer.standby": Gone("nothing: a trainer that is lost starts again, and imports its programs then", (True, False)),
     "verify.max_replay_drift": Gone("nothing: verify.logprobs_every and verify.probe_every compare engine and trainer", (0.5,)),
     "watch.alerts.no_step_s": Gone("nothing: half an hour without a step is told", (1800.0,)),
@@ -117,6 +136,7 @@ PLANT: Mapping[str, Gone] = {
         for key in ("token_s", "attention_width", "bytes_per_token", "fetch_bytes_per_s")
     },
     "sync.plan": Gone("sync.seconds, as asyncmoe plan prints them", (None,)),
+    "sync.landing": Gone("nothing: engines pause for a new version", ("pause",)),
     "sync.recompute": Gone(_CONTEXTS, (False,)),
     "scaling.first": Gone("engines.count: try several", (None,)),
     **{f"scaling.{key}": Gone("engines.count: try several", None) for key in ("least", "low", "high", "patience_s", "start_s")},
@@ -130,16 +150,28 @@ PLANT: Mapping[str, Gone] = {
 SECTIONS = ("journal", "queue.mooncake", "sync.store", "task.curriculum", "telemetry.loggers", "telemetry.logs")
 """Sections of which every key is removed."""
 VALUES: Mapping[tuple[str, str], str] = {
+    ("trainer.precision", "bf16"): "trainer.dtype=bfloat16",
+    ("trainer.precision", "fp32"): "trainer.dtype=float32",
     ("sync.method", "store"): "disk, which writes versions to sync.directory, reshard or broadcast",
 }
 """(Key, removed value of it) -> what to do instead."""
 
-TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}}
+TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}, "streaming": None}
 """What the section `task` had besides: logs have a digest of all of it."""
 
 _UNMEASURED = "nothing: it is measured no more"
+_RUN = "--config FILE with the keys of a run, for example trainer.tp=4 engines.count=16"
 OPTIONS: Mapping[str, str] = {
+    "plan --bucket-bytes": "--config FILE with sync.bucket_bytes",
+    "plan --dtype": "nothing: weights on GPUs are bfloat16, or float8 as the checkpoint says",
+    "plan --engines": _RUN,
+    "plan --hbm": "nothing: only the time of the wire is estimated",
+    "plan --nvlink": "--nic 450, the speed within a node",
+    "plan --trainer": _RUN,
     "report --port": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
+    "simulate --mode": "nothing: all modes are simulated",
+    "simulate --staleness": "max_staleness=N, which --sweep tries besides 1, 2, 4 and 8",
+    "show --plain": "asyncmoe show --json, for programs",
     "report --serve": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
 }
 """Removed option of a command -> what to do instead."""
@@ -170,7 +202,7 @@ def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[
     """
     found: dict[tuple[str, ...], tuple[Any, str]] = {}
     for path, value in list(_leaves(values)):
-        key = ".".join(path)
+        key = _key(path)
         gone = keys.get(key) or _section(key, keys)
         if isinstance(value, str) and (key, value) in VALUES:
             found[path] = value, VALUES[key, value]
@@ -189,10 +221,18 @@ def _section(name: str, keys: Mapping[str, Gone]) -> Gone | None:
     return next((Gone(one.instead, (None, False, {})) for key, one in keys.items() if key.startswith(f"{name}.")), None)
 
 
+def _key(path: tuple[str, ...]) -> str:
+    """Return the name of a key in the tables, without the number of a mixture's source and the name of an evaluation set."""
+    of_many = path[:2] in (("task", "sources"), ("evaluation", "sets"))
+    return ".".join((*path[:2], *path[3:]) if of_many else path)
+
+
 def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the path and value of every key that is no section, or an empty one."""
     for name, value in values.items():
         path = (*above, str(name))
+        if path == ("task", "sources") and isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+            value = dict(enumerate(value))
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, path)
         else:
@@ -202,8 +242,8 @@ def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[
 def _remove(values: dict[str, Any], path: tuple[str, ...]) -> None:
     """Remove a key, and a removed section that has nothing else."""
     for depth in range(len(path), 0, -1):
-        inner = values
+        inner: Any = values
         for name in path[: depth - 1]:
-            inner = inner[name]
-        if depth == len(path) or (not inner[path[depth - 1]] and ".".join(path[:depth]) in SECTIONS):
-            del inner[path[depth - 1]]
+            inner = inner[int(name)] if isinstance(inner, list) else inner[name]
+        if depth == len(path) or (".".join(path[:depth]) in SECTIONS and not inner.get(path[depth - 1])):
+            inner.pop(path[depth - 1], None)  # two keys of a YAML file may share a value

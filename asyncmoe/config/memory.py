@@ -21,9 +21,6 @@ class MemorySection(Section):
         description="Share of the optimizer's state (float32 weights and Adam's averages, 12 bytes a parameter) that is kept in host "
         "memory and updated by the CPU (Megatron's HybridDeviceOptimizer). A parameter takes 16 bytes there, its gradient included.",
     )
-    overlap_optimizer_offload: bool = Field(
-        True, description="With optimizer_offload: copy gradients and weights between GPU and host while the CPU updates other parameters."
-    )
     exp_avg_dtype: Moment = Field(
         "float32",
         description="Dtype of Adam's averages of gradients; bfloat16 saves 2 bytes a parameter. Needs Transformer Engine, and no "

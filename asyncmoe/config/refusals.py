@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
-from asyncmoe.config.elsewhere import KEYS
 from asyncmoe.config.schema import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.plugins import nearest
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 COMMAND_LINE = "command line"
 """Place of a key that an override sets, in messages."""
-_MOST_NAMED = 6
-"""Keys of an unknown section that a message translates."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
     parts = tuple(str(part) for part in one["loc"])
     what = f"{source.at(parts)}: {'.'.join(parts)}"
     if one["type"] == "extra_forbidden":
-        return _unknown(one["loc"], what, schema, one["input"])
+        return _unknown(one["loc"], what, schema)
     if one["type"] == "missing":
         return ConfigError(what, got="nothing", expected="a value")
     if one["type"] == "model_type":
@@ -144,60 +141,19 @@ def _meant(one: ErrorDetails) -> str | None:
     return f"did you mean {near}?" if near else None
 
 
-RENAMED: Mapping[str, str] = {
-    "queue.staleness.eta": "queue.staleness.max_staleness",
-    "queue.staleness.max_age": "queue.staleness.drop_above",
-    "cluster.silence_s": "cluster.heartbeat_timeout_s",
-    "cluster.clock_s": "cluster.max_clock_skew_s",
-    "objective.tis_cap": "objective.correction.cap",
-    "task.scorer": "scoring.scorer",
-    "task.scorer_timeout_s": "scoring.timeout_s",
-}
-"""Former key -> its present name."""
-
-
-def _unknown(location: tuple[int | str, ...], what: str, schema: type[BaseModel], value: object) -> ConfigError:
-    """Refuse an unknown key; name what replaced a renamed one, else suggest the nearest key of the section or the same key elsewhere."""
+def _unknown(location: tuple[int | str, ...], what: str, schema: type[BaseModel]) -> ConfigError:
+    """Refuse an unknown key; suggest the nearest key of the section or the same key elsewhere."""
     *section, name = (str(part) for part in location)
-    if schema is Config and (now := RENAMED.get(".".join((*section, name)))) is not None:
-        return ConfigError(what, got="a key that was renamed", expected=now)
     fields = list(_section_at(schema, location[:-1]).model_fields)
-    hint = _hint((*section, name), fields, schema, value)
+    near = [".".join((*section, one)) for one in get_close_matches(name, fields, 1)]
+    meant = near or [key for key in _keys(schema) if key.rpartition(".")[2] == name][:3]
+    hint = f"did you mean {' or '.join(meant)}?" if meant else None
     return ConfigError(what, got="an unknown key", expected=f"one of {', '.join(fields)}", hint=hint)
 
 
-def _hint(path: tuple[str, ...], fields: Sequence[str], schema: type[BaseModel], value: object) -> str | None:
-    """Return which key an unknown one most likely means: another project's, the nearest of the section, or of the same name elsewhere.
-
-    Args:
-        value: of the unknown key; the keys in an unknown section are looked up too.
-    """
-    *section, name = path
-    known = {one: KEYS[one[-1]] for one in _leaves(value, path) if one[-1] in KEYS} if schema is Config else {}
-    if known and path not in known:
-        return "; ".join(f"{'.'.join(one)} is {key} here" for one, key in list(known.items())[:_MOST_NAMED])
-    near = [".".join((*section, one)) for one in get_close_matches(name, fields, 1)]
-    elsewhere = [key for key in _keys(schema) if key.rpartition(".")[2] == name]
-    meant = list(dict.fromkeys([*near, *known.values()])) or elsewhere[:3]
-    return f"did you mean {' or '.join(meant)}?" if meant else None
-
-
-def _leaves(value: object, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the keys without a section in nested values below `path`."""
-    if not isinstance(value, dict):
-        yield path
-        return
-    for key, inner in value.items():
-        yield from _leaves(inner, (*path, str(key)))
-
-
 def keys_named(name: str) -> list[str]:
-    """Return the keys of a run's configuration whose path is `name` or ends in it; former ones, and those of other projects, by their
-    present name here."""
-    known = {key: key for key in _keys(Config)} | dict(RENAMED)
-    found = list(dict.fromkeys(now for key, now in known.items() if key == name or key.rpartition(".")[2] == name))
-    last = name.rpartition(".")[2]
-    return found or ([KEYS[last]] if last in KEYS else [])
+    """Return the keys of a run's configuration whose path is `name` or ends in it."""
+    return [key for key in _keys(Config) if key == name or key.rpartition(".")[2] == name]
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from asyncmoe.config.fields import FINITE, NUMBER, Decay, NonNegative, Positive, Seconds, Section, Share, refused
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
-Balance = Literal["least_loaded", "prefix_affine"]
 Order = Literal["fifo", "longest_first", "probes_first"]
 
 
@@ -43,14 +42,6 @@ class RolloutSection(Section):
         64,
         description="Maximum requests in flight over all engines. Raise it together with engines.count or engines.max_running, or slots "
         "stay empty.",
-    )
-    balance: Balance = Field(
-        "least_loaded",
-        description="Which engine gets a request. least_loaded: the engine with the fewest requests; prefix_affine: one engine for all "
-        "requests of a group, including later turns of its episodes, so that they find their prefix in its cache.",
-    )
-    affinity_slack: NonNegative = Field(
-        8, description="prefix_affine: requests a group's engine may have above the least loaded engine; beyond, they go elsewhere."
     )
     order: Order = Field(
         "fifo",
@@ -108,10 +99,6 @@ class RolloutSection(Section):
         if self.oversample and self.max_concurrent < together:
             expected = f"at least rollout.group_size + rollout.oversample = {together}, so that extra responses do not wait for the others"
             raise refused("rollout.max_concurrent", self.max_concurrent, expected, "raise it, or lower rollout.oversample")
-        slack = type(self).model_fields["affinity_slack"].default
-        if self.affinity_slack != slack and self.balance != "prefix_affine":
-            expected = f"{slack} because rollout.balance is {self.balance}; leave it out, or set rollout.balance to prefix_affine"
-            raise refused("rollout.affinity_slack", self.affinity_slack, expected)
         return self
 
     @property

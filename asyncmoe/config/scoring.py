@@ -50,12 +50,11 @@ class ScoringSection(Section):
     )
     timeout_s: Seconds = Field(10.0, description="Seconds one call may take.")
     deadline_s: Seconds = Field(600.0, description="Seconds the scoring of one response may take, including all waiting and retries.")
-    retries: NonNegative = Field(2, description="Retries after a call that raised, timed out or could not connect.")
-    backoff_s: NonNegativeSeconds = Field(0.5, description="Seconds before the first retry; doubles with each retry.")
-    breaker_failures: Positive = Field(
-        16, description="Consecutive timeouts or failed connections that open the circuit breaker: calls stop, responses wait."
+    retries: NonNegative = Field(
+        2,
+        description="Retries after a call that raised or timed out. One that cannot connect is retried until the deadline; 0: not either.",
     )
-    breaker_cooldown_s: Seconds = Field(10.0, description="Seconds the circuit breaker stays open before one trial call.")
+    backoff_s: NonNegativeSeconds = Field(0.5, description="Seconds before the first retry; doubles with each retry, up to 30.")
     try_first: bool = Field(
         True,
         description="Score the first prompt's own answer, once, before engines start, by the scorer and by the teacher; the run ends if "

@@ -16,7 +16,7 @@ KINDS = ("arithmetic", "jsonl", "dataset")
 READ = ("jsonl", "dataset")
 """Kinds that read rows from files or data sets."""
 Kind = Annotated[str, NameOrPlugin(KINDS)]
-_OF_ROWS = ("path", "subset", "split", "where", "filter", "streaming", "columns")
+_OF_ROWS = ("path", "subset", "split", "where", "filter", "columns")
 
 
 def _plain(where: dict[str, Any]) -> dict[str, Any]:
@@ -56,9 +56,6 @@ class SourceSection(Section):
     )
     filter: Annotated[str, NameOrPlugin(())] | None = Field(
         None, description="Rows to keep: your own function of a row that returns true or false, as package.module:function."
-    )
-    streaming: bool | None = Field(
-        None, description="dataset: read rows as they are needed, shuffled within a window, instead of downloading all first; null: false."
     )
     columns: ColumnsSection | None = None
 
@@ -121,8 +118,8 @@ class TaskSection(SourceSection):
             if value not in (None, (), {}) and not allowed:
                 got = value if isinstance(value, str | dict | bool | Path) else "a value"
                 raise refused(f"task.{name}", got, f"none because task.kind is {self.kind}; leave it out")
-        if self.kind == "jsonl" and any(one.subset or one.split or one.streaming for one in self.mixture):
-            raise refused("task.kind", "jsonl", "dataset because a subset, a split or streaming is given; change it, or leave them out")
+        if self.kind == "jsonl" and any(one.subset or one.split for one in self.mixture):
+            raise refused("task.kind", "jsonl", "dataset because a subset or a split is given; change it, or leave them out")
         if self.system_prompt is not None and not self.chats:
             expected = "null because task.chat_template is false; set that to true, or write the text into the questions"
             raise refused("task.system_prompt", f"{self.system_prompt!r}", expected)

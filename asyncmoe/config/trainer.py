@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Literal
 
@@ -101,11 +101,11 @@ class TrainerSection(Section):
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
         "auto", description="Dtype of weights and activations; auto: float32 on CPU, bfloat16 on GPU."
     )
-    precision: Literal["fp32", "bf16", "fp8"] | None = Field(
+    precision: Literal["fp8"] | None = Field(
         None,
-        description="What layers compute in. fp8: linear layers and experts multiply in float8 (Transformer Engine's blockwise recipe, "
-        "E4M3, as DeepSeek-V3 was trained); weights stay bfloat16, and are saved and sent so; embedding, output layer, routers, norms and "
-        "attention compute as with bf16. Needs Hopper or newer and Transformer Engine. fp32, bf16: the same as dtype. null: as dtype.",
+        description="What layers compute in; null: in dtype. fp8: linear layers and experts multiply in float8 (Transformer Engine's "
+        "blockwise recipe, E4M3, as DeepSeek-V3 was trained); weights stay bfloat16, and are saved and sent so; embedding, output layer, "
+        "routers, norms and attention compute in bfloat16. Needs Hopper or newer and Transformer Engine.",
     )
     edge_layers: NonNegative = Field(
         1, description="With precision fp8, layers at either end of the model that stay in bfloat16 (Megatron's first_last_layers_bf16)."
@@ -179,7 +179,7 @@ class TrainerSection(Section):
     @property
     def weights_dtype(self) -> Literal["float32", "bfloat16", "auto"]:
         """The dtype of weights that `dtype` and `precision` say."""
-        return self.dtype if self.precision is None else _WEIGHTS[self.precision]
+        return "bfloat16" if self.precision == "fp8" else self.dtype
 
     @property
     def needs_gpu(self) -> tuple[tuple[str, str], ...]:
@@ -189,7 +189,7 @@ class TrainerSection(Section):
             "memory.optimizer_offload": f"{memory.optimizer_offload:g}" if memory.optimizer_offload else "",
             "memory.exp_avg_dtype": memory.exp_avg_dtype if memory.exp_avg_dtype != "float32" else "",
             "memory.exp_avg_sq_dtype": memory.exp_avg_sq_dtype if memory.exp_avg_sq_dtype != "float32" else "",
-            "precision": "fp8" if self.precision == "fp8" else "",
+            "precision": self.precision or "",
         }
         return tuple((f"trainer.{key}", value) for key, value in found.items() if value)
 
@@ -206,9 +206,9 @@ class TrainerSection(Section):
             raise refused("trainer.etp", self.expert_tp, expected, "leave etp out or raise ep")
         if self.vpp > 1 and self.pp == 1:
             raise refused("trainer.vpp", self.vpp, "1 because trainer.pp is 1; raise trainer.pp or leave it out")
-        if self.dtype not in ("auto", self.weights_dtype):
-            way = "leave it out, and run on a GPU, which fp8 needs" if self.precision == "fp8" else "leave it out"
-            raise refused("trainer.dtype", self.dtype, f"{self.weights_dtype} because trainer.precision is {self.precision}; {way}")
+        if self.precision == "fp8" and self.dtype == "float32":
+            expected = "bfloat16 because trainer.precision is fp8; leave it out, and run on a GPU, which fp8 needs"
+            raise refused("trainer.dtype", "float32", expected)
         for key, got, expected, way in self._memory_refused():
             raise refused(f"trainer.{key}", got, f"{expected}; {way}")
         for key in ("first_stage_layers", "last_stage_layers"):
@@ -233,8 +233,6 @@ class TrainerSection(Section):
         if memory.optimizer_offload and memory.low_precision:
             because = "0 because exp_avg_dtype or exp_avg_sq_dtype is bfloat16, and the CPU's Adam keeps float32"
             yield "memory.optimizer_offload", f"{memory.optimizer_offload:g}", because, "on a GPU, which both need, set one or the other"
-        if not memory.overlap_optimizer_offload and not memory.optimizer_offload:
-            yield "memory.overlap_optimizer_offload", "false", "true because trainer.memory.optimizer_offload is 0", "leave it out"
 
 
 def no_gpu_for(key: str, value: str) -> ConfigError:
@@ -244,6 +242,3 @@ def no_gpu_for(key: str, value: str) -> ConfigError:
 
 def _default(key: str) -> str:
     return said(attrgetter(key.removeprefix("trainer."))(TrainerSection()))
-
-
-_WEIGHTS: Mapping[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}

@@ -5,15 +5,11 @@ Everything that depends on a transport's name follows from `TRANSPORTS`. docs/gu
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.plugins import FORM, is_name, nearest
 
 AUTO = "auto"
 _KEY = "sync.transport"
@@ -105,38 +101,10 @@ def transport_for(wanted: TransportChoice, gpu: bool, together: bool = True, sha
     return name
 
 
-def check_entries() -> None:
-    """Refuse an `opened_by` that names no function of a module, without importing the module, which may need torch or a GPU.
-
-    Raises:
-        ConfigError: names the entry.
-    """
-    for name, entry in TRANSPORTS.items():
-        module, _, function = entry.opened_by.partition(":")
-        if not is_name(entry.opened_by):
-            raise wrong_entry(name, f"it has not the form {FORM}")
-        try:
-            spec = importlib.util.find_spec(module)
-        except ModuleNotFoundError as error:
-            raise wrong_entry(name, str(error)) from error
-        if spec is None:
-            raise wrong_entry(name, f"there is no module {module}")
-        if spec.origin is None or not spec.origin.endswith(".py"):
-            continue
-        try:
-            body = ast.parse(Path(spec.origin).read_bytes()).body
-        except SyntaxError as error:
-            raise wrong_entry(name, f"{spec.origin}:{error.lineno}: {error.msg}") from error
-        known = [one.name for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)]
-        if function not in known:
-            near = nearest(function, known)
-            raise wrong_entry(name, f"{spec.origin} has no function {function}", f"did you mean {module}:{near}?" if near else None)
-
-
-def wrong_entry(name: TransportName, why: str, hint: str | None = None) -> ConfigError:
+def wrong_entry(name: TransportName, why: str) -> ConfigError:
     """Return the error for a transport whose `opened_by` cannot be used."""
     got = f"{name}, whose opened_by in asyncmoe/config/transports.py is {TRANSPORTS[name].opened_by}: {why}"
-    return ConfigError(_KEY, got=got, expected="a function that can be imported", hint=hint)
+    return ConfigError(_KEY, got=got, expected="a function that can be imported")
 
 
 def resolved(wanted: TransportChoice, gpu: bool, together: bool = True, shared: bool = False) -> TransportName:

@@ -31,7 +31,7 @@ class WatchSection(Section):
         "run.dir/logs, once for each silence. A step, or writing a checkpoint, may take as long.",
     )
     end_after_s: Seconds | None = Field(
-        1800.0, description="Seconds of silence of the controller or of a trainer rank after which the run ends; null: never."
+        1800.0, description="Seconds of silence after which the controller or a trainer rank counts as lost; null: never."
     )
     alerts: AlertsSection = AlertsSection()
 

@@ -38,7 +38,7 @@ def read(file: Path) -> Report:
     """
     try:
         return msgspec.json.decode(file.read_bytes(), type=Report)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         got = error.strerror if isinstance(error, OSError) else error
         hint = "write it again there: srun --output=doctor-%N.json asyncmoe doctor --json"
         raise DataError(str(file), got=got, expected="what asyncmoe doctor --json printed", hint=hint) from error

@@ -95,30 +95,9 @@ def gpu_memory(machine: Machine, run: PlannedRun) -> Finding:
     visible, (trainer, engine) = cards.of(machine), budget.least(run.config, run.hf)
     for _, devices in cards.taken(machine):
         for card in (visible[number] for number in devices.taken if visible[number].memory_bytes):
-            mine = trainer if card.number in devices.trainer else _NOTHING
-            others = engine if any(card.number in one for one in devices.engines) else _NOTHING
+            mine = trainer if card.number in devices.trainer else relief.NOTHING
+            others = engine if any(card.number in one for one in devices.engines) else relief.NOTHING
             gpu_gb = (card.memory_bytes or 0) / 1e9
             if mine.total + others.total > memory.usable(gpu_gb):
-                return _too_small(labelled([card]), gpu_gb, mine, others)
+                raise relief.too_large(mine, others, gpu_gb, labelled([card]))
     return finding.ok(f"trainer {trainer.total / 1e9:.3g} GB, engine at least {engine.total / 1e9:.3g} GB")
-
-
-_NOTHING = memory.GpuMemory({})
-
-
-def _too_small(card: str, gpu_gb: float, trainer: memory.GpuMemory, engine: memory.GpuMemory) -> Finding:
-    """Refuse a GPU that cannot hold a part of the trainer, of an engine, or of both."""
-    whose = " and ".join(name for name, held in (("the trainer", trainer), ("an engine", engine)) if held.parts)
-    parts = max(trainer, engine, key=lambda held: held.total).parts
-    most = max(parts, key=lambda part: parts[part])
-    usual = ("a larger engines.tp on more GPUs", "fewer tokens (engines.max_total_tokens, environment.max_tokens)")
-    if trainer.parts:
-        more = "more GPUs and engines.share_gpus=false" if engine.parts else "more trainer.ranks"
-        usual = (more, "fewer tokens (trainer.tokens_per_microbatch)")
-    dominating = (*relief.of_trainer(trainer.parts, engine.total), *relief.of_engine(engine.parts, trainer.total))
-    held = f"{(trainer.total + engine.total) / 1e9:.3g} GB of {card} (most of it {most}, {parts[most] / 1e9:.3g} GB)"
-    return finding.error(
-        f"{whose} would hold {held}",
-        f"take {', or '.join(relief.joined(dominating, usual))}; see asyncmoe plan --config",
-        f"at most {memory.usable(gpu_gb) / 1e9:.3g}, as {1 - memory.USABLE:.0%} of its {gpu_gb:.3g} GB are left free",
-    )

@@ -28,7 +28,8 @@ MembershipRequest = EngineJoin | EngineAlive | EngineLeave | EngineNode | Engine
 _POLL_S = 0.1
 _RETURN_S = 10.0
 """Seconds for all engines to find the next controller of their run; it goes on without those that take longer."""
-_TRIES = 3
+_REACH_S = 5.0
+"""Seconds for the server of an engine that joins to answer: its machine may be busy with other starts, its network bad for a moment."""
 _FAREWELL_S = 3.0
 """Maximum wait, in seconds, for engines that have not fetched their last order yet."""
 LEFT = "it has left"
@@ -267,12 +268,10 @@ class Membership:
 
 
 async def _answers(engine: RemoteEngine) -> bool:
-    """Whether its server answers, perhaps late: its machine may be busy with other starts."""
-    for _ in range(_TRIES):
-        if await engine.client.ready():
-            return True
+    until = time.monotonic() + _REACH_S
+    while not (there := await engine.client.ready()) and time.monotonic() < until:
         await asyncio.sleep(_POLL_S)
-    return False
+    return there
 
 
 def _check(config: Config, request: EngineJoin | EngineNode) -> None:

@@ -19,11 +19,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from asyncmoe.config.rollout import Balance, Order
+from asyncmoe.config.rollout import Order
 from asyncmoe.engines.adapter_slots import TwoSlots, attributed
 from asyncmoe.engines.engine import EngineHandle
 from asyncmoe.engines.gate import Gate
@@ -34,7 +34,7 @@ from asyncmoe.engines.types import ABORTED, EngineLost, Generation, Listener, Pa
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
 
 log = logging.getLogger(__name__)
-_WATCH_S = 0.5
+_WATCH_S, _PROBE_S = 0.5, 5.0
 _OTHERS = 2
 """Times that a request goes to another engine after the loss of its own: one that kills every engine must not meet them all."""
 _BROKEN, _AGAIN_S = 8, 0.1
@@ -85,7 +85,7 @@ class Pool:
         limit: maximum number of requests in flight over all engines.
         timeout_s: limit on the duration of one response.
         record: called for every interval in which an engine was generating.
-        balance, slack, order: as `rollout.balance`, `affinity_slack` and `order`.
+        order: as `rollout.order`.
         adapter: name of the adapter that all requests are sampled with.
         slots: True if instead every version is an adapter of its own.
     """
@@ -97,8 +97,6 @@ class Pool:
         timeout_s: float,
         record: RecordBusy,
         *,
-        balance: Balance = "least_loaded",
-        slack: int = 0,
         order: Order = "fifo",
         adapter: str | None = None,
         slots: bool = False,
@@ -110,8 +108,7 @@ class Pool:
         self.elsewhere: Gates | None = None
         self._none_since: float | None = None
         self.members = [self._member(engine) for engine in engines]
-        self._balance, self._slack = balance, slack
-        self._lengths, self._homes = Lengths(), Homes(balance)
+        self._lengths, self._homes = Lengths(), Homes()
         self._gate = Gate(limit, Waiting(order, PATIENCE * limit, self._lengths))
 
     @property
@@ -277,6 +274,18 @@ class Pool:
             if (why := member.engine.died) is not None:
                 self.fence(member, why)
 
+    async def silent(self, member: Member) -> bool:
+        """Return whether an engine does not show that it generates; fence it if nothing listens at its address any more.
+
+        Nobody may be left to tell that a server has ended; of a machine that is lost, only missing heartbeats do.
+        """
+        if member.fenced is not None or await member.engine.client.alive(_PROBE_S):
+            return False
+        with suppress(TrajectoryRejected, TimeoutError):
+            async with asyncio.timeout(_PROBE_S), self._asking(member):
+                await member.engine.client.weights_version()
+        return member.fenced is None
+
     def note_busy(self) -> None:
         """Record the generation time of busy engines up to now, without waiting until they are idle."""
         for member in self.members:
@@ -339,7 +348,7 @@ class Pool:
         # A silent engine has few requests, because they time out, so it would be the first choice.
         members = {member.engine.name: member for member in serving if not member.suspect} or {m.engine.name: m for m in serving}
         loads = {name: member.in_flight for name, member in members.items()}
-        return members[choose(loads, request.prompt, self._balance, self._slack, self._homes.of(request.conversation))]
+        return members[choose(loads, self._homes.of(request.conversation))]
 
     def _any(self) -> None:
         """Raise EngineError if no engine is left and none will come back."""

@@ -8,8 +8,8 @@ to a prompt are of similar lengths, so it tells how long the others will be, bef
 section 3.3). The others follow, longest first; what nothing is known of counts as longest. No request starves: each is overtaken at most
 `patience` times.
 
-Engine (`choose`): the engine with the fewest requests. Or, so that prefixes are found in an engine's cache: the engine that has the
-conversation so far, else the same engine for all requests of a prompt, as long as it is not much busier than the others.
+Engine (`choose`): the one with the fewest requests; but a request that continues a conversation goes to the engine that has it in its
+cache, as long as that is not much busier than the others.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 
-from asyncmoe.config.rollout import Balance, Order
+from asyncmoe.config.rollout import Order
 
 PATIENCE = 4
 """The pool lets a request be overtaken at most `PATIENCE * limit` times, so the order yields only after a wait of several responses."""
@@ -35,7 +34,7 @@ class ScheduledRequest:
     """Scheduling information of a request.
 
     Attributes:
-        prompt: name of the episode's prompt; requests with the same prompt share a prefix and have similar lengths.
+        prompt: name of the episode's prompt; responses to the same prompt have similar lengths.
         continues: True if its episode has been at an engine before, or goes ahead as if it had.
         sampled: number of tokens of the same response that earlier requests sampled.
         conversation: name of the conversation it continues or begins: one agent's part in an episode. "": none.
@@ -52,39 +51,22 @@ class ScheduledRequest:
 UNKNOWN = ScheduledRequest()
 
 
-def choose(loads: Mapping[str, int], prompt: str, balance: Balance, slack: int, last: str = "") -> str:
-    """Return the engine for a request.
-
-    `prefix_affine` is rendezvous hashing (Thaler and Ravishankar, 1998) with bounded loads: each prompt has its own order of the engines,
-    and the request goes to the first engine in this order with at most `slack` requests more than the least loaded engine. When an engine
-    leaves, only its prompts move, and a prompt's overflow from one engine always goes to the same other engine. The engine that last
-    answered the conversation holds more of its prefix than any other, so it precedes this order.
+def choose(loads: Mapping[str, int], last: str = "") -> str:
+    """Return the engine for a request: the one that last answered its conversation, unless that has more requests than the
+    least loaded engine and a quarter more, or 2 more; else the least loaded engine.
 
     Args:
         loads: requests in flight by engine; not empty.
-        prompt: name of the prompt; "" has no affinity.
         last: engine that last answered the conversation; ignored if it is "" or the engine is gone.
     """
-    least = min(loads.values())
-    if balance == "least_loaded" or not prompt:
-        return next(name for name, load in loads.items() if load == least)
-    free = [name for name, load in loads.items() if load <= least + slack]
-    return last if last in free else max(free, key=lambda name: _weight(name, prompt))
-
-
-def _weight(name: str, prompt: str) -> bytes:
-    return blake2b(f"{name}\0{prompt}".encode(), digest_size=8).digest()
+    least = min(loads, key=loads.__getitem__)
+    return last if last in loads and loads[last] <= loads[least] + max(2, loads[least] // 4) else least
 
 
 class Homes:
-    """The engine that last answered each conversation, for the `KEPT_CONVERSATIONS` most recent conversations.
+    """The engine that last answered each conversation, for the `KEPT_CONVERSATIONS` most recent conversations."""
 
-    Args:
-        balance: what it is for; `least_loaded` asks for no conversation's engine, so none is kept.
-    """
-
-    def __init__(self, balance: Balance) -> None:
-        self._kept = 0 if balance == "least_loaded" else KEPT_CONVERSATIONS
+    def __init__(self) -> None:
         self._engines: OrderedDict[str, str] = OrderedDict()
 
     def note(self, conversation: str, engine: str) -> None:
@@ -93,7 +75,7 @@ class Homes:
             return
         self._engines[conversation] = engine
         self._engines.move_to_end(conversation)
-        if len(self._engines) > self._kept:
+        if len(self._engines) > KEPT_CONVERSATIONS:
             self._engines.popitem(last=False)
 
     def of(self, conversation: str) -> str:

@@ -79,7 +79,7 @@ class Succession:
         self._write(weights)
 
     def _read(self) -> _Left | None:
-        with suppress(OSError, msgspec.DecodeError):  # a file that is damaged tells nothing, and engines start again
+        with suppress(OSError, ValueError):  # a file that is damaged tells nothing, and engines start again
             return msgspec.json.decode(self._path.read_bytes(), type=_Left)
         return None
 

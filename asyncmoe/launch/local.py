@@ -21,7 +21,7 @@ import yaml
 from asyncmoe import checkpoints, installed, interrupts, models, storage
 from asyncmoe.checkpoints import copier
 from asyncmoe.checkpoints.intact import Survey
-from asyncmoe.config import Config, devices, moved, sglang_arguments, transports
+from asyncmoe.config import Config, devices, moved, sglang_arguments
 from asyncmoe.config.log import LogSection
 from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.engines import succession
@@ -81,10 +81,7 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     for key, place in (("run.dir", config.run.dir), ("sync.directory", config.sync.directory)):
         if place is not None:
             check_place(place, key)
-    transports.check_entries()
     loggers.check(config.telemetry)
-    if config.telemetry.tensorboard == "on":
-        installed.need("tensorboard", "telemetry.tensorboard")
     here = not config.engines.join and config.launch == "local"
     if config.log.enabled and config.log.redis is not None and config.launch == "local":
         _check_redis(config.log)

@@ -49,7 +49,7 @@ def read(run_dir: Path) -> Belonging | None:
         return msgspec.json.decode((run_dir / MARKER).read_bytes(), type=Belonging)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         hint = f"delete it and the log: {_AGAIN}"
         raise DataError(str(run_dir / MARKER), got=str(error), expected="the name of the run's log", hint=hint) from error
 

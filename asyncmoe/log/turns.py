@@ -61,7 +61,7 @@ class Turns:
         for position, data in kept.read():
             try:
                 one = _decode(data)
-            except msgspec.MsgspecError as error:
+            except ValueError as error:
                 log.warning("%s: position %d is passed over, so its turn is sampled again: %s", kept.name, position, error)
                 continue
             if attempts.get(one.key.group) == one.key.attempt:

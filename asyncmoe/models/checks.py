@@ -8,7 +8,7 @@ from math import gcd
 
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
-from asyncmoe.models.sglang import VOCAB_MULTIPLE, EngineClass
+from asyncmoe.models.sglang import VOCAB_MULTIPLE
 from asyncmoe.models.shape import HfConfig, Shape, rope
 from asyncmoe.models.shards import padded
 
@@ -96,39 +96,25 @@ def check_trainer(family: str, m: Shape, parallel: MegatronParallel) -> None:
         check_divides("trainer.tp", parallel.tp, "intermediate_size", m.dense_width)
 
 
-def check_engine(family: str, m: Shape, engine: EngineClass, parallel: EngineParallel) -> None:
-    """Refuse sizes of an engine that do not divide the model or that its class does not support.
+def check_engine(family: str, m: Shape, parallel: EngineParallel) -> None:
+    """Refuse sizes of an engine that do not divide the model.
 
     Raises:
         ConfigError: names the first unsuitable size and the possible ones.
     """
-    attention, key = parallel.attention_tp, "engines.tp" if parallel.dp == 1 else "engines.tp / engines.dp"
-    check_divides(key, attention, "num_attention_heads", m.heads)
-    if attention % m.kv_heads and m.kv_heads % attention:
-        raise ConfigError(key, got=attention, expected=f"a divisor or a multiple of the model's num_key_value_heads = {m.kv_heads}")
+    check_divides("engines.tp", parallel.tp, "num_attention_heads", m.heads)
+    if parallel.tp % m.kv_heads and m.kv_heads % parallel.tp:
+        raise ConfigError(
+            "engines.tp", got=parallel.tp, expected=f"a divisor or a multiple of the model's num_key_value_heads = {m.kv_heads}"
+        )
     check_divides("engines.tp", parallel.tp, "padded vocab_size", padded(m.vocab, VOCAB_MULTIPLE))
-    if parallel.pp > m.layers:
-        raise ConfigError("engines.pp", got=parallel.pp, expected=f"at most the model's num_hidden_layers = {m.layers}")
-    if parallel.pp > 1 and m.tied and not engine.tied_stages:
-        expected = f"1, as SGLang's {family} does not support pipeline stages of a model with tie_word_embeddings"
-        raise ConfigError("engines.pp", got=parallel.pp, expected=expected)
-    if parallel.dp > 1 and not engine.dp_attention:
-        raise ConfigError("engines.dp", got=parallel.dp, expected=f"1, as SGLang's {family} does not support data-parallel attention")
-    if parallel.redundant and not engine.redundant:
-        expected = f"0, as SGLang's {family} does not support redundant experts"
-        raise ConfigError("engines.redundant", got=parallel.redundant, expected=expected)
     if m.experts:
-        slots = "num_experts" + (" + redundant experts" if parallel.redundant else "")
-        check_divides("engines.ep", parallel.ep, slots, m.experts + parallel.redundant)
+        check_divides("engines.ep", parallel.ep, "num_experts", m.experts)
         check_divides("engines.tp / engines.ep", parallel.moe_tp, "moe_intermediate_size", m.expert_width)
-        if parallel.fused_shared and m.shared_width != m.expert_width:
-            raise ConfigError("engines.fused_shared", got=True, expected=f"False, as {family} has no single shared expert")
-        if not (parallel.a2a or parallel.fused_shared):
-            check_divides("engines.tp", parallel.tp, "moe_intermediate_size * n_shared_experts", m.shared_width)
-    elif parallel.ep > 1 or parallel.redundant:
-        key, got, neutral = ("engines.ep", parallel.ep, 1) if parallel.ep > 1 else ("engines.redundant", parallel.redundant, 0)
-        raise ConfigError(key, got=got, expected=f"{neutral}, as {family} has no experts")
-    if m.dense_layers and not (engine.replicates_dense and parallel.dense_tp1):
+        check_divides("engines.tp", parallel.tp, "moe_intermediate_size * n_shared_experts", m.shared_width)
+    elif parallel.ep > 1:
+        raise ConfigError("engines.ep", got=parallel.ep, expected=f"1, as {family} has no experts")
+    if m.dense_layers:
         check_divides("engines.tp", parallel.tp, "intermediate_size", m.dense_width)
 
 

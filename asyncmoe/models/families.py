@@ -66,7 +66,7 @@ def load_own(target: str) -> Family:
         ConfigError: it cannot be imported, or is no family.
     """
     forms, wanted = f"auto or {plugins.FORM}", "a Family that can be imported"
-    found = plugins.load(target, KEY, forms=forms, wanted=wanted, fits=lambda value: isinstance(value, Family))
+    found = plugins.load(target, KEY, forms=forms, wanted=wanted)
     if not isinstance(found, Family):
         raise ConfigError(KEY, got=f"{target}, {an(type(found).__name__)}", expected="an object of asyncmoe.models.Family")
     return found

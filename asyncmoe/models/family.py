@@ -55,7 +55,7 @@ class Family:
             raise together(found)
         m = self.shape_of(self.completed(hf))
         checks.check_trainer(self.name, m, trainer)
-        checks.check_engine(self.name, m, self.engine, engine)
+        checks.check_engine(self.name, m, engine)
 
     def faults(self, hf: HfConfig) -> list[UserError]:
         """Return what is wrong with a model's configuration: keys that are not understood, unsupported features, contradictory sizes."""

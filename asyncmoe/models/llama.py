@@ -40,6 +40,6 @@ FAMILY = Family(
     shape_of=_shape_of,
     features=_features,
     router=lambda hf: {},
-    engine=EngineClass(shares_tied_head=True, head_on_every_stage=True, dp_attention=False, tied_stages=False),
+    engine=EngineClass(shares_tied_head=True),
     keys={**ALL, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048, "mlp_bias": False},
 )

@@ -44,7 +44,7 @@ FAMILY = Family(
     features=_features,
     # Renormalized top-k of a softmax over all experts equals a softmax over the chosen ones, which is Megatron's post-softmax.
     router=lambda hf: {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
-    engine=EngineClass(shares_tied_head=False, head_on_every_stage=True, experts=_MOE, dp_attention=False),
+    engine=EngineClass(shares_tied_head=False, experts=_MOE),
     hf_names={"router": f"{_MOE}.gate.weight"},
     keys={
         **ALL, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": None,

@@ -24,8 +24,8 @@ from asyncmoe.models.hub import is_id
 
 FILE = "origin.json"
 _WEIGHTS = "model.path weights"
-_OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "columns", "overlap"}
-_ASKED: dict[str, Any] = {"prompts": True, "overlap": True, "sets": {"__all__": _OF_SET}}
+_OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "columns"}
+_ASKED: dict[str, Any] = {"prompts": True, "sets": {"__all__": _OF_SET}}
 """Keys of an evaluation that decide on its questions, and so on those held out from training; files are compared by their content."""
 _NAME = re.compile(r".*, (?=\d+ bytes with digest \w{12}$)", re.DOTALL)
 _TEACHER = "scoring.teacher"

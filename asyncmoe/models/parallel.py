@@ -108,82 +108,30 @@ class MegatronParallel:
 
 @dataclass(frozen=True)
 class EngineParallel:
-    """Sizes of an SGLang engine, and a rank's position in it (sglang/srt/runtime_context.py): rank = pipeline rank * tp + tensor rank.
+    """Sizes of an SGLang engine, and a rank's position in it (sglang/srt/runtime_context.py). An engine has `tp` ranks.
 
     Attributes:
-        tp: ranks of a pipeline stage.
+        tp: ranks over which all but the experts are sharded.
         ep: experts are sharded over `ep` groups of ranks, and each expert's width over the tp / ep ranks of a group.
-        pp: pipeline stages.
-        dp: data-parallel attention (`--enable-dp-attention --dp-size`): attention and embedding are sharded over tp / dp ranks.
-        dp_lm_head: the output layer is sharded over tp / dp ranks too (`--enable-dp-lm-head`).
-        redundant: expert slots beyond the model's experts (`--ep-num-redundant-experts`) with their initial contents: slot s has expert
-            s modulo the number of experts. An engine that rebalances its experts changes the contents later.
-        dense_tp1: layers without experts are whole on every rank (`--moe-dense-tp-size 1`).
-        a2a: tokens reach experts by an all-to-all (`--moe-a2a-backend`), so shared experts are whole on every rank.
-        fused_shared: the single shared expert is an additional expert of every rank. SGLang does so on GPUs for some models with ep 1,
-            unless given `--disable-shared-experts-fusion`.
     """
 
     tp: int = 1
     ep: int = 1
-    pp: int = 1
-    dp: int = 1
-    dp_lm_head: bool = False
-    redundant: int = 0
-    dense_tp1: bool = False
-    a2a: bool = False
-    fused_shared: bool = False
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.ep < 1 or self.tp % self.ep:
             raise ConfigError("engine's ep", got=f"ep {self.ep} with tp {self.tp}", expected="positive sizes, ep a divisor of tp")
-        if self.dp < 1 or self.tp % self.dp:
-            raise ConfigError("engine's dp", got=f"dp {self.dp} with tp {self.tp}", expected="a positive size, a divisor of tp")
-        if self.pp < 1:
-            raise ConfigError("engine's pp", got=self.pp, expected="at least 1")
-        if self.redundant < 0:
-            raise ConfigError("engine's redundant experts", got=self.redundant, expected="0 or more")
-        if self.dp_lm_head and self.dp == 1:
-            raise ConfigError("engine's dp_lm_head", got=True, expected="False, as there is no data-parallel attention (dp is 1)")
-        if self.fused_shared and (self.ep > 1 or self.a2a):
-            raise ConfigError("engine's fused_shared", got=True, expected="False, as SGLang fuses shared experts only where ep is 1")
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp
+        return self.tp
 
     @property
     def moe_tp(self) -> int:
         return self.tp // self.ep
 
-    @property
-    def attention_tp(self) -> int:
-        return self.tp // self.dp
-
-    @property
-    def head_tp(self) -> int:
-        """Number of ranks over which the output layer is sharded."""
-        return self.attention_tp if self.dp_lm_head else self.tp
-
-    def tp_rank(self, rank: int) -> int:
-        return rank % self.tp
-
-    def pp_rank(self, rank: int) -> int:
-        return rank // self.tp
-
-    def attention_tp_rank(self, rank: int) -> int:
-        return rank % self.attention_tp
-
     def ep_rank(self, rank: int) -> int:
-        return self.tp_rank(rank) // self.moe_tp
+        return rank // self.moe_tp
 
     def moe_tp_rank(self, rank: int) -> int:
         return rank % self.moe_tp
-
-    def layers(self, total: int, rank: int) -> range:
-        """Return the layers of a rank's pipeline stage; the last stages get one more if the division has a remainder
-        (`get_pp_indices` of sglang/srt/distributed/utils.py, without SGLANG_PP_LAYER_PARTITION)."""
-        stage, least = self.pp_rank(rank), total // self.pp
-        plain = self.pp - total % self.pp
-        first = stage * least + max(0, stage - plain)
-        return range(first, first + least + (stage >= plain))

@@ -6,11 +6,11 @@ runtime_context.py, the model classes).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape, Shapes, layer_shapes
-from asyncmoe.models.shards import dtype_of, put_gated_mlp, put_padded_rows, put_whole, shard
+from asyncmoe.models.shards import dtype_of, put_gated_mlp, put_padded_rows, put_whole, shard, span
 from asyncmoe.reshard.layout import Box, LayoutBuilder, RankLayout, columns, rows
 
 VOCAB_MULTIPLE = 64
@@ -22,25 +22,14 @@ class EngineClass:
     """Differences between SGLang's model classes.
 
     Attributes:
-        shares_tied_head: with one pipeline stage, a tied model's output layer and embedding are one parameter; otherwise separate ones.
-        head_on_every_stage: pipeline stages before the last also hold and load an output layer, unused.
+        shares_tied_head: a tied model's output layer and embedding are one parameter; otherwise separate ones.
         experts: name of the part of a layer that has experts.
-        replicates_dense: the class supports --moe-dense-tp-size 1.
-        redundant: the class supports --ep-num-redundant-experts.
-        dp_attention: the class supports data-parallel attention; otherwise it shards attention over all tensor ranks even with dp, which
-            SGLang's scheduler does not expect.
-        tied_stages: a tied model can have several pipeline stages.
         glued: tensors, by name within a layer, that the loader accepts only in one call with the preceding tensor on disk.
         arguments: of the server, for keys of config.json that the class requires and transformers' class neither reads nor writes.
     """
 
     shares_tied_head: bool
-    head_on_every_stage: bool
     experts: str = "mlp"
-    replicates_dense: bool = False
-    redundant: bool = True
-    dp_attention: bool = True
-    tied_stages: bool = True
     glued: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
 
@@ -53,24 +42,16 @@ def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank:
         ConfigError: the sizes do not divide the model.
     """
     top: Shapes = {"embed": (m.vocab, m.hidden), "head": (m.vocab, m.hidden), "final_norm": (m.hidden,)}
-    first, last = parallel.pp_rank(rank) == 0, parallel.pp_rank(rank) == parallel.pp - 1
     builder = LayoutBuilder(rank, dtype)
-    if not engine.dp_attention:
-        parallel = replace(parallel, dp=1, dp_lm_head=False)
-    if first:
-        vocab = parallel.attention_tp, parallel.attention_tp_rank(rank)
-        put_padded_rows(builder, top, "model.embed_tokens.weight", "embed", VOCAB_MULTIPLE, *vocab)
+    put_padded_rows(builder, top, "model.embed_tokens.weight", "embed", VOCAB_MULTIPLE, parallel.tp, rank)
     layer: dict[bool, RankLayout] = {}
-    for dense, run in m.runs(parallel.layers(m.layers, rank)):
+    for dense, run in m.runs(range(m.layers)):
         if dense not in layer:
             layer[dense] = _layer(m, engine, parallel, rank, dtype, dense)
         builder.repeat(layer[dense], [(f"layers.{i}.", f"model.layers.{i}.") for i in run])
-    if last:
-        put_whole(builder, top, "model.norm.weight", "final_norm")
-    shared = m.tied and engine.shares_tied_head and parallel.pp == 1
-    if (last or engine.head_on_every_stage) and not shared:
-        place = parallel.head_tp, rank % parallel.head_tp
-        put_padded_rows(builder, top, "lm_head.weight", "embed" if m.tied else "head", VOCAB_MULTIPLE, *place)
+    put_whole(builder, top, "model.norm.weight", "final_norm")
+    if not (m.tied and engine.shares_tied_head):
+        put_padded_rows(builder, top, "lm_head.weight", "embed" if m.tied else "head", VOCAB_MULTIPLE, parallel.tp, rank)
     return builder.build()
 
 
@@ -80,37 +61,30 @@ def _layer(m: Shape, engine: EngineClass, parallel: EngineParallel, rank: int, d
     m.attention.put_sglang(builder, m, parallel)
     put_whole(builder, shapes, "input_layernorm.weight", "attn_norm")
     put_whole(builder, shapes, "post_attention_layernorm.weight", "mlp_norm")
-    all_ranks, one_rank = (parallel.tp, parallel.tp_rank(rank)), (1, 0)
     if dense:
-        place = one_rank if engine.replicates_dense and parallel.dense_tp1 else all_ranks
-        put_gated_mlp(builder, shapes, "", "mlp.gate_up_proj.weight", "mlp.down_proj.weight", *place)
+        put_gated_mlp(builder, shapes, "", "mlp.gate_up_proj.weight", "mlp.down_proj.weight", parallel.tp, rank)
         return builder.build()
     part = engine.experts
     put_whole(builder, shapes, f"{part}.gate.weight", "router", dtype_of(m, "router"))
     if m.router_bias:
         put_whole(builder, shapes, f"{part}.gate.e_score_correction_bias", "router_bias", dtype_of(m, "router_bias"))
-    if m.shared_width and not parallel.fused_shared:
-        place = one_rank if parallel.a2a else all_ranks
-        names = [f"{part}.shared_experts.{linear}.weight" for linear in ("gate_up_proj", "down_proj")]
-        put_gated_mlp(builder, shapes, "shared.", names[0], names[1], *place)
+    if m.shared_width:
+        front = f"{part}.shared_experts"
+        put_gated_mlp(builder, shapes, "shared.", f"{front}.gate_up_proj.weight", f"{front}.down_proj.weight", parallel.tp, rank)
     _stacked_experts(builder, m, parallel, f"{part}.experts")
     return builder.build()
 
 
 def _stacked_experts(builder: LayoutBuilder, m: Shape, parallel: EngineParallel, name: str) -> None:
-    """Add w13 [slots of the rank, gate rows then up rows, hidden] and w2 [slots of the rank, hidden, columns of down]; fused shared experts
-    have the last slot of every rank."""
-    first, count = shard(m.experts + parallel.redundant, parallel.ep, parallel.ep_rank(builder.rank))
+    """Add w13 [experts of the rank, gate rows then up rows, hidden] and w2 [experts of the rank, hidden, columns of down]."""
+    held = span(m.experts, parallel.ep, parallel.ep_rank(builder.rank))
     begin, width = shard(m.expert_width, parallel.moe_tp, parallel.moe_tp_rank(builder.rank))
     up = rows((m.expert_width, m.hidden), begin, width)
     down = columns((m.hidden, m.expert_width), begin, width)
-    held = [f"experts.{(first + local) % m.experts}" for local in range(count)]
-    if m.shared_width and parallel.fused_shared:
-        held.append("shared")
     w13: list[tuple[str, Box, tuple[int, ...]]] = []
     w2: list[tuple[str, Box, tuple[int, ...]]] = []
     for local, expert in enumerate(held):
-        w13 += [(f"{expert}.gate", up, (local, 0, 0)), (f"{expert}.up", up, (local, width, 0))]
-        w2.append((f"{expert}.down", down, (local, 0, 0)))
+        w13 += [(f"experts.{expert}.gate", up, (local, 0, 0)), (f"experts.{expert}.up", up, (local, width, 0))]
+        w2.append((f"experts.{expert}.down", down, (local, 0, 0)))
     builder.place(f"{name}.w13_weight", (len(held), 2 * width, m.hidden), w13)
     builder.place(f"{name}.w2_weight", (len(held), m.hidden, width), w2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,7 @@ class Budget:
         gpu_gb: memory of each GPU, or the limit of each process on a CPU, in GB.
         cpu: the run is for machines without GPUs.
         shared: a trainer rank and an engine share each GPU.
-        checkpoint_copy: host memory of a trainer rank, in bytes, for the copy that `trainer.async_save` keeps; on a CPU part of `trainer`.
-        optimizer_state: the same for the optimizer's state that is offloaded.
-        reference: the same for a reference policy's weights.
+        host: bytes that a trainer rank needs of its host's memory, by the configuration key that asks for them.
     """
 
     trainer: GpuMemory
@@ -49,25 +47,7 @@ class Budget:
     gpu_gb: float
     cpu: bool = False
     shared: bool = False
-    checkpoint_copy: int = 0
-    optimizer_state: int = 0
-    reference: int = 0
-
-    @property
-    def host_bytes(self) -> Mapping[str, int]:
-        """What a trainer rank needs of its host's memory, in bytes by configuration key."""
-        every = {
-            "trainer.async_save": self.checkpoint_copy,
-            "trainer.memory.optimizer_offload": self.optimizer_state,
-            "objective.kl.coefficient": self.reference,
-        }
-        return {key: nbytes for key, nbytes in every.items() if nbytes}
-
-    @property
-    def host_line(self) -> str:
-        """What a trainer rank needs of its host's memory; "" if nothing is planned."""
-        needs = (f"{_gb(nbytes)} GB a trainer rank, for the copy that {key} keeps" for key, nbytes in self.host_bytes.items())
-        return "\n".join(f"# host memory: {need}" for need in needs)
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def line(self) -> str:
@@ -76,15 +56,11 @@ class Budget:
         return f"# memory: trainer {_gb(self.trainer.total)} GB, engine {_gb(self.engine.total)} GB of {self.gpu_gb:g}{where}"
 
     @property
-    def sums(self) -> tuple[str, str]:
-        """The YAML comments that itemize the budget."""
-        return _sum("the trainer", self.trainer), _sum("an engine", self.engine)
-
-    @property
-    def fits(self) -> bool:
-        if self.shared:
-            return self.trainer.total + self.engine.total <= memory.usable(self.gpu_gb)
-        return self.trainer.fits(self.gpu_gb) and self.engine.fits(self.gpu_gb)
+    def refusals(self) -> tuple[ConfigError, ...]:
+        """The refusals of GPUs that cannot hold their part of the run, with the way out; none if all fit."""
+        every = [(self.trainer, self.engine)] if self.shared else [(self.trainer, relief.NOTHING), (relief.NOTHING, self.engine)]
+        room = memory.usable(self.gpu_gb)
+        return tuple(relief.too_large(*held, self.gpu_gb) for held in every if sum(one.total for one in held) > room)
 
 
 def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: bool = False) -> Budget:
@@ -96,21 +72,17 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
     """
     parallel, settings = trainer_parallel(config), training(config, hf, cpu)
     largest = max(memory.trainer(hf, parallel, settings), key=lambda stage: stage.total)
-    copied = host.checkpoint_copy(hf, parallel, settings) if config.trainer.async_save else 0
-    if cpu and copied:
-        largest = GpuMemory({**largest.parts, "checkpoint copy": copied})
+    needs = {
+        "trainer.async_save": host.checkpoint_copy(hf, parallel, settings) if config.trainer.async_save else 0,
+        "trainer.memory.optimizer_offload": 0 if cpu else host.optimizer_state(hf, parallel, settings),
+        "objective.kl.coefficient": 0 if cpu else host.reference(hf, parallel, settings),
+    }
+    needs = {key: nbytes for key, nbytes in needs.items() if nbytes}
+    if cpu and needs:
+        largest = GpuMemory({**largest.parts, "checkpoint copy": needs["trainer.async_save"]})
     serves = serving(config, hf, cpu, stages(config, hf, gpu_gb, cpu))
     engine = memory.engine(hf, EngineParallel(config.engines.tp, config.engines.ep), serves)
-    return Budget(
-        largest,
-        engine,
-        gpu_gb,
-        cpu,
-        config.engines.share_gpus and not cpu,
-        copied,
-        0 if cpu else host.optimizer_state(hf, parallel, settings),
-        0 if cpu else host.reference(hf, parallel, settings),
-    )
+    return Budget(largest, engine, gpu_gb, cpu, config.engines.share_gpus and not cpu, needs)
 
 
 def check_host(config: Config, found: Budget, ram: int) -> None:
@@ -123,10 +95,10 @@ def check_host(config: Config, found: Budget, ram: int) -> None:
         ConfigError: with the share of the optimizer's state that would fit.
     """
     share, ranks = config.trainer.memory.optimizer_offload, -(-config.trainer.ranks // config.cluster.trainer_nodes)
-    needed, room = ranks * sum(found.host_bytes.values()), int(HOST * ram)
+    needed, room = ranks * sum(found.host.values()), int(HOST * ram)
     if not share or needed <= room:
         return
-    state = ranks * found.optimizer_state
+    state = ranks * found.host["trainer.memory.optimizer_offload"]
     fitting = int(100 * share * max(0, room - (needed - state)) / state) / 100
     raise ConfigError(
         "trainer.memory.optimizer_offload",
@@ -189,7 +161,7 @@ def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tu
     trainer, wanted = least(config, hf, staged)
     room = memory.usable(gpu_gb) - (trainer.total if section.share_gpus else 0)
     if wanted.total > room:
-        raise too_large(config, trainer, wanted, gpu_gb)
+        raise relief.too_large(trainer if section.share_gpus else relief.NOTHING, wanted, gpu_gb)
     if not staged and not section.share_gpus:
         return ()
     without = memory.engine(hf, parallel, replace(serves, tokens=0))
@@ -205,26 +177,6 @@ def is_bounded(config: Config) -> bool:
     """Whether an engine needs no bounds of its memory besides those that the user gives (see `engine_arguments`)."""
     given = _tokens(config) is not None and sglang_arguments.value(config.engines.args, _FRACTION) is not None
     return given or not (config.sync.method == "reshard" or config.engines.share_gpus)
-
-
-def too_large(config: Config, trainer: GpuMemory, engine: GpuMemory, gpu_gb: float) -> ConfigError:
-    """Return the error for a trainer, an engine, or both on a shared GPU, that exceed the GPU's memory."""
-    usable = f"at most {_gb(memory.usable(gpu_gb))}, as {1 - memory.USABLE:.0%} of {gpu_gb:.3g} GB are left free"
-    fewer = "fewer tokens (trainer.tokens_per_microbatch, engines.max_total_tokens, rollout.max_new_tokens)"
-    if config.engines.share_gpus:
-        got = f"{_gb(trainer.total + engine.total)} GB = {_gb(trainer.total)} of the trainer + {_gb(engine.total)} of an engine"
-        dominating = (*relief.of_trainer(trainer.parts, engine.total), *relief.of_engine(engine.parts, trainer.total))
-        ways = relief.joined(dominating, ("engines.share_gpus=false on more GPUs", fewer))
-        return ConfigError("memory of a GPU", got=got, expected=usable, hint=f"take {', or '.join(ways)}")
-    usual = ("a larger engines.tp on more GPUs", "fewer tokens (engines.max_total_tokens, environment.max_tokens)")
-    ways = relief.joined(relief.of_engine(engine.parts), usual)
-    got = f"{_gb(engine.total)} GB ({_largest(engine)})"
-    return ConfigError("memory of an engine's GPU", got=got, expected=usable, hint=f"take {', or '.join(ways)}")
-
-
-def _largest(held: GpuMemory) -> str:
-    parts = sorted(held.parts.items(), key=lambda part: -part[1])[:3]
-    return " + ".join(f"{name} {_gb(nbytes)}" for name, nbytes in parts) + (" + ..." if len(held.parts) > len(parts) else "")
 
 
 def _tokens(config: Config) -> int | None:
@@ -320,11 +272,6 @@ def _conversation(config: Config, hf: Mapping[str, Any]) -> int:
     """Return the tokens of the longest conversation (`asyncmoe.rollout.episodes.environments.bounds`)."""
     limits = (config.environment.max_tokens, hf.get("max_position_embeddings"))
     return min((limit for limit in limits if limit is not None), default=config.trainer.tokens_per_microbatch)
-
-
-def _sum(side: str, memory: GpuMemory) -> str:
-    parts = " + ".join(f"{name} {_gb(nbytes)}" for name, nbytes in memory.parts.items())
-    return f"# memory of {side}: {parts}"
 
 
 def _gb(nbytes: int) -> str:

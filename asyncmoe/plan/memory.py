@@ -272,60 +272,49 @@ def adapters_of(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dty
 
 
 def engine(hf: Hf, parallel: EngineParallel, serving: EngineMemory) -> GpuMemory:
-    """Return the memory of the engine's largest rank.
+    """Return the memory of an engine's rank; all ranks hold equal amounts.
 
     Raises:
         ConfigError: the sizes do not divide the model.
     """
-    return max((_engine_stage(hf, parallel, serving, stage) for stage in range(parallel.pp)), key=lambda memory: memory.total)
-
-
-def _engine_stage(hf: Hf, parallel: EngineParallel, serving: EngineMemory, stage: int) -> GpuMemory:
-    rank = stage * parallel.tp
-    weights = _nbytes(Payload(hf).weights_of_engine(parallel, rank, serving.dtype))
-    slot = 0 if serving.adapter is None else _nbytes(Payload(hf, serving.adapter).engines(parallel, serving.dtype)[rank])
+    weights = _nbytes(Payload(hf).weights_of_engine(parallel, 0, serving.dtype))
+    slot = 0 if serving.adapter is None else _nbytes(Payload(hf, serving.adapter).engines(parallel, serving.dtype)[0])
     parts = {
         "weights": weights,
         "adapters": SLOTS * slot,
-        "derived": _derived(hf, parallel, serving.dtype, rank),
+        "derived": _derived(hf, parallel, serving.dtype),
         "staging": (weights if serving.adapter is None else slot) if serving.staged else 0,
-        "KV cache": serving.tokens * kv_bytes(hf, parallel, serving.dtype, rank),
+        "KV cache": serving.tokens * kv_bytes(hf, parallel, serving.dtype),
         "working set": _working(parallel, serving),
         "weight sync": BUFFERS * serving.bucket_bytes + serving.communicators,
     }
     return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes})
 
 
-def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str, rank: int = 0) -> int:
+def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str) -> int:
     """Return the KV cache bytes per token on an engine's rank; ranks beyond the number of key heads hold copies. With latent attention
     every rank holds the compressed vector and the key part shared by all heads, once."""
     m = family_of(hf).shape_of(hf)
     if isinstance(m.attention, Latent):
         entries = m.attention.kv_rank + m.attention.rope
     else:
-        entries = 2 * max(1, m.kv_heads // parallel.attention_tp) * m.head_dim
-    return len(parallel.layers(m.layers, rank)) * entries * ITEM_BYTES[dtype]
+        entries = 2 * max(1, m.kv_heads // parallel.tp) * m.head_dim
+    return m.layers * entries * ITEM_BYTES[dtype]
 
 
-def _derived(hf: Hf, parallel: EngineParallel, dtype: str, rank: int) -> int:
+def _derived(hf: Hf, parallel: EngineParallel, dtype: str) -> int:
     """Return the bytes of the weight copies that SGLang 0.5.23 derives: both parts of kv_b_proj in another layout (`post_load_weights`)."""
     m = family_of(hf).shape_of(hf)
     if not isinstance(m.attention, Latent):
         return 0
-    up = prod(m.attention.shapes(m)["kv_b"]) // parallel.attention_tp
-    return len(parallel.layers(m.layers, rank)) * up * ITEM_BYTES[dtype]
+    up = prod(m.attention.shapes(m)["kv_b"]) // parallel.tp
+    return m.layers * up * ITEM_BYTES[dtype]
 
 
 def kv_room(hf: Hf, parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> int:
     """Return the tokens of KV cache that fit beside everything else, ignoring `serving.tokens`; 0 if none fit."""
     left = usable(gpu_gb) - engine(hf, parallel, replace(serving, tokens=0)).total
-    return max(0, left) // max(kv_bytes(hf, parallel, serving.dtype, stage * parallel.tp) for stage in range(parallel.pp))
-
-
-def engine_filled(hf: Hf, parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> tuple[GpuMemory, int]:
-    """Return the memory of an engine whose KV cache fills the rest of its GPUs, and the cache's tokens."""
-    tokens = kv_room(hf, parallel, serving, gpu_gb)
-    return engine(hf, parallel, replace(serving, tokens=tokens)), tokens
+    return max(0, left) // kv_bytes(hf, parallel, serving.dtype)
 
 
 def _working(parallel: EngineParallel, serving: EngineMemory) -> int:

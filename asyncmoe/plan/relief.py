@@ -1,12 +1,15 @@
-"""What lowers the memory that a GPU has to hold: configuration keys by the part of the sum that they govern. Pure."""
+"""The refusal of a GPU with too little memory: configuration keys that lower what it has to hold, by the part they govern."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from asyncmoe.errors import ConfigError
+from asyncmoe.plan.memory import USABLE, GpuMemory, usable
+
+NOTHING = GpuMemory({})
 _LARGE = 0.25
-"""Share of the sum from which a part counts as one that dominates."""
+"""Share of the sum from which a part counts as large, besides the largest."""
 _TRAINER: Mapping[str, str] = {
     "weights": "more trainer.ranks with a larger trainer.tp, ep or pp",
     "gradients": "more trainer.ranks with a larger trainer.tp, ep or pp",
@@ -24,33 +27,28 @@ _ENGINE: Mapping[str, str] = {
 }
 
 
-def of_trainer(parts: Mapping[str, int], besides: int = 0) -> tuple[str, ...]:
-    """What to change, the largest part's first, and of equal ones that which costs least; () where the parts are not known.
+def too_large(trainer: GpuMemory, engine: GpuMemory, gpu_gb: float, card: str = "a GPU") -> ConfigError:
+    """Return the refusal of a GPU that cannot hold a trainer rank, an engine rank, or both; one that is not there is `NOTHING`.
 
-    Args:
-        parts: bytes by the names of `asyncmoe.plan.memory.trainer`.
-        besides: bytes of another process on the same GPU.
+    It names what lowers the largest parts that a key governs.
     """
-    return _governing(parts, besides, _TRAINER)
-
-
-def of_engine(parts: Mapping[str, int], besides: int = 0) -> tuple[str, ...]:
-    """The same of an engine's GPU, with the names of `asyncmoe.plan.memory.engine`."""
-    return _governing(parts, besides, _ENGINE)
-
-
-def joined(dominating: Sequence[str], usual: Sequence[str]) -> tuple[str, ...]:
-    """Ways to need less memory: those of the parts that dominate, unless the usual ones name the same keys, then the usual ones."""
-    known = frozenset().union(*map(_keys, usual))
-    return (*(way for way in dict.fromkeys(dominating) if not _keys(way) <= known), *usual)
-
-
-def _keys(way: str) -> frozenset[str]:
-    """The configuration keys that a way names."""
-    return frozenset(re.findall(r"[a-z]+\.[a-z_.]+", way))
-
-
-def _governing(parts: Mapping[str, int], besides: int, keys: Mapping[str, str]) -> tuple[str, ...]:
-    least = max(1.0, _LARGE * (sum(parts.values()) + besides))
-    large = sorted((name for name in keys if parts.get(name, 0) >= least), key=lambda name: -parts[name])
-    return tuple(dict.fromkeys(keys[name] for name in large))
+    sides = [side for side in (("the trainer", trainer.parts, _TRAINER), ("an engine", engine.parts, _ENGINE)) if side[1]]
+    parts = [
+        (nbytes, f"{part} of {whose}" if len(sides) > 1 else part, keys.get(part))
+        for whose, held, keys in sides
+        for part, nbytes in held.items()
+    ]
+    parts.sort(key=lambda part: -part[0])
+    total = trainer.total + engine.total
+    governed = [(nbytes, way) for nbytes, _, way in parts if way is not None]
+    ways = list(dict.fromkeys(way for nbytes, way in governed if nbytes >= min(governed[0][0], _LARGE * total)))
+    if len(sides) > 1:
+        ways.append("more GPUs and engines.share_gpus=false")
+    whose = " and ".join(side[0] for side in sides)
+    largest = ", ".join(f"{name} {nbytes / 1e9:.3g}" for nbytes, name, _ in parts[:3])
+    return ConfigError(
+        f"memory of {card}",
+        got=f"{total / 1e9:.3g} GB of {whose} ({largest})",
+        expected=f"at most {usable(gpu_gb) / 1e9:.3g}, as {1 - USABLE:.0%} of its {gpu_gb:.3g} GB are left free",
+        hint=f"take {', or '.join(ways)}",
+    )

@@ -15,15 +15,14 @@ The rule considers memory, not speed:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncmoe.config.sync import SyncSection
 from asyncmoe.errors import ConfigError, LayoutError
-from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.models.lora import halves
+from asyncmoe.models import EngineParallel, MegatronParallel, checks, family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
@@ -31,8 +30,8 @@ from asyncmoe.plan import memory
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, RankParameters, Training
 from asyncmoe.reshard import nccl_room
-from asyncmoe.reshard.layout import ITEM_BYTES
 
+Sizes = TypeVar("Sizes", MegatronParallel, EngineParallel)
 _PREFILLS = (8192, 4096, 2048)
 _TIMES = (1, 2, 4)
 _LEAST_ROWS = 8192
@@ -50,7 +49,6 @@ class Cluster:
         gpu_gb: memory of a GPU in GB (1e9 bytes).
         context: tokens of the longest conversation and of a micro-batch.
         adapter: the adapter that is trained in place of the weights, if any.
-        bucket_bytes: `sync.bucket_bytes`.
     """
 
     nodes: int
@@ -58,8 +56,6 @@ class Cluster:
     gpu_gb: float = 80.0
     context: int = 8192
     adapter: Kind | None = None
-    dtype: str = "bfloat16"
-    bucket_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         for name, got, least, most in (("--nodes", self.nodes, 2, _MOST_NODES), ("--gpus-per-node", self.gpus, 1, _MOST_GPUS)):
@@ -130,8 +126,6 @@ def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
         ConfigError: nothing fits; the message names a sufficient number of nodes if there is one.
         UserError: unsupported model family.
     """
-    if cluster.adapter is not None:
-        halves.check(cluster.adapter, family_of(hf).shape_of(hf))
     engine = best_engine(hf, cluster)
     first = _fewest_nodes(hf, cluster, cluster.nodes - engine.nodes, engine)
     if first is None:
@@ -187,14 +181,14 @@ def _context_ranks(parallel: MegatronParallel, cluster: Cluster) -> Iterator[int
 
 
 def _training(cluster: Cluster, recompute: bool, engines: int = 1, cp: int = 1) -> Training:
-    microbatch = Microbatch(-(-cluster.context // cp), recompute, cluster.dtype, cluster.adapter, cp=cp)
-    return Training(microbatch, bucket_bytes=cluster.bucket_bytes, communicators=nccl_room.nbytes(_MAX_CTAS, engines))
+    microbatch = Microbatch(-(-cluster.context // cp), recompute, adapter=cluster.adapter, cp=cp)
+    return Training(microbatch, communicators=nccl_room.nbytes(_MAX_CTAS, engines))
 
 
 def _least(whole: RankParameters, parallel: MegatronParallel, cluster: Cluster) -> int:
     """Return a lower bound for the bytes of the largest rank: the mean of all ranks if tensor-parallel ranks replicated nothing."""
     stage = RankParameters(whole.dense // (parallel.tp * parallel.pp), whole.experts // (parallel.pp * parallel.ep * parallel.etp))
-    weights = stage.all * ITEM_BYTES[cluster.dtype]
+    weights = stage.all * 2  # bytes of bfloat16
     if cluster.adapter is not None:
         return weights
     return weights + stage.all * memory.GRADIENT + memory.optimizer_bytes(stage, parallel, _training(cluster, recompute=True))
@@ -208,19 +202,23 @@ def _sizes(m: Shape, cluster: Cluster, nodes: int) -> Iterator[MegatronParallel]
     """Yield all sizes that divide the model and the GPUs."""
     gpus = nodes * cluster.gpus
     for tp, pp in product(_divisors(cluster.gpus), _divisors(gpus)):
-        if (
-            gpus % (tp * pp)
-            or any(total % tp for total in (m.heads, m.kv_heads, m.vocab, m.shared_width))
-            or (m.dense_layers and m.dense_width % tp)
-        ):
-            continue
         stages = _stages(m.layers, pp)
+        if gpus % (tp * pp) or stages is None:
+            continue
         dp = gpus // (tp * pp)
         for ep in _divisors(tp * dp) if m.experts else (1,):
             # megatron-core 0.16 shards experts over tensor-parallel ranks if there is no expert parallelism.
-            etp = 1 if ep > 1 else tp
-            if stages is not None and (not m.experts or (m.experts % ep == 0 and m.expert_width % etp == 0)):
-                yield MegatronParallel(tp, pp, ep, etp, dp, first_layers=stages[0], last_layers=stages[1])
+            sizes = MegatronParallel(tp, pp, ep, 1 if ep > 1 else tp, dp, first_layers=stages[0], last_layers=stages[1])
+            if _suits(checks.check_trainer, m, sizes):
+                yield sizes
+
+
+def _suits(check: Callable[[str, Shape, Sizes], None], m: Shape, sizes: Sizes) -> bool:
+    try:
+        check("", m, sizes)
+    except ConfigError:
+        return False
+    return True
 
 
 def _stages(layers: int, pp: int) -> tuple[int | None, int | None] | None:
@@ -258,15 +256,7 @@ def _engine_over(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> EngineS
     m = family_of(hf).shape_of(hf)
     for staged, prefill in product((True, False), _PREFILLS):
         # Memory for one engine's communicator; with more than 16 engines each takes less.
-        serving = EngineMemory(
-            0,
-            staged,
-            prefill,
-            dtype=cluster.dtype,
-            adapter=cluster.adapter,
-            bucket_bytes=cluster.bucket_bytes,
-            communicators=nccl_room.nbytes(_MAX_CTAS, 1),
-        )
+        serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=nccl_room.nbytes(_MAX_CTAS, 1))
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes) if parallel.tp % nodes == 0)
         rooms = {parallel: _room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}
         able = [parallel for parallel, room in rooms.items() if room >= memory.LEAST * cluster.context]
@@ -288,12 +278,9 @@ def _room(hf: Mapping[str, Any], parallel: EngineParallel, serving: EngineMemory
 def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
     """Yield sizes on so many GPUs, with whole experts on each rank if the rank count divides them."""
     for tp in _divisors(gpus):
-        ep = tp if m.experts and m.experts % tp == 0 else 1
-        width = m.expert_width if m.experts else m.dense_width
-        if m.shared_width % tp or (m.dense_layers and m.dense_width % tp):
-            continue
-        if m.heads % tp == 0 and (m.kv_heads % tp == 0 or tp % m.kv_heads == 0) and width % (tp // ep) == 0:
-            yield EngineParallel(tp, ep)
+        sizes = EngineParallel(tp, tp if m.experts and m.experts % tp == 0 else 1)
+        if _suits(checks.check_engine, m, sizes):
+            yield sizes
 
 
 def _divisors(total: int) -> list[int]:

@@ -137,5 +137,5 @@ def entry(data: Buffer, name: str) -> LogEntry:
     """Read a record of the controller's log. Raises DataError: another version wrote it."""
     try:
         return _ENTRIES.decode(data)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise DataError(name, got=str(error), expected="records that this version knows", hint="use the version that wrote it") from error

@@ -28,7 +28,6 @@ from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.run_log import RunLog
-from asyncmoe.rollout.scoring.stages import write_log
 from asyncmoe.rollout.trainer_session import TrainerSession
 from asyncmoe.rollout.workers.children import WorkerProcesses
 from asyncmoe.rollout.workers.figures import added, figures_of
@@ -113,7 +112,6 @@ async def _serve(config: Config, run_dir: Path, at: RendezvousVariables | None, 
         await loaded.close()
         recorder.close()
         await run_log.close()
-        write_log(loaded.scorer, run_dir)
 
 
 class Controller:
@@ -335,7 +333,6 @@ class Controller:
         if (queue := self._session.queue) is not None:
             names, here = [member.engine.name for member in self._pool.members], figures_of(self._loaded)
             figures = here if self._fleet is None else added([here, self._fleet.figures()])
-            write_log(self._scorer, self._config.run.dir)
             self._recorder.write(
                 queue.stats(),
                 names,

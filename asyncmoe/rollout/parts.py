@@ -138,8 +138,6 @@ def pool_of(config: Config, generated: Callable[[str, float, float], None]) -> P
         rollout.max_concurrent,
         rollout.request_timeout_s,
         generated,
-        balance=rollout.balance,
-        slack=rollout.affinity_slack,
         order=rollout.order,
         **adapters.asked(config),
     )

@@ -232,6 +232,8 @@ class EnginesAsk(_Waits, TrainerMessage, frozen=True):
     """Request the current engines, which become the roster. Waits until the run's engines have started or `wait_s` expires."""
 
     wait_s: float
+    probe: bool = False
+    """Have those of the roster show that they generate; one whose server is gone is fenced."""
 
 
 # ---------------------------------------------------------------- requests: engines
@@ -350,6 +352,8 @@ class Engines(Message, frozen=True):
     """Dead or fenced engines of the open update, or without one, of the previous roster."""
     awaited: bool = False
     """There is no engine, but one will come back: ask again."""
+    silent: bool = False
+    """An engine has not shown that it generates, and its machine may be lost: ask again."""
 
 
 class EngineJoined(Message, frozen=True):

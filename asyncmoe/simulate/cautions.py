@@ -46,27 +46,19 @@ def _lost(run: SimulatedRun) -> str:
     return f"{run.mode} lost {percent(run.lost)} of what it started; its speed-up counts only what was trained"
 
 
-_OF_STEPS = ("trainer.step_s", "sync.seconds", "sync.pause_s")
-_OF_GROUPS = ("scoring.seconds", "scoring.sigma")
-"""Keys whose values a run's steps tell, and its kept groups."""
+_RECORDED = ("trainer.step_s", "sync.seconds", "sync.pause_s", "scoring.seconds", "scoring.sigma")
+"""Keys whose values are in the records of a run."""
 
 
 def of_trace(run: RecordedRun, plant: Plant, given: Sequence[str]) -> tuple[str, ...]:
-    """Return a sentence for each kind of records that a run lacks, which names the keys whose values are the plant's therefore.
+    """Return what of a run is not simulated, and a sentence that names keys whose values are the plant's, because its records lack them.
 
     Args:
         plant: with the run's records in it.
         given: keys that the command line sets.
     """
-    missing = {
-        "no steps of reinforcement learning" if not run.steps else "steps that do not tell them": _OF_STEPS,
-        "no kept groups" if not run.groups else "kept groups that do not tell them": _OF_GROUPS,
-    }
-    found = []
-    for why, keys in missing.items():
-        lacking = [f"{key}={plant.value(key):g}" for key in keys if key not in run.keys and key not in given]
-        if lacking:
-            found.append(
-                f"of the plant, not of the run: {', '.join(lacking)}, as {run.path} has {why}; measure, and give each as KEY=VALUE"
-            )
-    return (*run.notes, *found)
+    lacking = [f"{key}={plant.value(key):g}" for key in _RECORDED if key not in run.keys and key not in given]
+    if not lacking:
+        return run.notes
+    found = f"of the plant, not of the run: {', '.join(lacking)}, which {run.path} does not tell; measure, and give each as KEY=VALUE"
+    return (*run.notes, found)

@@ -26,11 +26,10 @@ class Fleet(Generic[R]):
 
     Attributes:
         free: requests that may be placed.
-        in_flight: requests placed and not finished.
     """
 
     def __init__(self, engines: int, slots: int, step: StepTime, prefill_s: float = 0.0, limit: int | None = None) -> None:
-        self.free, self.in_flight = min(engines * slots, limit or engines * slots), 0
+        self.free = min(engines * slots, limit or engines * slots)
         self._at: dict[R, int] = {}
         step_s = [step(batch) for batch in range(slots + 1)]
         self._engines: list[DecodingEngine[R]] = [DecodingEngine(step_s, prefill_s, self._at) for _ in range(engines)]
@@ -62,7 +61,6 @@ class Fleet(Generic[R]):
         self._placed += 1
         self._at[request] = number
         self.free -= 1
-        self.in_flight += 1
         self._engines[number].add(request, tokens, now, self._placed)
         self._changed.add(number)
 
@@ -108,7 +106,6 @@ class Fleet(Generic[R]):
     def _left(self, number: int) -> None:
         load = self._engines[number].load
         self.free += 1
-        self.in_flight -= 1
         self._by_load[load + 1].remove(number)
         self._by_load[load].add(number)
         self._lowest = min(self._lowest, load)

@@ -39,7 +39,6 @@ class SimulatedEngines:
         self._rounds: Rounds[list[Episode]] = Rounds(plant.groups_per_step, 1.0 if state.mode == "async" else plant.tail_batching)
         self._round: list[SimulatedGroup] = []
         self._again: deque[list[Episode]] = deque()
-        self._drained: Callable[[], None] | None = None
         self._served_at: list[list[float]] = [self._fleet.clocks(0.0).tolist()]
 
     def start_groups(self) -> None:
@@ -77,7 +76,6 @@ class SimulatedEngines:
             self._state.ledger = self._state.ledger.discard_spare(self._size)
             self._state.trace.dropped["deferred"] += self._size
         self._rounds = self._rounds.put_off([group.episodes for group in late])
-        self._check_drained()
 
     def next_event(self) -> float:
         """Return the time at which the next turn is complete; inf if there is none."""
@@ -95,8 +93,6 @@ class SimulatedEngines:
         else:
             self._hand_over(response)
         self._place()
-        if self._drained is not None:
-            self._check_drained()
 
     def _cancel(self, group: SimulatedGroup) -> None:
         group.lost = True
@@ -104,15 +100,9 @@ class SimulatedEngines:
             self._fleet.cancel(member, self._clock.engine_time)
         group.end()
 
-    def drain(self, drained: Callable[[], None]) -> None:
-        """Send no more requests until `land`; call `drained` once no request is running."""
-        self._drained = drained
-        self._check_drained()
-
     def land(self) -> None:
-        """Serve the version of the state, and send requests again."""
+        """Serve the version of the state."""
         self._served_at.append(self._fleet.clocks(self._clock.engine_time).tolist())
-        self._drained = None
 
     def read(self, reading: Reading) -> None:
         """Bring the engines' totals of a reading up to date."""
@@ -146,7 +136,7 @@ class SimulatedEngines:
 
     def _place(self) -> None:
         fleet, waiting = self._fleet, self._waiting
-        if not waiting or self._drained is not None or self._clock.paused:
+        if not waiting or self._clock.paused:
             return
         now, version = self._clock.engine_time, self._state.version
         while waiting and fleet.free > 0:
@@ -169,10 +159,6 @@ class SimulatedEngines:
             tokens[version - 1] = tokens.get(version - 1, 0.0) + until - before
             before = until
         tokens[served] = tokens.get(served, 0.0) + end - start - before
-
-    def _check_drained(self) -> None:
-        if self._drained is not None and not self._clock.paused and not self._fleet.in_flight:
-            self._drained()
 
 
 class OrderedWaiting:

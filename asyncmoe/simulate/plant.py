@@ -19,7 +19,6 @@ from asyncmoe.simulate.decoding import StepTime
 
 Mode = Literal["sync", "one_step_off", "async"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-Landing = Literal["pause", "drain"]
 Spread = Annotated[float, Field(ge=0, le=5), FINITE, NUMBER]
 
 
@@ -61,11 +60,6 @@ class PlantSync(Section):
 
     seconds: NonNegativeFloat = Field(0.0, description="Seconds of an update during which engines generate with the previous version.")
     pause_s: NonNegativeFloat = Field(0.0, description="Seconds after that during which the engines pause, to swap the weights.")
-    landing: Landing = Field(
-        "pause",
-        description="How a version lands. pause: running requests pause and continue with it. drain: no request starts until all running "
-        "ones are complete, so every version waits for the longest response.",
-    )
 
 
 class PlantScoring(Section):
@@ -154,11 +148,6 @@ class Plant(Section):
         """Tokens per second of all engines with every slot taken and nothing to prefill."""
         slots = self.engines.max_running
         return self.engines.count * slots / self.step(slots)
-
-    def with_trainer(self, gpus: int) -> dict[str, Any]:
-        """Return the changes that give a step of the trainer to `gpus` GPUs: it takes less time in proportion to their number."""
-        factor = self.trainer.gpus / gpus
-        return {"trainer.step_s": self.trainer.step_s * factor}
 
     def admission(self, mode: Mode) -> Admission:
         """Return the live system's admission policy.

@@ -1,8 +1,7 @@
 """What a run's own records say about a plant: lengths, turns and tools of the groups it kept, and the seconds of its steps.
 
-Kept groups (`telemetry.samples`) are chosen by their number alone, so their lengths are those of all. A run that kept none still has
-quantiles of each step's response lengths. The time of an engine's step cannot be told from the records, for a response also waits; measure
-`engines.step_s` and `engines.step_batch`.
+Kept groups (`telemetry.samples`) are chosen by their number alone, so their lengths are those of all. The time of an engine's step cannot
+be told from the records, for a response also waits; measure `engines.step_s` and `engines.step_batch`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median, pstdev
+from statistics import median, pstdev
 from typing import Any
 
 import msgspec
@@ -34,17 +33,13 @@ class RecordedRun:
     Attributes:
         path: directory of the run.
         groups: the kept groups' episodes. A trajectory of several agents or paths counts as one of its own.
-        quantiles: (share, tokens) of the response lengths, ascending, means over the steps; for a run that kept no groups.
         keys: values of a plant's keys.
-        steps: of reinforcement learning.
-        notes: which lines of the kept groups were left out, a sentence each.
+        notes: what of the run is not simulated, and which lines of the kept groups were left out, a sentence each.
     """
 
     path: Path
     groups: tuple[tuple[Episode, ...], ...]
-    quantiles: tuple[tuple[float, float], ...]
     keys: dict[str, Any]
-    steps: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -54,20 +49,23 @@ def read_recorded(run_dir: Path) -> RecordedRun:
     Raises:
         UserError: it is no run's.
         ConfigError: its configuration is none.
-        DataError: it has neither groups nor steps of reinforcement learning yet, or records that are malformed.
+        DataError: it kept no groups yet, or has records that are malformed.
     """
     config = of_run(run_dir)
     steps = [step for step in read_steps(run_dir / METRICS) if step.phase == "rl"]
     notes: list[str] = []
+    if config.rollout.interruption == "drain":
+        notes.append(
+            "rollout.interruption=drain is not simulated: here engines pause for a new version, and do not wait for the longest response"
+        )
     found = list(_groups(run_dir / FOLDER / ROLLOUT_SAMPLES, notes))
     members = [member for group in found for member in group]
     groups = tuple(tuple(map(_episode, group)) for group in found)
-    quantiles = () if groups else _quantiles(steps)
-    if not groups and not quantiles:
-        got = "; ".join(["a run without groups or steps of reinforcement learning", *notes])
-        raise DataError(str(run_dir), got=got, expected="one that has trained")
+    if not groups:
+        got = "; ".join(["a run without kept groups", *notes])
+        raise DataError(str(run_dir), got=got, expected="one that has trained, and keeps groups (telemetry.samples.groups)")
     keys = {**_sizes(config), **_step_seconds(steps), **_scoring(members)}
-    return RecordedRun(run_dir, groups, quantiles, keys, len(steps), tuple(notes))
+    return RecordedRun(run_dir, groups, keys, tuple(notes))
 
 
 def _groups(path: Path, notes: list[str]) -> Iterator[list[SampledMember]]:
@@ -107,14 +105,6 @@ def _episode(member: SampledMember) -> Episode:
     return turns, (sum(call.seconds for call in member.calls) / gaps,) * gaps if gaps else ()
 
 
-def _quantiles(steps: Sequence[Step]) -> tuple[tuple[float, float], ...]:
-    each: dict[float, list[float]] = {}
-    for step in steps:
-        for share, tokens in (step.response_tokens_quantiles or {}).items():
-            each.setdefault(float(share), []).append(tokens)
-    return tuple((share, fmean(tokens)) for share, tokens in sorted(each.items()))
-
-
 # ---------------------------------------------------------------- keys of a plant
 
 
@@ -130,7 +120,6 @@ def _sizes(config: Config) -> dict[str, Any]:
         "tail_batching": config.rollout.tail_batching,
         "engines.order": config.rollout.order,
         "trainer.gpus": config.trainer.ranks,
-        "sync.landing": "drain" if config.rollout.interruption == "drain" else None,
         "scoring.concurrency": config.scoring.concurrency,
     }
     return {key: value for key, value in keys.items() if value is not None}

@@ -41,7 +41,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """One simulated run. Seconds per step and idle shares are for the steady state: the steps after the first `warm`.
+    """One simulated run. Seconds per step and idle shares are for the steady state, the steps after the first few.
 
     Attributes:
         wall: simulated seconds of all steps.
@@ -61,10 +61,7 @@ class SimulatedRun:
 
     mode: str
     max_staleness: int
-    engines: int
-    trainer_gpus: int
     steps: int
-    warm: int
     wall: float
     step_s: float
     train_s: float
@@ -80,6 +77,11 @@ class SimulatedRun:
     dropped: dict[str, int]
     ledger: dict[str, int]
 
+    @property
+    def mean_age(self) -> float:
+        """Mean age of a trained token."""
+        return sum(age * share for age, share in self.ages.items())
+
 
 def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int, ledger: Ledger) -> SimulatedRun:
     """Summarise a run whose steady state began at the reading `since`, after `warm` steps."""
@@ -91,10 +93,7 @@ def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int,
     return SimulatedRun(
         mode=mode,
         max_staleness=plant.admission(mode).max_staleness,
-        engines=plant.engines.count,
-        trainer_gpus=plant.trainer.gpus,
         steps=plant.steps,
-        warm=warm,
         wall=now.seconds,
         step_s=window / steps,
         train_s=(now.training - since.training) / steps,

@@ -155,7 +155,7 @@ class SimulatedTrainer:
 
 
 class SimulatedSync:
-    """The transfer of one version at a time: it travels while engines generate, then lands: they pause, or finish their requests first.
+    """The transfer of one version at a time: it travels while engines generate, then they pause for it.
 
     Args:
         served: called when the engines serve the version.
@@ -175,12 +175,6 @@ class SimulatedSync:
         self._clock.after(self._state.plant.sync.seconds, lambda: self._land(version, began))
 
     def _land(self, version: int, began: float) -> None:
-        if self._state.plant.sync.landing == "drain":
-            self._engines.drain(lambda: self._pause(version, began))
-        else:
-            self._pause(version, began)
-
-    def _pause(self, version: int, began: float) -> None:
         self._clock.pause()
         self._clock.after(self._state.plant.sync.pause_s, lambda: self._serve(version, began))
 

@@ -114,13 +114,6 @@ def empirical(values: Sequence[float]) -> Quantile:
     return _tabulated(ordered, (np.arange(len(ordered)) + 0.5) / len(ordered), math.inf)
 
 
-def piecewise(quantiles: Sequence[tuple[float, float]]) -> Quantile:
-    """The distribution with these (share, value) quantiles, linear between them, and with no values beyond them."""
-    shares, values = np.array(quantiles, float).T
-    normal = np.vectorize(NormalDist().cdf, otypes=[float])
-    return lambda z: np.interp(normal(z), shares, values)
-
-
 def _tabulated(x: Floats, below: Floats, cap: float) -> Quantile:
     """The quantile function, by z, of a distribution with P(X <= x) = `below`, both ascending; capped at `cap`."""
     normal = NormalDist()
@@ -155,7 +148,7 @@ def parse(text: str) -> Workload:
     name, values = _spec(text)
     if values is None and Path(text).is_dir():
         run = read_recorded(Path(text))
-        return Workload(text, piecewise(run.quantiles or ((0.0, 1.0), (1.0, 1.0))), recorded=run.groups, notes=run.notes)
+        return Workload(text, fixed(1), recorded=run.groups, notes=run.notes)
     if values is None:
         return Workload(text, empirical(_read(Path(text))))
     return replace(_build(name, values), name=text, icc=values.get("icc", 0.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncmoe.telemetry.format import number, percent
-from asyncmoe.telemetry.gauges import Gauges, known
+from asyncmoe.telemetry.gauges import Gauges
 
 IDLE = 0.4
 """Share of idle time above which the other side is called the bottleneck."""
@@ -78,9 +78,7 @@ def _off_policy(g: Gauges) -> str | None:
 
 
 def _idle(g: Gauges) -> str | None:
-    # A long start is in the mean of the steps but not in what is typical.
-    trainer = min(known((g.trainer_idle, g.trainer_idle_typical)), default=0.0)
-    engines = min(known((g.engine_idle, g.engine_idle_typical)), default=0.0)
+    trainer, engines = g.trainer_idle or 0.0, g.engine_idle or 0.0
     if min(trainer, engines) > BOTH_IDLE:
         both = f"Trainer idle {percent(g.trainer_idle)} and engines idle {percent(g.engine_idle)}"
         if (g.held or 0.0) > HELD * engines:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import queue
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from asyncmoe.telemetry.alerts import Alert
 
-_MOST_WAITING = 100
 _TIMEOUT_S = 10.0
 """Seconds that the command may take for one alert."""
 
@@ -27,43 +25,28 @@ class Alarm:
 
     def __init__(self, command: Sequence[str] | None, run: str, say: Callable[[str], None]) -> None:
         self._command, self._run, self._say = command, run, say
-        self._waiting: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
+        self._sender, self._sent = ThreadPoolExecutor(1, "alerts"), list[Future[None]]()
         self._failed = False
-        self._thread: threading.Thread | None = None
 
     def send(self, alert: Alert) -> None:
         """Send an alert; returns at once."""
-        if self._command is None:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, args=(self._command,), name="alerts", daemon=True)
-            self._thread.start()
-        body = {"run": self._run, "event": alert.event, "text": alert.text, "step": alert.step, "time": time.time()}
-        try:
-            self._waiting.put_nowait(json.dumps(body).encode())
-        except queue.Full:
-            self._fail(f"more than {_MOST_WAITING} wait to be sent")
+        if self._command is not None:
+            body = {"run": self._run, "event": alert.event, "text": alert.text, "step": alert.step, "time": time.time()}
+            self._sent.append(self._sender.submit(self._call, self._command, json.dumps(body).encode()))
 
     def close(self) -> None:
         """Wait for the alerts that are not sent yet, for at most twice the time of one: for the one under way, and the last."""
-        if self._thread is None:
-            return
-        until = time.monotonic() + 2 * _TIMEOUT_S
-        try:
-            self._waiting.put(None, timeout=_TIMEOUT_S)
-        except queue.Full:
-            return
-        self._thread.join(max(0.0, until - time.monotonic()))
+        wait(self._sent, 2 * _TIMEOUT_S)
+        self._sender.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, command: Sequence[str]) -> None:
-        while (body := self._waiting.get()) is not None:
-            try:
-                done = subprocess.run(command, input=body, capture_output=True, timeout=_TIMEOUT_S, check=False, start_new_session=True)
-            except (OSError, subprocess.SubprocessError) as error:
-                self._fail(str(error))
-                continue
-            if done.returncode:
-                self._fail(f"status {done.returncode}: {done.stderr[-300:].decode(errors='replace').strip()}")
+    def _call(self, command: Sequence[str], body: bytes) -> None:
+        try:
+            done = subprocess.run(command, input=body, capture_output=True, timeout=_TIMEOUT_S, check=False, start_new_session=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._fail(str(error))
+            return
+        if done.returncode:
+            self._fail(f"status {done.returncode}: {done.stderr[-300:].decode(errors='replace').strip()}")
 
     def _fail(self, why: str) -> None:
         if not self._failed:

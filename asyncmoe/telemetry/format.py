@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ABSENT = "–"
-_BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def number(value: float | None, unit: str = "", digits: int = 3) -> str:
@@ -54,19 +53,7 @@ def quantity(value: float | None, unit: str) -> str:
     return number(value, "ms" if unit == "milliseconds" else "")
 
 
-def bars(counts: Mapping[int, int] | None, width: int = 10, most: int = 5) -> str:
-    """Draw a histogram in one line: each key, a bar (`width` cells stand for 100 %) and its share. Keys from `most - 1` on are merged."""
+def shares(counts: Mapping[int, int] | None) -> str:
+    """Format a histogram: each key and its share."""
     total = sum(counts.values()) if counts else 0
-    if not counts or total <= 0:
-        return ABSENT
-    low = {key: counts[key] for key in sorted(counts) if key < most - 1}
-    high = sum(count for key, count in counts.items() if key >= most - 1)
-    rows = [(str(key), count) for key, count in low.items()] + ([(f"{most - 1}+", high)] if high else [])
-    return "   ".join(f"{key} {bar(count / total, width)} {percent(count / total)}" for key, count in rows)
-
-
-def bar(share: float, width: int = 10) -> str:
-    """Draw a bar of block characters; `width` cells stand for 100 %. Any share above 0 is visible."""
-    eighths = max(round(share * width * 8), 1 if share > 0 else 0)
-    full, part = divmod(eighths, 8)
-    return _BLOCKS[8] * full + (_BLOCKS[part] if part else "")
+    return "   ".join(f"{key}: {percent(counts[key] / total)}" for key in sorted(counts)) if counts and total else ABSENT

@@ -20,15 +20,12 @@ class Gauges:
     reward: float | None = None
     reward_std: float | None = None
     """Largest standard deviation of rewards within a step."""
-    loss: float | None = None
     lost_step: int | None = None
     """First step whose loss is not finite."""
     step_seconds: float | None = None
     trainer_idle: float | None = None
-    engine_idle: float | None = None
-    trainer_idle_typical: float | None = None
     """Median over the steps of the idle share of a step: one slow start does not move it."""
-    engine_idle_typical: float | None = None
+    engine_idle: float | None = None
     """Idle share of the engines after the first step, which waits for the start of engines."""
     held: float | None = None
     """Share of the time after the first step in which episodes were in progress, but no engine had work. At least: work of several
@@ -64,18 +61,16 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
         ages.update(step.ages or {})
     last = rollout[-1] if rollout else None
     settled = [record for record in rollout if rl and record.time > rl[0].time]
+    busy = mean(share for record in settled for share in record.engine_utilization.values())
     held, held_in_scoring = _held(settled)
     return Gauges(
         steps=len(rl),
         reward=mean(step.reward_mean for step in rl),
         reward_std=max(known(step.reward_std for step in rl), default=None),
-        loss=mean(step.loss for step in rl),
         lost_step=next((step.step for step in rl if step.loss is None), None),
         step_seconds=median(step.step_seconds for step in rl),
-        trainer_idle=sum_over((step.wait_seconds for step in rl), seconds),
-        engine_idle=_engine_idle(rollout),
-        trainer_idle_typical=median(sum_over((step.wait_seconds,), step.step_seconds or 0.0) for step in rl),
-        engine_idle_typical=_engine_idle(settled),
+        trainer_idle=median(sum_over((step.wait_seconds,), step.step_seconds or 0.0) for step in rl),
+        engine_idle=None if busy is None else 1 - busy,
         held=held,
         held_in_scoring=held_in_scoring,
         sync_seconds=median(step.sync_seconds for step in updates),
@@ -93,11 +88,6 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
         rejected=ratio(total(last.rejected), last.started) if last else None,
         rejected_most=max(last.rejected, key=lambda reason: last.rejected[reason]) if last and last.rejected else None,
     )
-
-
-def _engine_idle(rollout: Sequence[Rollout]) -> float | None:
-    busy = mean(share for record in rollout for share in record.engine_utilization.values())
-    return None if busy is None else 1 - busy
 
 
 def _held(rollout: Sequence[Rollout]) -> tuple[float | None, float | None]:

@@ -105,7 +105,7 @@ def read(run_dir: Path) -> dict[str, Beat]:
     """Return the newest heartbeat of each role; unreadable files are left out, as if they had not been written yet."""
     found = {}
     for path in (run_dir / FOLDER).glob("*.json"):
-        with suppress(OSError, msgspec.DecodeError):
+        with suppress(OSError, ValueError):
             one = msgspec.json.decode(path.read_bytes(), type=Beat)
             found[one.role] = one
     return found

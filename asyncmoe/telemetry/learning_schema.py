@@ -18,22 +18,15 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
     time: Annotated[float, "Unix seconds at the end of the step."]
     version: Annotated[int | None, Metric("Version of the weights after the step.")] = None
     lineage: Annotated[
-        int | None,
-        Metric("Number of restarts so far that trained steps again from the log: a step of another lineage has other weights."),
+        int | None, Metric("Number of restarts so far that trained steps again from the log: a step of another lineage has other weights.")
     ] = None
 
     # Learning
     reward_mean: Annotated[
-        float | None,
-        Metric("Mean reward of the batch.", "reward", word="reward", panel=True, plot=Plot("Learning", "Mean reward")),
+        float | None, Metric("Mean reward of the batch.", "reward", word="reward", panel=True, plot=Plot("Learning", "Mean reward"))
     ] = None
     reward_std: Annotated[
-        float | None,
-        Metric(
-            "Standard deviation of the batch's rewards.",
-            "reward",
-            plot=Plot("Learning", "Reward spread", colour="orange", from_zero=True),
-        ),
+        float | None, Metric("Standard deviation of the batch's rewards.", "reward", plot=Plot("Learning", "Reward spread", from_zero=True))
     ] = None
     rewards: Annotated[
         Mapping[float, int] | None,
@@ -42,28 +35,22 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
             "the greatest.",
             "responses",
             key="reward",
-            plot=Plot("Learning", "Distribution of rewards", colour="green", bars="share", keys="reward"),
+            plot=Plot("Learning", "Distribution of rewards", heat="share"),
         ),
     ] = None
     step_reward_mean: Annotated[
         float | None,
         Metric("Mean reward of the rewarded steps of the batch's responses.", "reward", plot=Plot("Learning", "Mean reward of steps")),
     ] = None
-    loss: Annotated[float | None, Metric("Loss.", "loss", word="loss", panel=True, plot=Plot("Learning", "Policy loss", colour="red"))] = (
-        None
-    )
-    grad_norm: Annotated[
-        float | None, Metric("Gradient norm before clipping.", "norm", plot=Plot("Learning", "Gradient norm", colour="purple"))
-    ] = None
-    lr: Annotated[
-        float | None, Metric("Learning rate.", "a step", plot=Plot("Learning", "Learning rate", colour="grey", from_zero=True))
-    ] = None
+    loss: Annotated[float | None, Metric("Loss.", "loss", word="loss", panel=True, plot=Plot("Learning", "Policy loss"))] = None
+    grad_norm: Annotated[float | None, Metric("Gradient norm before clipping.", "norm", plot=Plot("Learning", "Gradient norm"))] = None
+    lr: Annotated[float | None, Metric("Learning rate.", "a step", plot=Plot("Learning", "Learning rate", from_zero=True))] = None
     entropy: Annotated[
         float | None,
         Metric(
             "Entropy of the trainer's distribution over the whole vocabulary, per sampled token.",
             "nats a token",
-            plot=Plot("Learning", "Entropy", colour="green"),
+            plot=Plot("Learning", "Entropy"),
         ),
     ] = None
     clip_fraction: Annotated[
@@ -71,7 +58,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
         Metric(
             "Share of the trained sampled tokens on which the clip acts.",
             "share of tokens",
-            plot=Plot("Learning", "Clipped tokens", colour="orange", from_zero=True),
+            plot=Plot("Learning", "Clipped tokens", from_zero=True),
         ),
     ] = None
     response_tokens_mean: Annotated[
@@ -86,7 +73,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
             "Quantiles of the number of sampled tokens per response, by share.",
             "tokens",
             key="quantile",
-            plot=Plot("Learning", "Response length", curve="quantile", colour="green", from_zero=True),
+            plot=Plot("Learning", "Response length", curve="quantile", from_zero=True),
         ),
     ] = None
     truncated_fraction: Annotated[
@@ -94,6 +81,6 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
         Metric(
             "Share of the responses that ended at their limit of tokens.",
             "share of responses",
-            plot=Plot("Learning", "Truncated responses", colour="red", from_zero=True),
+            plot=Plot("Learning", "Truncated responses", from_zero=True),
         ),
     ] = None

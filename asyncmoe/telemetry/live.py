@@ -1,4 +1,4 @@
-"""The live view of a run: on the terminal and, if configured, in TensorBoard, Prometheus and loggers."""
+"""The live view of a run: on the terminal and, if configured, in Prometheus and loggers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 
-from asyncmoe import installed
 from asyncmoe.config import Config
-from asyncmoe.errors import StorageError
 from asyncmoe.telemetry.follow import Followed, Follower, Sink
 from asyncmoe.telemetry.loggers import checks
 from asyncmoe.telemetry.loggers.sink import LoggerSink, client
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import sessions, trainer_restarts
-from asyncmoe.telemetry.rejected import rejected
+from asyncmoe.telemetry.rejected import evaluated, rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
-from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, RECENT_STEPS, View, evaluated, line, panel
-from asyncmoe.telemetry.tensorboard import TensorBoard
+from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, RECENT_STEPS, View, line, panel
 
 
 class LiveView:
     """Follows the files of `config.run.dir`. Use as a context manager and call `refresh` a few times per second.
 
     On a terminal (or with `telemetry.live: on`) it redraws one panel; otherwise it prints one line per step. The panel includes the records
-    of earlier starts of the run, but they are neither printed nor sent to TensorBoard again.
+    of earlier starts of the run, but they are not printed again.
 
     Args:
         sinks: get new records too; they are not closed.
@@ -56,9 +53,10 @@ class LiveView:
             before = self._follower.poll()
             self._take(before)
             self._sinks += self._given
-            loggers = checks.configured(self._config.telemetry)
-            named = [LoggerSink(self._config, name, client(self._config, name), before, self.say) for name in loggers]
-            for sink in [*_sinks(self._config), *named]:
+            config, port = self._config, self._config.telemetry.prometheus_port
+            made: list[Sink] = [] if port is None else [Prometheus(port)]
+            made += [LoggerSink(config, name, client(config, name), before, self.say) for name in checks.configured(config.telemetry)]
+            for sink in made:
                 stack.callback(sink.close)
                 self._sinks.append(sink)
             if self._live:
@@ -67,14 +65,10 @@ class LiveView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        gone = rejected(self._view.rollout[-1:])
+        gone = rejected(self._view.rollout)
         if self._live is None and gone.by_reason:
             self._print(f"rejected {gone}")
-        try:
-            self._stack.close()
-        except StorageError:
-            if error is None:  # else the earlier error propagates
-                raise
+        self._stack.close()
 
     def refresh(self) -> None:
         """Read and show new records.
@@ -84,8 +78,8 @@ class LiveView:
         """
         new = self._follower.poll()
         self._take(new)
-        for sink in tuple(self._sinks):
-            self._feed(sink, new)
+        for sink in self._sinks:
+            sink.feed(new)
         if self._live:
             self._live.update(panel(self._view), refresh=True)
             return
@@ -94,14 +88,6 @@ class LiveView:
                 self._print(line(self._view, record))
             elif isinstance(record, Evaluation):
                 self._print(f"evaluated {evaluated(record)}")
-
-    def _feed(self, sink: Sink, new: list[Followed]) -> None:
-        """Feed a sink; drop it if it fails. The run's own processes decide whether the run can continue."""
-        try:
-            sink.feed(new)
-        except StorageError as error:
-            self._sinks.remove(sink)
-            self.say(str(error))
 
     def say(self, text: str) -> None:
         """Show a message below the panel's rows, or print it without a panel."""
@@ -124,12 +110,3 @@ class LiveView:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _sinks(config: Config) -> list[Sink]:
-    sinks: list[Sink] = []
-    if config.telemetry.prometheus_port is not None:
-        sinks.append(Prometheus(config.telemetry.prometheus_port))
-    if config.telemetry.tensorboard == "on" or (config.telemetry.tensorboard == "auto" and installed.has("tensorboard")):
-        sinks.append(TensorBoard(config.run.dir / "tensorboard"))
-    return sinks

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 import msgspec
 
 Section = Literal["Learning", "Staleness", "Agreement of engines and trainer", "Idle time and queue", "Weight updates", "Throughput"]
-Colour = Literal["grey", "blue", "green", "orange", "red", "purple"]
 
 
 @dataclass(frozen=True)
@@ -22,15 +21,12 @@ class Plot:
     """A metric in the report's figure with the title `figure`; metrics with the same title share the figure.
 
     A step's metric is drawn over RL steps, a rollout record's over minutes, an evaluation's over the step evaluated. A mapping is one curve
-    for each key, or a heat map and bars. Metrics without a plot are drawn too, each in a figure of its own in the last section.
+    for each key, or a heat map. Metrics without a plot are drawn too, each in a figure of its own in the last section.
 
     Attributes:
         curve: the curve's name in the legend of a figure with several metrics; a mapping's key follows it.
-        colour: the colour; several keys take it and its successors.
         from_zero: the axis begins at 0.
-        bars: draw a mapping from numbers as a heat map over the steps, and with a bar for each number: its mean over the steps, or its
-            share of the total of all steps. Numbers that are not whole are counted (`distribution`), so they can only be shares.
-        keys: label of the axis of the bars.
+        heat: draw a mapping from numbers as a heat map over the steps: its values, or the share of each in the step's total.
         apart: draw every key of a mapping, whose units may differ, in a figure of its own, with the key in its title.
         error: field of the same record with the standard error of each value, drawn as error bars.
     """
@@ -38,10 +34,8 @@ class Plot:
     section: Section
     figure: str
     curve: str = ""
-    colour: Colour = "blue"
     from_zero: bool = False
-    bars: Literal["mean", "share"] | None = None
-    keys: str = ""
+    heat: Literal["value", "share"] | None = None
     apart: bool = False
     error: str = ""
 
@@ -76,14 +70,14 @@ class Metric:
 
 
 class Number(NamedTuple):
-    """A measured number of a record. `label` and `key` are None for a plain number; for an entry of a mapping, they are what the key is,
-    and the key."""
+    """A measured number of a record, and its declaration. `key`: of an entry of a mapping; None for a plain number. `label`: what the key
+    is."""
 
     name: str
     label: str | None
     key: str | None
     value: float
-    help: str
+    metric: Metric
 
 
 @cache
@@ -101,18 +95,18 @@ def numbers(record: msgspec.Struct) -> Iterator[Number]:
     for name, metric in declared(type(record)).items():
         value = getattr(record, name)
         if not isinstance(value, Mapping):
-            yield from _plain(name, None, None, value, metric.help)
+            yield from _plain(name, None, None, value, metric)
             continue
         for key, inner in value.items():
             if not isinstance(inner, msgspec.Struct):
-                yield from _plain(name, metric.key, str(key), inner, metric.help)
+                yield from _plain(name, metric.key, str(key), inner, metric)
                 continue
             for part, of_part in declared(type(inner)).items():
                 counted: Any = getattr(inner, part)
                 whole = sum(counted.values()) if isinstance(counted, Mapping) else counted
-                yield from _plain(f"{name}_{part}", metric.key, str(key), whole, of_part.help)
+                yield from _plain(f"{name}_{part}", metric.key, str(key), whole, of_part)
 
 
-def _plain(name: str, label: str | None, key: str | None, value: Any, help: str) -> Iterator[Number]:
+def _plain(name: str, label: str | None, key: str | None, value: Any, metric: Metric) -> Iterator[Number]:
     if isinstance(value, int | float):
-        yield Number(name, label, key, float(value), help)
+        yield Number(name, label, key, float(value), metric)

@@ -5,19 +5,18 @@ Intervals are half-open [begin, end) pairs of floats; an interval with end <= be
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterable
+
+import numpy as np
 
 Interval = tuple[float, float]
 
 
-def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """Return the union as disjoint intervals in ascending order; merges neighbours at most `gap` apart."""
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union as disjoint intervals in ascending order."""
     merged: list[Interval] = []
     for begin, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
-        if merged and begin - merged[-1][1] <= gap:
+        if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
             merged.append((begin, end))
@@ -45,27 +44,9 @@ def intersection(one: Iterable[Interval], other: Iterable[Interval]) -> list[Int
     return common
 
 
-@dataclass(frozen=True)
-class Cover:
-    """A union, indexed for repeated queries of how much of a window it covers."""
-
-    begins: Sequence[float]
-    ends: Sequence[float]
-    before_begin: Sequence[float]
-    """Covered length before each begin."""
-
-    @classmethod
-    def of(cls, intervals: Iterable[Interval]) -> Cover:
-        disjoint = union(intervals)
-        lengths = (end - begin for begin, end in disjoint)
-        return cls([b for b, _ in disjoint], [e for _, e in disjoint], list(accumulate(lengths, initial=0.0))[:-1])
-
-    def within(self, begin: float, end: float) -> float:
-        """Return the covered length of [begin, end)."""
-        return self._before(end) - self._before(begin) if end > begin else 0.0
-
-    def _before(self, time: float) -> float:
-        index = bisect_right(self.begins, time) - 1
-        if index < 0:
-            return 0.0
-        return self.before_begin[index] + min(time, self.ends[index]) - self.begins[index]
+def covered(intervals: Iterable[Interval], times: np.ndarray) -> np.ndarray:
+    """Return the length of the union before each time (float64[N])."""
+    disjoint = np.array(union(intervals), np.float64).reshape(-1, 2)
+    until = np.cumsum(disjoint[:, 1] - disjoint[:, 0])
+    before = np.concatenate([[0.0], until[:-1]])
+    return np.interp(times, disjoint.ravel(), np.stack([before, until], 1).ravel()) if len(disjoint) else np.zeros(len(times))

@@ -87,5 +87,5 @@ def _boot() -> str:
 def _read(path: Path) -> Recorded:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Recorded)
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise DataError(str(path), got=str(error), expected="a recorded process", hint="delete it") from error

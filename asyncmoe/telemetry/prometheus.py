@@ -41,8 +41,8 @@ class Prometheus:
             if isinstance(record, Step):
                 self._gauge("asyncmoe_step", "Steps taken.").set(record.step)
             cleared: set[str] = set()
-            for name, label, key, value, help in numbers(record):
-                gauge = self._gauge(f"asyncmoe_{source}_{name}", help, label)
+            for name, label, key, value, metric in numbers(record):
+                gauge = self._gauge(f"asyncmoe_{source}_{name}", metric.help, label)
                 if key is None:
                     gauge.set(value)
                     continue

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,7 +16,6 @@ import msgspec
 
 from asyncmoe.errors import DataError, an
 from asyncmoe.storage import writing
-from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Span, Step, What
 
@@ -27,10 +27,6 @@ Convert = Callable[[Path, int, dict[str, Any]], T]
 
 RENAMED = {"kl_engine": "train_infer_kl", "routing_differs": "routing_mismatch", "engine_busy_share": "engine_utilization"}
 """Former names of fields, and their names now: a run that an older version began is read as one series."""
-
-
-_BLOCK = 1 << 16
-"""Bytes read at a time to find the last line."""
 
 
 class JsonLines:
@@ -94,15 +90,6 @@ class Spans:
     def add(self, who: str, what: What, begin: float, end: float) -> None:
         """Record a span that the caller measured, in Unix seconds."""
         self._lines.write(Span(who, what, begin, end))
-
-    @contextmanager
-    def span(self, who: str, what: What) -> Iterator[None]:
-        """Record the block's duration, even if it raises."""
-        begin = unix()
-        try:
-            yield
-        finally:
-            self.add(who, what, begin, unix())
 
     def close(self) -> None:
         self._lines.close()
@@ -188,30 +175,12 @@ def as_record(kind: type[R]) -> Convert[R]:
     return partial(_convert, kind=kind)
 
 
-def read_spans(path: Path) -> list[Span]:
-    """Read all spans of a file, in the order written.
-
-    Raises:
-        DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.
-    """
-    return Tail(path).poll_as(Span)
-
-
-def read_rollout(path: Path) -> list[Rollout]:
-    """Read all records of rollout.jsonl.
-
-    Raises:
-        DataError: see `read_spans`.
-    """
-    return Tail(path).poll_as(Rollout)
-
-
 def read_evaluations(path: Path) -> list[Evaluation]:
     """Read the valid records of evaluation.jsonl, by ascending version. A record supersedes earlier records of its set and version, and of
     later versions.
 
     Raises:
-        DataError: see `read_spans`.
+        DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.
     """
     return valid_evaluations(Tail(path).poll_as(Evaluation))
 
@@ -228,22 +197,13 @@ def _superseded(earlier: Evaluation, by: Evaluation) -> bool:
     return earlier.version > by.version or (earlier.version == by.version and earlier.name == by.name)
 
 
-def read_sessions(path: Path) -> list[list[Step]]:
-    """Read the valid steps of metrics.jsonl, one list per start of the trainer; see `sessions`.
-
-    Raises:
-        DataError: see `read_spans`.
-    """
-    return sessions(Tail(path).poll_steps())
-
-
 def read_steps(path: Path) -> list[Step]:
     """Read the valid steps of metrics.jsonl, in ascending order, each once; see `sessions`.
 
     Raises:
-        DataError: see `read_spans`.
+        DataError: see `read_evaluations`.
     """
-    return list(chain.from_iterable(read_sessions(path)))
+    return list(chain.from_iterable(sessions(Tail(path).poll_steps())))
 
 
 def sessions(records: Iterable[Step | Resume]) -> list[list[Step]]:
@@ -296,7 +256,7 @@ def _convert(path: Path, number: int, values: dict[str, Any], kind: type[R]) -> 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         values = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise DataError(f"{path} line {number}", got=str(error), expected="a JSON object") from error
     if not isinstance(values, dict):
         raise DataError(f"{path} line {number}", got=type(values).__name__, expected="a JSON object")
@@ -304,16 +264,11 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
+    if not path.exists() or not (size := path.stat().st_size):
         return
     with path.open("rb+") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        whole = 0
-        while end and not whole:
-            begin = max(0, end - _BLOCK)
-            file.seek(begin)
-            whole = (begin + newline + 1) if (newline := file.read(end - begin).rfind(b"\n")) >= 0 else 0
-            end = begin
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            whole = text.rfind(b"\n") + 1
         if whole < size:
             file.truncate(whole)
 

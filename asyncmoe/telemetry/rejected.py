@@ -1,15 +1,14 @@
-"""Rejections and scoring in words, for the live view and the report."""
+"""Rejections, scoring and evaluations in words, for the live view and the report."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from asyncmoe.telemetry.format import number, percent
 from asyncmoe.telemetry.gauges import ratio
-from asyncmoe.telemetry.rollout_schema import Rollout, Scoring
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout, Scoring
 
 _REASONS = 3
 
@@ -31,39 +30,9 @@ class Rejected:
         return f"{percent(self.share)} of {number(self.started)} started{reasons}"
 
 
-def ends(records: Sequence[Rollout]) -> list[Rollout]:
-    """Return the last record of each start of the controller, whose counters begin at 0 again."""
-    return [before for before, after in pairwise(records) if after.started < before.started] + [*records[-1:]]
-
-
 def rejected(records: Sequence[Rollout]) -> Rejected:
-    """Sum the rejections over all starts of the controller."""
-    last = ends(records)
-    found: Counter[str] = Counter()
-    for record in last:
-        found.update(record.rejected)
-    return Rejected(dict(found.most_common()), sum(record.started for record in last))
-
-
-def scored(records: Sequence[Rollout]) -> dict[str, Scoring]:
-    """Sum the counts of each scoring stage over all starts of the controller; what is in flight, waiting or open is the latest's."""
-    found: dict[str, Scoring] = {}
-    for record in ends(records):
-        for name, stage in record.scoring.items():
-            found[name] = _sum(found[name], stage) if name in found else stage
-    return found
-
-
-def _sum(before: Scoring, stage: Scoring) -> Scoring:
-    return Scoring(
-        in_flight=stage.in_flight,
-        waiting=stage.waiting,
-        scored=before.scored + stage.scored,
-        retried=before.retried + stage.retried,
-        failed=dict(Counter(before.failed) + Counter(stage.failed)),
-        seconds=before.seconds + stage.seconds,
-        breaker=stage.breaker,
-    )
+    """Return the rejections of a run, which the newest record counts."""
+    return Rejected(dict(Counter(records[-1].rejected).most_common()), records[-1].started) if records else Rejected({}, 0)
 
 
 def describe(stage: Scoring) -> str:
@@ -74,8 +43,17 @@ def describe(stage: Scoring) -> str:
     parts += [f"{stage.retried:,} retried"] if stage.retried else []
     parts += [f"{stage.in_flight} in flight"] if stage.in_flight else []
     parts += [f"{stage.waiting} waiting"] if stage.waiting else []
-    parts += [f"breaker {stage.breaker}"] if stage.breaker != "closed" else []
     return "   ".join(parts)
+
+
+def evaluated(record: Evaluation) -> str:
+    """Describe an evaluation: "version 20   math   reward 0.43 ± 0.05   pass@4 0.7   25 % failed"; omits a name, pass@k and failures that
+    are not there."""
+    error = "" if record.reward_stderr is None else f" ± {number(record.reward_stderr)}"
+    failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
+    passed = [f"pass@{record.samples} {number(share)}" for k, share in record.pass_at.items() if k == str(record.samples) != "1"]
+    named = [record.name] if record.name else []
+    return "   ".join([f"version {record.version}", *named, f"reward {number(record.reward_mean)}{error}", *passed, *failed])
 
 
 def counts(by_reason: Mapping[str, int]) -> str:

@@ -14,15 +14,12 @@ class Scoring(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a scorer or teacher; counts of samples since the controller started."""
 
     in_flight: Annotated[int, Metric("Samples in a call to the judge.", "samples")] = 0
-    waiting: Annotated[int, Metric("Samples waiting for a slot, for the breaker or in backoff.", "samples")] = 0
+    waiting: Annotated[int, Metric("Samples waiting for a slot or in backoff.", "samples")] = 0
     scored: Annotated[int, Metric("Scored samples.", "samples")] = 0
     retried: Annotated[int, Metric("Retries.")] = 0
     failed: Annotated[Mapping[str, int], Metric("Failed samples by reason.", "samples", key="reason")] = {}
     seconds: Annotated[float, Metric("Total time of the scored and failed samples.", "seconds")] = 0.0
-    wait_seconds: Annotated[
-        float, Metric("The part of `seconds` outside calls: waiting for a slot, for the breaker and in backoff.", "seconds")
-    ] = 0.0
-    breaker: Annotated[str, "State of the circuit breaker."] = "closed"
+    wait_seconds: Annotated[float, Metric("The part of `seconds` outside calls: waiting for a slot and in backoff.", "seconds")] = 0.0
 
 
 class Calls(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +45,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         Metric(
             "Trajectories being generated or scored, at the moment.",
             "trajectories",
-            plot=Plot("Idle time and queue", "Queue", curve="in flight", colour="grey", from_zero=True),
+            plot=Plot("Idle time and queue", "Queue", curve="in flight", from_zero=True),
             source="queue",
         ),
     ] = None
@@ -82,11 +79,17 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         Metric(
             "Sampled tokens per second since the last record.",
             "tokens/s",
-            plot=Plot("Throughput", "Sampled tokens", colour="green", from_zero=True),
+            plot=Plot("Throughput", "Sampled tokens", from_zero=True),
         ),
     ] = None
     engine_utilization: Annotated[
-        Mapping[str, float], Metric("Share of the time since the last record in which the engine had work.", "share of time", key="engine")
+        Mapping[str, float],
+        Metric(
+            "Share of the time since the last record in which the engine had work.",
+            "share of time",
+            key="engine",
+            plot=Plot("Idle time and queue", "Engines at work", from_zero=True),
+        ),
     ] = {}
     engines_serving: Annotated[int, Metric("Engines that get requests, at the moment.", "engines")] = 0
     engines_lost: Annotated[int, Metric("Engines that died or were fenced since the controller started.", "engines")] = 0
@@ -109,9 +112,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         Metric(
             "Largest |trainer - engine| log-probability over the probe tokens of that version.",
             "nats a token",
-            plot=Plot(
-                "Agreement of engines and trainer", "Probe tokens at the same version", curve="largest", colour="red", from_zero=True
-            ),
+            plot=Plot("Agreement of engines and trainer", "Probe tokens at the same version", curve="largest", from_zero=True),
         ),
     ] = None
     probe_diff_mean: Annotated[
@@ -119,7 +120,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         Metric(
             "Mean |trainer - engine| log-probability over them.",
             "nats a token",
-            plot=Plot("Agreement of engines and trainer", "Probe tokens at the same version", curve="mean", colour="green", from_zero=True),
+            plot=Plot("Agreement of engines and trainer", "Probe tokens at the same version", curve="mean", from_zero=True),
         ),
     ] = None
     probe_divergence: Annotated[
@@ -149,7 +150,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         Metric(
             "Mean over questions of the mean reward of their episodes, without failed episodes.",
             "reward",
-            plot=Plot("Learning", "Evaluation", colour="green", error="reward_stderr"),
+            plot=Plot("Learning", "Evaluation", error="reward_stderr"),
         ),
     ] = None
     reward_stderr: Annotated[

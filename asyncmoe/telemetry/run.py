@@ -12,18 +12,7 @@ from asyncmoe.config import Config
 from asyncmoe.config.loading import load_as
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.telemetry.overlap import Interval
-from asyncmoe.telemetry.records import (
-    Tail,
-    as_record,
-    read_evaluations,
-    read_rollout,
-    read_spans,
-    readable,
-    sessions,
-    step_or_resume,
-    trainer_restarts,
-    valid_evaluations,
-)
+from asyncmoe.telemetry.records import as_record, readable, sessions, step_or_resume, trainer_restarts, valid_evaluations
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Span, Step, What
@@ -96,27 +85,7 @@ def broken_configuration(run_dir: Path) -> str | None:
 
 
 def load(run_dir: Path) -> RunRecords:
-    """Read a run directory. All files except metrics.jsonl may be absent.
-
-    Raises:
-        DataError: no step is recorded, or a line is malformed (see `records.read_spans`).
-    """
-    records = Tail(run_dir / METRICS).poll_steps()
-    found = sessions(records)
-    if not found:
-        raise _no_step(run_dir)
-    return RunRecords(
-        run_dir.resolve().name,
-        found,
-        read_rollout(run_dir / ROLLOUT),
-        read_spans(run_dir / TRAINER_SPANS) + read_spans(run_dir / CONTROLLER_SPANS),
-        read_evaluations(run_dir / EVALUATION),
-        trainer_restarts=trainer_restarts(records),
-    )
-
-
-def load_readable(run_dir: Path) -> RunRecords:
-    """Read a run directory for a reader who wants to see what there is: without damaged lines, and before the first step.
+    """Read a run directory, without damaged lines, and before the first step. All files may be absent but one.
 
     Raises:
         DataError: nothing is recorded, or a path is no file.
@@ -126,11 +95,12 @@ def load_readable(run_dir: Path) -> RunRecords:
     steps = sessions(records)
     rollout = readable(run_dir / ROLLOUT, as_record(Rollout), notes)
     if not (steps or rollout or (run_dir / FOLDER / ROLLOUT_SAMPLES).is_file()):
-        raise _no_step(run_dir)
+        raise no_step(run_dir)
     spans = [span for name in (TRAINER_SPANS, CONTROLLER_SPANS) for span in readable(run_dir / name, as_record(Span), notes)]
     evaluations = valid_evaluations(readable(run_dir / EVALUATION, as_record(Evaluation), notes))
     return RunRecords(run_dir.resolve().name, steps, rollout, spans, evaluations, notes, trainer_restarts(records))
 
 
-def _no_step(run_dir: Path) -> DataError:
+def no_step(run_dir: Path) -> DataError:
+    """Return the error for a directory without steps."""
     return DataError(str(run_dir / METRICS), got="no step", expected="at least one recorded step", hint="give the run.dir of a run")

@@ -46,7 +46,7 @@ class Step(Learning, frozen=True, kw_only=True):
             "Number of sampled tokens by age in versions.",
             "tokens",
             key="age",
-            plot=Plot("Staleness", "Age of the trained tokens", bars="share", keys="age in versions"),
+            plot=Plot("Staleness", "Age of the trained tokens", heat="share"),
             over_updates="sum",
         ),
     ] = None
@@ -56,7 +56,7 @@ class Step(Learning, frozen=True, kw_only=True):
             "Age of the oldest sampled token.",
             "versions",
             word="age",
-            plot=Plot("Staleness", "Age in each batch", curve="oldest token", colour="orange", from_zero=True),
+            plot=Plot("Staleness", "Age in each batch", curve="oldest token", from_zero=True),
         ),
     ] = None
     staleness_mean: Annotated[
@@ -78,7 +78,7 @@ class Step(Learning, frozen=True, kw_only=True):
         Metric(
             "Largest |trainer - engine| log-probability over tokens whose whole prefix was computed under the trainer's version.",
             "nats a token",
-            plot=Plot(AGREEMENT, "Largest log-probability difference at the same version", colour="red", from_zero=True),
+            plot=Plot(AGREEMENT, "Largest log-probability difference at the same version", from_zero=True),
             over_updates="first",
         ),
     ] = None
@@ -87,7 +87,7 @@ class Step(Learning, frozen=True, kw_only=True):
         Metric(
             "Mean |trainer - engine| log-probability over the same tokens.",
             "nats a token",
-            plot=Plot(AGREEMENT, "Log-probability difference", curve="same version", colour="green", from_zero=True),
+            plot=Plot(AGREEMENT, "Log-probability difference", curve="same version", from_zero=True),
             over_updates="first",
         ),
     ] = None
@@ -100,7 +100,7 @@ class Step(Learning, frozen=True, kw_only=True):
         Metric(
             "KL(engine || trainer), estimated, never negative: the combined effect of staleness and train-inference mismatch.",
             "nats a token",
-            plot=Plot(AGREEMENT, "KL(engine ‖ trainer)", colour="purple", from_zero=True),
+            plot=Plot(AGREEMENT, "KL(engine ‖ trainer)", from_zero=True),
         ),
     ] = None
     train_infer_kl_direct: Annotated[
@@ -114,7 +114,7 @@ class Step(Learning, frozen=True, kw_only=True):
             "routing is not recorded.",
             "share of tokens",
             key="layer",
-            plot=Plot(AGREEMENT, "Tokens the trainer's router would send elsewhere", colour="orange", bars="mean", keys="layer"),
+            plot=Plot(AGREEMENT, "Tokens the trainer's router would send elsewhere", heat="value"),
         ),
     ] = None
     ratio_mean: Annotated[float | None, Metric("Mean importance ratio pi_trainer / pi_engine.", "trainer / engine")] = None
@@ -124,7 +124,7 @@ class Step(Learning, frozen=True, kw_only=True):
             "Quantiles of the importance ratio, by share.",
             "trainer / engine",
             key="quantile",
-            plot=Plot(AGREEMENT, "Importance ratio, quantiles", colour="grey"),
+            plot=Plot(AGREEMENT, "Importance ratio, quantiles"),
         ),
     ] = None
     ess: Annotated[
@@ -132,7 +132,7 @@ class Step(Learning, frozen=True, kw_only=True):
         Metric(
             "Effective sample size of the importance ratios, as a share of the sampled tokens.",
             "share of tokens",
-            plot=Plot(AGREEMENT, "Effective sample size", colour="green", from_zero=True),
+            plot=Plot(AGREEMENT, "Effective sample size", from_zero=True),
         ),
     ] = None
     tis_capped_fraction: Annotated[
@@ -140,7 +140,7 @@ class Step(Learning, frozen=True, kw_only=True):
         Metric(
             "Share of the sampled tokens whose importance weight is capped.",
             "share of tokens",
-            plot=Plot(AGREEMENT, "Capped tokens", colour="orange", from_zero=True),
+            plot=Plot(AGREEMENT, "Capped tokens", from_zero=True),
         ),
     ] = None
     correction_mean: Annotated[
@@ -152,7 +152,7 @@ class Step(Learning, frozen=True, kw_only=True):
         Metric(
             "Share of the sampled tokens that corrections excluded from the loss.",
             "share of tokens",
-            plot=Plot(AGREEMENT, "Rejected tokens", curve="all", colour="red", from_zero=True),
+            plot=Plot(AGREEMENT, "Rejected tokens", curve="all", from_zero=True),
         ),
     ] = None
     rejected_by_rule: Annotated[
@@ -170,7 +170,7 @@ class Step(Learning, frozen=True, kw_only=True):
             "Rejected share of the tokens of each age.",
             "share of tokens",
             key="age",
-            plot=Plot(AGREEMENT, "Rejected tokens by age", colour="red", bars="mean", keys="age in versions"),
+            plot=Plot(AGREEMENT, "Rejected tokens by age", heat="value"),
         ),
     ] = None
     plugin_metrics: Annotated[
@@ -187,7 +187,7 @@ class Step(Learning, frozen=True, kw_only=True):
         Metric(
             "KL(trainer || reference policy), estimated, per sampled token.",
             "nats a token",
-            plot=Plot(AGREEMENT, "KL(trainer ‖ reference)", colour="purple", from_zero=True),
+            plot=Plot(AGREEMENT, "KL(trainer ‖ reference)", from_zero=True),
         ),
     ] = None
     kl_teacher: Annotated[
@@ -195,7 +195,7 @@ class Step(Learning, frozen=True, kw_only=True):
         Metric(
             "KL(engine || teacher) per sampled token, estimated as the mean log-probability difference: unbiased, may be negative.",
             "nats a token",
-            plot=Plot(AGREEMENT, "KL(engine ‖ teacher)", colour="orange"),
+            plot=Plot(AGREEMENT, "KL(engine ‖ teacher)"),
         ),
     ] = None
 
@@ -224,7 +224,7 @@ class Step(Learning, frozen=True, kw_only=True):
             "Time the step waited for its batch.",
             "seconds",
             word="wait",
-            plot=Plot("Throughput", "Time of a step", curve="wait for a batch", colour="grey", from_zero=True),
+            plot=Plot("Throughput", "Time of a step", curve="wait for a batch", from_zero=True),
         ),
     ] = None
     train_seconds: Annotated[
@@ -233,7 +233,7 @@ class Step(Learning, frozen=True, kw_only=True):
             "Time from the batch's arrival to the end of training.",
             "seconds",
             word="train",
-            plot=Plot("Throughput", "Time of a step", curve="train", colour="green", from_zero=True),
+            plot=Plot("Throughput", "Time of a step", curve="train", from_zero=True),
         ),
     ] = None
 
@@ -245,7 +245,7 @@ class Step(Learning, frozen=True, kw_only=True):
             "earlier step already reported it, or no version was published.",
             "seconds",
             word="sync",
-            plot=Plot("Weight updates", "Weight sync", colour="red", from_zero=True),
+            plot=Plot("Weight updates", "Weight sync", from_zero=True),
         ),
     ] = None
     sync_wait_seconds: Annotated[
@@ -259,15 +259,12 @@ class Step(Learning, frozen=True, kw_only=True):
             "Longest pause of an engine for that version.",
             "milliseconds",
             word="pause",
-            plot=Plot("Weight updates", "Engines' pause for an update", colour="red", from_zero=True),
+            plot=Plot("Weight updates", "Engines' pause for an update", from_zero=True),
         ),
     ] = None
     sync_bytes: Annotated[
         int | None,
-        Metric(
-            "Bytes that all engines together receive for that version. Absent unless updates may be deltas (`sync.delta`).",
-            "bytes",
-        ),
+        Metric("Bytes that all engines together receive for that version. Absent unless updates may be deltas (`sync.delta`).", "bytes"),
     ] = None
     sync_changed: Annotated[
         float | None,

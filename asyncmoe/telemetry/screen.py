@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncmoe.telemetry.advice import advise
-from asyncmoe.telemetry.format import ABSENT, bars, duration, number, percent, quantity
+from asyncmoe.telemetry.format import ABSENT, duration, number, percent, quantity, shares
 from asyncmoe.telemetry.gauges import Gauges, gauge, mean
 from asyncmoe.telemetry.metric import Metric, declared
-from asyncmoe.telemetry.rejected import describe, rejected, scored
-from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
+from asyncmoe.telemetry.rejected import describe, evaluated, rejected
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Step
 
 RECENT_STEPS = 10
@@ -82,13 +82,16 @@ def panel(view: View) -> RenderableType:
         "learning": "   ".join(f"{metric.word} {text}" for metric, text in _learning(view)),
         "speed": f"{number(g.trained_per_s)} tokens/s trained   {number(g.generated_per_s)} sampled   {duration(g.step_seconds)} a step",
         "queue": f"depth {number(g.queue_depth)}   in flight {number(g.running)}",
-        "age": bars(g.ages),
+        "age": shares(g.ages),
         "idle": f"trainer {percent(g.trainer_idle)}   engines {percent(g.engine_idle)}",
         "sync": f"{number(g.sync_seconds, 's')} an update   engines paused {number(g.pause_ms, 'ms')}",
-        **_judged(view.rollout),
+        **{name: describe(stage) for record in view.rollout[-1:] for name, stage in record.scoring.items()},
         "advice": advise(g)[0],
     }
-    rows |= _scoring(view)
+    if view.rollout and (tools := _tools(view.rollout)):
+        rows["tools"] = tools
+    if (gone := rejected(view.rollout)).by_reason:
+        rows["rejected"] = str(gone)
     if view.evaluation is not None:
         rows["evaluated"] = evaluated(view.evaluation)
     if view.trainer_restarts:
@@ -103,13 +106,6 @@ def panel(view: View) -> RenderableType:
     return Panel(Group(_progress(view), grid), title=Text(heading(view)), title_align="left")
 
 
-def _scoring(view: View) -> dict[str, str]:
-    """Return a row for each scoring stage in use, and one for rejections if there are any."""
-    rows = {name: describe(stage) for name, stage in scored(view.rollout[-1:]).items()}
-    gone = rejected(view.rollout[-1:])
-    return rows | ({"rejected": str(gone)} if gone.by_reason else {})
-
-
 def _learning(view: View) -> list[tuple[Metric, str]]:
     """Return the metrics of the panel: each is the mean over the recent RL steps, or the last step's before there is an RL step."""
     steps = view.recent_rl or view.steps[-1:]
@@ -117,30 +113,12 @@ def _learning(view: View) -> list[tuple[Metric, str]]:
     return [(metric, quantity(mean([getattr(step, name) for step in steps]), metric.unit)) for name, metric in shown.items()]
 
 
-def _judged(records: Sequence[Rollout]) -> dict[str, str]:
-    """Return the rows of scoring and of tools, of what ended within the recent records; a stage or tool without any is left out."""
-    if not records:
-        return {}
-    last, first = records[-1], records[0]
-    stages, calls = [], []
-    for name, scoring in last.scoring.items():
-        before = first.scoring.get(name, Scoring())
-        samples = _samples(scoring) - _samples(before)
-        if samples > 0:
-            each, waited = (scoring.seconds - before.seconds) / samples, (scoring.wait_seconds - before.wait_seconds) / samples
-            waiting = f", {scoring.waiting} wait" if scoring.waiting else ""
-            stages.append(f"{name} {number(each, 's')} a response, {number(waited, 's')} of it waiting{waiting}")
-    for name, tool in last.tools.items():
-        earlier = first.tools.get(name, Calls())
-        if (ended := tool.calls - earlier.calls) > 0:
-            calls.append((tool.seconds - earlier.seconds, f"{name} {number((tool.seconds - earlier.seconds) / ended, 's')} a call"))
-    longest = [text for _, text in sorted(calls, reverse=True)[:_MOST_TOOLS]]
-    rows = {"scoring": "   ".join(stages), "tools": "   ".join(longest)}
-    return {label: text for label, text in rows.items() if text}
-
-
-def _samples(scoring: Scoring) -> int:
-    return scoring.scored + sum(scoring.failed.values())
+def _tools(records: Sequence[Rollout]) -> str:
+    """Describe the tools whose calls took the longest time together."""
+    used = [
+        (tool.seconds, f"{name} {number(tool.seconds / tool.calls, 's')} a call") for name, tool in records[-1].tools.items() if tool.calls
+    ]
+    return "   ".join(text for _, text in sorted(used, reverse=True)[:_MOST_TOOLS])
 
 
 def _progress(view: View) -> RenderableType:
@@ -158,20 +136,10 @@ def _progress(view: View) -> RenderableType:
     return row
 
 
-def evaluated(record: Evaluation) -> str:
-    """Describe an evaluation: "version 20   math   reward 0.43 ± 0.05   pass@4 0.7   25 % failed"; omits a name, pass@k and failures that
-    are not there."""
-    error = "" if record.reward_stderr is None else f" ± {number(record.reward_stderr)}"
-    failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
-    passed = [f"pass@{record.samples} {number(share)}" for k, share in record.pass_at.items() if k == str(record.samples) != "1"]
-    named = [record.name] if record.name else []
-    return "   ".join([f"version {record.version}", *named, f"reward {number(record.reward_mean)}{error}", *passed, *failed])
-
-
 def line(view: View, step: Step) -> str:
     """Describe one step in one line of plain text, without missing values."""
     phase = f"warm-up {step.step}/{view.warmup}" if step.phase == "warmup" else f"step {step.step - view.warmup}/{view.total - view.warmup}"
     parts = [(metric.word, quantity(getattr(step, name), metric.unit)) for name, metric in declared(Step).items() if metric.word]
-    gone = rejected(view.rollout[-1:])
+    gone = rejected(view.rollout)
     lost = [f"rejected {percent(gone.share)}"] if gone.by_reason else []
     return "  ".join([phase, *(f"{word} {text}" for word, text in parts if text != ABSENT), *lost])

@@ -2,79 +2,69 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterable
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
 import msgspec
 
-from asyncmoe.storage import writing
+from asyncmoe import storage
+from asyncmoe.errors import DataError
+from asyncmoe.telemetry.format import duration, number, percent, quantity
 from asyncmoe.telemetry.gauges import known, mean, median, ratio, sum_over
+from asyncmoe.telemetry.metric import Metric, declared
 from asyncmoe.telemetry.overlap import intersection, length
-from asyncmoe.telemetry.rejected import ends, rejected
+from asyncmoe.telemetry.rejected import describe, evaluated, rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation
-from asyncmoe.telemetry.run import RunRecords, load
+from asyncmoe.telemetry.run import RunRecords, load, no_step
 
 ENDS = 5
 """Number of RL steps over which `reward_first` and `reward_last` are averaged."""
+Row = tuple[str, str, str]
+"""What, its value, and what it means."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers about the RL steps of a run, without warm-up.
 
     RL time is `RunRecords.rl_windows`. None: not measured, because there is no RL step, no span or no update. Superseded steps (made by a
-    killed trainer after the checkpoint from which the run resumed) are excluded.
+    killed trainer after the checkpoint from which the run resumed) are excluded. The updates are the RL steps with `sync_seconds` above 0.
     """
 
-    steps: int
-    """Number of RL steps."""
-    reward_first: float | None
-    """Mean of `reward_mean` over the first 5 RL steps (over all, if there are fewer)."""
-    reward_last: float | None
-    """Mean of `reward_mean` over the last 5 RL steps."""
-    tokens_per_s: float | None
-    """Trained tokens, prompt and response, of all RL steps / `wall_seconds`."""
-    max_staleness_seen: float | None
-    """Largest `staleness_max` of an RL step, in versions."""
-    sync_seconds_median: float | None
-    """Median of `sync_seconds` over the updates, i.e. RL steps with `sync_seconds` > 0."""
-    pause_ms_median: float | None
-    """Median of `pause_ms` over the updates."""
-    max_abs_logprob_diff_same_version: float | None
-    """Largest `logprob_diff_max_same_version` of an RL step, in nats; None if no step had a token to compare."""
-    same_version_tokens: int | None
-    """Number of the tokens compared for it; None like it."""
-    same_version_versions: int | None
-    """Number of versions that they are of; None like it."""
-    max_abs_probe_diff: float | None
-    """Largest `probe_diff_max` of a version, in nats: engine and trainer on probe tokens of versions chosen by `verify.probe_every`; None
-    if none was compared."""
-    probe_tokens: int | None
-    """Number of the probe tokens compared for it; None like it."""
-    probe_versions: int | None
-    """Number of versions that they are of; None like it."""
-    train_infer_kl_mean: float | None
-    """Mean of `train_infer_kl` over the RL steps, in nats per token."""
-    routing_mismatch_mean: float | None
-    """Mean of `routing_mismatch` over layers and RL steps; None if routing was not recorded."""
-    trainer_idle_share: float | None
-    """Sum of `wait_seconds` of the RL steps / `wall_seconds`."""
-    engine_idle_share: float | None
-    """1 - (union of an engine's generate spans within RL time) / `wall_seconds`; mean over engines."""
-    overlap_share: float | None
-    """|train spans of trainer.0 within RL time ∩ union of all engines' generate spans| / |train spans of trainer.0 within RL time|."""
-    wall_seconds: float
-    """Length of RL time in seconds."""
-    evaluation_first: Evaluation | None
-    """Evaluation of the lowest version, of its first set; None without evaluations."""
-    evaluation_last: Evaluation | None
-    """Evaluation of the highest version, of the same set; None without evaluations."""
-    rejected_share: float | None
-    """Rejected share of the started trajectories, over all starts of the controller; None if none was started."""
-    rejected: dict[str, int] | None
-    """Rejected trajectories by reason, over all starts of the controller; None without rollout records."""
-    trainer_restarts: int = 0
-    """Number of times that the trainer was lost and started again in place, over all starts of the run."""
+    steps: Annotated[int, Metric("RL steps.")]
+    reward_first: Annotated[float | None, Metric("Mean of reward_mean over the first 5 RL steps, or all if there are fewer.")]
+    reward_last: Annotated[float | None, Metric("Mean of reward_mean over the last 5 RL steps.")]
+    tokens_per_s: Annotated[float | None, Metric("Trained tokens, prompt and response, over RL time.", "tokens/s")]
+    max_staleness_seen: Annotated[float | None, Metric("Largest age of a trained token.", "versions")]
+    sync_seconds_median: Annotated[float | None, Metric("Median of sync_seconds over the updates.", "seconds")]
+    pause_ms_median: Annotated[float | None, Metric("Median of pause_ms over the updates: how long engines stood still.", "milliseconds")]
+    max_abs_logprob_diff_same_version: Annotated[
+        float | None, Metric("Largest |trainer - engine| log-probability on trained tokens of the same version, if there were any.", "nats")
+    ]
+    same_version_tokens: Annotated[int | None, Metric("Tokens compared for it.", "tokens")]
+    same_version_versions: Annotated[int | None, Metric("Versions that they are of.", "versions")]
+    max_abs_probe_diff: Annotated[float | None, Metric("The same on probe tokens (verify.probe_every).", "nats")]
+    probe_tokens: Annotated[int | None, Metric("Probe tokens compared for it.", "tokens")]
+    probe_versions: Annotated[int | None, Metric("Versions that they are of.", "versions")]
+    train_infer_kl_mean: Annotated[float | None, Metric("Mean of train_infer_kl over the RL steps; staleness included.", "nats a token")]
+    routing_mismatch_mean: Annotated[
+        float | None,
+        Metric("Tokens that the trainer's router would have sent elsewhere; mean over layers and steps.", "share of tokens"),
+    ]
+    trainer_idle_share: Annotated[float | None, Metric("RL time in which the trainer waited for a batch.", "share of RL time")]
+    engine_idle_share: Annotated[float | None, Metric("RL time in which an engine generated nothing; mean of all.", "share of RL time")]
+    overlap_share: Annotated[
+        float | None,
+        Metric("RL training time of trainer.0 in which at least one engine generated.", "share of training time"),
+    ]
+    wall_seconds: Annotated[float, Metric("RL time.", "seconds")]
+    evaluation_first: Annotated[Evaluation | None, "Evaluation of the lowest version, of its first set."]
+    evaluation_last: Annotated[Evaluation | None, "Evaluation of the highest version, of the same set."]
+    rejected_share: Annotated[float | None, "Rejected share of the started trajectories."]
+    rejected: Annotated[dict[str, int] | None, "Rejected trajectories by reason."]
+    trainer_restarts: Annotated[int, Metric("Starts in place after the trainer was lost, over all starts of the run.")] = 0
 
 
 def summarise(run_dir: Path) -> dict[str, object]:
@@ -83,7 +73,12 @@ def summarise(run_dir: Path) -> dict[str, object]:
     Raises:
         DataError: no step is recorded, or a line is malformed.
     """
-    found: dict[str, object] = msgspec.to_builtins(summary_of(load(run_dir)))
+    run = load(run_dir)
+    if run.notes:
+        raise DataError(str(run_dir), got=run.notes[0], expected="whole records")
+    if not run.steps:
+        raise no_step(run_dir)
+    found: dict[str, object] = msgspec.to_builtins(summary_of(run))
     return found
 
 
@@ -95,10 +90,8 @@ def write_summary(run_dir: Path) -> dict[str, object]:
         StorageError: it cannot be written.
     """
     summary = summarise(run_dir)
-    part = run_dir / f".summary.json.{os.getpid()}"
-    with writing("summary of the run", run_dir / "summary.json"):
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-        part.replace(run_dir / "summary.json")
+    with storage.writing("summary of the run", run_dir / "summary.json"):
+        storage.replace(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return summary
 
 
@@ -108,7 +101,7 @@ def summary_of(run: RunRecords) -> Summary:
     wall = length(run.rl_windows)
     rewards = known(step.reward_mean for step in rl)
     updates = [step for step in rl if step.sync_seconds]
-    gone, starts = rejected(run.rollout), ends(run.rollout)
+    gone = rejected(run.rollout)
     return Summary(
         steps=len(rl),
         reward_first=fmean(rewards[:ENDS]) if rewards else None,
@@ -121,8 +114,8 @@ def summary_of(run: RunRecords) -> Summary:
         same_version_tokens=sum(step.logprob_tokens_same_version or 0 for step in rl) or None,
         same_version_versions=len({step.version for step in rl if step.logprob_tokens_same_version}) or None,
         max_abs_probe_diff=max(known(record.probe_diff_max for record in run.rollout), default=None),
-        probe_tokens=sum(counts.probed_tokens for counts in starts) or None,
-        probe_versions=sum(counts.probed_versions for counts in starts) or None,
+        probe_tokens=_counted(record.probed_tokens for record in run.rollout) or None,
+        probe_versions=_counted(record.probed_versions for record in run.rollout) or None,
         train_infer_kl_mean=mean(step.train_infer_kl for step in rl),
         routing_mismatch_mean=mean([share for step in rl for share in (step.routing_mismatch or {}).values()]),
         trainer_idle_share=sum_over((step.wait_seconds for step in rl), wall),
@@ -135,6 +128,38 @@ def summary_of(run: RunRecords) -> Summary:
         rejected=dict(gone.by_reason) if run.rollout else None,
         trainer_restarts=run.trainer_restarts,
     )
+
+
+def _counted(values: Iterable[int]) -> int:
+    """Return the total of a counter that begins at 0 again when its process does."""
+    return sum(after - before if after >= before else after for before, after in pairwise(chain([0], values)))
+
+
+def what_it_was(run: RunRecords, summary: Summary) -> str:
+    """Return the length of the run in words."""
+    warmup = len(run.steps) - summary.steps
+    parts = [f"{summary.steps} RL steps in {duration(summary.wall_seconds)}" if summary.steps else "no RL step yet"]
+    parts += [f"after {warmup} warm-up steps"] if warmup else []
+    parts += [f"{len(run.engines)} engine{'s' if len(run.engines) > 1 else ''}"] if run.engines else []
+    parts += [f"started {len(run.sessions)} times"] if len(run.sessions) > 1 else []
+    return " · ".join(parts)
+
+
+def rows(run: RunRecords, summary: Summary) -> list[Row]:
+    """Return the summary as a table, with a row for each evaluation, stage of scoring, and what was rejected."""
+    found = [(name.replace("_", " "), _shown(getattr(summary, name), one), one.help) for name, one in declared(Summary).items()]
+    for name in ("evaluation_first", "evaluation_last"):
+        if (evaluation := getattr(summary, name)) is not None:
+            found.append((name.replace("_", " "), number(evaluation.reward_mean), evaluated(evaluation)))
+    for record in run.rollout[-1:]:
+        found += [(name, number(stage.scored), describe(stage)) for name, stage in record.scoring.items()]
+        found.append(("rejected", percent(summary.rejected_share), str(rejected(run.rollout))))
+    return found
+
+
+def _shown(value: float | None, metric: Metric) -> str:
+    plain = metric.is_share or metric.unit == "seconds" or value is None
+    return quantity(value, metric.unit) if plain else number(value, metric.unit)
 
 
 def overlap_share(run: RunRecords) -> float | None:

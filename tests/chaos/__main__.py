@@ -73,7 +73,7 @@ def _run(block: int, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if record["violations"]:
                 kept = asked.out.parent / f"{asked.tier}-{block}"
                 shutil.rmtree(kept, ignore_errors=True)
-                shutil.copytree(world.folder, kept, ignore=shutil.ignore_patterns("model", "ballast", "*.so", "t"))
+                shutil.copytree(world.folder, kept, ignore=shutil.ignore_patterns("model", "ballast", "*.so", "*.sock", "t"))
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -104,7 +104,7 @@ def do(world: World, fault: Fault) -> Done:
         case "kill" if world.server is not None and fault.target == "redis":
             world.server.kill()
             now = time.monotonic()
-            return Done(now, "redis", world.server.start, now + fault.seconds)
+            return Done(now, "redis", world.serve_log, now + fault.seconds)
         case "kill" | "interrupt":
             return _signalled(world, fault, signal.SIGKILL if fault.kind == "kill" else signal.SIGINT)
         case "stop" | "hang":

@@ -220,6 +220,11 @@ class World:
         found = scan(self.run_dir / "log" / "0")
         return fold((at, records.entry(data, "the log")) for at, _, data in found if data is not None)
 
+    def serve_log(self) -> None:
+        """Start the server again, if it has ended."""
+        if self.server is not None and not self.server.is_running:
+            self.server.start()
+
     def damaged(self) -> None:
         """Note that records of the log were damaged: what is trained again from here on may be in other batches."""
         with (self.notes / "trained.jsonl").open("a") as file:

@@ -38,8 +38,6 @@ from tests.engine.oracle import Oracle, largest_difference, perturbed
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
-SOON = {"heartbeat_timeout_s": 2.0}
-"""The sender asks no longer than this and its own grace whether an engine was lost."""
 PROMPT = (30, 40, 50, 60, 70)
 LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2", "pp=2,vpp=2"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
 Checksums = tuple[dict[str, str], ...]
@@ -349,7 +347,7 @@ def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_eve
     timeout_s = 4.0
     several = list(zip((a, b, b, b), versions, strict=True))
     faults = {1: (1, "stall"), 2: (1, "corrupt")}
-    found = stage.rig.run(stage.publish(2, {"pp=2": several}, faults, sync={"timeout_s": timeout_s}, cluster=SOON))
+    found = stage.rig.run(stage.publish(2, {"pp=2": several}, faults, sync={"timeout_s": timeout_s}))
     assert not found.failed, found.failed
     zero, one = found.outcomes
     assert [outcome["error"] for outcome in zero] == [outcome["error"] for outcome in one]
@@ -378,9 +376,7 @@ def test_a_receiver_that_stands_still_costs_one_update(stages: Stages) -> None:
 
     async def stop_in_the_middle() -> Published:
         sync = {"timeout_s": timeout_s}
-        publishing = asyncio.create_task(
-            stage.publish(2, {"tp=2": [(a, kept), (b, lost), (b, again)]}, {1: (0, "slow")}, sync=sync, cluster=SOON)
-        )
+        publishing = asyncio.create_task(stage.publish(2, {"tp=2": [(a, kept), (b, lost), (b, again)]}, {1: (0, "slow")}, sync=sync))
         while stage.rig.pool.version < kept:
             await asyncio.sleep(0.01)
         while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:
@@ -498,7 +494,10 @@ def test_a_full_disk_leaves_the_engine_with_the_version_it_serves(stages: Stages
     assert not any(wrong(stage.held(), stage.expected(b)))
 
 
-def test_two_engines_swap_at_once_and_where_one_dies_the_other_is_sent_the_version_again(stages: Stages) -> None:
+def test_two_engines_swap_at_once_and_where_one_dies_the_other_is_sent_the_version_again(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SGLangProcess, "died", None)  # nobody is left to tell
     stage = stages.pair
     _, a, b = stage.checkpoints
     both, twice, after = stage.versions(3)

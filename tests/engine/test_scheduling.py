@@ -7,34 +7,38 @@ from random import Random
 
 import pytest
 
-from asyncmoe.config.rollout import Balance
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.scheduling import ScheduledRequest
 from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.engines.types import Sampling
+from asyncmoe.rollout.episodes.interruption import respond
 from tests.engine.conftest import Rig
 
 pytestmark = pytest.mark.engine
-GROUPS, MEMBERS, PROMPT = 12, 3, 96
+EPISODES, TURNS, PROMPT = 12, 3, 64
 
 
-def test_prefix_affinity_raises_prefix_reuse(rig: Rig, untouched: Rig) -> None:
-    pair = [*rig.engines, *untouched.engines]
-    cached = {balance: rig.run(_cached(pair, balance, first)) for balance, first in (("least_loaded", 0), ("prefix_affine", GROUPS))}
-    print(f"cached tokens of {GROUPS * MEMBERS * PROMPT} given: {cached}")
-    # All but the first member of each group find all of their prompt but its last token, which must be computed for its logits.
-    whole = GROUPS * (MEMBERS - 1) * (PROMPT - 1)
-    assert cached["prefix_affine"] >= 0.95 * whole
-    assert cached["least_loaded"] <= 0.8 * whole
+def test_of_two_engines_a_later_piece_and_a_later_turn_find_all_before_them_cached(rig: Rig, untouched: Rig) -> None:
+    """The last token of what came before has not passed through the model yet, nor has that which ends a piece."""
+    found = rig.run(_play([*rig.engines, *untouched.engines]))
+    assert len(found) > EPISODES * TURNS
+    assert all(cached >= before - 2 for before, cached in found), found
 
 
-async def _cached(engines: list[SGLangProcess], balance: Balance, first: int) -> int:
-    """Tokens found in caches when the members of each group come one after the other, among those of the other groups."""
-    pool, random = Pool(engines, 64, 60.0, lambda *_: None, balance=balance, slack=GROUPS), Random(0)
-    prompts = {group: tuple(Random(group).randrange(3, 60) for _ in range(PROMPT)) for group in range(first, first + GROUPS)}
-    cached = 0
-    for _ in range(MEMBERS):
-        order = random.sample(list(prompts), GROUPS)
-        asked = (pool.generate(prompts[group], Sampling(1.0, 8, ()), request=ScheduledRequest(f"episode {group}")) for group in order)
-        cached += sum(answer.generation.cached_tokens for answer in await asyncio.gather(*asked))
-    return cached
+async def _play(engines: list[SGLangProcess]) -> list[tuple[int, int]]:
+    """Tokens before each request that goes on, and how many of them were cached; lengths differ, so that loads do."""
+    pool = Pool(engines, 64, 60.0, lambda *_: None)
+    return [one for found in await asyncio.gather(*(_episode(pool, number) for number in range(EPISODES))) for one in found]
+
+
+async def _episode(pool: Pool, number: int) -> list[tuple[int, int]]:
+    random, said, found = Random(number), list[int](), list[tuple[int, int]]()
+    for turn in range(TURNS):
+        given = tuple(random.randrange(3, 60) for _ in range(PROMPT))
+        request = ScheduledRequest(f"affinity {number // 4}", turn > 0, conversation=f"affinity {number}")
+        sampling = Sampling(1.0, random.randrange(20, 120), ())
+        for made in await respond(pool, given, tuple(said), sampling, "in_place", request, piece=32):
+            if said:
+                found.append((len(said), made.generation.cached_tokens))
+            said += [*made.given, *made.generation.tokens.tolist()]
+    return found

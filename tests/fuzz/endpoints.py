@@ -24,7 +24,7 @@ from tests.unit import openai_policy
 
 _AT_ONCE = 8
 _OF_AN_EPISODE = 400
-"""Requests of one episode, below the limit of `ClientLimits`."""
+"""Requests of one episode, below the limit of the endpoint."""
 _TOOL = {"type": "function", "function": {"name": "f", "description": "adds", "parameters": {"type": "object", "properties": {"x": {}}}}}
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 _CHAT: list[Any] = [
@@ -158,6 +158,6 @@ async def _served(handler: Callable[[web.Request], Awaitable[web.Response]]) -> 
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    values = {"retries": 0, "backoff_s": 0.0, "scorer": f"http://127.0.0.1:{port}/judge", "breaker_failures": 1_000_000_000}
+    values = {"retries": 0, "backoff_s": 0.0, "scorer": f"http://127.0.0.1:{port}/judge"}
     section = ScoringSection.model_validate(values)
     return loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: ""), runner

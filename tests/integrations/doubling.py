@@ -1,57 +1,70 @@
-"""An environment of verifiers 0.1: numbers to double with a tool."""
+"""A taskset of verifiers.v1: numbers to double with a tool that a server offers."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
-import verifiers
-from datasets import Dataset
+import verifiers.v1 as vf
 
-
-def double(x: int) -> str:
-    """Twice x.
-
-    Args:
-        x: the number.
-    """
-    return str(2 * x)
+__all__ = ["Doubling"]
 
 
-async def right(completion: list[Any], answer: str) -> float:
-    """1 for the answer as the last message's last word."""
-    return float(str(completion[-1].content).split()[-1:] == [answer])
+class Data(vf.TaskData):
+    """A task's data."""
+
+    answer: str
 
 
-async def broken(completion: list[Any], answer: str) -> float:
-    """Raise where it expects the answer 44."""
-    if answer == "44":
-        raise ValueError("the judge is away")
-    return 0.0
+class Calculator(vf.Toolset[vf.ToolsetConfig]):
+    """A tool server, a process for each rollout."""
+
+    @vf.tool
+    async def double(self, x: int) -> str:
+        """Twice x."""
+        return str(2 * x)
 
 
-def load_environment(count: int = 3, tools: bool = True, group: bool = False, raising: str = "") -> verifiers.Environment:
-    """Return it, with `count` questions.
+class Config(vf.TaskConfig):
+    """Whether there are tools."""
 
-    Args:
-        raising: where a reward function raises: "rubric", "group" of rubrics, or "metric" for one that counts nothing.
-    """
-    rows = [{"question": f"twice {n}?", "answer": str(2 * n), "info": {"n": n}} for n in range(21, 21 + count)]
-    rubric = verifiers.Rubric(funcs=[right])
-    if group:
+    tools: bool = False
 
-        async def spread(completions: list[Any]) -> list[float]:
-            return [0.0] * len(completions)
 
-        rubric.add_reward_func(spread)
-    if raising == "rubric":
-        rubric.add_reward_func(broken)
-    elif raising == "group":
-        rubric = verifiers.RubricGroup([rubric, verifiers.Rubric(funcs=[broken])])
-    elif raising == "metric":
-        rubric.add_metric(broken)
-    common: dict[str, Any] = {"dataset": Dataset.from_list(rows), "rubric": rubric, "system_prompt": "be brief"}
-    common["eval_dataset"] = Dataset.from_list(rows[:1])
-    common["sampling_args"] = {"temperature": 0.2}
-    if tools:
-        return verifiers.ToolEnv(tools=[double], max_turns=4, **common)
-    return verifiers.SingleTurnEnv(**common)
+class Double(vf.Task[Data, vf.State, Config]):
+    """Scores the last word of the last message."""
+
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        """1 for the answer as the last word."""
+        return float(str(trace.assistant_messages[-1].content or "").split()[-1:] == [self.data.answer])
+
+    @classmethod
+    def toolsets(cls, config: Config) -> list[vf.Toolset]:
+        """A calculator if the configuration asks for it."""
+        return [Calculator(vf.ToolsetConfig())] if config.tools else []
+
+
+class TasksetConfig(vf.TasksetConfig):
+    """Its own task's configuration, and how many."""
+
+    task: Config = Config()
+    endless: bool = False
+
+
+class Doubling(vf.Taskset[Double, TasksetConfig]):
+    """Three tasks, or without end."""
+
+    def __init__(self, config: TasksetConfig) -> None:
+        super().__init__(config)
+        self.INFINITE = config.endless
+
+    def load(self) -> Iterable[Double]:
+        """See `Taskset`."""
+        n = 21
+        while self.config.endless or n < 24:
+            yield Double(Data(prompt=f"twice {n}?", system_prompt="be brief", answer=str(2 * n)), self.config.task)
+            n += 1
+
+
+if __name__ == "__main__":
+    Calculator.run()

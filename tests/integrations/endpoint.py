@@ -8,7 +8,6 @@ from dataclasses import replace
 from random import Random
 
 from asyncmoe.rollout.episodes.environment import Bounds, Episode
-from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict
 from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Prompt
@@ -26,7 +25,6 @@ def served(
     policy: Policy,
     known: Tokenizer,
     client: Client,
-    on_conflict: OnConflict = "run",
     bounds: Bounds | None = None,
     timeout_s: float = 60,
 ) -> Episode:
@@ -36,7 +34,7 @@ def served(
     episode = Episode(prompt, EpisodeId(0, 0, 0), known, Random(0), sampling, bounds or BOUNDS, policy.speak)
 
     async def run() -> None:
-        endpoint = OpenAIEndpoint(on_conflict=on_conflict)
+        endpoint = OpenAIEndpoint()
         try:
             session, url = await endpoint.open(episode)
             async with asyncio.timeout(timeout_s):

@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from report_pages import NASTY, write_samples
 from telemetry_runs import write_run
 
-from asyncmoe.telemetry.records import JsonLines, read_rollout, read_steps
+from asyncmoe.telemetry.records import JsonLines, Tail, read_steps
 from asyncmoe.telemetry.report import command
+from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import METRICS, ROLLOUT
 from asyncmoe.telemetry.versions import VERSIONS
 
@@ -74,7 +75,7 @@ def _uneven(run: Path) -> None:
 def test_rows_of_rewards_at_uneven_distances_are_of_one_height(browser: Chrome, tmp_path: Path) -> None:
     _uneven(tmp_path / "run")
     _open(browser, command.report(tmp_path / "run").as_uri())
-    card = _card(browser, "Distribution of rewards, over the steps")
+    card = _card(browser, "Distribution of rewards")
     ticks = [(one.text, one.location["y"]) for one in card.find_elements(By.CSS_SELECTOR, ".ytick text")]
     assert [text for text, _ in ticks] == ["0", "0.05", "1"]
     assert ticks[0][1] - ticks[1][1] == pytest.approx(ticks[1][1] - ticks[2][1], abs=2)
@@ -89,7 +90,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         write_run(folder / name, warmup=20, rl=60 - 20 * number, wait=0.4 + number)
         write_samples(folder / name, 6)
         with JsonLines(folder / name / ROLLOUT) as rollout:
-            rollout.write(msgspec.structs.replace(read_rollout(rollout.path)[-1], rejected={"scorer_<b>": 1, "a&amp;b": 2}))
+            rollout.write(msgspec.structs.replace(Tail(rollout.path).poll_as(Rollout)[-1], rejected={"scorer_<b>": 1, "a&amp;b": 2}))
         config = {"run": {"seed": number, "dir": name}, "rollout": {"group_size": 8}}
         (folder / name / "config.yaml").write_text(yaml.safe_dump(config))
         with JsonLines(folder / name / VERSIONS) as lines:
@@ -166,16 +167,13 @@ def test_the_report_shows_every_figure_and_says_what_is_under_the_pointer(browse
     assert "oldest token" in _hover(browser, _card(browser, "Age in each batch"))
     assert re.search(r"0\.\d+ ± 0\.05", _hover(browser, _card(browser, "Evaluation"), ".points path"))
     assert re.search(r"\d ± 6", _hover(browser, _card(browser, "Evaluation, pass@k by k"), ".points path"))
-    rewards = _card(browser, "Distribution of rewards, over the steps")
+    rewards = _card(browser, "Distribution of rewards")
     assert {"0", "0.5", "1"} <= {one.text for one in rewards.find_elements(By.CSS_SELECTOR, ".ytick")}
     assert re.search(r"RL step \d+\s*reward 0\.5: [\d.]+ %", _hover(browser, rewards))
-    assert re.search(r"age in versions [01]: [\d.]+ %", _hover(browser, _card(browser, "Age of the trained tokens, over the steps")))
+    assert re.search(r"age [01]: [\d.]+ %", _hover(browser, _card(browser, "Age of the trained tokens")))
     timeline = browser.find_elements(By.CSS_SELECTOR, ".card.wide")[0]
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", timeline)
-    assert "engine 0:" in _hover(browser, timeline)
-    browser.find_element(By.ID, "smooth").click()
-    assert "running mean" not in _card(browser, "Mean reward").text
-    browser.find_element(By.ID, "smooth").click()
+    assert re.search(r"seconds [\d.]+\s*engine 0: [\d.]+ %", _hover(browser, timeline))
     assert _picture(browser, "report", tmp_path).stat().st_size > 50_000
     browser.find_element(By.CSS_SELECTOR, "details > summary").click()
     assert "rollout: started" in browser.find_element(By.CSS_SELECTOR, "details").text
@@ -185,7 +183,7 @@ def test_the_report_shows_every_figure_and_says_what_is_under_the_pointer(browse
 
 def test_samples_are_text_with_switchable_colours(browser: Chrome, pages: dict[str, Path], tmp_path: Path) -> None:
     _open(browser, pages["run"].as_uri())
-    browser.find_element(By.CSS_SELECTOR, "[data-tab=samples]").click()
+    browser.find_element(By.LINK_TEXT, "Samples").click()
     Select(browser.find_element(By.CSS_SELECTOR, "[aria-label=outcome]")).select_by_value("trained")
     _until(browser, lambda _: "in step 25" in browser.find_element(By.CSS_SELECTOR, ".group").text)
     body = browser.find_element(By.CSS_SELECTOR, ".group")
@@ -199,11 +197,11 @@ def test_samples_are_text_with_switchable_colours(browser: Chrome, pages: dict[s
         "scorer_error: 1/0 </script>",
     ):
         assert words in body.text
-    tokens = body.find_elements(By.CSS_SELECTOR, ".text .token")
-    assert len(tokens) == len(NASTY) + 1
+    assert len(body.find_elements(By.CSS_SELECTOR, ".text .token")) == len(NASTY) + 1
     seen = {}
     for name in ("version", "logprob", "ratio", "mask", "mismatch"):
-        Select(browser.find_element(By.ID, "colouring")).select_by_value(name)
+        Select(browser.find_element(By.CSS_SELECTOR, "[aria-label='colour of tokens']")).select_by_value(name)
+        tokens = body.find_elements(By.CSS_SELECTOR, ".text .token")
         seen[name] = [token.value_of_css_property("background-color") for token in tokens]
         _picture(browser, f"samples-{name}", tmp_path)
     assert [len(set(seen[name][:-1])) for name in ("version", "logprob", "ratio", "mask", "mismatch")] == [2, 1, len(NASTY) - 1, 4, 3], (
@@ -220,24 +218,21 @@ def test_samples_are_text_with_switchable_colours(browser: Chrome, pages: dict[s
 def test_runs_are_compared(browser: Chrome, pages: dict[str, Path], tmp_path: Path) -> None:
     _open(browser, pages["comparison"].as_uri())
     _draw_all(browser)
-    assert browser.find_element(By.ID, "what").text == "2 runs compared"
     assert [one.text for one in browser.find_elements(By.CSS_SELECTOR, "#summary th")][1:3] == ["first", "second"]
     card = _card(browser, "Policy loss")
     assert {"first, running mean", "second, running mean"} <= set(card.text.splitlines())
     told = _hover(browser, card)
     assert "first" in told
     assert "second" in told
-    _card(browser, "Age of the trained tokens, over the steps · second")
+    _card(browser, "Age of the trained tokens · second")
     _picture(browser, "comparison", tmp_path)
-    browser.find_element(By.CSS_SELECTOR, "[data-tab=settings]").click()
+    browser.find_element(By.LINK_TEXT, "Configuration").click()
     text = browser.find_element(By.ID, "settings").text
-    assert "torch 2.8.0 2.9.0" in text
+    assert browser.find_element(By.ID, "versions-differ").text.splitlines()[1:] == ["torch 2.8.0 2.9.0"]
     assert "run.seed 0 1" in text
-    assert "group_size" not in text
-    browser.find_element(By.CSS_SELECTOR, "#settings input[type=checkbox]").click()
-    assert "rollout.group_size 8 8" in browser.find_element(By.ID, "settings").text
+    assert text.index("run.seed 0 1") < text.index("The runs agree on", text.index("Configuration")) < text.index("rollout.group_size 8 8")
     _picture(browser, "settings", tmp_path)
-    browser.find_element(By.CSS_SELECTOR, "[data-tab=samples]").click()
+    browser.find_element(By.LINK_TEXT, "Samples").click()
     Select(browser.find_element(By.CSS_SELECTOR, "[aria-label=run]")).select_by_visible_text("second")
     _until(browser, lambda _: "What is" in browser.find_element(By.CSS_SELECTOR, ".group").text)
     _silent(browser)

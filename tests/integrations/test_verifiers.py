@@ -1,36 +1,40 @@
-"""Environments of verifiers 0.1 as a task and an agent: make test-integrations ONLY=verifiers"""
+"""Tasksets of verifiers 0.4, API `verifiers.v1`, as a task and an agent: make test-integrations ONLY=verifiers
+
+Each rollout runs a program of its own, which uv gives an environment: the first takes a while.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from importlib.metadata import PackageNotFoundError, version
+import os
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-try:
-    OLD = version("verifiers").startswith("0.1.")
-except PackageNotFoundError:
-    OLD = False
-if not OLD:
+if find_spec("verifiers") is None:
     pytest.skip("run: make test-integrations ONLY=verifiers", allow_module_level=True)
 
 from asyncmoe.config import parse
-from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.adapters import verifiers as adapter
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.integrations.endpoint import call, in_turn, one_conversation, served
 from tests.unit.openai_policy import Policy
 
-ENVIRONMENT = "tests.integrations.doubling"
-KIND = "asyncmoe.rollout.adapters.verifiers:Examples"
+HERE = Path(__file__).parent
+AGENT = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 
 
-def config(**options: object) -> Any:
-    environment = {"kind": "openai", "agent": "asyncmoe.rollout.adapters.verifiers:rollout"}
-    task = {"kind": KIND, "options": {"environment": ENVIRONMENT, **options}}
-    return parse({"run": {"dir": "run", "steps": 1}, "model": {"path": "model"}, "task": task, "environment": environment})
+@pytest.fixture(autouse=True)
+def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The taskset as an installed package, for its tool server's process too; uv, which runs the agent's program, beside Python."""
+    import sys
+
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def played(policy: Policy, known: Tokenizer, columns: Any) -> float:
@@ -39,90 +43,52 @@ def played(policy: Policy, known: Tokenizer, columns: Any) -> float:
     async def client(url: str, key: str) -> None:
         rewards.append(await adapter.rollout(url, key, "", "", columns))
 
-    served(policy, known, client)
+    served(policy, known, client, timeout_s=240)
     return rewards[0]
 
 
-def test_examples_are_a_task(known: Tokenizer) -> None:
-    task = tasks.load(config(), known).training
-    prompts = [task.prompt(n) for n in range(3)]
+def test_tasks_are_a_task(known: Tokenizer) -> None:
+    options = {"environment": "doubling", "arguments": {"agent": AGENT}}
+    task = {"kind": "asyncmoe.rollout.adapters.verifiers:Examples", "options": options}
+    environment = {"kind": "openai", "agent": "asyncmoe.rollout.adapters.verifiers:rollout"}
+    config = parse({"run": {"dir": "run", "steps": 1}, "model": {"path": "model"}, "task": task, "environment": environment})
+    made = tasks.load(config, known).training
+    prompts = [made.prompt(n) for n in range(3)]
     assert {(prompt.text, prompt.answer) for prompt in prompts} == {(f"twice {n}?", str(2 * n)) for n in (21, 22, 23)}
     assert [message["role"] for message in prompts[0].messages] == ["system", "user"]
-    assert len(tasks.load(config(split="eval"), known).training.prompt(0).text) > 0
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"arguments": {"group": True}}, "got rewards of whole groups"),
-        ({"split": "test"}, "the option split: got 'test', expected train or eval"),
-        ({"limit": 9}, "the option limit: got 9, expected at most 3"),
-        ({"environment": "no_such_environment"}, "no_such_environment"),
-        ({"arguments": {"counts": 3}}, "counts"),
+        ({"environment": "no_such_taskset"}, "taskset 'no_such_taskset' not found"),
+        ({"arguments": {"taskset": {"endless": True}}}, "the option limit: got none, expected the number of tasks to take"),
+        ({"arguments": {"agents": {}}}, "agents"),
+        ({"limit": 4}, "the option limit: got 4, expected at most 3"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(known: Tokenizer, options: dict[str, Any], said: str) -> None:
+    task = {"kind": "asyncmoe.rollout.adapters.verifiers:Examples", "options": {"environment": "doubling", **options}}
+    environment = {"kind": "openai", "agent": "asyncmoe.rollout.adapters.verifiers:rollout"}
+    config = parse({"run": {"dir": "run", "steps": 1}, "model": {"path": "model"}, "task": task, "environment": environment})
     with pytest.raises(AsyncmoeError, match=said) as caught:
-        tasks.load(config(**options), known)
+        tasks.load(config, known)
     assert "\n" not in str(caught.value)
 
 
-def test_a_rollout_with_tools_is_one_trajectory(known: Tokenizer) -> None:
-    columns = adapter.Examples(ENVIRONMENT)[0].columns
-    policy = in_turn(known, "let me see " + call("double", '{"x": 21}'), "it is 42")
-    assert played(policy, known, columns) == 1
+def test_an_endless_taskset_is_taken_from(known: Tokenizer) -> None:
+    examples = adapter.Examples("doubling", {"taskset": {"endless": True}}, limit=5)
+    assert [examples[n].answer for n in range(len(examples))] == ["42", "44", "46", "48", "50"]
+
+
+def test_a_rollout_is_scored_by_its_own_answer(known: Tokenizer) -> None:
+    examples = adapter.Examples("doubling", {"agent": AGENT})
+    assert [played(in_turn(known, "it is 44"), known, examples[n].columns) for n in (0, 1)] == [0, 1]
+
+
+def test_a_rollout_with_a_tool_server_is_one_trajectory(known: Tokenizer) -> None:
+    examples = adapter.Examples("doubling", {"agent": AGENT, "taskset": {"task": {"tools": True}}})
+    policy = in_turn(known, "let me see " + call("calculator_double", '{"x": 21}'), "it is 42")
+    assert played(policy, known, examples[0].columns) == 1
     one_conversation(policy, known)
     assert "<|im_start|>tool\n42" in known.decode_all(policy.asked[1][1])
-
-
-def test_each_example_is_scored_by_its_own_answer(known: Tokenizer) -> None:
-    examples = adapter.Examples(ENVIRONMENT, {"tools": False})
-    assert [played(in_turn(known, "it is 44"), known, examples[n].columns) for n in range(3)] == [0, 1, 0]
-
-
-def test_an_empty_response_is_scored_as_the_policys_own(known: Tokenizer) -> None:
-    assert played(in_turn(known, ""), known, adapter.Examples(ENVIRONMENT)[0].columns) == 0
-
-
-def test_a_rollout_that_fails_says_why(known: Tokenizer) -> None:
-    async def client(url: str, key: str) -> None:
-        with pytest.raises(RuntimeError, match=r"doubling, example 0: .*environment\.on_conflict"):
-            await adapter.rollout(url, key, "", "", adapter.Examples(ENVIRONMENT)[0].columns)
-
-    served(in_turn(known, "it is 42"), known, client, on_conflict="refuse")
-
-
-@pytest.mark.parametrize("raising", ["rubric", "group"])
-@pytest.mark.parametrize("tools", [True, False])
-def test_a_reward_function_that_raises_rejects_the_rollout(known: Tokenizer, raising: str, tools: bool) -> None:
-    """verifiers logs it and counts 0."""
-    examples = adapter.Examples(ENVIRONMENT, {"tools": tools, "raising": raising})
-    assert played(in_turn(known, "it is 42"), known, examples[0].columns) == 1
-
-    async def client(url: str, key: str) -> None:
-        said = "scorer_error: .*doubling, example 1: the reward function broken raised ValueError: the judge is away"
-        with pytest.raises(TrajectoryRejected, match=said):
-            await adapter.rollout(url, key, "", "", examples[1].columns)
-
-    served(in_turn(known, "it is 44"), known, client)
-    assert played(in_turn(known, ""), known, examples[1].columns) == 0
-
-
-def test_a_metric_that_raises_changes_nothing(known: Tokenizer) -> None:
-    examples = adapter.Examples(ENVIRONMENT, {"raising": "metric"})
-    assert played(in_turn(known, "it is 44"), known, examples[1].columns) == 1
-
-
-def test_a_rollout_that_is_cancelled_ends_its_request(known: Tokenizer) -> None:
-    policy = Policy(lambda seen: ())
-
-    async def client(url: str, key: str) -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(adapter.rollout(url, key, "", "", adapter.Examples(ENVIRONMENT)[0].columns), 3)
-        for _ in range(50):
-            await asyncio.sleep(0.1)
-            if policy.cancelled:
-                break
-
-    served(policy, known, client)
-    assert (policy.hanging, policy.cancelled) == (1, 1)

@@ -25,7 +25,7 @@ def test_keeping_routes_closes_most_of_the_gap_between_half_and_full_precision(t
         settings = ("rollout.max_new_tokens=48", "engines.dtype=bfloat16", "trainer.ranks=1", "trainer.ep=1", f"keep.routing={keep}")
         found[keep] = run(tmp_path / keep, MIXTURE, *STILL, *settings)
         (page,) = data_of(tmp_path / keep / "report.html")
-        assert "KL engine to trainer" in [row[0] for row in page["summary"]]
+        assert "train infer kl mean" in [row[0] for row in page["summary"]]
     print({keep: summary["train_infer_kl_mean"] for keep, summary in found.items()})
     assert found["off"]["train_infer_kl_mean"] >= 2 * found["on"]["train_infer_kl_mean"] > 0
     assert found["on"]["routing_mismatch_mean"] > 0.01  # what the trainer's router would have done otherwise

@@ -78,7 +78,7 @@ def shown(run_dir: Path) -> dict[str, object]:
     from asyncmoe.telemetry.live import LiveView
     from asyncmoe.telemetry.prometheus import Prometheus
     from asyncmoe.telemetry.records import read_steps
-    from asyncmoe.telemetry.report.run_page import SampleList, run_page
+    from asyncmoe.telemetry.report.run_page import page_of
     from asyncmoe.telemetry.schema import METRICS
     from asyncmoe.telemetry.screen import View, panel
 
@@ -104,7 +104,7 @@ def shown(run_dir: Path) -> dict[str, object]:
         "panel": page.getvalue(),
         "prometheus": text.splitlines(),
         "tensorboard": {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]},
-        "report": msgspec.to_builtins(run_page(run_dir, "x", SampleList((), 0, ()))),
+        "report": msgspec.to_builtins(page_of([run_dir])[0].sections),
     }
 
 

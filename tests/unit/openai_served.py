@@ -9,8 +9,7 @@ from typing import Any
 import aiohttp
 
 from asyncmoe.rollout.episodes.environment import Episode
-from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict
-from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits, OpenAIEndpoint
+from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
@@ -23,15 +22,13 @@ def served(
     policy: Policy,
     known: Tokenizer,
     client: Callable[[str, Session], Awaitable[None]],
-    limits: ClientLimits | None = None,
-    on_conflict: OnConflict = "run",
     style: str = "hermes",
 ) -> Episode:
     """Let `client` speak to an episode by its URL."""
     episode = policy.episode(known)
 
     async def run() -> None:
-        endpoint = OpenAIEndpoint(limits, on_conflict, style)
+        endpoint = OpenAIEndpoint(style)
         try:
             session, url = await endpoint.open(episode)
             async with asyncio.timeout(60):

@@ -16,28 +16,20 @@ from asyncmoe.models import EngineParallel
 
 SHIPPED = Path(__file__).parent / "data" / "sglang_layouts"
 BESIDE = Path(__file__).parents[3] / "shared" / "data" / "sglang_layouts"
+_DEFAULT = ("tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2")
 CASES = {
-    "qwen3_dense": ("tp1", "tp2", "tp4", "tp8", "tp4_dpattn2", "tp2_pp2"),
+    "qwen3_dense": ("tp1", "tp2", "tp4", "tp8"),
     "qwen3_dense_tied": ("tp1", "tp2", "tp4"),
     "check_qwen3_dense": ("tp2",),
-    "qwen3_moe": (
-        "tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2", "tp4_ep4_red4", "tp4_dpattn2", "tp4_dpattn4_ep4", "tp4_dpattn4_deepep",
-        "tp4_deepep_red4", "tp2_pp2",
-    ),
+    "qwen3_moe": _DEFAULT,
     "check_qwen3_moe": ("tp2",),
-    "deepseek_v3": (
-        "tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2", "tp4_ep4_red4", "tp4_dpattn2", "tp4_dpattn4_ep4", "tp4_dpattn4_deepep",
-        "tp4_dpattn4_ep4_dplmhead_dense1", "tp2_fusedshared", "tp4_fusedshared", "tp2_pp2",
-    ),
+    "deepseek_v3": _DEFAULT,
     "check_deepseek_v3": ("tp2", "tp4_ep4"),
-    "glm4_moe": (
-        "tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2", "tp4_dpattn2", "tp4_dpattn4_ep4", "tp4_dpattn4_deepep",
-        "tp4_dpattn4_ep4_dplmhead_dense1", "tp2_fusedshared", "tp4_fusedshared", "tp2_pp2",
-    ),
+    "glm4_moe": _DEFAULT,
     "check_glm4_moe": ("tp2",),
-    "mixtral": ("tp1", "tp2", "tp4", "tp8", "tp4_ep4", "tp4_ep2", "tp4_dpattn2", "tp4_dpattn4_ep4", "tp2_pp2"),
+    "mixtral": _DEFAULT,
     "check_mixtral": ("tp2", "tp4_ep4"),
-}  # fmt: skip
+}
 """Those beside the project, by model."""
 QUANTISED = {"qwen3_moe_fp8": ("tp1", "tp2", "tp4", "tp4_ep4"), "deepseek_v3_fp8": ("tp1", "tp2", "tp4", "tp4_ep4")}
 """Of engines of float8 in blocks, beside the project."""
@@ -53,17 +45,7 @@ class Recorded:
     @property
     def engine(self) -> EngineParallel:
         arguments = self.document["server_args"]
-        return EngineParallel(
-            tp=arguments["tp_size"],
-            ep=arguments.get("ep_size", 1),
-            pp=arguments.get("pp_size", 1),
-            dp=arguments.get("dp_size", 1),
-            dp_lm_head=arguments.get("enable_dp_lm_head", False),
-            redundant=arguments.get("ep_num_redundant_experts", 0),
-            dense_tp1=arguments.get("moe_dense_tp_size") == 1,
-            a2a="moe_a2a_backend" in arguments,
-            fused_shared=self.document["options"].get("fuse_shared", False),
-        )
+        return EngineParallel(arguments["tp_size"], arguments.get("ep_size", 1))
 
     def parameters(self, rank: int) -> dict[str, dict[str, Any]]:
         """A rank's entries; a parameter that has two names under its first one, and none that a loader never writes."""

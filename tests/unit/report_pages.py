@@ -32,19 +32,20 @@ def packed(page: str, name: str) -> bytes:
 
 def data_of(path: Path) -> list[dict[str, Any]]:
     """The runs of a page."""
-    found: list[dict[str, Any]] = json.loads(packed(path.read_text(), "data"))
+    found: list[dict[str, Any]] = json.loads(packed(path.read_text(), "data"))["runs"]
     return found
 
 
-def group_of(path: Path, run: int, place: int) -> dict[str, Any]:
-    """A group of a page."""
-    found: dict[str, Any] = json.loads(packed(path.read_text(), f"group-{run}-{place}"))
+def groups_of(path: Path, run: int = 0) -> list[dict[str, Any]]:
+    """A run's groups in a page."""
+    found: list[dict[str, Any]] = json.loads(packed(path.read_text(), f"groups-{run}"))
     return found
 
 
-def figures_of(run: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+def figures_of(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Section -> title -> figure."""
-    return {part["title"]: {one["title"]: one for one in part["figures"]} for part in [*run["sections"], run["rest"]]}
+    sections = json.loads(packed(path.read_text(), "data"))["sections"]
+    return {part["title"]: {one["title"]: one for one in part["figures"]} for part in sections}
 
 
 NASTY = ["</script>", "<img src=x onerror=alert(1)>", "\x1b[31m", "\u202egnp", "🦀", "&amp;", "\n", "{{7*7}}", "\x00"]

@@ -16,7 +16,7 @@ from asyncmoe.rollout.adapters.verifiers import no_taskset
         (
             "old",
             "def load_environment(): ...",
-            r'my_old with load_environment, expected a taskset.*; run: \S+ -m pip install "verifiers<0\.2"',
+            "my_old with load_environment, expected a taskset.*; load_environment is of verifiers 0",
         ),
         ("lacking", "import no_such_package", "my_lacking, which imports no_such_package: not installed, expected .*; install it for "),
         ("both", "__all__ = ()\ndef load_environment(): ...", ""),

@@ -81,5 +81,3 @@ def test_a_rank_of_latent_attention_and_of_what_all_tokens_pass() -> None:
         "layers.1.down_proj_moe.a": (4, 3, 3),
         "layers.1.down_proj_moe.b": (4, 8, 3),
     }
-    whole = memory_layout(m, Kind(("up_proj",), 3, 6.0), EngineParallel(tp=2, dense_tp1=True), 1, "float32")
-    assert whole.storages["layers.0.gate_up_proj.b"].shape == (20, 3)

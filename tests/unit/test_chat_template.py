@@ -66,11 +66,11 @@ def ask(known: Tokenizer, template: str, messages: Any, style: str = "hermes", s
     episode = policy.episode(known)
     episode.sampling = replace(episode.sampling, max_new_tokens=1000)
     episode.parse = parse
-    session = Session(episode, fields.pop("on_conflict", "run"), style)
+    session = Session(episode, style)
     api = getattr(session, fields.pop("api", "chat"))
-    asked = session.parse(api, json.dumps({"messages": messages, **fields}).encode())
+    asked, overridden = session.parse(api, json.dumps({"messages": messages, **fields}).encode())
     answer = asyncio.run(session.answer(asked))
-    return known.decode_all(policy.asked[0][1]), answer, asked.overridden
+    return known.decode_all(policy.asked[0][1]), answer, overridden
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,8 @@ def test_a_message_that_would_be_lost_is_refused(known: Tokenizer, template: str
         ask(known, template, [USER, message, USER], style)
 
 
-def test_what_frameworks_always_send_is_a_conflict(known: Tokenizer) -> None:
-    assert ask(known, CHAT_TEMPLATE, [{**USER, "name": "Ann"}], tools=[TOOL])[2] == ("tools", "name")
-    with pytest.raises(RequestRefused, match="left out by the chat template"):
-        ask(known, CHAT_TEMPLATE, [USER], tools=[TOOL], on_conflict="refuse")
+def test_what_frameworks_always_send_is_overridden(known: Tokenizer) -> None:
+    assert ask(known, CHAT_TEMPLATE, [{**USER, "name": "Ann"}], tools=[TOOL])[2] == ["tools", "name"]
 
 
 @pytest.mark.parametrize("one", [False, True])

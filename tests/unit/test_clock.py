@@ -13,8 +13,9 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rpc.messages import Committed, WeightsCommit, WeightsStage
-from asyncmoe.telemetry.records import read_rollout, read_spans
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, ROLLOUT
+from asyncmoe.telemetry.records import Tail
+from asyncmoe.telemetry.rollout_schema import Rollout
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, ROLLOUT, Span
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.unit.fake_engine import handles
 
@@ -60,11 +61,11 @@ def test_durations_and_rates_do_not_jump(tmp_path: Path) -> None:
 
     assert all(0.0 <= pause < 5e3 for pause in asyncio.run(run()).pause_ms)
     recorder.close()
-    (record,) = read_rollout(tmp_path / ROLLOUT)
+    (record,) = Tail(tmp_path / ROLLOUT).poll_as(Rollout)
     assert record.tokens_per_s is not None
     assert 0.0 < record.tokens_per_s < 1e6
     assert all(0.0 < share <= 1.0 for share in record.engine_utilization.values())
-    assert all(0.0 <= span.end - span.begin < 5.0 for span in read_spans(tmp_path / CONTROLLER_SPANS))
+    assert all(0.0 <= span.end - span.begin < 5.0 for span in Tail(tmp_path / CONTROLLER_SPANS).poll_as(Span))
 
 
 def test_the_systems_clock_is_read_only_to_be_told() -> None:

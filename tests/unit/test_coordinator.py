@@ -70,6 +70,31 @@ def test_the_others_take_the_version(how: Interruption) -> None:
     assert published == [1]
 
 
+def test_asked_after_a_failed_update_a_server_that_is_gone_is_fenced_though_nobody_told_and_one_that_hangs_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakeHandle, "died", None)
+    monkeypatch.setattr("asyncmoe.engines.pool._PROBE_S", 0.05)
+
+    async def run() -> list[tuple[int, tuple[str, ...], bool]]:
+        pool = Pool(handles(3), 8, 5.0, lambda *_: None)
+        coordinator = WeightUpdateCoordinator(pool, 5.0, lambda _: asyncio.sleep(0), lambda *_: None)
+        coordinator.engines_started()
+
+        async def ask(probe: bool) -> tuple[int, tuple[str, ...], bool]:
+            found = await coordinator.handle(EnginesAsk(1.0, probe))
+            assert isinstance(found, Engines)
+            return found.roster, found.lost, found.silent
+
+        asked = [await ask(False), await ask(True)]
+        fake(pool.members[1].engine).dead = True
+        asked += [await ask(False), await ask(True)]
+        fake(pool.members[2].engine).hangs = True
+        return [*asked, await ask(True)]
+
+    assert asyncio.run(run()) == [(1, (), False)] * 3 + [(2, ("engine.1",), False), (2, (), True)]
+
+
 def test_an_update_that_is_being_committed_takes_no_other_end() -> None:
     async def run() -> None:
         pool, published = Pool([engine(0), engine(1)], 8, 5.0, lambda *_: None), list[int]()

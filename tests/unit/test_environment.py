@@ -474,7 +474,7 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
         await made.agent().respond()
         return await act()
 
-    judge, limits = plugin.AsyncScorer(act, act, None, LIMIT_S), ScoringLimits(4, 9.0, 0, 0.0, 99, 9.0)
+    judge, limits = plugin.AsyncScorer(act, act, None, LIMIT_S), ScoringLimits(4, 9.0, 0, 0.0)
     scorer = LimitedScorer("it", judge, partial(read, separator=None, decode=str), limits)
     environment: Any = SingleTurn()
     match kind:

@@ -125,7 +125,7 @@ def test_in_a_chat_an_observation_is_a_turn_of_the_template(tokenizer: Tokenizer
 def test_a_tool_that_misbehaves_ends_the_episode(tool: str, options: dict[str, float], reason: str, tokenizer: Tokenizer) -> None:
     name = f"{__name__}:{tool}"
     with pytest.raises(TrajectoryRejected) as refused:
-        play(WithTools((name,), "brackets", chat=False, options={name: options}), tokenizer, "[6*7]", "42")
+        play(WithTools((name,), "brackets", chat=False, options={name.rpartition(":")[2]: options}), tokenizer, "[6*7]", "42")
     assert refused.value.reason == reason
 
 

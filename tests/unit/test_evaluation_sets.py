@@ -116,20 +116,14 @@ def test_sets_of_their_own_and_held_out_ones(tmp_path: Path, tokenizer: Tokenize
     assert all("capital" in text for text in texts[4])
 
 
-def test_common_questions_are_refused_left_out_or_allowed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_training_leaves_out_what_a_set_asks(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     train = rows(tmp_path / "train.jsonl", *(f"q{n}" for n in range(6)))
     test = rows(tmp_path / "test.jsonl", "q1", " q4", "z")
-    with pytest.raises(DataError) as caught:
-        tasks.load(config({"path": train}, path=test), tokenizer)
-    assert re.search(
-        r"task\.path .*train\.jsonl: got 2 question\(s\) that evaluation asks too, first example 1, expected .*leave_out", str(caught.value)
-    )
-    training, _ = asked(tasks.load(config({"path": train}, path=test, overlap="leave_out"), tokenizer))
+    training, _ = asked(tasks.load(config({"path": train}, path=test), tokenizer))
     assert training == {"q0", "q2", "q3", "q5"}
-    training, _ = asked(tasks.load(config({"path": train}, sets={"test": {"path": test, "overlap": "allow"}}), tokenizer))
-    assert len(training) == 6
+    assert "train.jsonl: training leaves out 2 questions that the evaluation asks" in caplog.text
     with pytest.raises(DataError, match="got only questions that the evaluation asks"):
-        tasks.load(config({"path": train}, path=train, overlap="leave_out"), tokenizer)
+        tasks.load(config({"path": train}, path=train), tokenizer)
 
 
 def test_a_file_too_small_to_hold_out_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -145,7 +139,6 @@ def test_a_file_too_small_to_hold_out_is_refused(tmp_path: Path, tokenizer: Toke
         ({"path": "x", "sets": {"a": {}}}, r"evaluation\.path: got x, expected null because there are evaluation\.sets"),
         ({"sets": {"a b": {}}}, r"evaluation\.sets: got the name 'a b', expected letters"),
         ({"sets": {"a/../b": {}}}, r"evaluation\.sets: got the name 'a/\.\./b'"),
-        ({"sets": {"a": {"streaming": True, "path": "x"}}}, r"evaluation\.sets\.a\.streaming: got true, expected false"),
         ({"sets": {"a": {"where": {"b": 1}}}}, r"evaluation\.sets\.a\.path: got nothing, expected the set's own source"),
         ({"sets": {"a": {"sample": 3}}}, r"evaluation\.sets\.a\.sample: got an unknown key, expected one of .*did you mean"),
         ({"sets": {"a": {"samples": 0}}}, r"evaluation\.sets\.a\.samples: got 0, expected a number above 0"),

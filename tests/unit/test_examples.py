@@ -56,30 +56,25 @@ def test_it_fits_and_its_comments_say_what_it_holds(path: Path) -> None:
     config, hf = configured(path)
     gpu_gb, cpu = stated(text)
     found = budget.of_run(config, hf, gpu_gb, cpu)
-    said = [line for line in text.splitlines() if line.startswith("# memory")]
-    true = [*found.sums, found.line] if path in CLUSTER or len(said) > 1 else [found.line]
-    assert said == true, f"{path} says\n" + "\n".join(said) + "\nwhere it is\n" + "\n".join(true)
-    assert found.fits, f"{path}: {found.line}"
+    assert found.line in text.splitlines()
+    assert found.refusals == ()
     if cpu:
         assert budget.for_cpu(config) or config.model.path in (Path("runs/models/base"), Path("runs/models/smollm2"))
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, marks=pytest.mark.thorough) if p.name in LONG else p for p in YAMLS], ids=str)
 def test_its_weights_can_be_moved(path: Path) -> None:
-    """Every byte that an engine needs travels once."""
+    """Every engine gets all of the model or the adapter."""
     config, hf = configured(path)
     found = traffic.foresee(
-        str(path),
         hf,
         models.trainer_parallel(config),
         EngineParallel(config.engines.tp, config.engines.ep),
         config.engines.count,
         dtype=models.engine_dtype(hf, config.engines),
-        bucket_bytes=config.sync.bucket_bytes,
         adapter=budget.serving(config, hf).adapter,
     )
-    assert found.trainer_ranks == config.trainer.ranks
-    assert found.way.ratio == 1.0
+    assert found.wire >= config.engines.count * found.model_bytes
 
 
 @every
@@ -104,4 +99,3 @@ def test_of_one_machine_every_gpu_is_taken_by_one_process(path: Path) -> None:
     assert f"asyncmoe run {path}\n" in text
     assert f"--nodes=1 --gpus-per-node={GPUS} " in text
     assert f"{config.trainer.ranks} train, {GPUS - config.trainer.ranks} generate" in text
-    assert len([line for line in text.splitlines() if line.startswith("# memory")]) == 3

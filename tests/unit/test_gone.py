@@ -30,10 +30,7 @@ DEFAULTS: dict[str, Any] = {
         "max_bytes": 256 << 30,
         "segment_bytes": 256 << 20,
     },
-    "environment": {
-        "sandbox": {"backend": "asyncmoe", "runtime": "docker", "image": None, "url": None, "token_env": None, "retries": 2},
-    },
-    "task": {"kind": "arithmetic", "curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}},
+    "task": {"kind": "arithmetic", "streaming": None, "curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}},
     "queue": {
         "payloads": "workers",
         "redis": None,
@@ -52,6 +49,11 @@ DEFAULTS: dict[str, Any] = {
         "store": {"url": None, "keep": 2, "grace_s": 600.0, "full_every": 20},
     },
     "engines": {"host": "127.0.0.1"},
+    "environment": {
+        "kind": "single_turn",
+        "on_conflict": "run",
+        "sandbox": {"backend": "asyncmoe", "runtime": "docker", "image": None, "url": None, "token_env": None, "retries": 2},
+    },
     "trainer": {"standby": True},
     "verify": {"max_replay_drift": 0.5},
     "telemetry": {
@@ -118,6 +120,18 @@ def test_a_directory_of_versions_is_absolute_and_only_for_disk() -> None:
     for sync in ({"directory": "/shared"}, *({"method": "disk", "directory": one} for one in ("", "w", "s3://bucket/w"))):
         with pytest.raises(ConfigError, match=r"sync\.directory: got"):
             configuration.parse(NEEDED | {"sync": sync})
+
+
+def test_keys_of_a_mixture_and_of_evaluation_sets_are_found(tmp_path: Path) -> None:
+    def given(streaming: object) -> dict[str, Any]:
+        source = {"path": "a", "streaming": streaming}
+        return {"task": {"kind": "dataset", "sources": [source, source]}, "evaluation": {"sets": {"x": source}}}
+
+    assert len(configuration.load(written(tmp_path, given(None))).task.sources) == 2
+    with pytest.raises(ConfigError) as caught:
+        configuration.load(written(tmp_path, given(True)))
+    for key in ("task.sources.0.streaming", "task.sources.1.streaming", "evaluation.sets.x.streaming"):
+        assert f"{key}: got true, which was removed" in str(caught.value)
 
 
 def test_what_starts_nothing_reads_it_all_the_same(tmp_path: Path) -> None:

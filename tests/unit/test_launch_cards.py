@@ -76,12 +76,12 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
     (
         "the trainer's cards are too small",
         lambda: node(FULL, [H100] * 6 + [H200] * 2),
-        ("gpu-memory of node01: got the trainer would hold 101 GB of GPU 0", "expected at most 81.2", "trainer.ranks"),
+        ("gpu-memory of node01: got memory of GPU 0: 101 GB of the trainer (", "expected at most 81.2", "trainer.ranks"),
     ),
     (
         "the engine's cards are too small",
         lambda: node(FULL, [H200] * 6 + [H100] * 2),
-        ("gpu-memory of node01: got an engine would hold 99.4 GB of GPU 6", "expected at most 81.2", "engines.tp"),
+        ("gpu-memory of node01: got memory of GPU 6: 99.4 GB of an engine (", "expected at most 81.2", "engines.tp"),
     ),
     (
         "a taken card is prohibited",
@@ -101,12 +101,12 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
     (
         "an instance of MIG is small",
         lambda: node(ONE, [SLICED], trainer__torch__shown=instance(10)),
-        ("the trainer and an engine would hold 14.8 GB of GPU 0", "expected at most 10.2"),
+        ("memory of GPU 0: 14.8 GB of the trainer and an engine", "expected at most 10.2"),
     ),
     (
         "torch tells that a card is small",
         lambda: node(ONE, [GB10], trainer__torch__shown=instance(10)),
-        ("gpu-memory of node01: got the trainer and an engine would hold 14.8 GB of GPU 0", "expected at most 10.2"),
+        ("gpu-memory of node01: got memory of GPU 0: 14.8 GB of the trainer and an engine", "expected at most 10.2"),
     ),
     (
         "CUDA 13 does not compile for it",
@@ -127,7 +127,7 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
     (
         "memory to send weights through",
         lambda: node(TWO, [H100] * 2, "sync.bucket_bytes=1000000000000"),
-        ("most of it weight sync", "; take a smaller sync.bucket_bytes"),
+        ("GB of the trainer (weight sync ", "; take a smaller sync.bucket_bytes"),
     ),
     (
         "CUDA_VISIBLE_DEVICES",
@@ -253,5 +253,5 @@ def test_an_engine_whose_torch_sees_no_gpu_is_refused(monkeypatch: pytest.Monkey
 
 def test_an_engine_refused_for_its_weight_sync_is_told_the_key() -> None:
     config, hf = configured(TWO, "sync.bucket_bytes=1000000000000")
-    with pytest.raises(ConfigError, match=r"memory of an engine's GPU.*take a smaller sync.bucket_bytes"):
+    with pytest.raises(ConfigError, match=r"memory of a GPU.*take a smaller sync.bucket_bytes"):
         budget.engine_arguments(config, hf, 80.0)

@@ -65,7 +65,7 @@ def test_it_is_placed_fits_and_starts(total: int, name: str, gpus_each: int, car
         assert len(taken) == number
         assert len(set(taken)) == (number if not config.engines.share_gpus else total)
         assert bool(found.shared) == config.engines.share_gpus
-    assert budget.of_run(config, hf, GB_OF[card.memory_mib]).fits
+    assert budget.of_run(config, hf, GB_OF[card.memory_mib]).refusals == ()
     assert preflight.judge(machine(config, hf, gpus_each, card)) == ()
 
 
@@ -159,7 +159,7 @@ def test_what_bounds_an_engine_leaves_room_for_what_comes_besides(name: str, gpu
     tokens, fraction = int(option(arguments, "--max-total-tokens")), option(arguments, "--mem-fraction-static")
     given = config.model_copy(update={"engines": config.engines.model_copy(update={"max_total_tokens": tokens})})
     held = budget.of_run(given, hf, gpu_gb)
-    assert held.fits
+    assert held.refusals == ()
     trainer = held.trainer.total if config.engines.share_gpus else 0
     static = sum(held.engine.parts.get(part, 0) for part in ("weights", "adapters", "derived", "KV cache"))
     besides = held.engine.total - static
@@ -201,9 +201,14 @@ def test_without_room_for_a_second_copy_nothing_is_staged() -> None:
             "cluster/qwen3-30b-a3b.yaml",
             ("engines.tp=2", "engines.ep=2"),
             40.0,
-            ("memory of an engine's GPU: got ", "a larger engines.tp on more GPUs"),
+            ("memory of a GPU: got ", " GB of an engine (", "a larger engines.tp on more GPUs"),
         ),
-        ("demo-gpu.yaml", (), 12.0, ("memory of a GPU: got 14.8 GB = 0.603 of the trainer + 14.2 of an engine", "expected at most 11.4")),
+        (
+            "demo-gpu.yaml",
+            (),
+            12.0,
+            ("memory of a GPU: got 14.8 GB of the trainer and an engine (", "expected at most 11.4", "engines.share_gpus=false"),
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_way_out(
@@ -275,5 +280,5 @@ def test_a_shared_gpu_holds_both_by_the_planner() -> None:
     found = budget.of_run(config, hf, 15.5)
     assert found.trainer.fits(15.5)
     assert found.engine.fits(15.5)
-    assert not found.fits
+    assert found.refusals
     assert found.line == "# memory: trainer 0.603 GB, engine 14.3 GB of 15.5 together"

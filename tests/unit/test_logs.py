@@ -7,12 +7,13 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from asyncmoe import logs
-from asyncmoe.logs import BoundedLog, LogBounds
+from asyncmoe import logs, process
+from asyncmoe.logs import BoundedLog
 from asyncmoe.process import Child
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +34,10 @@ def sizes(path: Path) -> list[int]:
 def test_a_child_that_writes_much_keeps_bounded_logs_and_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_LOOK_S", 0.02)
     monkeypatch.setattr(logs._Keeper, "_thread", None)  # one that looks more often
+    monkeypatch.setattr(process, "BoundedLog", partial(BoundedLog, max_bytes=10_000, keep=2))
     path = tmp_path / "engine-0.log"
     path.write_text("error: of an earlier start\n")
-    child = Child("engine.0", [sys.executable, "-c", WRITER], path, bounds=LogBounds(10_000, 2))
+    child = Child("engine.0", [sys.executable, "-c", WRITER], path)
     assert child.wait(30)
     assert child.reason == "the disk of node 7 is gone"
     assert len(sizes(path)) == 3
@@ -48,7 +50,7 @@ def test_a_child_that_writes_much_keeps_bounded_logs_and_its_reason(tmp_path: Pa
 def test_a_writer_goes_on_at_the_beginning_of_the_truncated_file(tmp_path: Path) -> None:
     path = tmp_path / "trainer.log"
     with path.open("ab", buffering=0) as writer:
-        log = BoundedLog(path, LogBounds(100, 1))
+        log = BoundedLog(path, 100, 1)
         writer.write(b"a" * 101)
         assert log.trim()
         writer.write(b"b")
@@ -65,28 +67,25 @@ def test_what_an_earlier_start_wrote_is_not_the_child_s(tmp_path: Path) -> None:
     path = tmp_path / "trainer.log"
     path.write_bytes(b"error: of an earlier start\n")
     with path.open("ab", buffering=0) as writer:
-        log = BoundedLog(path, LogBounds(30, 2))
+        log = BoundedLog(path, 30, 2)
         writer.write(b"ours, first\n")
         assert log.trim()
         writer.write(b"ours, second\n")
         assert log.output() == "ours, first\nours, second\n"
 
 
-def test_nothing_is_kept_with_zero_parts_and_modes_are_those_of_the_log(tmp_path: Path) -> None:
+def test_modes_are_those_of_the_log(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_bytes(b"x" * 11)
     path.chmod(0o600)
-    assert BoundedLog(path, LogBounds(10, 0)).trim()
-    assert [one.name for one in tmp_path.iterdir()] == ["a.log"]
-    path.write_bytes(b"y" * 11)
-    BoundedLog(path, LogBounds(10, 2)).trim()
+    assert BoundedLog(path, 10, 2).trim()
     assert os.stat(tmp_path / "a.log.1").st_mode & 0o777 == 0o600
 
 
 def test_a_log_that_cannot_be_moved_stays_and_one_that_is_gone_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_bytes(b"x" * 11)
-    log = BoundedLog(path, LogBounds(10, 1))
+    log = BoundedLog(path, 10, 1)
     (tmp_path / "a.log.part").mkdir()  # takes the copy's place
     assert not log.trim()
     assert path.read_bytes() == b"x" * 11
@@ -95,7 +94,7 @@ def test_a_log_that_cannot_be_moved_stays_and_one_that_is_gone_is_left_alone(tmp
 
 
 def test_one_thread_looks_after_all_logs_and_forgets_those_without_a_child(tmp_path: Path) -> None:
-    made = [BoundedLog(tmp_path / f"{n}.log", LogBounds()) for n in range(20)]
+    made = [BoundedLog(tmp_path / f"{n}.log") for n in range(20)]
     assert sum(thread.name == "logs" for thread in threading.enumerate()) <= 2  # another test's, which looks more often
     watched = [weakref.ref(log) for log in made]
     assert all(any(ref() is log for log in logs._Keeper._logs) for ref in watched)

@@ -293,8 +293,19 @@ def test_who_may_not_join(rig: Play, changed: dict[str, Any], error: type[Asyncm
 def test_one_that_cannot_be_reached_is_refused(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(it: Rig) -> None:
         monkeypatch.setattr(Client, "there", False)
+        monkeypatch.setattr(membership, "_REACH_S", 0.2)
         with pytest.raises(EngineError, match=r"b: the controller cannot reach it at http://10\.0\.0\.1:1; see cluster\.network"):
             await it.join("b")
+
+    rig(scene)
+
+
+def test_one_whose_network_is_bad_for_a_moment_joins(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(it: Rig) -> None:
+        monkeypatch.setattr(Client, "there", False)
+        asyncio.get_running_loop().call_later(1.0, monkeypatch.setattr, Client, "there", True)
+        await it.join("b")
+        assert [member.engine.name for member in it.pool.members] == ["b"]
 
     rig(scene)
 

@@ -92,47 +92,43 @@ def test_impossible_for_a_dense_model(trainer: dict[str, int], engines: dict[str
 
 
 @pytest.mark.parametrize(
-    ("engines", "changes", "words"),
+    ("changes", "words"),
     [
-        ({}, {"head_dim": 8}, ["head_dim", "got 8", "expected 6", "mixtral is supported only"]),
-        ({}, {"hidden_size": 52, "head_dim": None}, ["hidden_size", "got 52", "expected 48"]),
-        ({}, {"hidden_size": 24, "head_dim": None}, ["head_dim", "got 3", "even"]),
-        ({}, {"sliding_window": 4096}, ["sliding_window", "got 4096", "None"]),
-        ({}, {"router_jitter_noise": 0.1}, ["router_jitter_noise", "got 0.1"]),
-        ({}, {"num_local_experts": None}, ["num_local_experts", "nothing"]),
-        ({"dp": 2, "tp": 4}, {}, ["engines.dp: got 2", "mixtral does not support data-parallel attention"]),
+        ({"head_dim": 8}, ["head_dim", "got 8", "expected 6", "mixtral is supported only"]),
+        ({"hidden_size": 52, "head_dim": None}, ["hidden_size", "got 52", "expected 48"]),
+        ({"hidden_size": 24, "head_dim": None}, ["head_dim", "got 3", "even"]),
+        ({"sliding_window": 4096}, ["sliding_window", "got 4096", "None"]),
+        ({"router_jitter_noise": 0.1}, ["router_jitter_noise", "got 0.1"]),
+        ({"num_local_experts": None}, ["num_local_experts", "nothing"]),
     ],
 )
-def test_impossible_for_mixtral(engines: dict[str, int], changes: dict[str, Any], words: list[str]) -> None:
+def test_impossible_for_mixtral(changes: dict[str, Any], words: list[str]) -> None:
     hf = {**MODELS["mixtral"], **changes}
-    refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), EngineParallel(**engines)), words)
+    refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), EngineParallel()), words)
 
 
 LLAMA3 = MODELS["llama"]["rope_parameters"]
 
 
 @pytest.mark.parametrize(
-    ("engines", "changes", "words"),
+    ("changes", "words"),
     [
-        ({}, {"mlp_bias": True}, ["mlp_bias", "got True", "llama is supported only"]),
-        ({}, {"attention_bias": True}, ["attention_bias", "got True"]),
-        ({}, {"rope_parameters": {**LLAMA3, "high_freq_factor": 8.0}}, ["rope_parameters.high_freq_factor", "got 8.0", "expected 4.0"]),
+        ({"mlp_bias": True}, ["mlp_bias", "got True", "llama is supported only"]),
+        ({"attention_bias": True}, ["attention_bias", "got True"]),
+        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 8.0}}, ["rope_parameters.high_freq_factor", "got 8.0", "expected 4.0"]),
         (
-            {},
             {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
             ["original_max_position_embeddings", "expected 8192"],
         ),
-        ({}, {"rope_parameters": {**LLAMA3, "factor": None}}, ["factor", "got nothing", "a positive number"]),
-        ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, ["rope_type", "'default' or 'llama3'"]),
-        ({}, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "got 0.5"]),
-        ({}, {"num_attention_heads": None, "num_key_value_heads": None}, ["num_attention_heads", "nothing"]),
-        ({"dp": 2, "tp": 4}, {}, ["engines.dp: got 2", "llama does not support data-parallel attention"]),
-        ({"pp": 2}, {"tie_word_embeddings": True}, ["engines.pp: got 2", "expected 1", "tie_word_embeddings"]),
+        ({"rope_parameters": {**LLAMA3, "factor": None}}, ["factor", "got nothing", "a positive number"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, ["rope_type", "'default' or 'llama3'"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "got 0.5"]),
+        ({"num_attention_heads": None, "num_key_value_heads": None}, ["num_attention_heads", "nothing"]),
     ],
 )
-def test_impossible_for_llama(engines: dict[str, int], changes: dict[str, Any], words: list[str]) -> None:
+def test_impossible_for_llama(changes: dict[str, Any], words: list[str]) -> None:
     hf = {**MODELS["llama"], **changes}
-    refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), EngineParallel(**engines)), words)
+    refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), EngineParallel()), words)
 
 
 def test_llama_without_a_number_of_key_heads_has_as_many_as_heads() -> None:
@@ -158,20 +154,6 @@ def test_llama_without_a_number_of_key_heads_has_as_many_as_heads() -> None:
 def test_impossible_for_glm(changes: dict[str, Any], words: list[str]) -> None:
     models.check(config(), MODELS["glm"])
     refused(lambda: models.check(config(), {**MODELS["glm"], **changes}), words)
-
-
-@pytest.mark.parametrize(
-    ("engine", "words"),
-    [
-        (EngineParallel(tp=2, ep=2, redundant=4), ["engines.redundant: got 4", "glm4_moe does not support redundant"]),
-        (EngineParallel(tp=32, ep=1), ["engines.tp: got 32"]),
-        (EngineParallel(tp=2, fused_shared=True), ["engines.fused_shared", "no single shared expert"]),
-    ],
-    ids=str,
-)
-def test_impossible_engines_for_glm(engine: EngineParallel, words: list[str]) -> None:
-    hf = {**MODELS["glm"], "n_shared_experts": 2}
-    refused(lambda: models.family_of(hf).check(hf, MegatronParallel(), engine), words)
 
 
 @pytest.mark.parametrize(
@@ -245,19 +227,6 @@ def test_a_dense_model_may_share_its_embedding(tied: bool) -> None:
 def test_impossible_stages(grid: MegatronParallel, words: list[str]) -> None:
     hf = {**DENSE, "num_hidden_layers": 8}
     refused(lambda: models.family_of(hf).check(hf, grid, EngineParallel()), words)
-
-
-@pytest.mark.parametrize(
-    ("engine", "words"),
-    [
-        (EngineParallel(pp=5), ["engines.pp: got 5", "num_hidden_layers = 4"]),
-        (EngineParallel(tp=6, dp=2), ["engines.tp / engines.dp: got 3", "num_attention_heads = 8"]),
-        (EngineParallel(tp=4, ep=4, redundant=2), ["engines.ep: got 4", "num_experts + redundant experts = 10", "1, 2, 5, 10"]),
-    ],
-    ids=str,
-)
-def test_impossible_engines(engine: EngineParallel, words: list[str]) -> None:
-    refused(lambda: models.family_of(HF).check(HF, MegatronParallel(), engine), words)
 
 
 def refused(what: Callable[[], None], words: list[str]) -> None:

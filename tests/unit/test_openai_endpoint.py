@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import socket
 import sys
-from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import openai
 import pytest
-from aiohttp import web_protocol
 
 from asyncmoe.config import parse
 from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
 from asyncmoe.launch import part
 from asyncmoe.rollout.episodes import environments
 from asyncmoe.rollout.episodes.environment import Bounds
-from asyncmoe.rollout.episodes.openai_endpoint import threads
+from asyncmoe.rollout.episodes.openai_endpoint import environment, server
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
-from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest
-from asyncmoe.rollout.episodes.openai_endpoint.server import ClientLimits
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_agents, openai_policy
@@ -67,9 +62,8 @@ def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Toke
     async def client(url: str, session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
             with pytest.raises(openai.BadRequestError) as refused:
-                await client.chat.completions.create(model="m", messages=MESSAGES, temperature=0.0)
-            assert refused.value.param == "temperature"
-            assert "0.7" in refused.value.message
+                await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=0)
+            assert (refused.value.param, refused.value.message.rpartition("max_tokens ")[2][:4]) == ("max_tokens", "must")
             policy.say = lambda seen: (10**6,)
             with pytest.raises(openai.InternalServerError) as failed:
                 await client.chat.completions.create(model="m", messages=[*MESSAGES, *MESSAGES], max_tokens=1)
@@ -89,12 +83,14 @@ def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Toke
             raise TrajectoryRejected("engine_failed", "it died")
 
     policy = Failing(lambda seen: ())
-    episode = served(policy, known, client, on_conflict="refuse")
+    episode = served(policy, known, client)
     with pytest.raises(TrajectoryRejected, match="engine_failed"):
         _ = episode.spoke
 
 
-def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer) -> None:
+def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_BYTES", 10000)
+
     async def endless() -> Any:
         while True:
             yield b" " * 1000
@@ -116,10 +112,12 @@ def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer) -> Non
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as ours:
             assert (await ours.chat.completions.create(model="m", messages=MESSAGES)).choices[0].message.content == "hello"
 
-    served(says(known), known, client, ClientLimits(body_bytes=10000))
+    served(says(known), known, client)
 
 
-def test_requests_are_counted(known: Tokenizer) -> None:
+def test_requests_are_counted(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REQUESTS", 3)
+
     async def client(url: str, session: Session) -> None:
         statuses = []
         for _ in range(5):
@@ -127,7 +125,7 @@ def test_requests_are_counted(known: Tokenizer) -> None:
                 statuses.append(reply.status)
         assert statuses == [400, 400, 400, 429, 429]
 
-    served(says(known), known, client, ClientLimits(requests=3))
+    served(says(known), known, client)
 
 
 def test_a_client_that_goes_away_ends_its_request_to_the_engine(known: Tokenizer) -> None:
@@ -253,7 +251,7 @@ def test_with_the_episode_its_requests_end_and_its_key(known: Tokenizer) -> None
 
 
 def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "MAX_LEFT", 2)
+    monkeypatch.setattr(environment, "MAX_LEFT", 2)
     policy = says(known)
 
     async def run() -> None:
@@ -268,10 +266,9 @@ def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytes
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("given", "status"), [({}, 200), ({"on_conflict": "run"}, 200), ({"on_conflict": "refuse"}, 400)])
-def test_the_configuration_says_who_wins(known: Tokenizer, given: dict[str, str], status: int) -> None:
+def test_the_configuration_makes_it(known: Tokenizer) -> None:
     openai_agents.statuses.clear()
-    section = {"kind": "openai", "agent": f"{AGENTS}:asks_for_another_temperature", **given}
+    section = {"kind": "openai", "agent": f"{AGENTS}:asks_for_another_temperature"}
     config = parse({"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "environment": section})
     environment = environments.load(config)
 
@@ -280,7 +277,7 @@ def test_the_configuration_says_who_wins(known: Tokenizer, given: dict[str, str]
         await environment.close()  # type: ignore[attr-defined]
 
     asyncio.run(run())
-    assert openai_agents.statuses == [status]
+    assert openai_agents.statuses == [200]
 
 
 @pytest.mark.parametrize("agent", ["nothing", "tests.unit.openai_agents:nobody", "no.such:module", f"{AGENTS}:not_a_function"])
@@ -289,9 +286,7 @@ def test_an_agent_that_does_not_exist(agent: str) -> None:
         OpenAIEnvironment(agent)
 
 
-def test_openais_client_is_told_what_was_overridden_and_gets_text_as_it_is_sampled(
-    known: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_openais_client_is_told_what_was_overridden(known: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     policy = says(known, "hello; world")
 
     async def client(url: str, session: Session) -> None:
@@ -309,12 +304,11 @@ def test_openais_client_is_told_what_was_overridden_and_gets_text_as_it_is_sampl
             stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
             texts = [part.choices[0].delta.content async for part in stream]
             assert "".join(text or "" for text in texts) == "hello; world"
-            assert len([text for text in texts if text]) == len(known.encode("hello; world"))
 
     with caplog.at_level("WARNING"):
         served(policy, known, client)
     assert [record.getMessage() for record in caplog.records if "an agent sets" in record.getMessage()] == [
-        "an agent sets temperature, seed, which the run's sampling or chat template ignores; this is said once (environment.on_conflict)"
+        "an agent sets temperature, seed, which the run's sampling or chat template ignores; this is said once"
     ]
 
 
@@ -340,79 +334,54 @@ def test_an_agents_requests_do_not_fill_the_log(
             logger.setLevel(logging.NOTSET)
 
 
-def test_a_client_that_leaves_a_stream_ends_its_request_to_the_engine(known: Tokenizer) -> None:
-    class Slow(Policy):
-        async def speak(self, agent: Any, given: Any, sampling: Any, listener: Any) -> list[Any]:
-            listener.hear(known.encode("hello"))
-            return await super().speak(agent, given, sampling, None)
+def test_a_stream_is_kept_alive_until_the_client_leaves_or_it_fails(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ALIVE_S", 0.05)
+    body = json.dumps({"messages": MESSAGES, "stream": True}).encode()
+    fail = asyncio.Event()
 
-    policy = Slow(lambda seen: ())
+    class Hangs(Policy):
+        async def speak(self, agent: Any, given: Any, sampling: Any, listener: Any) -> list[Any]:
+            if not self.cancelled:
+                return await super().speak(agent, given, sampling, None)
+            await fail.wait()
+            raise TrajectoryRejected("engine_died", "it died")
+
+    policy = Hangs(lambda seen: ())
 
     async def client(url: str, session: Session) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
-            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-            async for piece in stream:
-                if piece.choices[0].delta.content:
-                    break
-            await stream.close()
+        async with post(url, session, body) as reply:
+            assert [await reply.content.readline() for _ in range(4)] == [b": sampling\n", b"\n"] * 2
         while not policy.cancelled:
             await asyncio.sleep(0.01)
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            streams = [
+                await client.chat.completions.create(model="m", messages=MESSAGES, stream=True),
+                await client.responses.create(model="m", input="a", stream=True),
+            ]
+            fail.set()
+            for stream in streams:
+                with pytest.raises(openai.APIError, match="it died"):
+                    _ = [part async for part in stream]
 
     served(policy, known, client)
 
 
-@pytest.mark.parametrize("then", ["more", "end"])
-def test_a_client_that_leaves_with_bytes_unread_is_no_error(known: Tokenizer, caplog: pytest.LogCaptureFixture, then: str) -> None:
-    raw, left = socket.socket(), asyncio.Event()
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    raw.setblocking(False)
-
-    async def spoken(request: CompletionRequest) -> AsyncGenerator[str | Completion]:
-        """Speaks until bytes wait in the server because the client reads none; the client then says that it sends no more."""
-        (accepted,) = [one for one in served_connections() if one is not None]
-        while not accepted.get_write_buffer_size():
-            yield "x" * 20_000
-        raw.shutdown(socket.SHUT_WR)
-        while not accepted.is_closing():
-            await asyncio.sleep(0.01)
-        left.set()
-        if then == "more":
-            yield "x"
-
-    def served_connections() -> list[Any]:
-        return [getattr(one, "transport", None) for one in gc.get_objects() if type(one) is web_protocol.RequestHandler]
+def test_a_client_that_leaves_with_bytes_unread_is_no_error(
+    known: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "ALIVE_S", 0.01)
+    policy = Policy(lambda seen: ())
 
     async def client(url: str, session: Session) -> None:
-        session.spoken = spoken  # type: ignore[method-assign,assignment]
         address = urlsplit(url)
-        await asyncio.get_running_loop().sock_connect(raw, (address.hostname, address.port))
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
         body = json.dumps({"model": "m", "messages": MESSAGES, "stream": True})
         head = f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {session.key}\r\n"
-        raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        await left.wait()
-        await asyncio.sleep(0.05)
-        raw.close()
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        await reader.readuntil(b": sampling")
+        writer.transport.abort()
+        while not policy.cancelled:
+            await asyncio.sleep(0.01)
 
-    served(says(known), known, client)
+    served(policy, known, client)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
-
-
-def test_a_stream_that_fails_says_so_in_the_stream(known: Tokenizer) -> None:
-    class Dies(Policy):
-        async def speak(self, agent: Any, given: Any, sampling: Any, listener: Any) -> list[Any]:
-            listener.hear(known.encode("hel"))
-            await asyncio.sleep(0)
-            raise TrajectoryRejected("engine_died", "it died")
-
-    async def client(url: str, session: Session) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
-            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-            texts: list[str] = []
-            with pytest.raises(openai.APIError, match="it died"):
-                texts.extend([texts.append(part.choices[0].delta.content or "") or "" async for part in stream])
-            assert "".join(texts) == "hel"
-            failing = await client.responses.create(model="m", input="a", stream=True)
-            events = [event async for event in failing]
-            assert (events[-1].type, events[-1].response.error.message) == ("response.failed", "engine_died: it died")  # type: ignore[union-attr]
-
-    served(Dies(lambda seen: ()), known, client)

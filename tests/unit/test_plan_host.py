@@ -30,10 +30,9 @@ def test_one_rank_copies_its_weights_and_adams_state(dtype: str, weight: int, pl
 def test_a_run_says_it_only_if_it_saves_so() -> None:
     values = {"run": {"dir": "run", "steps": 1}, "model": {"path": "model"}, "task": {"kind": "arithmetic"}}
     without = budget.of_run(parse({**values, "trainer": {"dtype": "bfloat16"}}), HF)
-    assert (without.checkpoint_copy, without.host_line) == (0, "")
+    assert without.host == {}
     with_ = budget.of_run(parse({**values, "trainer": {"dtype": "bfloat16", "async_save": True}}), HF)
-    assert with_.checkpoint_copy == 14 * memory.whole(HF).all
-    assert with_.host_line.startswith("# host memory: ")
+    assert with_.host == {"trainer.async_save": 14 * memory.whole(HF).all}
     assert with_.trainer == without.trainer, "a GPU's memory is not the host's"
     cpu = budget.of_run(parse({**values, "trainer": {"dtype": "float32", "async_save": True}}), HF, budget.CPU_GB, True)
-    assert cpu.trainer.parts["checkpoint copy"] == cpu.checkpoint_copy == 12 * memory.whole(HF).all
+    assert cpu.trainer.parts["checkpoint copy"] == cpu.host["trainer.async_save"] == 12 * memory.whole(HF).all

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,43 +13,37 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.recorder import Recorder
-from asyncmoe.rollout.scoring.limits import Stats
 from asyncmoe.rollout.workers.figures import Figures, added, read
-from asyncmoe.telemetry.records import read_rollout
-from asyncmoe.telemetry.rollout_schema import Calls, Scoring
+from asyncmoe.telemetry.records import Tail
+from asyncmoe.telemetry.rollout_schema import Calls, Rollout, Scoring
 from asyncmoe.telemetry.schema import ROLLOUT
 
 
-def figures(breaker: Any = "closed") -> Figures:
+def figures() -> Figures:
     """What one process counts."""
-    scorer = Stats(1, 2, 3, 4, Counter({"scorer_timeout": 5}), 6.0, breaker)
+    scorer = Scoring(in_flight=1, waiting=2, scored=3, retried=4, failed={"scorer_timeout": 5}, seconds=6.0)
     python = Counts(calls=7, seconds=1.5, failures=Counter({"tool_timeout": 2, "tool_crash": 1}))
-    return Figures(
-        {"scorer": msgspec.convert(scorer, Scoring, from_attributes=True)}, {"python": msgspec.convert(python, Calls, from_attributes=True)}
-    )
+    return Figures({"scorer": scorer}, {"python": msgspec.convert(python, Calls, from_attributes=True)})
 
 
 def test_counts_by_reason_survive(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     queue = QueueStats(3, 1, 2, 0, 9, 6, 4, {"stale": 1}, {"engine_died": 2}, {}, 0)
     pool = SimpleNamespace(generated_tokens=50, lost_tokens=1, recomputed_tokens=2, recalled_tokens=3)
-    counted = figures("open")
+    counted = figures()
     recorder.write(queue, ["engine.0"], pool, counted.scoring, counted.tools, advised=3)
     recorder.close()
-    (record,) = read_rollout(tmp_path / ROLLOUT)
+    (record,) = Tail(tmp_path / ROLLOUT).poll_as(Rollout)
     assert (record.version, record.queue_depth, record.generated_tokens, record.engines_advised) == (3, 1, 50, 3)
     assert record.rejected == {"engine_died": 2}
     assert record.scoring["scorer"].failed == {"scorer_timeout": 5}
-    assert record.scoring["scorer"].breaker == "open"
     assert (record.tools["python"].calls, record.tools["python"].failures) == (7, {"tool_timeout": 2, "tool_crash": 1})
 
 
 def test_figures_of_several_processes_add_up() -> None:
-    sent = [read(msgspec.msgpack.encode(one)) for one in (figures(), figures("open"), Figures())]
+    sent = [read(msgspec.msgpack.encode(one)) for one in (figures(), figures(), Figures())]
     whole = added(sent)
-    assert whole.scoring["scorer"] == Scoring(
-        in_flight=2, waiting=4, scored=6, retried=8, failed={"scorer_timeout": 10}, seconds=12.0, breaker="open"
-    )
+    assert whole.scoring["scorer"] == Scoring(in_flight=2, waiting=4, scored=6, retried=8, failed={"scorer_timeout": 10}, seconds=12.0)
     assert whole.tools["python"] == Calls(calls=14, seconds=3.0, failures={"tool_timeout": 4, "tool_crash": 2})
     assert added([]) == Figures()
     with pytest.raises(ProtocolError, match="figures"):

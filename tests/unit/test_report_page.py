@@ -8,18 +8,18 @@ import json
 import os
 import re
 import stat
-from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
 import yaml
-from report_pages import NASTY, data_of, group_of, packed, write_samples
+from report_pages import NASTY, data_of, groups_of, packed, write_samples
 from telemetry_runs import write_run
 
 from asyncmoe.errors import UserError
 from asyncmoe.telemetry import versions
+from asyncmoe.telemetry.advice import NO_STEP
 from asyncmoe.telemetry.records import JsonLines
-from asyncmoe.telemetry.report import command, page, run_page, sample_groups
+from asyncmoe.telemetry.report import command, page, run_page
 from asyncmoe.telemetry.report.settings import settings
 from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS
@@ -30,7 +30,7 @@ LIBRARY = "/* a plot library */ const Plotly = {};"
 
 @pytest.fixture(autouse=True)
 def _library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "_library", lambda: (LIBRARY, page.pack(LIBRARY.encode())))
+    monkeypatch.setattr(page, "_library", lambda: LIBRARY)
 
 
 def _mode(path: Path) -> int:
@@ -43,7 +43,7 @@ def test_a_page_is_one_file_whose_policy_allows_its_own_scripts_only(tmp_path: P
     text = path.read_text()
     assert (path.name, path.parent.name) == ("report.html", "a <run>&")
     assert "<title>a &lt;run&gt;&amp; · asyncmoe</title>" in text
-    assert not re.findall(r"""(?:src|href)=|@import|url\(""", re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL))
+    assert not re.findall(r"""(?:src|href)="(?!#)|@import|url\(""", re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL))
     (own,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     policy = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)[0]
     hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in (own, LIBRARY)}
@@ -58,60 +58,57 @@ def test_only_a_page_with_samples_is_private(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=2, rl=3)
     path = command.report(tmp_path)
     assert _mode(path) == _mode(tmp_path / "metrics.jsonl")
-    assert data_of(path)[0]["samples"]["notes"][0].startswith(f"samples of {tmp_path}: got a directory without config.yaml")
+    assert data_of(path)[0]["samples"][0].startswith(f"samples of {tmp_path}: got no run")
     path.chmod(0o666)
     write_samples(tmp_path)
     assert _mode(command.report(tmp_path)) == 0o600
-    assert [head["outcome"] for head in data_of(path)[0]["samples"]["heads"]] == ["trained", "queued"]
+    assert [group["outcome"] for group in groups_of(path)] == ["queued", "trained"]
     path.chmod(0o640)
     command.report(tmp_path, samples=False)
     assert _mode(path) == _mode(tmp_path / "metrics.jsonl")
-    assert "group-" not in path.read_text().partition("<script>")[0]
+    assert groups_of(path) == []
     assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
 
 
-def test_samples_have_every_kind_of_value_and_no_harmful_character(tmp_path: Path) -> None:
+def test_samples_are_what_show_prints_as_json(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=2, rl=3)
     write_samples(tmp_path)
     path = command.report(tmp_path)
     before = path.read_text().partition("<script>")[0]
     assert not any(piece in before for piece in ("onerror", "\x1b", "\u202e"))
-    group = group_of(path, 0, 0)
-    first, second = group["responses"]
+    printed = run_command(["show", str(tmp_path), "--json", "--limit", "9", "--best"]).stdout.splitlines()
+    group, waiting = map(json.loads, printed)
+    assert groups_of(path) == [waiting, group]
+    first, second = group["members"]
     tokens = first["tokens"]
-    assert tokens["roles"] == "r" * len(NASTY) + "o"
-    assert tokens["texts"][:4] == ["</script>", "<img src=x onerror=alert(1)>", "␛[31m", "⟨202E⟩gnp"]
-    assert tokens["versions"] == [19] * 4 + [20] * 5 + [None]
-    assert tokens["states"] == "bcw" + "." * 6 + " "
-    assert (tokens["engine"][:2], tokens["trainer"][:2], tokens["mismatch"][:3]) == ([-0.5, -0.5], [-0.5, -0.4], [0, 1, 2])
-    assert (group["prompt"], first["prompt"], group["answer"]) == ("What is 6*7?</script>", None, "42")
-    assert first["calls"] == [{"name": "add</script>", "argument": "1␇", "observation": "<b>42</b>", "seconds": 0.25}]
+    assert tokens["role"] == ["prompt"] * 2 + ["response"] * len(NASTY) + ["observation"]
+    assert tokens["piece"][2:-1] == NASTY
+    assert tokens["state"] == ["", "", *"bcw......", ""]
     assert (first["why"], second["failure"], second["reward"]) == ("the answer is <i>right</i>", "scorer_error: 1/0 </script>", None)
 
 
 def test_samples_in_a_file_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, warmup=2, rl=3)
     write_samples(tmp_path, 40, [f"word {n} " for n in range(5000)])
-    monkeypatch.setattr(run_page, "MOST_GROUP_BYTES", 100_000)
+    monkeypatch.setattr(run_page, "MOST_BYTES", 2_000_000)
     path = command.report(tmp_path)
-    samples = data_of(path)[0]["samples"]
-    places = [head["place"] for head in samples["heads"]]
-    assert samples["total"] == 40
-    assert 1 < len(places) < 20
-    assert places == list(range(40 - len(places), 40)), "the newest"
-    texts = group_of(path, 0, places[0])["responses"][0]["tokens"]["texts"]
-    assert len(texts) == run_page.MOST_TOKENS + 1
-    assert " … 3501 tokens … " in texts
+    groups = groups_of(path)
+    assert 1 < len(groups) < 20
+    assert [group["group"] for group in groups] == list(range(40))[::-1][: len(groups)], "the newest"
+    assert data_of(path)[0]["samples"][-1].startswith(f"{len(groups)} of 40 kept groups")
+    member = groups[-1]["members"][0]
+    assert len(member["tokens"]["piece"]) == 2 + run_page.MOST_TOKENS
+    assert [gap["count"] for gap in member["gaps"]] == [3501]
 
 
-@pytest.mark.parametrize("count", [0, 1, 19, 20, 21, 22, 100, 1025])
-def test_groups_are_chosen_newest_first_and_then_spread_over_the_run(count: int) -> None:
-    order = list(sample_groups.by_interest(count))
-    assert sorted(order) == list(range(count))
-    assert order[:20] == list(range(count))[::-1][:20]
-    if count > 1000:
-        early = sorted(islice(order, 20, 36))
-        assert max(b - a for a, b in pairwise(early)) <= 2 * count / 16
+def test_older_groups_of_a_page_are_of_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, warmup=2, rl=3)
+    write_samples(tmp_path, 200)
+    monkeypatch.setattr(run_page, "MOST_GROUPS", 40)
+    found = [group["group"] for group in groups_of(command.report(tmp_path))]
+    assert found[:20] == list(range(199, 179, -1))
+    assert found == sorted(set(found), reverse=True)
+    assert len([number for number in found[20:] if number < 90]) > 3
 
 
 def test_a_torn_or_changed_sample_does_not_stop_the_page(tmp_path: Path) -> None:
@@ -122,10 +119,11 @@ def test_a_torn_or_changed_sample_does_not_stop_the_page(tmp_path: Path) -> None
     broken = lines[1].replace(b'"pieces":["What is ', b'"pieces":[7,"What is ')
     assert broken != lines[1]
     file.write_bytes(b"".join([lines[0], broken, lines[2], b'{"record":"gro']))
-    samples = data_of(command.report(tmp_path))[0]["samples"]
-    assert [head["group"] for head in samples["heads"]] == [1]
-    assert "ends within line 4" in samples["notes"][0]
-    assert samples["notes"][-1].startswith("a group is left out: ")
+    path = command.report(tmp_path)
+    assert [group["group"] for group in groups_of(path)] == [1]
+    samples = data_of(path)[0]["samples"]
+    assert "ends within line 4" in samples[0]
+    assert samples[1].startswith("a group is left out: ")
 
 
 def test_several_runs_are_one_page(tmp_path: Path) -> None:
@@ -140,7 +138,7 @@ def test_several_runs_are_one_page(tmp_path: Path) -> None:
     runs = data_of(path)
     assert [run["name"] for run in runs] == ["a/run", "b/run"]
     assert runs[1]["settings"] == {"run.seed": "5", "run.dir": "b/run", "list[0]": "1", "list[1].x": "null"}
-    assert group_of(path, 1, 1)["head"]["group"] == 1
+    assert [len(groups_of(path, run)) for run in (0, 1)] == [0, 2]
     assert not (tmp_path / "a/run" / "report.html").exists()
 
 
@@ -164,8 +162,6 @@ def test_runs_that_one_page_cannot_show_are_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("run")
     with pytest.raises(UserError, match="which are the same run"):
         command.write([tmp_path / "run", tmp_path / "link"], tmp_path / "out.html")
-    with pytest.raises(UserError, match="got 13 runs, expected at most 12"):
-        command.check([tmp_path / str(n) for n in range(13)])
     for out in (tmp_path, tmp_path / "no" / "x.html"):
         with pytest.raises(UserError, match=r"asyncmoe report --out: got "):
             command.write([tmp_path / "run"], out)
@@ -279,11 +275,11 @@ def test_a_run_whose_groups_were_all_rejected_has_a_page(tmp_path: Path) -> None
     code, told = _reported(tmp_path / "run")
     assert (code, "summary.json is not written" in told) == (0, True)
     run = data_of(tmp_path / "run" / command.REPORT)[0]
-    assert run["waiting"].startswith("no step is recorded yet")
-    assert run["samples"]["heads"]
-    assert any(row[0] == "Rejected" for row in run["summary"])
-    page = command.write([tmp_path / "whole", tmp_path / "run"], tmp_path / "both.html")
-    assert [bool(one["waiting"]) for one in data_of(page)] == [False, True]
+    assert run["advice"][0] == NO_STEP
+    assert groups_of(tmp_path / "run" / command.REPORT)
+    assert any(row[0] == "rejected" for row in run["summary"])
+    both = command.write([tmp_path / "whole", tmp_path / "run"], tmp_path / "both.html")
+    assert [one["advice"][0] == NO_STEP for one in data_of(both)] == [False, True]
 
 
 @pytest.mark.parametrize("name", [METRICS, ROLLOUT, EVALUATION, TRAINER_SPANS, versions.VERSIONS])

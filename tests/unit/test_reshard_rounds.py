@@ -5,23 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.payload import Payload
-from asyncmoe.plan.sizes import parse_engines, parse_trainer
 from asyncmoe.reshard import Plan, plan
 from asyncmoe.reshard.chunks import cut_transfer, cuts_of
 from benchmarks.published import REAL
 from benchmarks.rounds import ideal_seconds, lock_step_seconds, planned_messages
 
-TRAINER = "tp=4,pp=8,ep=8,dp=8,first=11,last=11"
+TRAINER = MegatronParallel(tp=4, pp=8, ep=8, dp=8, first_layers=11, last_layers=11)
 BUCKET_BYTES, LINK = 256 << 20, 50e9
 
 
-def planned(engines: str) -> Plan:
+def planned(count: int, tp: int) -> Plan:
     """Qwen3-235B from 256 trainer ranks; the part of the first engine's first rank."""
-    grid, (count, engine) = parse_trainer(TRAINER), parse_engines(engines)
     payload = Payload(REAL["Qwen3-235B-A22B"])
-    destination = payload.engines(engine, "bfloat16", count, first=grid.world)
-    return plan(payload.tensors(), payload.trainer(grid, "bfloat16"), destination, ranks=[grid.world])
+    destination = payload.engines(EngineParallel(tp, tp), "bfloat16", count, first=TRAINER.world)
+    return plan(payload.tensors(), payload.trainer(TRAINER, "bfloat16"), destination, ranks=[TRAINER.world])
 
 
 def test_the_busiest_rank_of_each_round_counts() -> None:
@@ -31,15 +30,15 @@ def test_the_busiest_rank_of_each_round_counts() -> None:
     assert lock_step_seconds({}, 5.0) == 0
 
 
-@pytest.mark.parametrize(("engines", "pairs", "ideal"), [("32xtp4ep4", 3392, 2.352), ("16xtp8ep8", 2624, 1.179)])
-def test_lock_step_costs_at_most_a_twentieth(engines: str, pairs: int, ideal: float) -> None:
+@pytest.mark.parametrize(("count", "tp", "pairs", "ideal"), [(32, 4, 3392, 2.352), (16, 8, 2624, 1.179)])
+def test_lock_step_costs_at_most_a_twentieth(count: int, tp: int, pairs: int, ideal: float) -> None:
     """With messages of each pair as large as its share of a bucket allows, these took 2.92 s and 1.58 s."""
-    made = planned(engines)
+    made = planned(count, tp)
     messages = planned_messages(made, BUCKET_BYTES)
     assert len(messages) == pairs
     assert ideal_seconds(messages, LINK) == pytest.approx(ideal, abs=0.001)
     taken = lock_step_seconds(messages, LINK)
-    print(f"{engines}: {max(map(len, messages.values()))} rounds, {taken:.3f} s, ideal {ideal} s: {ideal / taken:.3f}")
+    print(f"{count} x tp {tp}: {max(map(len, messages.values()))} rounds, {taken:.3f} s, ideal {ideal} s: {ideal / taken:.3f}")
     assert ideal_seconds(messages, LINK) / taken >= 0.95
     cuts = cuts_of(made, BUCKET_BYTES)
     room = BUCKET_BYTES - BUCKET_BYTES // 8

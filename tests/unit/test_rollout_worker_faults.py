@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from asyncmoe.errors import ProtocolError, StorageError
+from asyncmoe.errors import ProtocolError
 from asyncmoe.log.log import Place
-from asyncmoe.rollout.scoring import stages
-from asyncmoe.rollout.scoring.tracebacks import Raised, Tracebacks
-from asyncmoe.rollout.workers import process, service
+from asyncmoe.rollout.workers import service
 from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
@@ -213,24 +209,3 @@ def test_a_place_that_cannot_be_is_no_reply() -> None:
     assert decode_reply(encode(fine)) == fine
     with pytest.raises(ProtocolError, match=r"place\[1\]"):
         decode_reply(encode(wrong))
-
-
-def test_a_worker_writes_what_scorers_raised_to_a_file_of_its_own_and_not_in_its_loop(tmp_path: Path) -> None:
-    wrote: list[tuple[threading.Thread, int]] = []
-
-    def write(_: object, __: Path, number: int) -> None:
-        wrote.append((threading.current_thread(), number))
-        raise StorageError("enough")
-
-    config = SimpleNamespace(run=SimpleNamespace(dir=tmp_path))
-    with mock.patch.object(stages, "write_log", write), pytest.raises(StorageError):
-        asyncio.run(process.write_log(config, 2, SimpleNamespace(scorer=None)))  # type: ignore[arg-type]
-    ((thread, number),) = wrote
-    assert thread.name.startswith("log")  # nor in a thread in which users' environments may wait
-    assert number == 2
-    for worker_number in (0, 2):
-        kept = Tracebacks()
-        kept.note(Raised("here:1", f"of {worker_number}", "trace"))
-        kept.write(tmp_path, worker_number)
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"scoring.log", "scoring-2.log"}
-    assert "of 2" in (tmp_path / "logs" / "scoring-2.log").read_text()

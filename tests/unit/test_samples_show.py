@@ -85,23 +85,12 @@ def test_conditions_and_orders(run_dir: Path) -> None:
         select(found, SampleQuery(step=9, outcome="rejected"))
 
 
-def test_a_step_without_samples_is_explained(run_dir: Path) -> None:
-    with JsonLines(run_dir / METRICS) as metrics:
-        for number in range(1, 8):
-            phase = "warmup" if number < 5 else "rl"
-            metrics.write(Step(step=number, phase=phase, time=float(number), step_seconds=1.0, loss=0.1))  # type: ignore[arg-type]
-    for step, why in ((2, "step 2 is of the warm-up, which trains demonstrations and samples nothing"), (9, "the run has steps 1 to 7")):
-        with pytest.raises(DataError) as caught:
-            select(index(run_dir), SampleQuery(step=step))
-        assert str(caught.value).endswith(f"got no group in step {step}, expected 3 groups: 3 trained (steps 5 to 7); {why}")
-
-
 @pytest.mark.parametrize("text", ["run: [", "run: {dir: x}"], ids=["no YAML", "no configuration"])
 def test_a_broken_configuration_is_said_beside_what_can_be_shown(run_dir: Path, text: str) -> None:
-    assert "note" not in run_command(["show", str(run_dir), "--plain"]).stderr
+    assert "note" not in run_command(["show", str(run_dir)]).stderr
     (run_dir / "config.yaml").write_text(text)
-    result = run_command(["show", str(run_dir), "--plain"])
-    assert (result.exit_code, result.stdout.startswith("group\t")) == (0, True)
+    result = run_command(["show", str(run_dir)])
+    assert (result.exit_code, "group 2" in result.stdout) == (0, True)
     said = f"note: the configuration of the run cannot be read: {run_dir / 'config.yaml'}: "
     assert result.stderr.startswith(said)
     assert result.stderr.count("\n") == 1
@@ -134,7 +123,7 @@ def test_responses_stand_beside_each_other_if_they_fit(run_dir: Path, tmp_path: 
 def test_nothing_of_the_models_is_a_control_character(tmp_path: Path) -> None:
     run = SampledRun(tmp_path / "run")
     run.group(0, [NASTY, "line\nline"], run.prompt(NASTY, NASTY))
-    for text in (shown(tmp_path / "run"), "\n".join(printed(str(tmp_path / "run"), "--plain"))):
+    for text in (shown(tmp_path / "run"), "\n".join(printed(str(tmp_path / "run")))):
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u200b]", text)
     assert "␛]0;owned␇" in shown(tmp_path / "run")
     assert "[bold]x[/] :smile:" in shown(tmp_path / "run")
@@ -150,37 +139,24 @@ def test_signs_and_escapes_are_exact() -> None:
         assert json.loads(escaped(json.dumps(text, ensure_ascii=False))) == text
 
 
-def test_a_pipe_gets_fields_that_programs_can_read(run_dir: Path) -> None:
-    group, *responses = (line.split("\t") for line in printed(str(run_dir), "--step", "5"))
-    assert group[0] == "group"
-    fields = {name: json.loads(value) for name, _, value in (field.partition("=") for field in group[1:])}
-    assert fields == {
-        "group": 0,
-        "attempt": 0,
-        "outcome": "trained",
-        "step": 5,
-        "version": 4,
-        "reward": 0.5,
-        "question": "12+7=",
-        "answer": "19",
-    }
-    said = [{name: json.loads(value) for name, _, value in (field.partition("=") for field in line[1:])} for line in responses]
-    assert [(one["text"], one["reward"], one["advantage"], one["tokens"]) for one in said] == [
-        ("19<eos>", 1.0, 1.0, 3),
-        ("x<eos>", 0.0, -1.0, 2),
-    ]
+def test_a_pipe_gets_the_same_without_colours(run_dir: Path) -> None:
+    text = "\n".join(printed(str(run_dir), "--step", "5"))
+    assert "\x1b" not in text
+    for words in ("group 0 · trained in step 5 · mean reward 0.5", "12+7=", "19<eos>", "response 1 · reward 0"):
+        assert words in text
 
 
-def test_lines_are_as_long_as_asked(tmp_path: Path) -> None:
+def test_json_is_as_long_as_asked(tmp_path: Path) -> None:
     run = SampledRun(tmp_path / "run")
     run.group(0, ["x" * 3000, "19"], run.prompt("1+" * 1000, "19"))
-    group, first, second, *_ = printed(str(tmp_path / "run"), "--plain", "--tokens", "6")
-    assert 'question="1+1+1+1+1+1+[1976 characters left out]1+1+1+1+1+1+"' in group
-    assert first.endswith('text="xxx[2995 tokens left out]xx<eos>"')
-    assert second.endswith('text="19<eos>"')
-    for whole in (printed(str(tmp_path / "run"), "--plain"), printed(str(tmp_path / "run"), "--tokens", "0")):
-        assert len(whole[0]) > 2000
-        assert whole[1].count("x") > 2999
+    group = json.loads(printed(str(tmp_path / "run"), "--json", "--tokens", "6")[0])
+    first, second = group["members"]
+    assert "".join(first["tokens"]["piece"]) == "1+1+1+xxxxx<eos>"
+    assert [(gap["role"], gap["count"]) for gap in first["gaps"]] == [("prompt", 1994), ("response", 2995)]
+    assert [gap["role"] for gap in second["gaps"]] == ["prompt"]
+    for more in ((), ("--tokens", "0")):
+        whole = json.loads(printed(str(tmp_path / "run"), "--json", *more)[0])["members"][0]
+        assert (whole["tokens"]["piece"].count("x"), whole["gaps"]) == (3000, [])
 
 
 class Forks:
@@ -200,12 +176,10 @@ class Forks:
 def test_a_path_says_what_it_shares_with_another(tmp_path: Path) -> None:
     run = SampledRun(tmp_path / "run", Forks())
     run.group(0, ["19", "a", "b"] * 2)
-    _, first, second, *_ = printed(str(tmp_path / "run"), "--plain")
-    assert not {"parent", "forked"} & {field.partition("=")[0] for field in first.split("\t")}
     shared = len(run.tokenizer.encode("12+7=19")) + 1
-    assert {'key="g0.e0.a0.b1.t0"', 'agent="policy/2"', 'parent="g0.e0.a0.t0"', f"forked={shared}"} <= set(second.split("\t"))
     (line,) = printed(str(tmp_path / "run"), "--json")
     members = json.loads(line)["members"]
+    assert (members[1]["key"], members[1]["name"]) == ("g0.e0.a0.b1.t0", "policy/2")
     assert [(one["branch"], one["parent"], one["forked"]) for one in members] == [(0, 0, 0), (1, 0, shared)] * 2
     roles = members[1]["tokens"]["role"]
     assert ("response" in roles[:shared], roles[shared:]) == (False, ["observation", "response", "response"])
@@ -227,13 +201,7 @@ def test_mistakes_are_one_line(run_dir: Path) -> None:
         ((str(run_dir), "--colour", "pink"), "--colour: got pink, expected one of version, logprob, ratio, mask, mismatch"),
         ((str(run_dir), "--outcome", "eaten"), "--outcome: got eaten, expected one of trained"),
         ((str(run_dir), "--worst", "--best"), "got --worst and --best, expected one of them"),
-        ((str(run_dir), "--plain", "--json"), "got --plain and --json"),
-        ((str(run_dir / "no"),), "got no such directory"),
-        (
-            (str(run_dir / "samples"),),
-            f"that kept some; did you mean {run_dir}?",
-        ),
-        ((str(run_dir / "config.yaml"),), "got a file"),
+        ((str(run_dir / "no"),), "got no run"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             printed(*arguments)
@@ -268,7 +236,7 @@ def test_samples_that_were_lost_are_not_still_to_come(run_dir: Path, left: bytes
         rollout.write_bytes(left)
     with JsonLines(run_dir / METRICS) as metrics:
         metrics.write(Step(step=5, phase="rl", time=1.0, step_seconds=1.0, loss=0.1))
-    said = r"none that can be read: samples/rollout\.jsonl line 1 is no record" if left else r"no group in samples/rollout\.jsonl"
+    said = r"none that can be read: samples/rollout\.jsonl line 1 is no record" if left else r"logs/controller\.log"
     with pytest.raises(DataError, match=said):
         printed(str(run_dir))
 
@@ -281,7 +249,7 @@ def test_help_teaches() -> None:
 
 def test_notes_go_beside_the_output(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / "samples" / "trainer.jsonl").unlink()
-    command.show(run_dir, SampleQuery(), "json", "version", 0)
+    command.show(run_dir, SampleQuery(), True, "version", 0)
     out, error = capsys.readouterr()
     assert all(json.loads(line) for line in out.splitlines())
     assert error.startswith("note: samples/trainer.jsonl is missing")

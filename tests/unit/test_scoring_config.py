@@ -33,7 +33,7 @@ def parsed(**section: Any) -> config.Config:
         ({"scorer": "exact", "step_separator": "\n"}, r"scoring\.step_separator: got '\\n', expected null because scoring\.scorer exact"),
         ({"timeout_s": 20, "deadline_s": 10}, r"scoring\.deadline_s: got 10, expected at least scoring\.timeout_s = 20.*raise it"),
         ({"teacher": TEACHER, "deadline_s": 50}, r"scoring\.deadline_s: got 50, expected at least scoring\.teacher\.timeout_s = 60"),
-        ({"breaker_failures": 0}, "got 0, expected a number above 0"),
+        ({"retries": -1}, "got -1, expected a number, at least 0"),
         ({"on_failure": "zero"}, "'drop' or 'requeue'"),
     ],
 )

@@ -58,24 +58,9 @@ def test_within_5_percent_of_two_pools(workload: str, ratio: float) -> None:
     plant = plant.having({"trainer.step_s": plant.trainer.step_s * ratio})
     found = compare(plant, drawn, ("async",))
     assert found.rows["async"].efficiency == pytest.approx(1, abs=0.05)
+    if ratio == 1:
+        assert found.pools.engine_gpus == pytest.approx(16, abs=1), "both pools need as long, so the split is the best"
     assert found.rows["async"].outcome.lost == 0
-
-
-@pytest.mark.parametrize(
-    ("workload", "trainer_gpus"),
-    [
-        pytest.param(workload, trainer_gpus, marks=[] if workload == {4: "math", 16: "lognormal"}[trainer_gpus] else pytest.mark.thorough)
-        for trainer_gpus in (4, 16)
-        for workload in ("lognormal", "math", "lognormal:median=2048,sigma=1.25,cap=65536")
-    ],
-)
-def test_within_5_percent_of_one_pool(workload: str, trainer_gpus: int) -> None:
-    """The split is the best one by construction: both pools need as long."""
-    drawn = parse(workload)
-    found = compare(balanced(SIXTEEN.having({"trainer.gpus": trainer_gpus}), drawn), drawn, ("async",))
-    assert found.s_max == pytest.approx(1 / (found.one_pool.g * found.one_pool.e + 1 - found.one_pool.g))
-    assert found.rows["async"].efficiency_one_pool == pytest.approx(1, abs=0.05)
-    assert found.best_engine_gpus == pytest.approx(16, abs=1)
 
 
 def test_the_laws_meet() -> None:
@@ -175,7 +160,7 @@ def test_requests_go_where_the_fewest_are() -> None:
     for request in range(6):
         fleet.place(request, 10, now=0.0)
     assert [engine.load for engine in fleet._engines] == [2, 2, 2]
-    assert (fleet.in_flight, fleet.free) == (6, 6)
+    assert fleet.free == 6
 
 
 def test_a_slow_judge_sets_the_pace_and_nothing_else() -> None:
@@ -207,13 +192,6 @@ def test_a_pause_costs_engines_its_seconds_and_no_tokens() -> None:
     assert paused.lost == free.lost == 0
 
 
-def test_draining_waits_for_stragglers() -> None:
-    """Every version waits for the longest response that runs, so it is never shorter than a synchronous generation's tail."""
-    plant = balanced(SIXTEEN, parse("lognormal"))
-    pause, drain = (simulate(plant.having({"sync.landing": landing}), parse("lognormal")) for landing in ("pause", "drain"))
-    assert drain.step_s > 2 * pause.step_s
-
-
 def test_one_step_off_takes_the_longer_phase_of_the_two() -> None:
     """Its law is (t_gen + t_train) / max(t_gen, t_train): the tail is still waited for."""
     found = compare(balanced(SIXTEEN, parse("math")).having({"trainer.step_s": 20.0, "steps": 30}), parse("math"), ("one_step_off",))
@@ -225,10 +203,10 @@ def test_one_step_off_takes_the_longer_phase_of_the_two() -> None:
 
 @pytest.mark.thorough
 def test_the_sweep_finds_the_split_of_the_law_and_an_eta_that_is_large_enough() -> None:
-    plant = SIXTEEN.having({"engines.count": 12, "trainer.gpus": 8, "trainer.step_s": 20.0, "steps": 32})
-    found = sweep(plant, parse("lognormal"), (1, 8))
+    plant = SIXTEEN.having({"engines.count": 12, "trainer.gpus": 8, "trainer.step_s": 20.0, "max_staleness": 8, "steps": 32})
+    found = sweep(plant, parse("lognormal"))
     assert {point.engine_gpus + point.trainer_gpus for point in found.points} == {20}
     assert abs(found.advised.engine_gpus - found.law_engine_gpus) <= 2
-    assert found.advised.max_staleness == 8
-    assert found.advised.speedup_one_pool == pytest.approx(found.s_max, rel=0.07)
-    assert sweep(plant, parse("lognormal:sigma=0.2"), (3, 8)).advised.max_staleness == 3
+    assert found.advised.outcome.max_staleness == 8
+    assert found.advised.speedup == pytest.approx(found.advised.s_pools, rel=0.07)
+    assert sweep(plant, parse("lognormal:sigma=0.2")).advised.outcome.max_staleness < 8

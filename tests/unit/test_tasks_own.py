@@ -144,7 +144,7 @@ def test_a_task_of_ones_own_needs_a_scorer_by_name() -> None:
         ({"kind": "arithmetic", "system_prompt": "x"}, r"task\.system_prompt: got x, expected none because task\.kind is arithmetic"),
         ({"kind": "jsonl", "path": "x", "options": {"a": 1}}, r"task\.options: got \{'a': 1\}, expected none because task\.kind is jsonl"),
         ({"kind": f"{HERE}:Capitals", "where": {"a": 1}}, r"task\.where: got .* expected none because task\.kind is tests"),
-        ({"kind": "jsonl", "path": "x", "split": "test"}, r"task\.kind: got jsonl, expected dataset because a subset, a split"),
+        ({"kind": "jsonl", "path": "x", "split": "test"}, r"task\.kind: got jsonl, expected dataset because a subset or a split"),
         ({"kind": "jsonl", "path": "x", "chat_template": False, "system_prompt": "x"}, r"task\.system_prompt: got 'x', expected null"),
         ({"kind": "jsonl", "sources": [{"weight": 1}]}, r"task\.sources: got nothing, expected the path of a JSONL file"),
         ({"kind": "jsonl", "sources": [{"path": "x", "weight": 0}]}, r"task\.sources\.0\.weight: got 0, expected a number above 0"),

@@ -36,7 +36,7 @@ def config_of(run_dir: Path, **telemetry: Any) -> Config:
             "model": {"path": "unused"},
             "task": {"kind": "arithmetic"},
             "warmup": {"steps": 2},
-            "telemetry": {"tensorboard": False, **telemetry},
+            "telemetry": {"tensorboard": "off", **telemetry},
         }
     )
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -46,6 +46,8 @@ def config_of(run_dir: Path, **telemetry: Any) -> Config:
 
 class Fake:
     """A logger that keeps what it gets, and raises where `fails` says so, or waits where `holds` is given."""
+
+    where = "here"
 
     def __init__(self, fails: str = "", holds: threading.Event | None = None) -> None:
         self.fails, self.holds = fails, holds
@@ -162,6 +164,61 @@ def test_a_logger_that_fails_is_said_once_and_gets_the_rest_at_the_next_start(tm
     assert (whole.opened, whole.closed) == ([("id-1", len(torn.points))], [True])
 
 
+def test_a_logger_that_is_elsewhere_now_gets_a_new_run_with_all_records(tmp_path: Path) -> None:
+    config, before, after = config_of(tmp_path / "run"), Fake(), Fake()
+    write_run(config.run.dir, warmup=2, rl=8)
+    _sent(config, before)
+    after.where = "there"
+    _sent(config, after, before=True)
+    assert (after.opened, _steps(after.points)) == ([(None, 0)], _steps(before.points))
+
+
+def test_the_place_of_a_run_is_server_and_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://a:1")
+    section = {
+        "mlflow": [{}, {"uri": "http://b:1"}, {"experiment": "e"}],
+        "wandb": [{}, {"project": "p"}],
+        "trackio": [{}, {"space_id": "me/s"}],
+    }
+    for name, given in section.items():
+        found = {sink.client(config_of(tmp_path, **{name: one}), name).where for one in given}
+        assert len(found) == len(given), name
+    same = [sink.client(config_of(tmp_path, mlflow=one), "mlflow").where for one in ({}, {"uri": "http://a:1", "name": "other"})]
+    assert len(set(same)) == 1
+
+
+def _scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return [(event.step, round(event.value, 3)) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_has_every_step_once_over_all_starts(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", tensorboard="on")
+    end = write_run(config.run.dir, warmup=2, rl=1)
+    for _ in range(2):
+        with LiveView(config, Console(file=io.StringIO())) as view:
+            view.refresh()
+        write_run(config.run.dir, warmup=2, rl=4, first=3, start=end + 10)  # a resume that repeats a step
+    folder = config.run.dir / "tensorboard"
+    assert [step for step, _ in _scalars(folder, "step/loss")] == [1, 2, 3, 4, 5, 6]
+    assert _scalars(folder, "evaluation/reward_mean") == [(2, 0.2)]
+    assert _scalars(folder, "rollout/queue_depth")
+
+
+def test_tensorboard_without_room_is_said_once(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", tensorboard="on")
+    (config.run.dir / "tensorboard").write_text("a file where the folder would be")
+    out = io.StringIO()
+    with LiveView(config, Console(file=out, width=300)) as view:
+        write_run(config.run.dir, warmup=2, rl=8)
+        view.refresh()
+    assert out.getvalue().count("tensorboard: ") == 1
+    assert "step 8/8" in out.getvalue()
+
+
 def test_a_slow_logger_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink, "FINISH_S", 0.2)
     config, holds = config_of(tmp_path / "run"), threading.Event()
@@ -175,7 +232,7 @@ def test_a_slow_logger_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_damaged_state_is_named_and_that_of_an_older_run_is_read(tmp_path: Path) -> None:
     path = tmp_path / "wandb.json"
-    path.write_text('{"id": "x",  "target": "/p", "sent": {"step": 3, "versions": {"": 2}, "points": 4}, "sampled": 0}')
+    path.write_text('{"id": "x", "target": "/p", "sent": {"step": 3, "versions": {"": 2}, "points": 4}, "sampled": 0}')
     assert sink.read(path) == sink.LoggerState(id="x", sent=Sent(3, {"": 2}, 4))
     path.write_text("{")
     with pytest.raises(DataError, match=r"wandb\.json: .*delete it"):

@@ -22,7 +22,7 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.telemetry import metric
 from asyncmoe.telemetry.metric import Metric, declared
-from asyncmoe.telemetry.report import run_page
+from asyncmoe.telemetry.report.figures import SECTIONS
 from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.schema import Step
 from asyncmoe.trainer import objective
@@ -41,14 +41,14 @@ def test_a_declaration_alone_brings_a_metric_to_every_reader(tmp_path: Path) -> 
     assert shown["records"] == [1.5, 2.5, 3.5]
     assert [re.findall(r"surprise (\S+)", line) for line in shown["lines"]] == [["1.5"], ["2.5"], ["3.5"]]
     assert re.search(r"learning +surprise 2\.5 +reward 1", shown["panel"])
-    assert shown["tensorboard"]["rl/surprise"] == [1.5, 2.5, 3.5]
+    assert shown["tensorboard"]["step/surprise"] == [1.5, 2.5, 3.5]
     assert shown["tensorboard"]["rollout/stalls/engine.0"] == [1, 2, 3]
     assert "# HELP asyncmoe_step_surprise Mean surprise." in shown["prometheus"]
     assert "asyncmoe_step_surprise 3.5" in shown["prometheus"]
     assert 'asyncmoe_rollout_stalls{engine="engine.0"} 3.0' in shown["prometheus"]
-    drawn = {figure["title"]: figure for section in shown["report"]["sections"] for figure in section["figures"]}
-    assert (drawn["Surprise"]["y"], drawn["Surprise"]["curves"][0]["y"]) == ("nats a token", [1.5, 2.5, 3.5])
-    assert [curve["name"] for curve in drawn["Stalls of engines"]["curves"]] == ["engine.0"]
+    drawn = {figure["title"]: figure for section in shown["report"] for figure in section["figures"]}
+    assert (drawn["Surprise"]["unit"], drawn["Surprise"]["data"][0]["y"]) == ("nats a token", [1.5, 2.5, 3.5])
+    assert [trace["name"] for trace in drawn["Stalls of engines"]["data"]] == ["engine.0"]
 
 
 def test_every_number_of_a_record_is_declared_and_described() -> None:
@@ -56,7 +56,7 @@ def test_every_number_of_a_record_is_declared_and_described() -> None:
         for name, hint in get_type_hints(kind, include_extras=True).items():
             (about,) = getattr(hint, "__metadata__", (None,))
             assert isinstance(about, Metric | str), f"{kind.__name__}.{name} has no declaration"
-            assert isinstance(about, Metric) or name in ("step", "phase", "time", "breaker", "name"), f"{kind.__name__}.{name}"
+            assert isinstance(about, Metric) or name in ("step", "phase", "time", "name"), f"{kind.__name__}.{name}"
             text = about if isinstance(about, str) else about.help
             assert text.endswith("."), f"{kind.__name__}.{name}: {text}"
 
@@ -80,10 +80,10 @@ def test_declarations_make_sense(kind: type[msgspec.Struct]) -> None:
         assert found.source is None or kind is Rollout, f"{name}: only rollout records are copied"
         if found.plot is not None:
             assert found.unit, f"{name}: the axis of a figure needs a unit"
-            assert found.plot.section in run_page.SECTIONS
-            counted = found.plot.bars == "share" and "Mapping[float, int" in str(hints[name])
+            assert found.plot.section in SECTIONS
+            counted = found.plot.heat == "share" and "Mapping[float, int" in str(hints[name])
             whole = "Mapping[int" in str(hints[name])
-            assert found.plot.bars is None or whole or counted, f"{name}: bars are for mappings from whole numbers, and counts by a number"
+            assert found.plot.heat is None or whole or counted, f"{name}: heat maps are of mappings from whole numbers, and of counts"
             error = declared(kind).get(found.plot.error, found)
             assert (error.unit, error.key) == (found.unit, found.key), f"{name}: its error has another unit or other keys"
             assert found.plot.error in ("", *declared(kind)), f"{name}: no such field: {found.plot.error}"
@@ -94,9 +94,7 @@ def test_metrics_that_share_a_figure_agree_on_it() -> None:
     for title, group in groupby(sorted(plots, key=lambda drawn: drawn[0].figure), key=lambda drawn: drawn[0].figure):
         members = list(group)
         assert len({(plot.section, plot.from_zero, found.unit, kind) for plot, found, kind in members}) == 1, title
-        assert len(members) == 1 or all(plot.curve and not plot.bars for plot, _, _ in members), title
-    titles = {plot.figure for plot, _, _ in plots}
-    assert [first for firsts in run_page.FIRST.values() for first in firsts if first not in titles] == []
+        assert len(members) == 1 or all(plot.curve and not plot.heat for plot, _, _ in members), title
 
 
 def test_figures_of_the_objective_are_recorded() -> None:
@@ -134,7 +132,7 @@ def test_figures_of_several_updates_become_one() -> None:
 
 def test_numbers_of_nested_records_have_their_own_help() -> None:
     record = Rollout(time=1.0, scoring={"teacher": Scoring(failed={"a": 2, "b": 1})}, dropped={"stale": 4})
-    found = {(number.name, number.label, number.key): (number.value, number.help) for number in metric.numbers(record)}
+    found = {(number.name, number.label, number.key): (number.value, number.metric.help) for number in metric.numbers(record)}
     assert found["scoring_failed", "who", "teacher"] == (3.0, "Failed samples by reason.")
     assert found["dropped", "reason", "stale"][0] == 4.0
     assert found["started", None, None][0] == 0.0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.telemetry.overlap import Cover, Interval, intersection, length, union
+from asyncmoe.telemetry.overlap import Interval, covered, intersection, length, union
 
 times = st.integers(0, 40)
 intervals = st.lists(st.tuples(times, times), max_size=12)
@@ -30,14 +31,6 @@ def test_union_and_length(one: list[tuple[int, int]]) -> None:
     assert length(one) == len(cells(one))
 
 
-@given(intervals, st.integers(0, 5))
-def test_gap_fills_exactly_the_holes_up_to_it(one: list[tuple[int, int]], gap: int) -> None:
-    plain, coarse = union(one), union(one, gap)
-    holes = [(a[1], b[0]) for a, b in pairwise(plain) if b[0] - a[1] <= gap]
-    assert cells(coarse) == cells(plain) | cells(holes)
-    assert disjoint_and_rising(coarse)
-
-
 @given(intervals, intervals)
 def test_intersection(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
     found = intersection(one, other)
@@ -45,13 +38,13 @@ def test_intersection(one: list[tuple[int, int]], other: list[tuple[int, int]]) 
     assert disjoint_and_rising(found)
 
 
-@given(intervals, times, times)
-def test_cover(one: list[tuple[int, int]], begin: int, end: int) -> None:
-    assert Cover.of(one).within(begin, end) == len(cells(one) & set(range(begin, end)))
+@given(intervals, st.lists(times, max_size=5))
+def test_covered(one: list[tuple[int, int]], at: list[int]) -> None:
+    found = covered(one, np.array(at, np.float64))
+    assert found.tolist() == [len(cells(one) & set(range(time))) for time in at]
 
 
 def test_by_hand() -> None:
     assert union([(5.0, 6.5), (0.0, 2.0), (1.0, 3.0), (4.0, 4.0)]) == [(0.0, 3.0), (5.0, 6.5)]
     assert intersection([(0.0, 3.0), (5.0, 6.5)], [(2.5, 5.25), (6.0, 9.0)]) == [(2.5, 3.0), (5.0, 5.25), (6.0, 6.5)]
     assert length([]) == 0
-    assert Cover.of([]).within(0.0, 1.0) == 0

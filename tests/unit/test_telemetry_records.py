@@ -11,9 +11,9 @@ import pytest
 from telemetry_runs import write_run
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.records import RENAMED, JsonLines, Spans, Tail, read_sessions, read_spans, read_steps
+from asyncmoe.telemetry.records import RENAMED, JsonLines, Tail, read_steps, sessions
 from asyncmoe.telemetry.run import load
-from asyncmoe.telemetry.schema import METRICS, ROLLOUT, Resume, Span, Step
+from asyncmoe.telemetry.schema import METRICS, ROLLOUT, Resume, Step
 from asyncmoe.telemetry.summary import summarise
 
 
@@ -81,7 +81,7 @@ def test_resume_supersedes_later_steps_even_before_it_has_made_one(tmp_path: Pat
     assert [step.step for step in read_steps(path)] == [1, 2, 3]
     _steps(path, 4, loss=2.0)
     assert [(step.step, step.loss) for step in read_steps(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
-    assert [[step.step for step in session] for session in read_sessions(path)] == [[1, 2, 3], [4]]
+    assert [[step.step for step in session] for session in sessions(Tail(path).poll_steps())] == [[1, 2, 3], [4]]
 
 
 def test_going_back_without_a_mark_supersedes_too(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_going_back_without_a_mark_supersedes_too(tmp_path: Path) -> None:
     _steps(path, 3, 4, loss=2.0)
     _steps(path, 2, loss=3.0)
     assert [(step.step, step.loss) for step in read_steps(path)] == [(1, 1.0), (2, 3.0)]
-    assert [[step.step for step in session] for session in read_sessions(path)] == [[1], [2]]
+    assert [[step.step for step in session] for session in sessions(Tail(path).poll_steps())] == [[1], [2]]
 
 
 def test_clean_resume_splits_sessions(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_clean_resume_splits_sessions(tmp_path: Path) -> None:
     with JsonLines(path) as lines:
         lines.write({"resumed_at": 2, "time": 9.0})
     _steps(path, 3)
-    assert [[step.step for step in session] for session in read_sessions(path)] == [[1, 2], [3]]
+    assert [[step.step for step in session] for session in sessions(Tail(path).poll_steps())] == [[1, 2], [3]]
 
 
 def test_tail_gives_each_record_once_and_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
@@ -113,18 +113,6 @@ def test_tail_gives_each_record_once_and_waits_for_the_end_of_a_line(tmp_path: P
         file.write(b": 2}\nbroken\n")
     with pytest.raises(DataError, match="line 3"):
         tail.poll()
-
-
-def test_span_is_recorded_when_the_block_raises(tmp_path: Path) -> None:
-    spans = Spans(tmp_path / "spans.jsonl")
-    spans.add("engine.0", "generate", 1.0, 2.5)
-    with pytest.raises(ZeroDivisionError), spans.span("trainer.0", "train"):
-        _ = 1 / 0
-    spans.close()
-    first, second = read_spans(tmp_path / "spans.jsonl")
-    assert first == Span("engine.0", "generate", 1.0, 2.5)
-    assert (second.who, second.what) == ("trainer.0", "train")
-    assert 0 <= second.end - second.begin < 5
 
 
 def test_a_run_begun_under_former_names_is_one_series(tmp_path: Path) -> None:

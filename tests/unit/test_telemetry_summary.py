@@ -52,13 +52,13 @@ def run_dir(tmp_path: Path) -> Path:
     with JsonLines(tmp_path / EVALUATION) as evaluations:
         for version, reward in ((1, 0.1), (3, 0.2), (5, 0.9), (3, 0.3), (4, 0.4)):  # the run was resumed from version 3
             evaluations.write(evaluation(version, reward))
-    with JsonLines(tmp_path / ROLLOUT) as rollout:  # the controller was started three times
+    with JsonLines(tmp_path / ROLLOUT) as rollout:  # the controller was started three times; it takes over what it had rejected
         for started, gone, probed, apart in (
             (50, {}, (0, 0), None),
             (90, {"scorer_nan": 4}, (256, 1), 3e-6),
-            (40, {"scorer_nan": 1}, (0, 0), None),
-            (50, {"scorer_nan": 2, "scorer_error": 8}, (512, 2), 2e-6),
-            (10, {}, (0, 0), None),
+            (95, {"scorer_nan": 5}, (0, 0), None),
+            (140, {"scorer_nan": 6, "scorer_error": 8}, (512, 2), 2e-6),
+            (150, {"scorer_nan": 6, "scorer_error": 8}, (0, 0), None),
         ):
             counts = {"probed_tokens": probed[0], "probed_versions": probed[1], "probe_diff_max": apart}
             rollout.write(Rollout(time=10, started=started, rejected=gone, **counts))  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def test_every_number(run_dir: Path) -> None:
         "evaluation_first": msgspec.to_builtins(evaluation(1, 0.1)),
         "evaluation_last": msgspec.to_builtins(evaluation(4, 0.4)),
         "trainer_restarts": 0,
-        "rejected_share": pytest.approx((4 + 10) / (90 + 50 + 10)),
+        "rejected_share": pytest.approx((6 + 8) / 150),
         "rejected": {"scorer_error": 8, "scorer_nan": 6},
     }
 
@@ -148,5 +148,5 @@ def test_never_compared_logprobs_are_null(tmp_path: Path) -> None:
 def test_a_broken_span_is_named(run_dir: Path) -> None:
     with (run_dir / TRAINER_SPANS).open("a") as file:
         file.write('{"who": "trainer.0", "what": "sleep", "begin": 1, "end": 2}\n')
-    with pytest.raises(DataError, match=r"spans-trainer\.jsonl line 7"):
+    with pytest.raises(DataError, match=r"spans-trainer\.jsonl: a damaged line .*line 7"):
         summarise(run_dir)

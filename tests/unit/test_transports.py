@@ -72,25 +72,13 @@ def test_choices_in_words(words: list[str], said: str) -> None:
     assert transports.either(words) == said
 
 
-def test_an_entry_that_names_no_function_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transports.check_entries()
+def test_an_entry_that_cannot_be_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "my_transport.py").write_text("raise RuntimeError('imported')\ndef open_mine(end): ...\n")
-    (tmp_path / "my_typo.py").write_text("\ndef open_mine(:\n")
-    for opened_by, said in (
-        ("my_transport.open_mine", "it has not the form package.module:name, expected a function that can be imported"),
-        ("no_such_module:f", "there is no module no_such_module,"),
-        ("no.such:f", "No module named 'no',"),
-        ("my_typo:open_mine", r"my_typo\.py:2: invalid syntax"),
-        ("my_transport:open_min", r"my_transport\.py has no function open_min, .*; did you mean my_transport:open_mine\?"),
-    ):
+    (tmp_path / "my_transport.py").write_text("raise RuntimeError('imported')\n")
+    for opened_by, said in (("my_transport:open_mine", "RuntimeError: imported"), ("no_such_module:f", "No module named 'no_such_module'")):
         monkeypatch.setitem(TRANSPORTS, "mine", TransportEntry("nothing", opened_by, gpu=False))
-        with pytest.raises(ConfigError, match=rf"^sync\.transport: got mine, whose opened_by in .* is {re.escape(opened_by)}: .*{said}"):
-            transports.check_entries()
-    monkeypatch.setitem(TRANSPORTS, "mine", TransportEntry("nothing", "my_transport:open_mine", gpu=False))
-    transports.check_entries()
-    with pytest.raises(ConfigError, match=r"is my_transport:open_mine: RuntimeError: imported, expected a function"):
-        opener("mine")
+        with pytest.raises(ConfigError, match=rf"^sync\.transport: got mine, whose opened_by in .* is {opened_by}: .*{said}"):
+            opener("mine")
 
 
 OPENERS = """

@@ -120,7 +120,7 @@ def lost_before(path: Path, job: str) -> int:
     """Return how often this job lost a process so far; a count left by another job is ignored."""
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=Lost)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, ValueError):
         return 0
     return kept.count if kept.job == job else 0
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncmoe.config.lora import ATTENTION
 from asyncmoe.models.lora.adapter import OUTER, Kind, Place, places, served_targets, sizes
 from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape
@@ -41,7 +40,7 @@ def memory_layout(m: Shape, kind: Kind, parallel: EngineParallel, rank: int, dty
     """
     builder = LayoutBuilder(rank, dtype)
     layer: dict[bool, RankLayout] = {}
-    for dense, run in m.runs(parallel.layers(m.layers, rank)):
+    for dense, run in m.runs(range(m.layers)):
         if dense not in layer:
             layer[dense] = _memory_layer(_Slot(m, kind, parallel, rank), dense, dtype)
         builder.repeat(layer[dense], [(f"layers.{i}.", f"layers.{i}.") for i in run])
@@ -119,11 +118,7 @@ class _Slot:
         m, parallel, rank = self.m, self.parallel, self.rank
         if module.place == "experts":
             return shard(total, parallel.moe_tp, parallel.moe_tp_rank(rank))
-        if target not in ATTENTION:
-            alone = parallel.a2a if module.place else parallel.dense_tp1
-            return (0, total) if alone else shard(total, parallel.tp, parallel.tp_rank(rank))
-        tp, at = parallel.attention_tp, parallel.attention_tp_rank(rank)
-        if target in ("k_proj", "v_proj") and m.kv_heads < tp:
+        if target in ("k_proj", "v_proj") and m.kv_heads < parallel.tp:
             # With fewer key heads than ranks, neighbours share one.
-            return at // (tp // m.kv_heads) * m.head_dim, m.head_dim
-        return shard(total, tp, at)
+            return rank // (parallel.tp // m.kv_heads) * m.head_dim, m.head_dim
+        return shard(total, parallel.tp, rank)

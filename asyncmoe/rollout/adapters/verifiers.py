@@ -3,9 +3,8 @@
     task: {kind: "asyncmoe.rollout.adapters.verifiers:Examples", options: {environment: gsm8k}}
     environment: {kind: openai, agent: "asyncmoe.rollout.adapters.verifiers:rollout"}
 
-Both APIs on PyPI: `verifiers.load_environment` of 0.1, and `verifiers.v1` of 0.2 and later. The environment's own client speaks to the
-episode's endpoint, so prompts, tools, turns and rewards are the environment's. An example's columns name the environment, so that `rollout`
-finds the same example again.
+An environment is a taskset of `verifiers.v1`. Its own client speaks to the episode's endpoint, so prompts, tools, turns and rewards are the
+environment's. An example's columns name the environment, so that `rollout` finds the same example again.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ import importlib
 import json
 import sys
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from asyncmoe import installed
-from asyncmoe.errors import TrajectoryRejected, UserError
-from asyncmoe.rollout.adapters.reward_errors import RewardErrors
-from asyncmoe.rollout.scoring import types as scoring
+from asyncmoe.errors import UserError
 from asyncmoe.rollout.tasks import Example
 
 _MODEL = "policy"
@@ -34,20 +31,17 @@ class Examples:
     """The examples of an environment. See `asyncmoe.rollout.tasks.types.Finite`.
 
     Args:
-        environment: what `load_environment` takes (0.1), or the id of a taskset (v1).
-        arguments: of `load_environment`; or the other fields of the environment's `EnvConfig`, such as `agent` and `taskset`.
-        split: "train" or "eval"; v1 has one set of tasks, its "train".
+        environment: id of a taskset.
+        arguments: the other fields of the environment's `EnvConfig`, such as `agent` and `taskset`.
         limit: number of examples; needed where a taskset is infinite.
 
     Raises:
         UserError: the environment has no such examples, or needs what one episode cannot give.
     """
 
-    def __init__(
-        self, environment: str, arguments: Mapping[str, Any] | None = None, split: str = "train", limit: int | None = None
-    ) -> None:
+    def __init__(self, environment: str, arguments: Mapping[str, Any] | None = None, limit: int | None = None) -> None:
         self._limit = limit
-        self._columns = {"environment": environment, "arguments": dict(arguments or {}), "split": split, "limit": limit}
+        self._columns = {"environment": environment, "arguments": dict(arguments or {}), "limit": limit}
         self._source = _source(self._columns)
         if limit is not None and limit > len(self._source):
             raise UserError("the option limit", got=limit, expected=f"at most {len(self._source)}, the number of examples of {environment}")
@@ -65,44 +59,20 @@ async def rollout(base_url: str, api_key: str, prompt: str, answer: str, columns
 
     Raises:
         RuntimeError: the rollout failed in the environment.
-        TrajectoryRejected: "scorer_error": a reward function raised.
     """
     running = asyncio.run_coroutine_threadsafe(_source(columns).rollout(columns["index"], base_url, api_key), _loop())
     return await asyncio.wrap_future(running)
 
 
-class _Source(Protocol):
-    """An environment of either API."""
-
-    def __len__(self) -> int: ...
-
-    def example(self, index: int) -> tuple[Sequence[Mapping[str, str]], str]:
-        """Return an example's messages and its answer."""
-        ...
-
-    def rollout(self, index: int, base_url: str, api_key: str) -> Coroutine[Any, Any, float]:
-        """Run a rollout of an example; return its reward."""
-        ...
-
-
-def _source(columns: Mapping[str, Any]) -> _Source:
-    arguments = json.dumps(columns["arguments"], sort_keys=True)
-    return _made(columns["environment"], arguments, columns["split"], columns["limit"])
+def _source(columns: Mapping[str, Any]) -> _Taskset:
+    return _made(columns["environment"], json.dumps(columns["arguments"], sort_keys=True), columns["limit"])
 
 
 @functools.cache
-def _made(environment: str, arguments: str, split: str, limit: int | None) -> _Source:
+def _made(environment: str, arguments: str, limit: int | None) -> _Taskset:
     if not installed.has("verifiers"):
         expected = f"it in the environment of {sys.executable}"
         raise UserError("the package verifiers", got="none", expected=expected, hint=f"run: {installed.fix('verifiers')}")
-    import verifiers
-
-    if split not in ("train", "eval"):
-        raise UserError("the option split", got=repr(split), expected="train or eval")
-    if hasattr(verifiers, "load_environment"):
-        return _Environment(verifiers.load_environment(environment, **json.loads(arguments)), environment, split)
-    if split != "train":
-        raise UserError("the option split", got=repr(split), expected="train: a taskset of verifiers.v1 has one set of tasks")
     try:
         return _Taskset(environment, json.loads(arguments), limit)
     except Exception as error:
@@ -123,7 +93,7 @@ def no_taskset(name: str) -> UserError | None:
         return None
     if not hasattr(found, "load_environment") or hasattr(found, "__all__"):
         return None
-    hint = f'run: {sys.executable} -m pip install "verifiers<0.2"'
+    hint = "load_environment is of verifiers 0.1: make it a taskset, or call it in an agent of your own"
     return UserError("the option environment", got=f"{module} with load_environment", expected="a taskset of verifiers.v1", hint=hint)
 
 
@@ -144,47 +114,6 @@ def _loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of all rollouts, in a thread of its own: environments share locks and clients among their rollouts."""
     with _STARTING:
         return _started()
-
-
-class _Environment:
-    """An environment of 0.1."""
-
-    def __init__(self, environment: Any, name: str, split: str) -> None:
-        if environment.requires_group_rollouts:
-            raise UserError(name, got="rewards of whole groups", expected="a reward for each rollout: an episode is scored alone")
-        self._environment, self._name = environment, name
-        self._failures = RewardErrors(environment)
-        self._rows = environment.get_dataset() if split == "train" else environment.get_eval_dataset()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def example(self, index: int) -> tuple[Sequence[Mapping[str, str]], str]:
-        row = self._rows[index]
-        return _messages(row["prompt"], f"{self._name} {index}"), _answer(row.get("answer"))
-
-    async def rollout(self, index: int, base_url: str, api_key: str) -> float:
-        from openai import AsyncOpenAI
-        from verifiers.clients import OpenAIChatCompletionsClient
-        from verifiers.errors import EmptyModelResponseError
-
-        failures = self._failures.begin()
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
-            state = await self._environment.run_rollout(
-                self._rows[index],
-                OpenAIChatCompletionsClient(client),
-                _MODEL,
-                self._environment.sampling_args,
-                state_columns=[],
-            )
-        error, said = state["error"], f"{self._name}, example {index}"
-        # An empty response ends the rollout with an error there; the policy chose it, and the environment has scored it.
-        if error is not None and EmptyModelResponseError.__name__ not in (error["error"], *error["error_chain_str"].split(" -> ")):
-            raise RuntimeError(f"{said}: {error['error_chain_repr'][:1000]}")
-        # Reward functions that expect a response raise without one; then the policy is to blame, and verifiers' 0 is right.
-        if error is None and failures:
-            raise TrajectoryRejected(scoring.ERROR, f"{said}: {failures[0][:1000]}")
-        return float(state["reward"])
 
 
 class _Taskset:

@@ -232,7 +232,6 @@ class Agent:
         *,
         max_new_tokens: int | None = None,
         stop: Sequence[int | str] | str | None = None,
-        told: Callable[[str], None] | None = None,
         ends: Callable[[str], bool] | None = None,
     ) -> Response:
         """Sample a response to everything the agent has seen.
@@ -242,7 +241,6 @@ class Agent:
             stop: whole numbers are token ids that end the response instead of the end-of-sequence token; an empty sequence: only its length
                 ends it. Texts end it besides: the token that completes a text is the response's last, so all its tokens were sampled and
                 are trained on, and text after the stop text within that token remains.
-            told: called with the response's text, piece by piece, while it is sampled; never if `rollout.interruption` is abort_retry.
             ends: asked, with the response up to the end of a stop text, whether it ends there; None: always.
 
         Raises:
@@ -251,7 +249,7 @@ class Agent:
         """
         ids, texts = self._stops(stop)
         sampling = self._sampled_as(max_new_tokens, ids)
-        listening = Listening(self._tokenizer, texts, told, ends) if texts or told is not None else None
+        listening = Listening(self._tokenizer, texts, ends) if texts else None
         given, self._speaking = tuple(self._given), True
         try:
             made = await self._speak(self, given, sampling, listening)

@@ -1,4 +1,4 @@
-"""The text of a response while it is sampled, and the texts that end it."""
+"""The texts that end a response while it is sampled."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 32, 1000
 _EVERY = 4
-"""Tokens between two looks for a stop text if nobody reads along: at most so many are sampled in vain, and at a quarter of the cost."""
+"""Tokens between two looks for a stop text: at most so many are sampled in vain, and at a quarter of the cost."""
 _WINDOW = 64
-Told: TypeAlias = Callable[[str], None] | None
 Ends: TypeAlias = Callable[[str], bool] | None
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -21,19 +20,18 @@ class Listening:
 
     Args:
         stops: texts, the first of which to appear ends the response. The token that completes it is the response's last.
-        told: called with each piece of text.
         ends: asked, with the response up to the end of a stop text, whether it ends there; None: always.
 
     Attributes:
         stopped_by: the text that ended the response, or None.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), told: Told = None, ends: Ends = None) -> None:
-        self.every = 1 if told is not None else _EVERY
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), ends: Ends = None) -> None:
+        self.every = _EVERY
         self.kept: int | None = None
         self.live = True
         self.stopped_by: str | None = None
-        self._tokenizer, self._stops, self._told, self._asked = tokenizer, tuple(stops), told, ends
+        self._tokenizer, self._stops, self._asked = tokenizer, tuple(stops), ends
         self._longest = max(map(len, self._stops), default=0)
         self.forget()
 
@@ -43,8 +41,6 @@ class Listening:
         for heard in [[token] for token in tokens] if self._stops else [list(tokens)]:
             self._tokens += heard
             piece = self._piece()
-            if self._told is not None and self.live and piece:
-                self._told(piece)
             if self._ends(piece):
                 self.kept = len(self._tokens)
                 return True

@@ -1,8 +1,9 @@
-"""Limits around a judge: concurrency, deadline, retries and a circuit breaker.
+"""Limits around a judge: concurrency, deadline and retries.
 
-A sample waits for one of `concurrency` slots, then for the breaker, then for the judge. After a transient failure it backs off without a
-slot and starts over. The deadline bounds all of this together. A waiting sample still holds its place under the capacity law, so the
-backlog of a slow judge is bounded, and generation continues until that bound is reached.
+A sample waits for one of `concurrency` slots, then for the judge. After a transient failure it backs off without a slot and starts over; a
+judge that cannot be reached is asked again until the deadline, any other at most `retries` times. The deadline bounds all of this together.
+A waiting sample still holds its place under the capacity law, so the backlog of a slow judge is bounded, and generation continues until
+that bound is reached.
 """
 
 from __future__ import annotations
@@ -10,22 +11,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from random import Random
 from typing import Literal
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.parse_score import Read
-from asyncmoe.rollout.scoring.tracebacks import ScorerRaised, Tracebacks
-from asyncmoe.rollout.scoring.types import OUT_OF_ORDER, PASSING, TIMEOUT, UNAVAILABLE, Judge, Later, Sample, Score
+from asyncmoe.rollout.scoring.raised import Raised, ScorerRaised
+from asyncmoe.rollout.scoring.types import PASSING, TIMEOUT, UNAVAILABLE, Judge, Later, Sample, Score
+from asyncmoe.telemetry.rollout_schema import Scoring
 
 log = logging.getLogger(__name__)
-
-State = Literal["closed", "open", "probing"]
-Outcome = Literal["answered", "failed", "abandoned"]
-"""Outcome of a call. abandoned: the caller was cancelled, which says nothing about the service."""
+_LONGEST_PAUSE_S = 30.0
+_LEAST_PAUSE_S = 1.0
+"""Between two calls beyond the `retries`, whatever the backoff: the judge may be away for long."""
+_MOST_PLACES = 32
+"""Places of a user's code of which the log has a traceback."""
 
 
 @dataclass(frozen=True)
@@ -36,92 +38,6 @@ class ScoringLimits:
     deadline_s: float
     retries: int
     backoff_s: float
-    breaker_failures: int
-    breaker_cooldown_s: float
-
-
-@dataclass(frozen=True)
-class Breaker:
-    """A circuit breaker: decides whether a failing service is called. An immutable state; transitions return the next state.
-
-        closed --`failures` consecutive calls fail--> open --`cooldown_s` later, one call--> probing --it is answered--> closed
-                                                       ^----------------it fails----------------'
-
-    Each change of state begins a new period, and a call counts only in the period it began in. Hence:
-    - after a failure opens the breaker, no call begins for `cooldown_s`;
-    - while probing, exactly one call that counts is in flight, and no other call begins;
-    - answers to calls of an earlier period, however late, do not change the state.
-    Times are seconds of one monotonic clock.
-
-    Attributes:
-        failures: consecutive failures that open the breaker; > 0.
-        cooldown_s: time it stays open.
-        in_a_row: consecutive failures since the last answer, while closed.
-        until: end of the cool-down, while open.
-        period: number of state changes so far; identifies calls that begin now.
-    """
-
-    failures: int
-    cooldown_s: float
-    state: State = "closed"
-    in_a_row: int = 0
-    until: float = 0.0
-    period: int = 0
-
-    def begin(self, now: float) -> tuple[Breaker, int | None]:
-        """Request a call. Returns the next state and the period to pass to `end`; None: no call may begin now."""
-        if self.state == "closed":
-            return self, self.period
-        if self.state == "open" and now >= self.until:
-            probing = self._to("probing")
-            return probing, probing.period
-        return self, None
-
-    def end(self, period: int, outcome: Outcome, now: float) -> Breaker:
-        """Record the outcome of a call that began in `period`."""
-        if period != self.period:
-            return self
-        if outcome == "answered":
-            return replace(self, in_a_row=0) if self.state == "closed" else self._to("closed")
-        if outcome == "abandoned":
-            return self if self.state == "closed" else self._to("open", until=now)
-        if self.state == "closed" and self.in_a_row + 1 < self.failures:
-            return replace(self, in_a_row=self.in_a_row + 1)
-        return self._to("open", until=now + self.cooldown_s)
-
-    def wait_s(self, now: float) -> float | None:
-        """Seconds until `begin` may admit a call; 0: now; None: not before the call in flight ends."""
-        if self.state == "probing":
-            return None
-        return max(self.until - now, 0.0) if self.state == "open" else 0.0
-
-    def _to(self, state: State, until: float = 0.0) -> Breaker:
-        return Breaker(self.failures, self.cooldown_s, state, 0, until, self.period + 1)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Statistics of a scoring stage since its start.
-
-    Attributes:
-        in_flight: samples in a call to the judge.
-        waiting: samples waiting for a slot, for the breaker or in backoff.
-        scored: samples with a score.
-        retried: number of retries.
-        failed: samples without a score, by reason; cancelled samples excluded.
-        seconds: total time that scored and failed samples spent in this stage.
-        breaker: state of the circuit breaker.
-        wait_seconds: the part of `seconds` outside calls: waiting for a slot, for the breaker and in backoff.
-    """
-
-    in_flight: int
-    waiting: int
-    scored: int
-    retried: int
-    failed: Mapping[str, int]
-    seconds: float
-    breaker: State
-    wait_seconds: float = 0.0
 
 
 @dataclass
@@ -134,8 +50,9 @@ class _Progress:
 
 
 def backoff(base_s: float, attempt: int, draw: float) -> float:
-    """Seconds to wait after attempt `attempt` (from 0): `base_s`, doubled per attempt, times 0.5 to 1.5 by a draw from [0, 1)."""
-    return float(base_s * 2.0**attempt * (0.5 + draw))
+    """Seconds to wait after attempt `attempt` (from 0): `base_s`, doubled per attempt up to half a minute, times 0.5 to 1.5 by a draw from
+    [0, 1)."""
+    return max(base_s, min(_LONGEST_PAUSE_S, base_s * 2.0 ** min(attempt, 60))) * (0.5 + draw)
 
 
 class LimitedScorer:
@@ -146,22 +63,17 @@ class LimitedScorer:
         judge: computes the answers; enforces the timeout of a single call itself.
         read: converts an answer to a score.
         seed: seed of the backoff jitter.
-
-    Attributes:
-        tracebacks: what the user's scorer raised.
     """
 
     def __init__(self, name: str, judge: Judge, read: Read, limits: ScoringLimits, seed: int = 0) -> None:
         self.name, self._judge, self._read, self._limits = name, judge, read, limits
         self._random = Random(f"{seed} {name}")
         self._slots = asyncio.Semaphore(min(limits.concurrency, judge.width or limits.concurrency))
-        self._breaker = Breaker(limits.breaker_failures, limits.breaker_cooldown_s)
-        self._changed = asyncio.Event()
         self._here = self._in_flight = self._scored = self._retried = 0
         self._failed: Counter[str] = Counter()
         self._seconds = self._wait_seconds = 0.0
-        self._last_outage = ""
-        self.tracebacks = Tracebacks()
+        self._unreachable = False
+        self._places: set[str] = set()
 
     async def score(self, sample: Sample) -> Score:
         """See `Scorer`."""
@@ -184,7 +96,7 @@ class LimitedScorer:
         return score
 
     async def attempt(self, sample: Sample) -> Score:
-        """Score a sample by a single call, without retries, breaker and counts; only the judge's own timeout limits it.
+        """Score a sample by a single call, without retries and counts; only the judge's own timeout limits it.
 
         Raises:
             TrajectoryRejected: as `Scorer.score`.
@@ -192,19 +104,24 @@ class LimitedScorer:
         try:
             return self._read(await self._judge.call(sample), sample)
         except ScorerRaised as error:
-            self.tracebacks.note(error.raised)
+            self._log(error.raised)
             raise
 
     async def close(self) -> None:
         """See `Scorer`."""
         await self._judge.close()
 
-    def stats(self) -> Stats:
-        """See `Stats`."""
-        waiting = self._here - self._in_flight
-        failed = dict(self._failed)
-        counts = (self._in_flight, waiting, self._scored, self._retried, failed)
-        return Stats(*counts, self._seconds, self._breaker.state, self._wait_seconds)
+    def stats(self) -> Scoring:
+        """Return the statistics since the start. Cancelled samples are in none of them."""
+        return Scoring(
+            in_flight=self._in_flight,
+            waiting=self._here - self._in_flight,
+            scored=self._scored,
+            retried=self._retried,
+            failed=dict(self._failed),
+            seconds=self._seconds,
+            wait_seconds=self._wait_seconds,
+        )
 
     def _took(self, begin: float, progress: _Progress) -> None:
         seconds = _now() - begin
@@ -217,72 +134,49 @@ class LimitedScorer:
                 return self._read(await self._call(sample, progress), sample)
             except TrajectoryRejected as rejected:
                 if isinstance(rejected, ScorerRaised):
-                    self.tracebacks.note(rejected.raised)
+                    self._log(rejected.raised)
                 delay = backoff(self._limits.backoff_s, attempt, self._random.random())
-                if isinstance(rejected, Later):
-                    delay = max(delay, rejected.after_s)
-                if rejected.reason not in PASSING or attempt >= self._limits.retries or _now() + delay >= deadline:
+                delay = max(delay, _LEAST_PAUSE_S) if attempt >= self._limits.retries else delay
+                delay = max(delay, rejected.after_s) if isinstance(rejected, Later) else delay
+                if not self._again(rejected.reason, attempt) or _now() + delay >= deadline:
                     raise
+                if rejected.reason == UNAVAILABLE and not self._unreachable:
+                    self._unreachable = True
+                    log.warning("%s is asked again until scoring.deadline_s: %s", self.name, rejected)
                 progress.doing, progress.last = "pause", rejected
             await asyncio.sleep(delay)
             progress.doing = "turn"
             self._retried += 1
         raise AssertionError
 
+    def _again(self, reason: str, attempt: int) -> bool:
+        retries = self._limits.retries
+        return reason in PASSING and (attempt < retries or (reason == UNAVAILABLE and retries > 0))
+
     async def _call(self, sample: Sample, progress: _Progress) -> object:
         async with self._slots:
-            period = await self._admitted()
             progress.doing = "call"
-            outcome: Outcome = "abandoned"
             self._in_flight += 1
             begin = _now()
             try:
                 answer = await self._judge.call(sample)
-                outcome = "answered"
-            except TrajectoryRejected as rejected:
-                outcome = "failed" if rejected.reason in OUT_OF_ORDER else "answered"
-                self._last_outage = str(rejected) if outcome == "failed" else self._last_outage
-                raise
             finally:
                 self._in_flight -= 1
                 progress.called += _now() - begin
-                self._ended(period, outcome)
+        if self._unreachable:
+            self._unreachable = False
+            log.info("%s answers again", self.name)
         return answer
 
-    async def _admitted(self) -> int:
-        """Wait until the breaker admits a call; return its period."""
-        while True:
-            before = self._breaker.state
-            self._breaker, period = self._breaker.begin(_now())
-            if period is not None:
-                if before == "open":
-                    log.info("probing %s", self.name)
-                return period
-            # Wakes at each state change, and when the cool-down ends.
-            changed, wait_s = self._changed, self._breaker.wait_s(_now())
-            try:
-                async with asyncio.timeout(wait_s):
-                    await changed.wait()
-            except TimeoutError:
-                continue
-
-    def _ended(self, period: int, outcome: Outcome) -> None:
-        before = self._breaker
-        self._breaker = before.end(period, outcome, _now())
-        if self._breaker.state == before.state:
-            return
-        self._changed.set()
-        self._changed = asyncio.Event()
-        if self._breaker.state == "open" and outcome == "failed":
-            log.warning("%s: circuit breaker open for %g s: %s", self.name, self._limits.breaker_cooldown_s, self._last_outage)
-        elif self._breaker.state == "closed":
-            log.info("%s recovered", self.name)
+    def _log(self, raised: Raised) -> None:
+        """Log what the user's scorer raised, once for each place."""
+        if raised.at not in self._places and len(self._places) < _MOST_PLACES:
+            self._places.add(raised.at)
+            log.warning("%s raised at %s, which is said once:\n%s%s", self.name, raised.at, raised.trace, raised.said)
 
     def _late(self, progress: _Progress) -> TrajectoryRejected:
         """Build the rejection for a missed deadline, with its cause."""
         within = f"within scoring.deadline_s = {self._limits.deadline_s:g} s"
-        if progress.doing == "turn" and self._breaker.state != "closed":
-            return TrajectoryRejected(UNAVAILABLE, f"{self.name} did not recover {within}: {self._last_outage}")
         before = "" if progress.last is None else f"; before: {progress.last}"
         if progress.doing == "call":
             return TrajectoryRejected(TIMEOUT, f"{self.name} did not answer {within}{before}")

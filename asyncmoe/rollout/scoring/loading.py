@@ -88,5 +88,4 @@ def _judge(section: ScoringSection, kind: str) -> Judge:
 
 
 def _limits(section: ScoringSection, concurrency: int) -> ScoringLimits:
-    s = section
-    return ScoringLimits(concurrency, s.deadline_s, s.retries, s.backoff_s, s.breaker_failures, s.breaker_cooldown_s)
+    return ScoringLimits(concurrency, section.deadline_s, section.retries, section.backoff_s)

@@ -11,7 +11,7 @@ from typing import Any, cast
 from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, TrajectoryRejected, an
 from asyncmoe.plugins import takes
-from asyncmoe.rollout.scoring.tracebacks import ScorerRaised, raised_by
+from asyncmoe.rollout.scoring.raised import ScorerRaised, raised_by
 from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of
 
 log = logging.getLogger(__name__)

@@ -1,13 +1,13 @@
-"""The stages of a scorer: their statistics, and what the user's code in them raised."""
+"""The stages of a scorer, and their statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
-from asyncmoe.rollout.scoring.limits import LimitedScorer, Stats
+from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.scoring.types import Scorer
+from asyncmoe.telemetry.rollout_schema import Scoring
 
 
 def untaught(scorer: Scorer) -> Scorer:
@@ -15,7 +15,7 @@ def untaught(scorer: Scorer) -> Scorer:
     return scorer.scorer if isinstance(scorer, Taught) and scorer.scorer is not None else scorer
 
 
-def stats(scorer: Scorer) -> Mapping[str, Stats]:
+def stats(scorer: Scorer) -> Mapping[str, Scoring]:
     """Return the statistics of each stage of `scorer`, by name: "scorer", "teacher"."""
     return {name: stage.stats() for name, stage in stages(scorer).items()}
 
@@ -24,16 +24,3 @@ def stages(scorer: Scorer) -> Mapping[str, LimitedScorer]:
     """Return the stages of `scorer` that may fail, by name: "scorer", "teacher"."""
     parts = {"scorer": scorer.scorer, "teacher": scorer.teacher} if isinstance(scorer, Taught) else {"scorer": scorer}
     return {name: part for name, part in parts.items() if isinstance(part, LimitedScorer)}
-
-
-def write_log(scorer: Scorer, run_dir: Path, worker: int = 0) -> None:
-    """Write what the user's scorer raised to `asyncmoe.rollout.scoring.tracebacks.LOG`, if it raised anything since the last call.
-
-    Args:
-        worker: number of the rollout worker that this process is; 0: none.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    for stage in stages(scorer).values():
-        stage.tracebacks.write(run_dir, worker)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.rollout.scoring import mathematics
 from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.loading import scorer_kind
+from asyncmoe.rollout.scoring.raised import ScorerRaised
 from asyncmoe.rollout.scoring.stages import stages
-from asyncmoe.rollout.scoring.tracebacks import ScorerRaised
-from asyncmoe.rollout.scoring.types import GARBAGE, NAN, OUT_OF_ORDER, UNAVAILABLE, Sample, Scorer
+from asyncmoe.rollout.scoring.types import GARBAGE, NAN, TIMEOUT, UNAVAILABLE, Sample, Scorer
 from asyncmoe.rollout.tasks import EvaluationQuestions, Gold, HasGolds, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
@@ -46,7 +44,7 @@ async def before_engines(
         own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in evaluated if one.task is not task}
         for key, source in {"task.path": task, **own_sets}.items():
             if isinstance(source, HasGolds):
-                report(await check_golds(source.golds(), _CHECK_S), source.golds(), key)
+                await check_golds(source.golds(), key, _CHECK_S)
     if config.evaluation.sets and not config.evaluation.every:
         log.warning("evaluation.sets: none of them is asked, because evaluation.every is 0")
     prompt = task.prompt(0)
@@ -86,8 +84,8 @@ def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigErr
     detail = str(rejected).removeprefix(f"{rejected.reason}: ")
     hint = None
     if isinstance(rejected, ScorerRaised):
-        hint = "a run writes its traceback to logs/scoring.log of the run directory"
-    if rejected.reason in OUT_OF_ORDER:
+        hint = "its traceback is in logs/controller.log of the run directory"
+    if rejected.reason in (TIMEOUT, UNAVAILABLE):
         limit = "scoring.teacher.timeout_s" if stage == "teacher" else "scoring.timeout_s"
         wait = "start it first" if rejected.reason == UNAVAILABLE else f"raise {limit}"
         hint = f"{wait}, or set scoring.try_first=false if it is ready only later"
@@ -100,67 +98,37 @@ def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigErr
     return ConfigError(key, got=f"{whose}{did} {detail}", expected=expected, hint=hint)
 
 
-@dataclass(frozen=True)
-class Checked:
-    """The result of a check of reference answers.
-
-    Attributes:
-        wrong: the references that no answer equals, each with what is wrong.
-        as_text: references that only the same text equals.
-        left: number of distinct references that there was no time for.
-    """
-
-    wrong: Sequence[tuple[Gold, str]] = ()
-    as_text: Sequence[Gold] = ()
-    left: int = 0
-
-
-async def check_golds(golds: Iterable[Gold], limit_s: float) -> Checked:
-    """Check each distinct reference answer: whether it is one, and whether another notation than its own can equal it.
+async def check_golds(golds: Iterable[Gold], key: str, limit_s: float) -> None:
+    """Check each distinct reference answer: whether it is one, and whether another notation than its own can equal it, which is logged.
 
     Args:
         limit_s: limit for all; what it leaves is not checked.
+
+    Raises:
+        DataError: no answer can equal some; names the first of them with file and line.
     """
     distinct: dict[str, Gold] = {}
     for gold in golds:
         distinct.setdefault(gold.answer, gold)
-    wrong, as_text, deadline = list[tuple[Gold, str]](), list[Gold](), asyncio.get_running_loop().time() + limit_s
+    wrong, as_text, deadline = list[str](), list[str](), asyncio.get_running_loop().time() + limit_s
     for number, gold in enumerate(distinct.values()):
         if asyncio.get_running_loop().time() > deadline:
-            return Checked(wrong, as_text, len(distinct) - number)
+            log.warning("%s: no time to check %d distinct answers; one that is unusable rejects its group", key, len(distinct) - number)
+            break
+        said = f"{gold.where} {gold.answer[:_SHOWN_CHARS]!r}"
         try:
             if mathematics.self_score(gold.answer) < 1:
-                as_text.append(gold)
+                as_text.append(said)
         except ValueError as error:
-            wrong.append((gold, f"ValueError: {error}"))
+            wrong.append(f"{said} ({error})")
         await asyncio.sleep(0)
-    return Checked(wrong, as_text)
+    if as_text:
+        log.warning("%s: math_verify reads no expression in some answers, so only the same text equals them: %s", key, _list(as_text))
+    if wrong:
+        got, expected = f"unusable answers: {_list(wrong)}", "answers that equal themselves by math_verify"
+        raise DataError(key, got=got, expected=expected, hint="correct all lines with them, or name another scoring.scorer")
 
 
-def report(checked: Checked, golds: Iterable[Gold], key: str) -> None:
-    """Refuse a file whose references do not equal themselves, and log what else a user should know.
-
-    Raises:
-        DataError: names the first wrong references with file and line, and counts all lines.
-    """
-    if checked.as_text:
-        told = _list([(gold, "") for gold in checked.as_text])
-        log.warning("%s: math_verify reads no expression in some answers, so only the same text equals them: %s", key, told)
-    if checked.left:
-        log.warning("%s: no time to check %d distinct answers; one that is unusable rejects its group", key, checked.left)
-    if not checked.wrong:
-        return
-    answers = {gold.answer for gold, _ in checked.wrong}
-    lines = Counter(gold.answer in answers for gold in golds)[True]
-    raise DataError(
-        key,
-        got=f"{lines} unusable answer{'s' if lines > 1 else ''}: {_list(checked.wrong)}",
-        expected="answers that equal themselves by math_verify",
-        hint="correct these lines, or name another scoring.scorer",
-    )
-
-
-def _list(found: Sequence[tuple[Gold, str]]) -> str:
-    parts = [f"{gold.where} {gold.answer[:_SHOWN_CHARS]!r}" + (f" ({why})" if why else "") for gold, why in found[:_SHOWN]]
+def _list(found: Sequence[str]) -> str:
     more = len(found) - _SHOWN
-    return ", ".join(parts) + (f", and {more} more" if more > 0 else "")
+    return ", ".join(found[:_SHOWN]) + (f", and {more} more" if more > 0 else "")

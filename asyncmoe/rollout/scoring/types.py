@@ -19,8 +19,6 @@ _UNREACHABLE = (ConnectionError, TimeoutError)
 
 PASSING = frozenset({ERROR, TIMEOUT, UNAVAILABLE})
 """Transient failures, worth a retry. Garbage is not transient: a retry of the same sample would return it again."""
-OUT_OF_ORDER = frozenset({TIMEOUT, UNAVAILABLE})
-"""Failures of the scoring service, not of the sample; they count for the circuit breaker."""
 
 
 class Later(TrajectoryRejected):

@@ -3,7 +3,7 @@
 First input line: {"target": "package.module:name", "options": {...}}; then one sample per line. First output line, once the target is
 loaded: {"ready": true} or {"unusable": text}; then, per sample, {"value": ...} with the result of
 `asyncmoe.rollout.scoring.plain_answer.plain`, or {"failed": reason, "detail": text}, or, if the target raised, {"failed": reason,
-"raised": fields of `asyncmoe.rollout.scoring.tracebacks.Raised`}. When standard input ends, the worker closes the
+"raised": fields of `asyncmoe.rollout.scoring.raised.Raised`}. When standard input ends, the worker closes the
 target's object.
 """
 
@@ -18,7 +18,7 @@ from asyncmoe.errors import TrajectoryRejected, UserError
 from asyncmoe.rollout import piped
 from asyncmoe.rollout.scoring import plugin
 from asyncmoe.rollout.scoring.plain_answer import plain
-from asyncmoe.rollout.scoring.tracebacks import raised_by
+from asyncmoe.rollout.scoring.raised import raised_by
 from asyncmoe.rollout.scoring.types import ERROR, SHOWN, Sample, reason_of
 
 

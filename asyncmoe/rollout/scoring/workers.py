@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, TrajectoryRejected, WaitTimeout
 from asyncmoe.rollout import reaped
-from asyncmoe.rollout.scoring.tracebacks import Raised, ScorerRaised
+from asyncmoe.rollout.scoring.raised import Raised, ScorerRaised
 from asyncmoe.rollout.scoring.types import ERROR, GARBAGE, TIMEOUT, Sample
 
 _START_S = 60.0

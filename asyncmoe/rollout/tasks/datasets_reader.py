@@ -1,11 +1,10 @@
 """Rows of data sets that Hugging Face's `datasets` reads: files, saved data sets, and the hub.
 
-A data set in whole is memory-mapped: only the indices of the kept rows are in memory. A streamed one is read by a thread, in windows.
+A data set is memory-mapped: only the indices of the kept rows are in memory.
 """
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +14,9 @@ from asyncmoe import installed, plugins
 from asyncmoe.config.task import ColumnsSection, WeightedSource
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import hub
-from asyncmoe.rollout.tasks.jsonl import line_of
+from asyncmoe.rollout.tasks.jsonl import example_of
 from asyncmoe.rollout.tasks.rows import Keep, keeps, none_left
-from asyncmoe.rollout.tasks.types import Example, Gold
+from asyncmoe.rollout.tasks.types import Example
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """`datasets`' builder by the suffix of a file."""
@@ -26,7 +25,7 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 class DatasetRows:
-    """The kept rows of a data set in whole. See `Finite`.
+    """The kept rows of a data set. See `Finite`.
 
     Args:
         data: a `datasets.Dataset`.
@@ -44,29 +43,22 @@ class DatasetRows:
 
     def __getitem__(self, index: int) -> Example:
         row = self._kept[index]
-        return line_of(f"{self._name} row {row}", self._data[row], self._columns).example
+        return example_of(f"{self._name} row {row}", self._data[row], self._columns)
 
     def where(self, index: int) -> str:
         """See `Placed`."""
         return f"{self._name} row {self._kept[index]}"
 
-    def golds(self) -> Iterator[Gold]:
-        """See `HasGolds`."""
-        for row in self._kept:
-            line = line_of(f"{self._name} row {row}", self._data[row], self._columns)
-            if line.reference:
-                yield Gold(line.where, line.reference)
-
     def _checked(self, keep: Keep | None) -> Iterator[int]:
         for row, values in enumerate(self._data):
             where = f"{self._name} row {row}"
             if keep is None or keep(where, values):
-                line_of(where, values, self._columns)
+                example_of(where, values, self._columns)
                 yield row
 
 
 def read(source: WeightedSource, key: str) -> DatasetRows:
-    """Read and check a data set in whole.
+    """Read and check a data set.
 
     Args:
         key: section of the source, for messages.
@@ -76,22 +68,20 @@ def read(source: WeightedSource, key: str) -> DatasetRows:
         DataError: no such data set or split, the hub cannot be reached, a file that `datasets` cannot read, a column that is missing or
             holds another type, or no row left; names row and column.
     """
-    data = load(source, key, streaming=False)
     columns = source.columns or ColumnsSection()
-    return DatasetRows(only(data, columns, source), f"{key}.path {source.path}", columns, keeps(source, key))
+    return DatasetRows(_only(_load(source, key), columns, source), f"{key}.path {source.path}", columns, keeps(source, key))
 
 
-def only(data: Any, columns: ColumnsSection, source: WeightedSource) -> Any:
+def _only(data: Any, columns: ColumnsSection, source: WeightedSource) -> Any:
     """Return the data set without columns that nothing reads: images and audio would be decoded for nothing."""
-    names = data.column_names
-    if columns.keep is None or source.filter is not None or names is None:
+    if columns.keep is None or source.filter is not None:
         return data
     wanted = {columns.question, columns.answer, *columns.keep, *(source.where or {})}
-    return data.select_columns([name for name in names if name in wanted])
+    return data.select_columns([name for name in data.column_names if name in wanted])
 
 
-def load(source: WeightedSource, key: str, *, streaming: bool) -> Any:
-    """Return a `datasets.Dataset`, or for streaming an `IterableDataset`. Raises as `read`."""
+def _load(source: WeightedSource, key: str) -> Any:
+    """Return a `datasets.Dataset`. Raises as `read`."""
     path = source.path
     assert path is not None
     try:
@@ -105,26 +95,16 @@ def load(source: WeightedSource, key: str, *, streaming: bool) -> Any:
     datasets.logging.set_verbosity_error()
     try:
         if path.is_dir() and any((path / name).is_file() for name in _SAVED):
-            return _split(datasets.load_from_disk(str(path)), source, key, streaming)
+            return _split(datasets.load_from_disk(str(path)), source, key)
         arguments = _local(path, source, key) if path.exists() else _on_hub(path, key)
         split = source.split or "train"
-        return datasets.load_dataset(*arguments[0], split=split, name=source.subset, streaming=streaming, **arguments[1])
+        return datasets.load_dataset(*arguments[0], split=split, name=source.subset, **arguments[1])
     except UserError:
         raise
     except Exception as error:
-        if _without_rows(error, path):
-            raise none_left(f"{key}.path {path}", 0) from error
         raise DataError(
-            f"{key}.path {path}", got=_reason(error), expected="a data set, subset and split that `datasets` can read"
+            f"{key}.path {path}", got=_told(error), expected="a data set of rows, a subset and a split that `datasets` can read"
         ) from error
-
-
-def _without_rows(error: Exception, path: Path) -> bool:
-    """Return whether `datasets` failed because there are no rows, which it says in words of its own."""
-    if isinstance(error, ValueError):
-        return "corresponds to no data" in str(error)
-    states = (*path.glob("state.json"), *path.glob("*/state.json"))
-    return isinstance(error, IndexError) and any(json.loads(file.read_text()).get("_data_files") == [] for file in states)
 
 
 def _local(path: Path, source: WeightedSource, key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -150,16 +130,15 @@ def _on_hub(path: Path, key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     return (str(path),), {}
 
 
-def _split(data: Any, source: WeightedSource, key: str, streaming: bool) -> Any:
+def _split(data: Any, source: WeightedSource, key: str) -> Any:
     """Return the split of a saved data set; one that was saved without splits has only `train`."""
     splits = data if hasattr(data, "keys") else {"train": data}
     split = source.split or "train"
     if split not in splits:
         raise DataError(f"{key}.split", got=split, expected=f"one of {', '.join(splits)}, which {source.path} has")
-    return splits[split].to_iterable_dataset() if streaming else splits[split]
+    return splits[split]
 
 
-def _reason(error: BaseException) -> str:
+def _told(error: Exception) -> str:
     """Return an exception in one line, with the one it came from, which names what is wrong with a file."""
-    text, cause = plugins.told(error), error.__cause__ or error.__context__
-    return text if cause is None or plugins.told(cause) in text else f"{text[:300]} ({plugins.told(cause)[:300]})"
+    return "; ".join(dict.fromkeys(plugins.told(one)[:300] for one in (error, error.__cause__ or error.__context__) if one is not None))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -11,6 +12,8 @@ from asyncmoe.errors import DataError
 from asyncmoe.rollout.tasks.encode import identity
 from asyncmoe.rollout.tasks.order import EVALUATION, MixedDraws
 from asyncmoe.rollout.tasks.types import Finite
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,31 +36,21 @@ def identities(source: Finite) -> Iterator[bytes]:
     return (identity(source[index].prompt) for index in range(len(source)))
 
 
-def split(
-    sources: Sequence[Finite],
-    names: Sequence[str],
-    held: Sequence[int],
-    seed: int,
-    left_out: frozenset[bytes],
-    refused: Mapping[bytes, str],
-) -> tuple[list[Share], frozenset[bytes]]:
+def split(sources: Sequence[Finite], names: Sequence[str], held: Sequence[int], seed: int, left_out: frozenset[bytes]) -> list[Share]:
     """Divide the examples of a task's sources between training and evaluation.
 
     Args:
         names: of the sources, for messages.
         held: number of examples to hold out of each source; which ones is drawn from the seed.
-        left_out: identities that training must not ask.
-        refused: identities that must not be in the sources, and the evaluation set of each.
-
-    Returns:
-        The share of each source, and the identities that training must not ask.
+        left_out: identities of other questions that training must not ask.
 
     Raises:
-        DataError: more than half of a source would be held out, an example is refused, or nothing is left to train on.
+        DataError: more than half of a source would be held out, or nothing is left to train on.
     """
     known = [list(identities(source)) for source in sources]
     for name, ids in zip(names, known, strict=True):
-        _refuse(name, ids, refused)
+        if common := sum(one in left_out for one in ids):
+            log.warning("%s: training leaves out %d questions that the evaluation asks", name, common)
     drawn = [
         _drawn(name, len(ids), count, f"{seed} held out {part}")
         for part, (name, ids, count) in enumerate(zip(names, known, held, strict=True))
@@ -70,7 +63,7 @@ def split(
         if not trained:
             raise DataError(name, got="only questions that the evaluation asks", expected="at least one other, to train on")
         shares.append(Share(trained, indices))
-    return shares, banned
+    return shares
 
 
 def _drawn(name: str, size: int, count: int, seed: str) -> list[int]:
@@ -79,12 +72,3 @@ def _drawn(name: str, size: int, count: int, seed: str) -> list[int]:
         expected = f"at most half of the {size} questions of {name}, which are held out from training"
         raise DataError("evaluation.prompts", got=f"{count} held-out questions", expected=expected, hint=hint)
     return Random(seed).sample(range(size), count)
-
-
-def _refuse(name: str, ids: Iterable[bytes], refused: Mapping[bytes, str]) -> None:
-    common = [(index, refused[one]) for index, one in enumerate(ids) if one in refused]
-    if common:
-        index, which = common[0]
-        got = f"{len(common)} question(s) that {which} asks too, first example {index}"
-        hint = "remove them, or set evaluation.overlap to leave_out (training does not ask them) or to allow"
-        raise DataError(name, got=got, expected="no question of an evaluation set", hint=hint)

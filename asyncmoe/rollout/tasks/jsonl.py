@@ -7,43 +7,27 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import DataError
 from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.tasks.encode import check_columns, check_prompt, check_text
 from asyncmoe.rollout.tasks.rows import Keep, none_left
-from asyncmoe.rollout.tasks.types import Example, Gold, Message
+from asyncmoe.rollout.tasks.types import Example
 
 MAX_LINE_BYTES = 16 << 20
 MAX_FILE_BYTES = 2 << 30
 """A file is read into memory whole."""
 _NO_ANSWER = "leave such rows out by task.filter, or set task.columns.answer=null if nothing needs answers"
-_ENCODED = ((codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"))
 
 
-@dataclass(frozen=True)
-class JsonLine:
-    """One line of the file."""
+class Row(NamedTuple):
+    """A line of a file: file and line, for messages, and what it asks."""
 
-    question: str | Sequence[Message]
-    """Text, or the messages of a conversation."""
-    solution: str
-    """The whole "answer": reasoning and reference."""
-    reference: str
-    """The text after the last `MARK`, or the whole "answer" without a mark, as written: scorers decide what a comma means."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns."""
-    where: str = ""
-    """File and line, for messages."""
-
-    @property
-    def example(self) -> Example:
-        """The line as an example."""
-        return Example(self.question, self.reference, self.columns, self.solution or None)
+    where: str
+    example: Example
 
 
 class JsonlFile:
@@ -53,7 +37,7 @@ class JsonlFile:
         rows: see `read`.
     """
 
-    def __init__(self, rows: Sequence[JsonLine]) -> None:
+    def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
 
     def __len__(self) -> int:
@@ -66,12 +50,8 @@ class JsonlFile:
         """See `Placed`."""
         return self._rows[index].where
 
-    def golds(self) -> Iterator[Gold]:
-        """See `HasGolds`."""
-        return (Gold(row.where, row.reference) for row in self._rows if row.reference)
 
-
-def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[JsonLine]:
+def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[Row]:
     """Read all lines of a file; blank lines are skipped.
 
     Args:
@@ -85,7 +65,7 @@ def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = No
     rows, skipped = [], 0
     for where, values in values_of(path, key):
         if keep is None or keep(where, values):
-            rows.append(line_of(where, values, columns or ColumnsSection()))
+            rows.append(Row(where, example_of(where, values, columns or ColumnsSection())))
         else:
             skipped += 1
     if not rows:
@@ -99,7 +79,7 @@ def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         # Binary: in text, JSON may contain other line separators than "\n".
         with path.open("rb") as file:
             if (size := path.stat().st_size) > MAX_FILE_BYTES:
-                hint = "use task.kind=dataset with a parquet file, which is not read into memory, or task.streaming=true"
+                hint = "use task.kind=dataset with a parquet file, which is not read into memory"
                 raise DataError(f"{key} {path}", got=f"{size} bytes", expected=f"at most {MAX_FILE_BYTES}", hint=hint)
             number = 0
             while raw := file.readline(MAX_LINE_BYTES + 1):
@@ -119,14 +99,11 @@ def _object(path: Path, number: int, raw: bytes) -> Mapping[str, Any]:
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        known = next((name for mark, name in _ENCODED if number == 1 and raw.startswith(mark)), None)
-        got = f"a file in {known}" if known else f"bytes that are no UTF-8, {raw[error.start : error.start + 4]!r} at {error.start}"
+        got = f"bytes that are no UTF-8, {raw[error.start : error.start + 4]!r} at {error.start}"
         raise DataError(where, got=got, expected="a JSONL file in UTF-8", hint="convert it, for example by iconv -t UTF-8") from error
     try:
         values = json.loads(text, parse_constant=_no_number, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
-        if "}\r{" in text:
-            raise DataError(where, got="lines that end with CR", expected="lines that end with LF", hint="convert the line ends") from error
         raise DataError(where, got=f"invalid JSON ({error})", expected='{"question": ..., "answer": ...}') from error
     if not isinstance(values, dict):
         raise DataError(where, got=type(values).__name__, expected="an object with question and answer")
@@ -145,8 +122,9 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def line_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> JsonLine:
-    """Return a row of a file or data set as a question.
+def example_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> Example:
+    """Return what a row of a file or data set asks. Its reference is the text after the last `MARK`, or the whole answer without a mark, as
+    written: scorers decide what a comma means. Its solution is the whole answer.
 
     Args:
         where: the row, for messages.
@@ -160,7 +138,7 @@ def line_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> J
     reference = answer.rpartition(MARK)[2].strip()
     if not reference and columns.answer is not None:
         raise DataError(f"{where}, {columns.answer}", got=f"nothing after {MARK}", expected="the reference answer", hint=_NO_ANSWER)
-    return JsonLine(question, answer, reference, _others(where, values, columns), where)
+    return Example(question, reference, _others(where, values, columns), answer or None)
 
 
 def _value(where: str, values: Mapping[str, Any], name: str) -> Any:

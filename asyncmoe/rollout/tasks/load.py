@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -13,11 +13,10 @@ from asyncmoe.config.task import READ, TaskSection, WeightedSource
 from asyncmoe.errors import DataError
 from asyncmoe.rollout.tasks import datasets_reader, jsonl, own
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
-from asyncmoe.rollout.tasks.encode import Encoder, identity
-from asyncmoe.rollout.tasks.held_out import Share, identities, quotas, split
+from asyncmoe.rollout.tasks.encode import Encoder
+from asyncmoe.rollout.tasks.held_out import identities, quotas, split
 from asyncmoe.rollout.tasks.order import EVALUATION, DrawnTask, ListedTask, MixedTask
 from asyncmoe.rollout.tasks.rows import keeps
-from asyncmoe.rollout.tasks.streamed import RowStream, StreamedTask
 from asyncmoe.rollout.tasks.types import Endless, Example, Finite, Prompt, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
@@ -54,7 +53,7 @@ class _Part:
         held: what evaluation asks; None: the source itself.
     """
 
-    source: Finite | Endless | RowStream
+    source: Finite | Endless
     name: str
     weight: float = 1.0
     trained: Sequence[int] | None = None
@@ -66,15 +65,16 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
 
     Raises:
         ConfigError: a class or function of the user's cannot be loaded, or a package is missing.
-        DataError: a source is unusable, too small, or has questions of an evaluation set, or its first prompt leaves no room for a
-            response; names file and line, or row, and column.
+        DataError: a source is unusable or too small, or its first prompt leaves no room for a response; names file and line, or row, and
+            column.
     """
     seed = config.run.seed
     parts = _open(config.task, "task", config.warmup.wrong_share)
     sets = config.evaluation.every_set if config.evaluation.every else {}
     of_their_own = {name: _open(one.task(config.task), _key(name)) for name, one in sets.items() if not one.held_out}
     held = max((one.prompts or 0 for one in sets.values() if one.held_out), default=0)
-    parts = _divided(parts, held, _common(sets, of_their_own), seed)
+    known = [part.source for parts_of in of_their_own.values() for part in parts_of if isinstance(part.source, Sized)]
+    parts = _divided(parts, held, frozenset(one for source in known for one in identities(source)), seed)
     training = _task(config.task, parts, tokenizer, seed)
     _check_room(config, tokenizer, training.prompt(0))
     if config.warmup.steps and config.environment.kind == "single_turn":
@@ -122,56 +122,26 @@ def _open(section: TaskSection, key: str, wrong_share: float = 0.0) -> Sequence[
 
 def _read(kind: str, source: WeightedSource, key: str) -> _Part:
     path, name = cast(Path, source.path), f"{key}.path {source.path}"
-    if source.streaming:
-        return _Part(RowStream(source, key), name, source.weight)
     if kind == "jsonl" or (path.suffix.lower() == ".jsonl" and source.split is None):
         return _Part(jsonl.JsonlFile(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key))), name, source.weight)
     return _Part(datasets_reader.read(source, key), name, source.weight)
 
 
-@dataclass(frozen=True)
-class _Common:
-    """Identities of the questions of the sets that have sources of their own.
+def _divided(parts: Sequence[_Part], held: int, asked: frozenset[bytes], seed: int) -> Sequence[_Part]:
+    """Divide the questions of every part between training and evaluation, `held` of them for evaluation; an endless part draws its own.
 
-    Attributes:
-        left_out: those that training must not ask.
-        refused: those that must not be in its sources, and the set of each.
+    Args:
+        asked: identities of what the evaluation asks besides, which training leaves out.
     """
-
-    left_out: frozenset[bytes]
-    refused: Mapping[bytes, str]
-
-
-def _common(sets: Mapping[str, EvaluationSet], of_their_own: Mapping[str, Sequence[_Part]]) -> _Common:
-    ids = {
-        name: [one for part in parts if isinstance(part.source, Sized) for one in identities(part.source)]
-        for name, parts in of_their_own.items()
-        if sets[name].overlap != "allow"
-    }
-    left_out = frozenset(one for name, every in ids.items() if sets[name].overlap == "leave_out" for one in every)
-    return _Common(left_out, {one: _key(name) for name, every in ids.items() if sets[name].overlap == "refuse" for one in every})
-
-
-def _divided(parts: Sequence[_Part], held: int, common: _Common, seed: int) -> Sequence[_Part]:
-    """Divide the questions of every part between training and evaluation, `held` of them for evaluation."""
-    if not (held or common.left_out or common.refused):
+    sources = [part.source for part in parts if isinstance(part.source, Sized)]
+    if not sources or not (held or asked):
         return parts
-    shares = quotas(held, [part.weight for part in parts], seed)
-    heads = {index: part.source.head(shares[index]) for index, part in enumerate(parts) if isinstance(part.source, RowStream)}
-    left_out = common.left_out.union(identity(example.prompt) for head in heads.values() for example in head)
-    finite = {index: part.source for index, part in enumerate(parts) if isinstance(part.source, Sized)}
-    names, counts = [parts[index].name for index in finite], [shares[index] for index in finite]
-    found, banned = split(list(finite.values()), names, counts, seed, left_out, common.refused)
-    by_index = dict(zip(finite, found, strict=True))
-    return [_share(part, by_index.get(index), heads.get(index, ()), banned.union(common.refused)) for index, part in enumerate(parts)]
-
-
-def _share(part: _Part, share: Share | None, head: Sequence[Example], banned: frozenset[bytes]) -> _Part:
-    if isinstance(part.source, RowStream):
-        return replace(part, source=part.source.without(banned), held=head)
-    if isinstance(part.source, Sized) and share is not None:
-        return replace(part, trained=share.trained, held=[part.source[index] for index in share.held])
-    return part
+    counts = quotas(held, [part.weight for part in parts], seed)
+    shares = split(sources, [part.name for part in parts], counts, seed, asked)
+    return [
+        replace(part, trained=share.trained, held=[source[index] for index in share.held])
+        for part, source, share in zip(parts, sources, shares, strict=True)
+    ]
 
 
 def _task(section: TaskSection, parts: Sequence[_Part], tokenizer: Tokenizer, seed: int) -> Task:
@@ -181,8 +151,6 @@ def _task(section: TaskSection, parts: Sequence[_Part], tokenizer: Tokenizer, se
 
 
 def _numbered(part: _Part, encoder: Encoder, seed: int, order: str) -> Task:
-    if isinstance(part.source, RowStream):
-        return StreamedTask(part.source, encoder, seed, part.name, part.held or (), part=order)
     if isinstance(part.source, Sized):
         return ListedTask(part.source, encoder, seed, part.name, trained=part.trained, held=part.held, part=order)
     return DrawnTask(part.source, encoder, seed, part.name)

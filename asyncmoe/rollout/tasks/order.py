@@ -76,9 +76,7 @@ class ListedTask:
 
     def golds(self) -> Iterable[Gold]:
         """See `HasGolds`."""
-        if isinstance(self._source, HasGolds):
-            return self._source.golds()
-        named = ((f"{self._name}, example {index}", self._source[index].answer) for index in range(len(self._source)))
+        named = ((self._where(self._source, index), self._source[index].answer) for index in range(len(self._source)))
         return (Gold(where, answer) for where, answer in named if answer)
 
     def _where(self, source: Finite, index: int) -> str:

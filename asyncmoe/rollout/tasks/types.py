@@ -123,7 +123,7 @@ class Gold:
 
 @runtime_checkable
 class HasGolds(Protocol):
-    """A task or source whose reference answers are known before the run, so that they can be checked before engines start."""
+    """A task whose reference answers are known before the run, so that they can be checked before engines start."""
 
     def golds(self) -> Iterable[Gold]:
         """Return the reference answers of all questions that have one, in the order of the file."""

@@ -28,8 +28,7 @@ def figures_of(loaded: RolloutParts) -> Figures:
     """Return the statistics of this process."""
     environment = loaded.environment
     counts = environment.counts if isinstance(environment, WithTools) else {}
-    stages = {name: msgspec.convert(one, Scoring, from_attributes=True) for name, one in stats(loaded.scorer).items()}
-    return Figures(stages, {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})
+    return Figures(dict(stats(loaded.scorer)), {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})
 
 
 def read(sent: bytes) -> Figures:
@@ -41,7 +40,7 @@ def read(sent: bytes) -> Figures:
 
 
 def added(several: Iterable[Figures]) -> Figures:
-    """Return the sum of several processes' figures; a breaker that is not closed in one of them counts."""
+    """Return the sum of several processes' figures."""
     scored, called = defaultdict[str, list[Scoring]](list), defaultdict[str, list[Calls]](list)
     for one in several:
         for name, stage in one.scoring.items():
@@ -57,6 +56,4 @@ def _sum(some: Sequence[Summed]) -> Summed:
 
 
 def _total(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], str):
-        return next((state for state in values if state != "closed"), "closed")
     return dict(sum(map(Counter, values), Counter[str]())) if isinstance(values[0], Mapping) else sum(values)

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from asyncmoe import models
@@ -15,8 +14,6 @@ from asyncmoe.config import Config
 from asyncmoe.errors import UserError, WaitTimeout
 from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.rollout import parts
-from asyncmoe.rollout.parts import RolloutParts
-from asyncmoe.rollout.scoring import stages
 from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.async_client import AsyncClient
@@ -76,7 +73,7 @@ async def _serve(config: Config, run_dir: Path, number: int) -> None:
             for signal_ in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(signal_, stop.set)
             freeze()
-            going_on = worker.over.wait(), stop.wait(), watch(config, worker), write_log(config, number, loaded)
+            going_on = worker.over.wait(), stop.wait(), watch(config, worker)
             tasks = [serving, *map(asyncio.create_task, going_on)]
             done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in left:
@@ -96,21 +93,6 @@ async def _join(config: Config, controller: Rendezvous, number: int, rendezvous:
         await client.ask(WorkerJoin(number, rendezvous, address.host_id(), config.digest, facts(name)), _JOIN_S)
     finally:
         client.close()
-
-
-async def write_log(config: Config, number: int, loaded: RolloutParts) -> None:
-    """Write what the user's scorer raised; never returns.
-
-    Neither in the loop, because a shared disk may be slow, nor in its threads, in which users' environments may wait.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(1, thread_name_prefix="log") as thread:
-        while True:
-            await loop.run_in_executor(thread, stages.write_log, loaded.scorer, config.run.dir, number)
-            await asyncio.sleep(_LOOK_S)
 
 
 async def watch(config: Config, worker: WorkerService) -> None:

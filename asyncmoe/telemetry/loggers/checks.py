@@ -10,13 +10,14 @@ from asyncmoe import installed
 from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.errors import ConfigError
 
-NAMES = ("wandb", "mlflow", "trackio")
+NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 """Keys of `telemetry`, names of the packages, and names of our extras."""
 
 
 def configured(section: TelemetrySection) -> list[str]:
     """Return the names of the configured loggers."""
-    return [name for name in NAMES if getattr(section, name) is not None]
+    off = None if section.tensorboard == "on" or installed.has("tensorboard") else "auto"
+    return [name for name in NAMES if getattr(section, name) not in (None, "off", off)]
 
 
 def check(section: TelemetrySection) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import posixpath
 import re
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ class Mlflow:
 
     def __init__(self, section: MlflowSection, name: str) -> None:
         self._section, self._name = section, section.name or name
+        self.where = f"{section.uri or os.environ.get('MLFLOW_TRACKING_URI', '')} {section.experiment}"
         self._client: Any = None
         self._id = ""
 

@@ -28,7 +28,13 @@ _MOST_PROBLEM = 300
 
 
 class LoggerClient(Protocol):
-    """A logger's client. Every method may raise whatever the logger's package raises."""
+    """A logger's client. Every method may raise whatever the logger's package raises.
+
+    Attributes:
+        where: server and project. A run elsewhere is not continued, but begun anew.
+    """
+
+    where: str
 
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
         """Begin a run, or continue run `id`, to which `points` points were sent; return its id, and its address ("" without one).
@@ -44,9 +50,10 @@ class LoggerClient(Protocol):
 
 
 class LoggerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The id of the logger's run, None before it exists, and what was sent."""
+    """The id of the logger's run, None before it exists; where it is (`LoggerClient.where`), "" if that is not known; and what was sent."""
 
     id: str | None = None
+    where: str = ""
     sent: Sent = Sent()
 
 
@@ -64,7 +71,8 @@ class LoggerSink:
     def __init__(self, config: Config, name: str, client: LoggerClient, before: Sequence[Followed], say: Callable[[str], None]) -> None:
         self._config, self._name, self._client, self._say = config, name, client, say
         self._path = config.run.dir / FOLDER / f"{name}.json"
-        self._state = read(self._path)
+        state = read(self._path)
+        self._state = state if state.where in ("", client.where) else LoggerState()
         self._points = Points(self._state.sent)
         self._before = before
         self._waiting: queue.Queue[LoggedPoint | None] = queue.Queue()
@@ -102,12 +110,12 @@ class LoggerSink:
         parameters = {**self._config.model_dump(mode="json"), "versions": versions(self._config.engines.python)}
         try:
             id, url = self._client.open(self._state.id, self._state.sent.points, parameters)
-            self._keep(LoggerState(id=id, sent=self._state.sent))
+            self._keep(LoggerState(id=id, where=self._client.where, sent=self._state.sent))
             if url:
                 self._say(f"{self._name}: {url}")
             while (point := self._waiting.get()) is not None:
                 self._client.log(point)
-                self._keep(LoggerState(id=id, sent=self._state.sent.plus(point)))
+                self._keep(LoggerState(id=id, where=self._client.where, sent=self._state.sent.plus(point)))
             self._client.close(self._state.sent.step >= self._config.warmup.steps + self._config.run.steps)
         except Exception as error:  # clients raise errors of all kinds; whatever it is, the user is told and the run goes on
             said = " ".join(str(error).split()) or type(error).__name__
@@ -130,13 +138,17 @@ def read(path: Path) -> LoggerState:
         return msgspec.json.decode(path.read_bytes(), type=LoggerState)
     except FileNotFoundError:
         return LoggerState()
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise DataError(str(path), got=str(error), expected="a logger's state", hint="delete it: a new run begins there") from error
 
 
 def client(config: Config, name: str) -> LoggerClient:
     """Return a new client of a configured logger."""
     section, shown = config.telemetry, config.run.dir.resolve().name
+    if name == "tensorboard":
+        from asyncmoe.telemetry.loggers.tensorboard_client import TensorBoard
+
+        return TensorBoard(config.run.dir / "tensorboard")
     if name == "wandb" and section.wandb is not None:
         from asyncmoe.telemetry.loggers.wandb_client import Wandb
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ class Wandb:
 
     def __init__(self, section: WandbSection, folder: Path, name: str) -> None:
         self._section, self._folder, self._name = section, folder, section.name or name
+        self.where = " ".join([*(os.environ.get(name, "") for name in ("WANDB_BASE_URL", "WANDB_ENTITY")), section.project])
         self._run: Any = None
         self._rows = 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -13,17 +12,15 @@ import msgspec
 from asyncmoe import installed
 from asyncmoe.errors import UserError
 from asyncmoe.storage import writing
-from asyncmoe.telemetry.report.page import html, pack
-from asyncmoe.telemetry.report.run_page import SampleList, embedded, names, run_page
+from asyncmoe.telemetry.report.page import html
+from asyncmoe.telemetry.report.run_page import page_of
 from asyncmoe.telemetry.report.settings import CONFIG
 from asyncmoe.telemetry.samples.records import FOLDER
 from asyncmoe.telemetry.schema import METRICS, ROLLOUT
 
 REPORT, COMPARISON = "report.html", "comparison.html"
-MOST_RUNS = 12
 _RUN = "the run.dir of a run"
 _OF_A_RUN = (CONFIG, METRICS, ROLLOUT, FOLDER)
-_NOT_ASKED = SampleList((), 0, ("this page was made without samples",))
 
 
 def report(run_dir: Path, *, samples: bool = True) -> Path:
@@ -47,20 +44,13 @@ def write(run_dirs: Sequence[Path], target: Path, *, samples: bool = True) -> Pa
     if target.is_dir() or not target.parent.is_dir():
         got = f"{target}, which is a directory" if target.is_dir() else f"{target}, in a directory that does not exist"
         raise UserError("asyncmoe report --out", got=got, expected="a file in a directory that exists")
-    chosen = names(run_dirs)
-    pages, private = [], False
-    groups: dict[tuple[int, int], bytes] = {}
-    for number, (run_dir, name) in enumerate(zip(run_dirs, chosen, strict=True)):
-        page = run_page(run_dir, name, _NOT_ASKED)
-        for note in page.notes:
+    page, groups = page_of(run_dirs, samples)
+    for run_dir, run in zip(run_dirs, page.runs, strict=True):
+        for note in run.notes:
             print(f"note: {run_dir / note}", file=sys.stderr)
-        if samples:
-            listed, packed = embedded(run_dir, len(run_dirs))
-            page = replace(page, samples=listed)
-            groups |= {(number, place): data for place, data in packed.items()}
-            private = private or bool(packed)
-        pages.append(page)
-    _write(target, html(", ".join(chosen), pack(msgspec.json.encode(pages)), groups), 0o600 if private else None)
+    title = ", ".join(run.name for run in page.runs)
+    packed = [f"[{','.join(each)}]".encode() for each in groups]
+    _write(target, html(title, msgspec.json.encode(page), packed), 0o600 if any(groups) else 0o666)
     return target
 
 
@@ -75,8 +65,6 @@ def write_or_explain(run_dir: Path) -> Path | None:
 
 def check(run_dirs: Sequence[Path]) -> None:
     """Refuse runs that one page cannot show. Raises UserError."""
-    if len(run_dirs) > MOST_RUNS:
-        raise UserError("asyncmoe report", got=f"{len(run_dirs)} runs", expected=f"at most {MOST_RUNS} in a page")
     seen: dict[Path, Path] = {}
     for path in run_dirs:
         if not path.is_dir():
@@ -87,12 +75,12 @@ def check(run_dirs: Sequence[Path]) -> None:
             raise UserError("asyncmoe report", got=f"{first} and {path}, which are the same run", expected="runs that differ")
 
 
-def _write(target: Path, text: str, mode: int | None) -> None:
+def _write(target: Path, text: str, mode: int) -> None:
     part = target.with_name(f".{target.name}.{os.getpid()}")
     with writing("report of the run", target):
         part.unlink(missing_ok=True)
         try:
-            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), "w", encoding="utf-8") as file:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
                 file.write(text)
             part.replace(target)
         finally:

@@ -1,120 +1,78 @@
-"""Everything that the page shows of a run, as data."""
+"""Everything that the page shows of runs, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-
-import msgspec
+from random import Random
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.report import figures, summary_table
-from asyncmoe.telemetry.report.figures import Figure
-from asyncmoe.telemetry.report.page import pack
-from asyncmoe.telemetry.report.sample_groups import Head, by_interest, group_page, heads
+from asyncmoe.telemetry.advice import advise
+from asyncmoe.telemetry.gauges import gauge
+from asyncmoe.telemetry.report import figures, timeline
+from asyncmoe.telemetry.report.figures import PageSection
 from asyncmoe.telemetry.report.settings import settings
-from asyncmoe.telemetry.report.summary_table import Row
-from asyncmoe.telemetry.report.timeline import TimelineFigure, timelines
-from asyncmoe.telemetry.run import RunRecords, broken_configuration, load_readable
-from asyncmoe.telemetry.samples.index import Index, index
-from asyncmoe.telemetry.samples.index import load as load_sample
+from asyncmoe.telemetry.run import RunRecords, broken_configuration, load
+from asyncmoe.telemetry.samples.as_json import as_json
+from asyncmoe.telemetry.samples.index import index
+from asyncmoe.telemetry.samples.index import load as load_group
+from asyncmoe.telemetry.samples.records import REJECTED
 from asyncmoe.telemetry.samples.visible import visible
-from asyncmoe.telemetry.summary import summary_of
+from asyncmoe.telemetry.summary import Row, rows, summary_of, what_it_was
 from asyncmoe.telemetry.versions import read as read_versions
 
-SECTIONS: Mapping[str, str] = {
-    "Learning": "",
-    "Staleness": "Age: the trainer's version minus the version that sampled the token.",
-    "Agreement of engines and trainer": "How far apart the two are in what they make of the same tokens. Where routing is kept, tokens "
-    "that the trainer's router would have sent elsewhere are trained through the experts that sampled them.",
-    "Idle time and queue": "Who waits for whom.",
-    "Weight updates": "",
-    "Throughput": "",
-}
-"""Titles and notes of the sections with declared figures."""
-FIRST = {"Learning": ("Mean reward", "Evaluation", "Evaluation, pass@k by k", "Response length", "Policy loss", "Entropy")}
-"""Declared figures that come first in their sections."""
-MOST_GROUPS = 200
-MOST_GROUP_BYTES = 6 << 20
-"""Bounds on the groups that a file has: their number, and their bytes in it."""
-_NO_STEP = "no step is recorded yet; the tab Samples has the groups that were kept so far, and why they were rejected"
-MOST_TOKENS = 1500
-"""Tokens of a response in a file, from both ends."""
-
-
-@dataclass(frozen=True)
-class PageSection:
-    """A section of figures."""
-
-    title: str
-    note: str
-    figures: Sequence[Figure]
-
-
-@dataclass(frozen=True)
-class SampleList:
-    """The groups that the page has. total: those that the run kept; notes: what a reader should know, or why there is no group."""
-
-    heads: Sequence[Head]
-    total: int
-    notes: Sequence[str]
+MOST_GROUPS, MOST_TOKENS = 200, 1500
+"""Groups that a page has of its runs, and tokens of a response, from both ends."""
+MOST_BYTES = 32 << 20
+"""Bound on the JSON of all groups of a page, of which about a sixth is left when it is packed."""
+_NEWEST = 20
 
 
 @dataclass(frozen=True)
 class RunPage:
-    """What the page shows of a run.
+    """What the page shows of a run besides its figures.
 
     Attributes:
-        waiting: why there is no step to show yet; "" once one is recorded.
         notes: records that were left out; `advice` ends with them.
-        rest: the recorded metrics that no other section has.
         versions: those of the newest start; {} if none were recorded.
         changed: what of them was otherwise at earlier starts, in words.
+        samples: what a reader should know of the groups.
     """
 
     name: str
-    what: str = ""
-    waiting: str = ""
-    notes: Sequence[str] = ()
-    advice: Sequence[str] = ()
-    summary: Sequence[Row] = ()
-    timelines: Sequence[TimelineFigure] = ()
-    sections: Sequence[PageSection] = ()
-    rest: PageSection = PageSection(figures.REST, "", ())
-    settings: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    changed: str = ""
-    samples: SampleList = SampleList((), 0, ())
+    what: str
+    notes: Sequence[str]
+    advice: Sequence[str]
+    summary: Sequence[Row]
+    settings: Mapping[str, str]
+    versions: Mapping[str, str]
+    changed: str
+    samples: Sequence[str]
 
 
-def run_page(run_dir: Path, name: str, samples: SampleList) -> RunPage:
-    """Read a run, finished or running. Damaged lines are left out with a note.
+@dataclass(frozen=True)
+class Page:
+    """A page of runs. rules: the rule behind each letter of a token that is not trained on."""
+
+    runs: Sequence[RunPage]
+    sections: Sequence[PageSection]
+    rules: Mapping[str, str] = field(default_factory=lambda: REJECTED)
+
+
+def page_of(run_dirs: Sequence[Path], samples: bool = False) -> tuple[Page, list[list[str]]]:
+    """Read runs, finished or running, without damaged lines, which notes name.
+
+    Returns:
+        The page, and each run's groups in JSON (`samples.as_json.as_json`), without `samples` none.
 
     Raises:
         DataError: nothing is recorded, or a path is no file.
     """
-    run = load_readable(run_dir)
-    summary, notes = summary_of(run), list(run.notes)
-    versions, changed = _versions(run_dir, notes)
-    notes = [visible(note) for note in notes]
-    broken = broken_configuration(run_dir)
-    return RunPage(
-        name=name,
-        what=summary_table.what_it_was(run, summary),
-        waiting="" if run.steps else _NO_STEP,
-        notes=notes,
-        advice=[*summary_table.advice(run, summary), *notes, *([] if broken is None else [visible(broken)])],
-        summary=summary_table.rows(run, summary),
-        timelines=timelines(run),
-        sections=[PageSection(title, note, list(_drawn(run, title))) for title, note in SECTIONS.items()],
-        rest=PageSection(figures.REST, "", list(figures.rest(run))),
-        settings=settings(run_dir),
-        versions=versions,
-        changed=changed,
-        samples=samples,
-    )
+    runs = {name: load(run_dir) for name, run_dir in zip(names(run_dirs), run_dirs, strict=True)}
+    groups = [_groups(run_dir, len(runs)) if samples else ([], ["this page was made without samples"]) for run_dir in run_dirs]
+    pages = [_run_page(run_dir, name, run, notes) for run_dir, (name, run), (_, notes) in zip(run_dirs, runs.items(), groups, strict=True)]
+    return Page(pages, [timeline.section(runs), *figures.sections(runs)]), [found for found, _ in groups]
 
 
 def names(run_dirs: Sequence[Path]) -> list[str]:
@@ -125,53 +83,48 @@ def names(run_dirs: Sequence[Path]) -> list[str]:
     return next((found for found in tried if len(set(found)) == len(found)), tried[-1])
 
 
-def kept_groups(run_dir: Path) -> Index | str:
-    """Return the index of a run's samples, or why it has none."""
+def _run_page(run_dir: Path, name: str, run: RunRecords, samples: Sequence[str]) -> RunPage:
+    summary, notes = summary_of(run), list(run.notes)
+    versions, changed = _versions(run_dir, notes)
+    notes = [visible(note) for note in notes]
+    broken = broken_configuration(run_dir)
+    return RunPage(
+        name=name,
+        what=what_it_was(run, summary),
+        notes=notes,
+        advice=[*advise(gauge(run.rl, run.rollout)), *notes, *([] if broken is None else [visible(broken)])],
+        summary=rows(run, summary),
+        settings=settings(run_dir),
+        versions=versions,
+        changed=changed,
+        samples=samples,
+    )
+
+
+def _groups(run_dir: Path, runs: int) -> tuple[list[str], list[str]]:
+    """Return the groups that a page has of one of its runs, newest first, and what a reader should know: the newest ones and, within the
+    page's bounds, some that are drawn from the whole run."""
     try:
-        return index(run_dir)
+        found = index(run_dir)
     except DataError as error:
-        return visible(str(error))
+        return [], [visible(str(error))]
     except PermissionError:
-        return visible(f"samples of {run_dir}: only their owner can read them")
-
-
-def embedded(run_dir: Path, runs: int = 1) -> tuple[SampleList, dict[int, bytes]]:
-    """Choose the groups that a file has, within its bounds, and return their list and each one encoded (`page.pack`), by its place.
-
-    Args:
-        runs: number of the runs that share the bytes.
-    """
-    found = kept_groups(run_dir)
-    if isinstance(found, str):
-        return SampleList((), 0, (found,)), {}
-    packed: dict[int, bytes] = {}
-    notes, room = list(found.notes), MOST_GROUP_BYTES // runs
-    for place in islice(by_interest(len(found.entries)), MOST_GROUPS):
+        return [], [f"samples of {visible(str(run_dir))}: only their owner can read them"]
+    older = max(len(found.entries) - _NEWEST, 0)
+    wanted = [*range(len(found.entries) - 1, older - 1, -1), *Random(0).sample(range(older), older)]
+    notes, groups, room = [visible(note) for note in found.notes], {}, MOST_BYTES // runs
+    for place in wanted[: MOST_GROUPS // runs]:
         try:
-            data = pack(encoded_group(found, place, MOST_TOKENS))
+            text = as_json(load_group(found, found.entries[place]), MOST_TOKENS)
         except DataError as error:
             notes.append(visible(f"a group is left out: {error}"))
             continue
-        if len(data) > room:
+        if (room := room - len(text)) < 0:
             break
-        packed[place], room = data, room - len(data)
-    return SampleList(heads(found, sorted(packed)), len(found.entries), notes), packed
-
-
-def encoded_group(found: Index, place: int, most: int = 0) -> bytes:
-    """Return the JSON of a group (`sample_groups.group_page`). Raises DataError: its records cannot be read."""
-    return msgspec.json.encode(group_page(load_sample(found, found.entries[place]), place, most))
-
-
-def _drawn(run: RunRecords, section: str) -> Iterator[Figure]:
-    declared = figures.titles(section)
-    first = [title for title in FIRST.get(section, ()) if title in declared]
-    if section == "Idle time and queue":
-        yield from figures.idle(run)
-    for title in [*first, *(title for title in declared if title not in first)]:
-        yield from figures.declared_figures(run, title)
-    if section == "Learning":
-        yield from figures.warmup_loss(run)
+        groups[place] = text
+    if len(groups) < len(found.entries):
+        notes.append(f"{len(groups)} of {len(found.entries)} kept groups; asyncmoe show has all of them")
+    return [groups[place] for place in sorted(groups, reverse=True)], notes
 
 
 def _versions(run_dir: Path, notes: list[str]) -> tuple[Mapping[str, str], str]:

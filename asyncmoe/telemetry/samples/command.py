@@ -6,20 +6,20 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
 from rich.console import Console
 
 from asyncmoe.errors import UserError
 from asyncmoe.telemetry.run import broken_configuration
-from asyncmoe.telemetry.samples import plain, terminal
+from asyncmoe.telemetry.samples import terminal
+from asyncmoe.telemetry.samples.as_json import as_json
 from asyncmoe.telemetry.samples.colours import COLOURS, Colour
 from asyncmoe.telemetry.samples.index import Entry, Index, Outcome, index, load
 from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
 from asyncmoe.telemetry.samples.visible import visible
 
-Form = Literal["terminal", "plain", "json"]
-ON_TERMINAL = 400
+DEFAULT_TOKENS = 400
 
 
 def colour_of(name: str) -> Colour:
@@ -36,11 +36,11 @@ def outcome_of(name: str | None) -> Outcome | None:
     return cast("Outcome | None", name)
 
 
-def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens: int | None) -> None:
+def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens: int | None) -> None:
     """Print samples of a run to standard output, and what a reader should know about them to standard error.
 
     Args:
-        tokens: shown of a prompt and of a response, 0: all; None: `ON_TERMINAL` on a terminal, else all.
+        tokens: shown of a prompt and of a response, 0: all; None: `DEFAULT_TOKENS`, or all in JSON.
 
     Raises:
         DataError: the run has no samples, or none as wanted.
@@ -50,24 +50,22 @@ def show(run_dir: Path, wanted: SampleQuery, form: Form, colour: Colour, tokens:
         raise UserError("standard output", got="closed", expected="a file, pipe or terminal that takes it")
     found = index(run_dir)
     chosen = select(found, wanted)
-    console = Console(highlight=False, markup=False, emoji=False)
     for note in (*found.notes, *filter(None, [broken_configuration(run_dir)])):
         print(f"note: {visible(note)}", file=sys.stderr)
     try:
-        _print(found, chosen, form, colour, tokens, console)
+        for entry in chosen if json else ():
+            print(as_json(load(found, entry), tokens or 0))
+        if not json:
+            _print(found, chosen, colour, DEFAULT_TOKENS if tokens is None else tokens)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has what it wants, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print(found: Index, chosen: Sequence[Entry], form: Form, colour: Colour, tokens: int | None, console: Console) -> None:
-    if form == "terminal":
-        console.print(f"{found.run_dir} · {summary(found)}", style="bold")
+def _print(found: Index, chosen: Sequence[Entry], colour: Colour, tokens: int) -> None:
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(f"{found.run_dir} · {summary(found)}", style="bold")
     for entry in chosen:
-        sample = load(found, entry)
-        if form == "terminal":
-            terminal.show(sample, console, colour, ON_TERMINAL if tokens is None else tokens)
-        else:
-            print("\n".join(plain.lines(sample, tokens or 0)) if form == "plain" else plain.as_json(sample))
-    if form == "terminal" and len(chosen) < len(found.entries):
+        terminal.show(load(found, entry), console, colour, tokens)
+    if len(chosen) < len(found.entries):
         console.print(f"{len(chosen)} of {len(found.entries)} groups; asyncmoe show --help tells how to choose others", style="dim")

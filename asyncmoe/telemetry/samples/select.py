@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.samples.index import Entry, Index, Outcome
-from asyncmoe.telemetry.schema import METRICS
 
 DEFAULT_LIMIT = 3
 
@@ -45,8 +41,7 @@ def select(found: Index, wanted: SampleQuery) -> list[Entry]:
     """
     chosen = [entry for entry in found.entries if _is(entry, wanted)]
     if not chosen:
-        hint = None if wanted.step is None else _why_none(found.run_dir, wanted.step)
-        raise DataError(f"samples of {found.run_dir}", got=f"no group {_words(wanted)}", expected=summary(found), hint=hint)
+        raise DataError(f"samples of {found.run_dir}", got=f"no group {_words(wanted)}", expected=summary(found))
     free = (wanted.step, wanted.group, wanted.version, wanted.outcome) == (None,) * 4
     if free and wanted.order == "newest" and found.steps:
         chosen = [entry for entry in chosen if entry.step == found.steps[-1]]
@@ -78,22 +73,8 @@ def summary(found: Index) -> str:
 
 
 def _is(entry: Entry, wanted: SampleQuery) -> bool:
-    tests: Sequence[tuple[object, Callable[[], bool]]] = (
-        (wanted.step, lambda: entry.step == wanted.step),
-        (wanted.group, lambda: entry.group == wanted.group),
-        (wanted.outcome, lambda: entry.outcome == wanted.outcome),
-        (wanted.version, lambda: wanted.version in entry.versions),
-    )
-    return all(asked is None or test() for asked, test in tests)
-
-
-def _why_none(run_dir: Path, step: int) -> str | None:
-    """Return why a step has no samples; None if it may have some."""
-    steps = read_steps(run_dir / METRICS)
-    found = next((one for one in steps if one.step == step), None)
-    if found is None:
-        return f"the run has steps {steps[0].step} to {steps[-1].step}" if steps else None
-    return f"step {step} is of the warm-up, which trains demonstrations and samples nothing" if found.phase == "warmup" else None
+    same = ((wanted.step, entry.step), (wanted.group, entry.group), (wanted.outcome, entry.outcome))
+    return all(asked in (None, it) for asked, it in same) and (wanted.version is None or wanted.version in entry.versions)
 
 
 def _words(wanted: SampleQuery) -> str:

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncmoe.telemetry.format import number, percent
+from asyncmoe.telemetry.samples.as_json import advantage
 from asyncmoe.telemetry.samples.colours import GIVEN, LEGENDS, Colour, style_of, version_legend
 from asyncmoe.telemetry.samples.index import GroupSample
-from asyncmoe.telemetry.samples.plain import advantage, state_words, trained_share
-from asyncmoe.telemetry.samples.records import SampledMember, Trained
-from asyncmoe.telemetry.samples.tokens import Gap, TokenView, shortened, tokens_of
+from asyncmoe.telemetry.samples.records import REJECTED, SampledMember, Trained
+from asyncmoe.telemetry.samples.tokens import Gap, TokenView, shortened, split, tokens_of
 from asyncmoe.telemetry.samples.visible import visible
 
 _BORDERS = {"trained": "green", "queued": "blue", "dropped": "yellow", "requeued": "yellow", "lost": "yellow", "rejected": "red"}
@@ -34,15 +34,16 @@ def show(sample: GroupSample, console: Console, colour: Colour, tokens: int) -> 
     every = [tokens_of(group, member, sample.trained.get(member.key)) for member in group.members]
     versions = sorted({token.version for one in every for token in one if isinstance(token, TokenView) and token.version is not None})
     console.print(_title(sample))
-    prompts = [_prompt(one) for one in every if _prompt(one)]
-    if prompts:
-        body = _text(shortened(prompts[0], tokens), colour, versions, 0)
+    parts = [split(one) for one in every]
+    prompt = next((prompt for prompt, _ in parts if prompt), None)
+    if prompt is not None:
+        body = _text(shortened(prompt, tokens), colour, versions, 0)
         console.print(Panel(body, title="prompt", title_align="left", border_style="dim"))
     if group.answer:
         console.print(Text.assemble(("answer ", "bold"), visible(group.answer)))
     panels = [
-        _response(member, one, sample.trained.get(member.key), colour, versions, tokens)
-        for member, one in zip(group.members, every, strict=True)
+        _response(member, said, sample.trained.get(member.key), colour, versions, tokens)
+        for member, (_, said) in zip(group.members, parts, strict=True)
     ]
     console.print(_beside(panels, every, tokens, console.width))
     console.print(_legend(colour, versions))
@@ -60,16 +61,9 @@ def _title(sample: GroupSample) -> Text:
     return title
 
 
-def _prompt(tokens: Sequence[TokenView | Gap]) -> list[TokenView | Gap]:
-    """Return the tokens before the first response."""
-    first = next((i for i, one in enumerate(tokens) if one.role != "prompt"), len(tokens))
-    return list(tokens[:first])
-
-
 def _response(
-    member: SampledMember, tokens: Sequence[TokenView | Gap], trained: Trained | None, colour: Colour, versions: Sequence[int], most: int
+    member: SampledMember, said: list[TokenView | Gap], trained: Trained | None, colour: Colour, versions: Sequence[int], most: int
 ) -> Panel:
-    said = list(tokens[len(_prompt(tokens)) :])
     parts: list[RenderableType] = [_text(shortened(said, most), colour, versions, 0 if trained is None else trained.layers)]
     for call in member.calls:
         named = call.name or "not a valid call"
@@ -108,9 +102,9 @@ def _figures(member: SampledMember, said: Sequence[TokenView | Gap], trained: Tr
     differences = [abs(one.trainer - one.engine) for one in sampled if one.trainer is not None and one.engine is not None]
     if differences:
         parts.append(f"|trainer - engine| {number(fmean(differences))}, most {number(max(differences))}")
-    if (share := trained_share(trained)) < 1:
-        reasons = sorted({state_words(state) for state in trained.states if state_words(state).startswith("rejected")})
-        parts.append(f"{percent(share)} trained, others {', '.join(reasons)}")
+    if reasons := sorted({REJECTED[state] for state in trained.states if state in REJECTED}):
+        share = sum(state not in REJECTED for state in trained.states) / len(trained.states)
+        parts.append(f"{percent(share)} trained, others rejected by {', '.join(reasons)}")
     if trained.states.count("c"):
         parts.append(f"{trained.states.count('c')} clipped")
     differs = sum(1 for one in sampled if one.mismatch)

@@ -73,7 +73,7 @@ def check(gpu: GpuSettings, kernels: Kernels, engine: bool, lacking: str) -> Non
         key, value = next(one for one in gpu.on_gpu if one[1] == "bfloat16")
         raise ConfigError(key, got=value, expected=f"float32 because {_missing(kernels, _PRECISE)}", hint="leave it out, or install it")
     if gpu.float8 and (why := _lacks_float8(gpu, kernels, engine, lacking)):
-        raise ConfigError("trainer.precision", got="fp8", expected=f"bf16 because {why}", hint="leave it out")
+        raise ConfigError("trainer.precision", got="fp8", expected=f"null because {why}", hint="leave it out")
 
 
 def _lacks_float8(gpu: GpuSettings, kernels: Kernels, engine: bool, lacking: str) -> str:
@@ -110,7 +110,7 @@ def optimizer_arguments(memory: MemorySection) -> Mapping[str, object]:
     offloaded = {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": memory.optimizer_offload,
-        "overlap_cpu_optimizer_d2h_h2d": memory.overlap_optimizer_offload,
+        "overlap_cpu_optimizer_d2h_h2d": True,
     }
     precise = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
     return {**precise, **(offloaded if memory.optimizer_offload else {})}

@@ -216,6 +216,7 @@ class WeightUpdateCoordinator:
             raise RunStopping("the run is being stopped, and its engines have not started")
         else:
             raise WaitTimeout("the engines", "start", request.wait_s)
+        silent = request.probe and any(await asyncio.gather(*map(self._pool.silent, self.driver.roster.members)))
         self._pool.fence_dead()
         for member, error in await self._compare_new(self._kept) if self._kept else ():
             self._pool.fence(member, f"what it has loaded: {error}")
@@ -230,7 +231,7 @@ class WeightUpdateCoordinator:
         awaited = self._pool.awaited
         if awaited and self._stopping.done():
             raise RunStopping("the run is being stopped, and no engine is left")
-        return Engines(infos, roster.world, roster.number, lost, awaited)
+        return Engines(infos, roster.world, roster.number, lost, awaited, silent)
 
     async def _commit(self, request: WeightsCommit | WeightsFiles) -> Committed:
         update = self.driver.expect(request.version)

@@ -3,7 +3,8 @@
 SGLang is started with `--custom-weight-loader asyncmoe.weights.receiver.load` and calls `load` in each worker when a weight update names it
 as its format. A weight's path in the worker:
 
-1. `command.py`: the controller (`weights/coordinator/reshard.py`) sends a `JoinCommand`; `worker.py` starts a receiver thread.
+1. `platform/sglang/receiver_command.py`: the controller (`weights/coordinator/reshard.py`) sends a `JoinCommand`; `worker.py` starts a
+   receiver thread.
 2. `worker.py`: the thread connects to rank 0's store (`control_store.py`), reads `TERMS`, plans (`transfer_plan.py`), reports parameters
    and GPU under `ready(rank)` (`handshake.py`, `card.py`), and waits for `VERDICT` (rank 0 checks with `handshake.py` and `cards.py`).
 3. `channel.py`: at `header(N)` with a new channel E, all ranks connect (`channel(E, stage, rank)`): `channel_end.py` opens the transport

@@ -145,14 +145,14 @@ def starving(config: Config, client: Client) -> bool:
     return bool(now) and all(engine.waiting for engine in now)
 
 
-def changed(config: Config, model: TrainedModel, client: Client, group: dist.ProcessGroup, roster: int, wait_s: float = 0.0) -> bool:
+def changed(config: Config, model: TrainedModel, client: Client, group: dist.ProcessGroup, roster: int, probe: bool = False) -> bool:
     """Return whether the set of engines differs from `roster`. Collective over the trainer's ranks; rank 0 broadcasts the answer.
 
     Args:
         client: used on rank 0 only.
         group: the trainer's ranks, over CPUs.
         roster: used on rank 0 only.
-        wait_s: how long rank 0 waits for the set to change.
+        probe: if it does not seem to, wait until each engine has generated or is fenced; of a lost machine only heartbeats tell.
 
     Raises:
         WeightSyncError, WaitTimeout: rank 0 could not ask the controller. The other ranks raise WeightSyncError with the same message.
@@ -164,10 +164,12 @@ def changed(config: Config, model: TrainedModel, client: Client, group: dist.Pro
         return word == _OTHERS
     word, failure = "", "rank 0 has failed"
     try:
-        until = time.monotonic() + wait_s
-        while (now := ask_engines(config, client).roster) == roster and time.monotonic() < until:
-            time.sleep(_POLL_S)
-        word = _OTHERS if now != roster else _THE_SAME
+        now, until = ask_engines(config, client), time.monotonic() + config.cluster.heartbeat_timeout_s + GRACE_S
+        while probe and now.roster == roster and time.monotonic() < until:
+            now = ask_engines(config, client, probe)
+            if probe := now.silent:
+                time.sleep(_POLL_S)
+        word = _OTHERS if now.roster != roster else _THE_SAME
     except AsyncmoeError as error:
         failure = str(error)
         raise
@@ -210,11 +212,6 @@ def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[
     return word, failure
 
 
-def noticed_s(config: Config) -> float:
-    """Return the seconds in which the controller notices a dead engine."""
-    return config.cluster.heartbeat_timeout_s + GRACE_S
-
-
 def some_engines(config: Config, client: Client) -> Engines:
     """Ask for the engines and, while there is none and one will come back, ask again."""
     until = time.monotonic() + config.engines.start_timeout_s
@@ -225,9 +222,9 @@ def some_engines(config: Config, client: Client) -> Engines:
         time.sleep(_POLL_S)
 
 
-def ask_engines(config: Config, client: Client) -> Engines:
+def ask_engines(config: Config, client: Client, probe: bool = False) -> Engines:
     start_s = config.engines.start_timeout_s
-    engines = client.ask(EnginesAsk(start_s), start_s + GRACE_S)[0]
+    engines = client.ask(EnginesAsk(start_s, probe), start_s + GRACE_S)[0]
     assert isinstance(engines, Engines)
     return engines
 

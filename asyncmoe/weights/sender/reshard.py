@@ -37,7 +37,7 @@ from asyncmoe.weights.sender.adapter_copy import AdapterCopy
 from asyncmoe.weights.sender.background import BackgroundPublisher
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 from asyncmoe.weights.sender.publisher import Checksums, Published
-from asyncmoe.weights.sender.rendezvous import Meeting, NotMet, changed, in_all, meet, noticed_s, part
+from asyncmoe.weights.sender.rendezvous import Meeting, NotMet, changed, in_all, meet, part
 from asyncmoe.weights.sender.sender import Sender
 from asyncmoe.weights.sender.trained import TrainedModel
 
@@ -130,8 +130,8 @@ class ReshardPublisher(BackgroundPublisher):
         return self._sender
 
     def _others(self, roster: int) -> bool:
-        """Return whether the set of engines differs from `roster`, after waiting for the controller to notice a dead engine."""
-        return changed(self._config, self._model, self._client, self._group, roster, noticed_s(self._config))
+        """Return whether the set of engines differs from `roster`, once a lost engine has been noticed."""
+        return changed(self._config, self._model, self._client, self._group, roster, probe=True)
 
     def _meet(self) -> Meeting | None:
         """Meet the engines; return None if an expected engine is gone, so that the remaining ones can be tried."""

@@ -54,7 +54,7 @@ def load(config: Config, tokenizer: Tokenizer | None = None) -> Environment:
     elif section.kind == "openai":
         assert section.agent is not None
         style = section.tools.style
-        made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s, on_conflict=section.on_conflict, style=style)
+        made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s, style=style)
     else:
         made = _own(section.kind, section.options)
     if config.warmup.steps and not isinstance(made, Demonstrator):

@@ -5,128 +5,70 @@ Source: OpenAI's API reference, "Create chat completion", "Chat completion objec
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
-from asyncmoe.rollout.episodes.openai_endpoint.parameters import (
-    MAX_CHOICES,
-    Conflicts,
-    body_fields,
-    check_sampling,
-    limit,
-    refuse_rest,
-    stop_texts,
-    taken,
-    text_of,
-)
-from asyncmoe.rollout.episodes.openai_endpoint.request import (
-    MODEL,
-    Completion,
-    CompletionRequest,
-    OnConflict,
-    RequestRefused,
-    assistant,
-    policy_request,
-    wrong,
-)
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields, text_of
+from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, assistant, event, wrong
 
+_MAX_CHOICES = 16
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FORMATS = ("json_object", "json_schema")
+_TOOLS = 'must be a list of {"type": "function", "function": {"name": text, ...}}'
+_ONLY: Mapping[str, tuple[object, ...]] = {"modalities": (["text"],), "functions": ([],), "function_call": ("auto", "none")}
+"""Parameters with the values of them that ask for nothing."""
 
 
 class ChatApi:
-    """The API: `parse` a request, and answer it `whole` or as a `stream`."""
+    """See `Api`."""
 
-    def parse(self, body: bytes, sampling: Sampling, on_conflict: OnConflict) -> CompletionRequest:
-        """Parse a request.
-
-        Raises:
-            RequestRefused: 400, naming the parameter.
-        """
-        given = body_fields(body)
-        fields, conflicts = dict(given), Conflicts(on_conflict)
-        model, stream = model_of(fields), taken(fields, "stream", bool, "true or false", False)
-        messages = _messages(fields.pop("messages", None))
-        tools, calls = _tools(fields, conflicts)
-        one_call = not taken(fields, "parallel_tool_calls", bool, "true or false", True)
-        most, stops = limit(fields, "max_tokens", "max_completion_tokens"), stop_texts(fields.pop("stop", []), "stop")
-        choices = taken(fields, "n", int, f"a whole number of 1 to {MAX_CHOICES}", 1)
-        if not 1 <= choices <= MAX_CHOICES or (choices > 1 and stream):
-            raise wrong("n", f"must be a whole number of 1 to {MAX_CHOICES}, and 1 in a stream")
-        logprobs = taken(fields, "logprobs", bool, "true or false", False)
-        if taken(fields, "top_logprobs", int, "a whole number", 0):
-            conflicts.note("top_logprobs", "is not recorded for other tokens than the sampled one")
-        check_format(fields.pop("response_format", {"type": "text"}), "response_format", conflicts)
-        _check_other(fields)
-        options, variables = (taken(fields, name, dict, "an object", {}) for name in ("stream_options", "chat_template_kwargs"))
-        check_sampling(fields, sampling, conflicts)
-        refuse_rest(fields)
-        return CompletionRequest(
-            model,
-            policy_request(messages, tools if calls else (), variables),
-            most,
-            stream,
-            usage=options.get("include_usage") is True,
-            calls=calls,
-            one_call=calls and one_call,
-            stops=stops,
-            choices=choices,
-            logprobs=logprobs,
-            overridden=tuple(conflicts.names),
-            fields=given,
+    def parse(self, fields: Fields) -> CompletionRequest:
+        """See `Api`."""
+        messages = [_message(message, f"messages[{i}]") for i, message in enumerate(fields.some("messages"))]
+        tools = fields.anything("tools", [])
+        if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+            raise wrong("tools", _TOOLS)
+        fields.override("tools.strict", any(tool["function"].get("strict") for tool in tools))
+        calls = may_call(fields) and bool(tools)
+        one_call = not fields.take("parallel_tool_calls", bool, True) and calls
+        most, stops, choices = fields.limit("max_tokens", "max_completion_tokens"), fields.stops("stop"), fields.take("n", int, 1)
+        if not 1 <= choices <= _MAX_CHOICES or (choices > 1 and fields.given.get("stream")):
+            raise wrong("n", f"must be a whole number of 1 to {_MAX_CHOICES}, and 1 in a stream")
+        logprobs, usage = fields.take("logprobs", bool, False), fields.take("stream_options", dict, {}).get("include_usage") is True
+        check_format(fields.anything("response_format", {"type": "text"}), "response_format", fields)
+        for name, values in _ONLY.items():
+            if fields.anything(name, values[0]) not in values:
+                raise wrong(name, "is not supported. Leave it out")
+        return fields.request(
+            messages, tools, calls, most=most, usage=usage, one_call=one_call, stops=stops, choices=choices, logprobs=logprobs
         )
 
     def whole(self, request: CompletionRequest, answers: Sequence[Completion]) -> dict[str, Any]:
-        """Return the answer to a request without `stream`."""
+        """See `Api`."""
         choices = [
             {"index": n, "message": _told(answer), "logprobs": _logprobs(request, answer), "finish_reason": answer.finish}
             for n, answer in enumerate(answers)
         ]
         return {**_head(request, "chat.completion"), "choices": choices, "usage": _usage(answers)}
 
-    def stream(self, request: CompletionRequest) -> ChatStream:
-        """Return the writer of an answer to a request with `stream`."""
-        return ChatStream(request)
+    def events(self, request: CompletionRequest, answer: Completion) -> bytes:
+        """See `Api`."""
+        head, told = _head(request, "chat.completion.chunk") | ({"usage": None} if request.usage else {}), _told(answer)
+        calls = [{"index": i, **call} for i, call in enumerate(told.get("tool_calls", ()))]
+        deltas = [{"role": "assistant", "content": answer.text}, *([{"tool_calls": calls}] if calls else [])]
+        choices = [{"delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+        choices.append({"delta": {}, "logprobs": _logprobs(request, answer), "finish_reason": answer.finish})
+        chunks = [{**head, "choices": [{"index": 0, **choice}]} for choice in choices]
+        if request.usage:
+            chunks.append({**head, "choices": [], "usage": _usage([answer])})
+        return b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
 
     def error(self, refused: RequestRefused) -> dict[str, Any]:
-        """Return the body of an error."""
+        """See `Api`."""
         return refused.body()
-
-
-class ChatStream:
-    """Writes one answer as server-sent events."""
-
-    def __init__(self, request: CompletionRequest) -> None:
-        self._request, self._head = request, _head(request, "chat.completion.chunk") | ({"usage": None} if request.usage else {})
-
-    def begin(self) -> bytes:
-        """Return the events before the first text."""
-        return self._chunk({"role": "assistant", "content": ""})
-
-    def text(self, piece: str) -> bytes:
-        """Return the events of a piece of text."""
-        return self._chunk({"content": piece})
-
-    def end(self, answer: Completion) -> bytes:
-        """Return the events after the last text."""
-        calls = [{"index": i, **call} for i, call in enumerate(_told(answer).get("tool_calls", ()))]
-        made = self._chunk({"tool_calls": calls}) if calls else b""
-        made += self._chunk({}, answer.finish, _logprobs(self._request, answer))
-        if self._request.usage:
-            made += event({**self._head, "choices": [], "usage": _usage([answer])})
-        return made + b"data: [DONE]\n\n"
-
-    def failed(self, refused: RequestRefused) -> bytes:
-        """Return the events of an answer that cannot be completed."""
-        return event(refused.body())
-
-    def _chunk(self, delta: Mapping[str, Any], finish: str | None = None, logprobs: object = None) -> bytes:
-        return event({**self._head, "choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]})
 
 
 def models() -> dict[str, Any]:
@@ -134,81 +76,37 @@ def models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "asyncmoe"}]}
 
 
-def model_of(fields: dict[str, Any]) -> str:
-    """Take the client's name for the model out of a request.
-
-    Raises:
-        RequestRefused: it is not a short text.
-    """
-    model = taken(fields, "model", str, "a short text", MODEL)
-    if len(model) > 200:
-        raise wrong("model", "must be a short text")
-    return str(model)
-
-
-def check_format(form: object, name: str, conflicts: Conflicts) -> None:
+def check_format(form: object, name: str, fields: Fields) -> None:
     """Check the format of a response. Engines have no tokenizer, so they cannot keep a response to a grammar.
 
     Raises:
-        RequestRefused: it is unknown, or a conflict that is refused.
+        RequestRefused: it is unknown.
     """
     kind = form.get("type") if isinstance(form, dict) else None
     if kind in _FORMATS:
-        conflicts.note(name, f"cannot force {kind}")
+        fields.override(name)
     elif kind != "text":
         raise wrong(name, f"must have a type of text, {', '.join(_FORMATS)}")
 
 
-def check_choice(choice: object, conflicts: Conflicts) -> bool:
-    """Return True if the policy may call tools.
+def may_call(fields: Fields) -> bool:
+    """Take the choice of tools out of a request; return True if the policy may call tools.
 
     Raises:
-        RequestRefused: the choice is unknown, or a conflict that is refused.
+        RequestRefused: the choice is unknown.
     """
+    choice = fields.anything("tool_choice", "auto")
     if choice in ("auto", "none"):
-        return choice == "auto"
+        return bool(choice == "auto")
     if choice == "required" or (isinstance(choice, dict) and choice.get("type") in ("function", "allowed_tools")):
-        conflicts.note("tool_choice", "cannot force a call")
+        fields.override("tool_choice")
         return True
     raise wrong("tool_choice", "must be auto, none, required or a function")
 
 
-def event(content: Mapping[str, Any], kind: str | None = None) -> bytes:
-    """Return a server-sent event."""
-    named = b"" if kind is None else b"event: " + kind.encode() + b"\n"
-    return named + b"data: " + json.dumps(content).encode() + b"\n\n"
-
-
-def _tools(fields: dict[str, Any], conflicts: Conflicts) -> tuple[list[Message], bool]:
-    """Take the tools out of a request; return them, and whether the policy may call them."""
-    tools = fields.pop("tools", [])
-    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
-        raise wrong("tools", 'must be a list of {"type": "function", "function": {"name": text, ...}}')
-    if any(tool["function"].get("strict") for tool in tools):
-        conflicts.note("tools.strict", "cannot force arguments to a schema")
-    calls = check_choice(fields.pop("tool_choice", "auto"), conflicts)
-    return tools, bool(tools) and calls
-
-
 def _is_tool(tool: object) -> bool:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        return False
-    function = tool.get("function")
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _check_other(fields: dict[str, Any]) -> None:
-    """Take parameters out of a request that have a single supported value."""
-    only: Mapping[str, tuple[object, ...]] = {"modalities": (["text"],), "functions": ([],), "function_call": ("auto", "none")}
-    for name, values in only.items():
-        if name in fields and fields.pop(name) not in values:
-            raise wrong(name, "is not supported. Leave it out")
-
-
-def _messages(messages: object) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        raise wrong("messages", "must be a list of at least one message")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _message(message: object, where: str) -> Message:
@@ -217,17 +115,17 @@ def _message(message: object, where: str) -> Message:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise wrong(where, f"must be an object with a role of {', '.join(_ROLES)}")
     given = {key: value for key, value in message.items() if value not in (None, "", [], {})}
-    if unknown := set(given) - {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"}:
-        raise wrong(f"{where}.{min(unknown)}", "is not supported")
-    made = {"role": given["role"], "content": text_of(given.get("content", ""), f"{where}.content")}
+    made = {"role": given.pop("role"), "content": text_of(given.pop("content", ""), f"{where}.content")}
+    calls = given.pop("tool_calls", [])
     for key in ("name", "tool_call_id", "reasoning_content"):
         if key in given:
-            made[key] = text_of(given[key], f"{where}.{key}")
-    if "tool_calls" in given:
-        if not isinstance(given["tool_calls"], list):
-            raise wrong(f"{where}.tool_calls", "must be a list")
-        calls = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(given["tool_calls"])]
-        return {**made, "tool_calls": assistant("", calls)["tool_calls"]}
+            made[key] = text_of(given.pop(key), f"{where}.{key}")
+    if given:
+        raise wrong(f"{where}.{min(given)}", "is not supported")
+    if not isinstance(calls, list):
+        raise wrong(f"{where}.tool_calls", "must be a list")
+    if calls:
+        made["tool_calls"] = assistant("", [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)])["tool_calls"]
     return made
 
 

@@ -1,73 +1,125 @@
 """What becomes of a request's parameters, whichever API the client speaks.
 
 The run determines how tokens are sampled, because what is sampled is trained on. A parameter that ends a response earlier (a limit, a stop
-text, one tool call) is honoured. A parameter that asks for other sampling is a conflict: by `environment.on_conflict`, the run's own value
-is used and the client is told, or the request is refused. A parameter that would change what the policy is asked is never dropped: it is
-honoured or refused.
+text, one tool call) is honoured. A parameter that asks for other sampling is overridden by the run's own value, and the client is told. A
+parameter that would change what the policy is asked is never dropped: it is honoured or refused.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes.listening import wrong_stop
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
-from asyncmoe.rollout.episodes.openai_endpoint.request import OnConflict, RequestRefused, wrong
+from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, CompletionRequest, RequestRefused, policy_request, wrong
 
-MAX_CHOICES = 16
-NO_MATTER = frozenset(
-    {
-        "user",
-        "metadata",
-        "client_metadata",
-        "store",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "service_tier",
-        "prediction",
-    }
-)
+_CACHE = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
+_NO_MATTER = ("user", "metadata", "client_metadata", "store", "safety_identifier", "service_tier", "prediction", *_CACHE)
 """Parameters that do not affect a response."""
-_HINTS = frozenset({"reasoning_effort", "verbosity"})
+_HINTS = ("reasoning_effort", "verbosity")
 """Parameters that ask models of other vendors for another style."""
+_KINDS = {bool: "true or false", int: "a whole number", str: "text", list: "a list", dict: "an object"}
 
 
-@dataclass
-class Conflicts:
-    """Parameters of a request that ask for other sampling than the run's.
+class Fields:
+    """The parameters of one request: an API takes out those that it knows, and `request` refuses what is left. Null is no parameter.
 
     Attributes:
-        names: the parameters that the run's own values override.
-    """
-
-    on_conflict: OnConflict
-    names: list[str] = field(default_factory=list)
-
-    def note(self, name: str, message: str) -> None:
-        """Override a parameter.
-
-        Raises:
-            RequestRefused: `on_conflict` is "refuse".
-        """
-        if self.on_conflict == "refuse":
-            raise wrong(name, f"{message}. The run and its chat template decide: leave it out, or set environment.on_conflict to run")
-        if name not in self.names:
-            self.names.append(name)
-
-
-def body_fields(body: bytes) -> dict[str, Any]:
-    """Parse the body of a request; a parameter that is null is left out.
+        given: all of them.
+        sampling: the run's own.
+        overridden: those of them that ask for something else than the run's own sampling and chat template, which hold.
 
     Raises:
-        RequestRefused: 400.
+        RequestRefused: 400: the body is no JSON object. So do all methods, naming the parameter.
     """
+
+    def __init__(self, body: bytes, sampling: Sampling) -> None:
+        self.given, self.sampling, self.overridden = _object(body), sampling, list[str]()
+        self._left = dict(self.given)
+
+    def override(self, name: str, asked: object = True) -> None:
+        """Note that a parameter is overridden, if it asks for anything."""
+        if asked and name not in self.overridden:
+            self.overridden.append(name)
+
+    def take(self, name: str, kind: type, default: Any = None) -> Any:
+        """Take a parameter out, which must be of a kind."""
+        if name not in self._left:
+            return default
+        value = self._left.pop(name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise wrong(name, f"must be {_KINDS[kind]}")
+        return value
+
+    def anything(self, name: str, default: object = None) -> Any:
+        """Take a parameter out, whatever it is."""
+        return self._left.pop(name, default)
+
+    def some(self, name: str) -> list[Any]:
+        """Take a list of at least one item out."""
+        found = self.anything(name)
+        if not isinstance(found, list) or not found:
+            raise wrong(name, "must be a list of at least one item")
+        return found
+
+    def limit(self, *names: str) -> int | None:
+        """Take the limit on a response's tokens out: the least of several."""
+        given = {name: value for name in names if (value := self.take(name, int)) is not None}
+        if wrong_one := next((name for name, value in given.items() if value < 1), None):
+            raise wrong(wrong_one, "must be a positive whole number")
+        return min(given.values(), default=None)
+
+    def stops(self, name: str) -> tuple[str, ...]:
+        """Take stop texts out."""
+        value = self.anything(name, [])
+        stops = [value] if isinstance(value, str) else value
+        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+            raise wrong(name, "must be a text or a list of texts")
+        if (why := wrong_stop(stops, 0)) is not None:
+            raise wrong(name, f"cannot be {why}")
+        return tuple(stops)
+
+    def request(self, messages: Sequence[Message], tools: Sequence[Message], calls: bool, **more: Any) -> CompletionRequest:
+        """Return the request, with what all APIs have.
+
+        Args:
+            calls: the policy may call `tools`; else it does not see them.
+            more: fields of `CompletionRequest`.
+        """
+        model, stream = self.take("model", str, MODEL), self.take("stream", bool, False)
+        if len(model) > 200:
+            raise wrong("model", "must be a short text")
+        variables = self.take("chat_template_kwargs", dict, {})
+        self._check_sampling()
+        for name in _HINTS:
+            self.override(name, self.anything(name))
+        for name in _NO_MATTER:
+            self.anything(name)
+        if self._left:
+            raise wrong(str(min(self._left))[:100], "is not supported. Leave it out")
+        asked = policy_request(messages, tools if calls else (), variables)
+        return CompletionRequest(model, asked, stream=stream, calls=calls, fields=self.given, **more)
+
+    def _check_sampling(self) -> None:
+        own_k = -1 if self.sampling.top_k is None else self.sampling.top_k
+        run = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p, "top_k": own_k, "min_p": self.sampling.min_p}
+        run |= {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+        for name in (*run, "seed"):
+            value = self.anything(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
+                raise wrong(name, "must be a number")
+            self.override(name, value != run.get(name) and not (name == "top_k" and own_k == -1 and value <= 0))
+        self.override("logit_bias", self.take("logit_bias", dict))
+        self.override("top_logprobs", self.take("top_logprobs", int))
+
+
+def _object(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body)
         # A lone surrogate is valid JSON but not encodable text; nesting too deep to serialize here is also too deep for templates.
@@ -77,94 +129,6 @@ def body_fields(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise RequestRefused(400, "the body must be a JSON object")
     return {key: value for key, value in fields.items() if value is not None}
-
-
-def check_sampling(fields: dict[str, Any], sampling: Sampling, conflicts: Conflicts) -> None:
-    """Take the parameters of sampling out of `fields`, and those that do not matter; what is left over is not known.
-
-    Raises:
-        RequestRefused: 400, naming the parameter.
-    """
-    run = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": -1 if sampling.top_k is None else sampling.top_k,
-        "min_p": sampling.min_p,
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "repetition_penalty": 1,
-        "seed": None,
-    }
-    for name, own in run.items():
-        value = fields.pop(name, None)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
-            raise wrong(name, "must be a number")
-        if value != own and not (name == "top_k" and value <= 0 and own == -1):
-            is_own = "is the engine's" if own is None else f"is the run's {own:g}"
-            conflicts.note(name, f"{is_own} and cannot be {value!r:.100}")
-    bias = fields.pop("logit_bias", {})
-    if not isinstance(bias, dict):
-        raise wrong("logit_bias", "must be an object")
-    if bias:
-        conflicts.note("logit_bias", "cannot change the distribution")
-    for name in list(fields):
-        if name in _HINTS:
-            conflicts.note(name, "is not known to the policy")
-        if name in _HINTS or name in NO_MATTER:
-            del fields[name]
-
-
-def refuse_rest(fields: Mapping[str, Any]) -> None:
-    """Refuse what is left of a request.
-
-    Raises:
-        RequestRefused: 400, naming the first parameter.
-    """
-    if fields:
-        raise wrong(str(min(fields))[:100], "is not supported. Leave it out")
-
-
-def taken(fields: dict[str, Any], name: str, kind: type | tuple[type, ...], expected: str, default: Any = None) -> Any:
-    """Take a parameter out of a request.
-
-    Raises:
-        RequestRefused: it is not of the kind.
-    """
-    value = fields.pop(name, default)
-    if value is None and default is None:
-        return None
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kinds):
-        raise wrong(name, f"must be {expected}")
-    return value
-
-
-def limit(fields: dict[str, Any], *names: str) -> int | None:
-    """Take the limit on a response's tokens out of a request: the least of several.
-
-    Raises:
-        RequestRefused: it is not a positive whole number.
-    """
-    given = {name: value for name in names if (value := taken(fields, name, int, "a positive whole number")) is not None}
-    if wrong_one := next((name for name, value in given.items() if value < 1), None):
-        raise wrong(wrong_one, "must be a positive whole number")
-    return min(given.values(), default=None)
-
-
-def stop_texts(value: object, name: str) -> tuple[str, ...]:
-    """Return stop texts.
-
-    Raises:
-        RequestRefused: they are not texts, too many, empty or too long.
-    """
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise wrong(name, "must be a text or a list of texts")
-    if (why := wrong_stop(stops, 0)) is not None:
-        raise wrong(name, f"cannot be {why}")
-    return tuple(stops)
 
 
 def text_of(content: object, where: str, kinds: Sequence[str] = ("text",)) -> str:
@@ -182,13 +146,23 @@ def text_of(content: object, where: str, kinds: Sequence[str] = ("text",)) -> st
     return content
 
 
-def function(name: object, description: object, parameters: object, where: str) -> Message:
-    """Return a tool in the form chat templates accept.
+def function(fields: Fields, tool: object, where: str, kind: str, schema: str, more: Sequence[str] = ()) -> Message:
+    """Return a client's tool in the form chat templates accept.
+
+    Args:
+        kind: its type, which may be left out if it is "custom".
+        schema: the key of its arguments' schema.
+        more: other keys that it may have.
 
     Raises:
-        RequestRefused: its parts are of the wrong kinds.
+        RequestRefused: it is no such tool.
     """
-    if not isinstance(name, str) or not isinstance(description, str | None) or not isinstance(parameters, dict | None):
+    if not isinstance(tool, dict) or (tool.get("type") or "custom") != kind:
+        raise wrong(where, "must be a function of the client's; tools that a server would run are not supported")
+    if unknown := set(tool) - {"type", "name", "description", "strict", "allowed_callers", schema, *more}:
+        raise wrong(f"{where}.{min(unknown)}", "is not supported. Leave it out")
+    told = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get(schema)}
+    if not all(isinstance(value, wanted) for value, wanted in zip(told.values(), (str, str | None, dict | None), strict=True)):
         raise wrong(where, "must have a name, and may have a description and a JSON schema")
-    told = {"name": name, "description": description, "parameters": parameters}
+    fields.override("tools.strict", tool.get("strict"))
     return {"type": "function", "function": {key: value for key, value in told.items() if value is not None}}

@@ -1,4 +1,4 @@
-"""A request for a completion and its answer, whichever API the client speaks, and the interface of an API."""
+"""A request for a completion and its answer, whichever API the client speaks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.chat_template import CallArguments
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message, PolicyRequest
 
-OnConflict = Literal["run", "refuse"]
 MODEL = "policy"
 
 
@@ -27,6 +25,12 @@ class RequestRefused(Exception):
         """Return the body of the answer in OpenAI's form."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event, which has the name of its content's type, if there is one."""
+    named = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{named}data: {json.dumps(content)}\n\n".encode()
 
 
 def wrong(parameter: str, message: str) -> RequestRefused:
@@ -57,7 +61,6 @@ class CompletionRequest:
         stops: texts that end the response; the client gets the text before them.
         choices: number of responses.
         logprobs: True if the client gets the log-probability of every token.
-        overridden: parameters that the run's own sampling overrides.
         fields: the request as it came, for APIs that repeat it.
         history: messages without those that a later request must repeat; the Responses API's.
     """
@@ -72,7 +75,6 @@ class CompletionRequest:
     stops: tuple[str, ...] = ()
     choices: int = 1
     logprobs: bool = False
-    overridden: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     history: tuple[Message, ...] = ()
 
@@ -152,47 +154,3 @@ def _in_order(messages: Sequence[Message]) -> Iterator[Message]:
     order = {call["id"]: number for message in messages for number, call in enumerate(message.get("tool_calls", ()))}
     for _, group in groupby(messages, key=lambda message: message["role"] == "tool"):
         yield from sorted(group, key=lambda message: order.get(message.get("tool_call_id", ""), len(order)))
-
-
-class Stream(Protocol):
-    """Writes one answer as server-sent events."""
-
-    def begin(self) -> bytes:
-        """Return the events before the first text."""
-        ...
-
-    def text(self, piece: str) -> bytes:
-        """Return the events of a piece of text."""
-        ...
-
-    def end(self, answer: Completion) -> bytes:
-        """Return the events after the last text."""
-        ...
-
-    def failed(self, refused: RequestRefused) -> bytes:
-        """Return the events of an answer that cannot be completed."""
-        ...
-
-
-class Api(Protocol):
-    """An API that clients speak: its requests and its answers."""
-
-    def parse(self, body: bytes, sampling: Sampling, on_conflict: OnConflict) -> CompletionRequest:
-        """Parse a request.
-
-        Raises:
-            RequestRefused: it cannot be answered.
-        """
-        ...
-
-    def whole(self, request: CompletionRequest, answers: Sequence[Completion]) -> dict[str, Any]:
-        """Return the answer to a request without `stream`."""
-        ...
-
-    def stream(self, request: CompletionRequest) -> Stream:
-        """Return the writer of an answer to a request with `stream`."""
-        ...
-
-    def error(self, refused: RequestRefused) -> dict[str, Any]:
-        """Return the body of an error."""
-        ...

@@ -6,9 +6,8 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 
 from aiohttp import ClientConnectionResetError, web
@@ -17,8 +16,9 @@ from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import chat
 from asyncmoe.rollout.episodes.openai_endpoint.answers import HERMES
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
-from asyncmoe.rollout.episodes.openai_endpoint.request import Api, Completion, CompletionRequest, OnConflict, RequestRefused
-from asyncmoe.rollout.episodes.openai_endpoint.session import Session
+from asyncmoe.rollout.episodes.openai_endpoint.request import CompletionRequest, RequestRefused, event
+from asyncmoe.rollout.episodes.openai_endpoint.session import Api, Session
+from asyncmoe.rollout.scoring.gather_or_cancel import together
 
 log = logging.getLogger(__name__)
 PATH = "asyncmoe-path"
@@ -26,34 +26,25 @@ PATH = "asyncmoe-path"
 OVERRIDDEN = "asyncmoe-overridden"
 """Header of an answer that names the parameters of the request that the run's own sampling overrides."""
 
+BODY_BYTES, REQUESTS = 8 << 20, 1000
+"""Maximum body of one request; maximum number of requests of one episode, failed requests included."""
 _HOST = "127.0.0.1"
 _BODY_S = 30.0
 _SHUTDOWN_S = 1.0
+ALIVE_S = 15.0
+"""Time between two signs of life to a client that waits for a stream."""
 _NOBODY = secrets.token_urlsafe(32)
-
-
-@dataclass(frozen=True)
-class ClientLimits:
-    """Limits on a client's requests.
-
-    Attributes:
-        body_bytes: maximum body size of one request.
-        requests: maximum number of requests of one episode, failed requests included.
-    """
-
-    body_bytes: int = 8 * 2**20
-    requests: int = 1000
 
 
 class OpenAIEndpoint:
     """One server for all episodes; each has a URL and an API key of its own. The server starts with the first episode.
 
     Args:
-        on_conflict, style: as `environment.on_conflict` and `environment.tools.style`.
+        style: as `environment.tools.style`.
     """
 
-    def __init__(self, limits: ClientLimits | None = None, on_conflict: OnConflict = "run", style: str = HERMES) -> None:
-        self._limits, self._on_conflict, self._style = limits or ClientLimits(), on_conflict, style
+    def __init__(self, style: str = HERMES) -> None:
+        self._style = style
         self._told: set[str] = set()
         self._sessions: dict[str, Session] = {}
         self._starting = asyncio.Lock()
@@ -69,7 +60,7 @@ class OpenAIEndpoint:
         async with self._starting:
             if self._runner is None:
                 await self._start()
-        session = Session(episode, self._on_conflict, self._style)
+        session = Session(episode, self._style)
         self._sessions[session.name] = session
         return session, f"http://{_HOST}:{self._port}/{session.name}/v1"
 
@@ -86,7 +77,7 @@ class OpenAIEndpoint:
             await self._runner.cleanup()
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=self._limits.body_bytes, middlewares=[_tell])
+        app = web.Application(client_max_size=BODY_BYTES, middlewares=[_tell])
         app.router.add_post("/{name}/v1/chat/completions", self._answering(attrgetter("chat")))
         app.router.add_post("/{name}/v1/responses", self._answering(attrgetter("responses")))
         # Anthropic's clients add "v1" to their base URL.
@@ -106,7 +97,7 @@ class OpenAIEndpoint:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        return web.json_response({"input_tokens": session.count(session.parse(session.messages, await _body(request)))})
+        return web.json_response({"input_tokens": session.count(session.parse(session.messages, await _body(request))[0])})
 
     def _answering(self, api_of: Callable[[Session], Api]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Return the handler of requests of one API."""
@@ -114,22 +105,22 @@ class OpenAIEndpoint:
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
             api = api_of(session)
-            asked = session.parse(api, await _body(request))
-            self._tell_overridden(asked)
-            headers = {OVERRIDDEN: ", ".join(asked.overridden)} if asked.overridden else {}
+            asked, overridden = session.parse(api, await _body(request))
+            self._tell_overridden(overridden)
+            headers = {OVERRIDDEN: ", ".join(overridden)} if overridden else {}
             if asked.stream:
                 return await _stream(request, session, api, asked, headers)
-            answers = await session.answers(asked)
+            # Each of several responses continues in a conversation of its own.
+            answers = await together([session.answer(asked) for _ in range(asked.choices)])
             return web.json_response(api.whole(asked, answers), headers={**headers, PATH: ", ".join(one.path for one in answers)})
 
         return handle
 
-    def _tell_overridden(self, asked: CompletionRequest) -> None:
+    def _tell_overridden(self, names: Sequence[str]) -> None:
         """Log each overridden parameter once in a run."""
-        if new := [name for name in asked.overridden if name not in self._told]:
+        if new := [name for name in names if name not in self._told]:
             self._told.update(new)
-            names, key = ", ".join(new), "environment.on_conflict"
-            log.warning("an agent sets %s, which the run's sampling or chat template ignores; this is said once (%s)", names, key)
+            log.warning("an agent sets %s, which the run's sampling or chat template ignores; this is said once", ", ".join(new))
 
     def _session(self, request: web.Request) -> Session:
         """Return the session that a request is for.
@@ -145,8 +136,8 @@ class OpenAIEndpoint:
         if not any(known) or session is None:
             raise RequestRefused(401, "no such episode, or the wrong key", code="invalid_api_key")
         session.requests += 1
-        if session.requests > self._limits.requests:
-            raise RequestRefused(429, f"more than {self._limits.requests} requests in one episode", code="too_many_requests")
+        if session.requests > REQUESTS:
+            raise RequestRefused(429, f"more than {REQUESTS} requests in one episode", code="too_many_requests")
         return session
 
 
@@ -175,20 +166,28 @@ async def _body(request: web.Request) -> bytes:
 async def _stream(
     request: web.Request, session: Session, api: Api, asked: CompletionRequest, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Answer with server-sent events. The status waits for the first of them, so that a request that fails at once fails as any other."""
+    """Answer with server-sent events, all at once when the response is sampled: whether its text is a call shows only then. A request that
+    fails soon fails as any other; while one takes long, comments keep the connection alive."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
-    writer = api.stream(asked)
-    # A client that leaves cancels this handler, but not before the bytes for it are sent or lost: until then, writing raises.
-    with suppress(ClientConnectionResetError):
-        async with aclosing(session.spoken(asked)) as parts:
-            try:
-                async for part in parts:
-                    if not response.prepared:
-                        await response.prepare(request)
-                        await response.write(writer.begin())
-                    await response.write(writer.end(part) if isinstance(part, Completion) else writer.text(part))
-            except RequestRefused as refused:
-                if not response.prepared:
-                    raise
-                await response.write(writer.failed(refused))
+    answering = asyncio.create_task(session.answer(asked))
+    try:
+        while not (await asyncio.wait((answering,), timeout=ALIVE_S))[0]:
+            await _write(request, response, b": sampling\n\n")
+        made = api.events(asked, await answering)
+    except RequestRefused as refused:
+        if not response.prepared:
+            raise
+        made = event(api.error(refused))
+    finally:
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+    await _write(request, response, made)
     return response  # aiohttp ends it, unless the client has left
+
+
+async def _write(request: web.Request, response: web.StreamResponse, content: bytes) -> None:
+    # A client that leaves cancels the handler, but not before the bytes for it are sent or lost: until then, writing raises.
+    with suppress(ClientConnectionResetError):
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(content)

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, Protocol
 
 from asyncmoe.errors import DataError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import TOO_LONG, Agent, Episode, Response
 from asyncmoe.rollout.episodes.openai_endpoint import answers, conversation
-from asyncmoe.rollout.episodes.openai_endpoint.answers import Speech
 from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Conversation, Message, NewContent
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
-from asyncmoe.rollout.episodes.openai_endpoint.parameters import Conflicts
-from asyncmoe.rollout.episodes.openai_endpoint.request import (
-    MODEL,
-    Api,
-    Completion,
-    CompletionRequest,
-    OnConflict,
-    RequestRefused,
-    assistant,
-    wrong,
-)
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields
+from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, assistant, wrong
 from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
 from asyncmoe.rollout.episodes.tools.calls import CLOSE, find, opening, read_by_engine
+
+
+class Api(Protocol):
+    """An API that clients speak: its requests and its answers."""
+
+    def parse(self, fields: Fields) -> CompletionRequest:
+        """Parse a request.
+
+        Raises:
+            RequestRefused: 400, naming the parameter.
+        """
+        ...
+
+    def whole(self, request: CompletionRequest, answers: Sequence[Completion]) -> dict[str, Any]:
+        """Return the answer to a request without `stream`."""
+        ...
+
+    def events(self, request: CompletionRequest, answer: Completion) -> bytes:
+        """Return the answer to a request with `stream`, as server-sent events."""
+        ...
+
+    def error(self, refused: RequestRefused) -> dict[str, Any]:
+        """Return the body of an error."""
+        ...
 
 
 @dataclass(eq=False)
@@ -68,31 +83,33 @@ class Session:
         chat, responses, messages: the APIs it speaks.
     """
 
-    def __init__(self, episode: Episode, on_conflict: OnConflict = "run", style: str = answers.HERMES) -> None:
+    def __init__(self, episode: Episode, style: str = answers.HERMES) -> None:
         self.name, self.key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self.requests = 0
         self.chat, self.responses, self.messages = ChatApi(), ResponsesApi(), MessagesApi()
-        self._episode, self._on_conflict, self._style = episode, on_conflict, style
+        self._episode, self._style = episode, style
         self._lines: list[_Line] = []
         self._answering: set[asyncio.Task[Completion]] = set()
         self._over = False
 
-    def parse(self, api: Api, body: bytes) -> CompletionRequest:
-        """See `Api.parse`; what the chat template leaves out is a conflict too, or refused. A response cannot end with its first call where
-        only an engine can read calls, once it has ended."""
-        asked, tokenizer = api.parse(body, self._episode.sampling, self._on_conflict), self._episode.tokenizer
-        conflicts = Conflicts(self._on_conflict, [*asked.overridden])
-        hermes = self._style == answers.HERMES
-        if asked.one_call and not hermes:
-            conflicts.note("parallel_tool_calls", f"cannot be false with calls in the style {self._style},")
+    def parse(self, api: Api, body: bytes) -> tuple[CompletionRequest, Sequence[str]]:
+        """Parse a request, and name its parameters that are overridden: so is what the chat template leaves out. A response cannot end with
+        its first call where only an engine can read calls, once it has ended.
+
+        Raises:
+            RequestRefused: as `Api.parse`, or a variable is none of the chat template.
+        """
+        fields, tokenizer = Fields(body, self._episode.sampling), self._episode.tokenizer
+        asked, hermes = api.parse(fields), self._style == answers.HERMES
+        fields.override("parallel_tool_calls", asked.one_call and not hermes)
         named = any("name" in message and message["role"] != "tool" for message in asked.asked.messages)
-        for lost in (kind for kind, sent in (("tools", asked.asked.tools), ("name", named)) if sent and tokenizer.lacks(kind)):
-            conflicts.note(lost, "is left out by the chat template, so that only the prompt can tell it")
+        for kind, sent in (("tools", asked.asked.tools), ("name", named)):
+            fields.override(kind, sent and tokenizer.lacks(kind))
         if (unused := tokenizer.unused(asked.asked.variables)) is not None:
             raise wrong(f"chat_template_kwargs.{unused[:100]}", "is no variable of the chat template. Leave it out")
         if hermes and tokenizer.lacks("tool_calls"):
             asked = replace(asked, asked=replace(asked.asked, rendered=tuple(map(answers.in_text, asked.asked.rendered))))
-        return replace(asked, one_call=asked.one_call and hermes, overridden=tuple(conflicts.names))
+        return replace(asked, one_call=asked.one_call and hermes), fields.overridden
 
     def count(self, request: CompletionRequest) -> int:
         """Return the number of tokens of a request as the beginning of a conversation.
@@ -105,34 +122,8 @@ class Session:
         except DataError as error:
             raise _unrendered(error) from error
 
-    async def answers(self, request: CompletionRequest) -> list[Completion]:
-        """Return as many responses as a request asks for; each of them continues in a conversation of its own. Raises as `answer`."""
-        asking = [asyncio.create_task(self.answer(request)) for _ in range(request.choices)]
-        try:
-            return await asyncio.gather(*asking)
-        finally:
-            for one in asking:
-                one.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-
-    async def spoken(self, request: CompletionRequest) -> AsyncGenerator[str | Completion]:
-        """Yield the pieces of a response's text while it is sampled, then the whole response. Raises as `answer`."""
-        pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        answering = asyncio.create_task(self.answer(request, pieces.put_nowait))
-        answering.add_done_callback(lambda _: pieces.put_nowait(None))
-        try:
-            while (piece := await pieces.get()) is not None:
-                yield piece
-            yield await answering
-        finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
-
-    async def answer(self, request: CompletionRequest, told: Callable[[str], None] | None = None) -> Completion:
+    async def answer(self, request: CompletionRequest) -> Completion:
         """Return the policy's response to a request.
-
-        Args:
-            told: called with each piece of the response's text.
 
         Raises:
             RequestRefused: 400: the chat template cannot render the messages, or a limit of the episode leaves no room. 503: the episode
@@ -140,7 +131,7 @@ class Session:
         """
         if self._over:
             raise _over()
-        answering = asyncio.create_task(self._answer(request, told))
+        answering = asyncio.create_task(self._answer(request))
         self._answering.add(answering)
         answering.add_done_callback(self._answering.discard)
         try:
@@ -158,10 +149,7 @@ class Session:
             answering.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
 
-    async def _answer(self, request: CompletionRequest, told: Callable[[str], None] | None) -> Completion:
-        speech = None if told is None else Speech(told, request.calls, request.stops)
-        # Only an engine can tell the text from calls in its styles, when all is sampled.
-        hear = speech.hear if speech is not None and (self._style == answers.HERMES or not request.calls) else None
+    async def _answer(self, request: CompletionRequest) -> Completion:
         stops = (*request.stops, CLOSE) if request.one_call else request.stops
         try:
             line, given = self._place(request)
@@ -172,8 +160,8 @@ class Session:
                     line.seen = given.tokens
                 seen = len(line.agent.tokens)
                 ends = partial(_ends, opening(given.tokens, self._episode.tokenizer)) if request.one_call else None
-                response = await line.agent.respond(max_new_tokens=request.most, stop=stops or None, told=hear, ends=ends)
-                answer = await self._settled(request, line, given, response, seen, speech)
+                response = await line.agent.respond(max_new_tokens=request.most, stop=stops or None, ends=ends)
+                answer = await self._settled(request, line, given, response, seen)
             finally:
                 line.busy = False
         except TrajectoryRejected as rejected:
@@ -181,42 +169,34 @@ class Session:
             raise RequestRefused(400 if rejected.reason == TOO_LONG else 503, str(rejected), code=rejected.reason) from rejected
         except DataError as error:
             raise _unrendered(error) from error
-        return replace(answer, path=line.agent.name)
+        return answer
 
-    async def _settled(
-        self, request: CompletionRequest, line: _Line, given: NewContent, response: Response, seen: int, speech: Speech | None
-    ) -> Completion:
+    async def _settled(self, request: CompletionRequest, line: _Line, given: NewContent, response: Response, seen: int) -> Completion:
         """Return the answer, and note it in its path. If its calls cannot be read, or nobody waits for it any more, it was sampled all the
         same: whoever repeats the request forks."""
         message = assistant(response.text, ())
         try:
-            answer = await self._completion(request, line, response, seen, speech)
+            answer = await self._completion(request, line.agent, response, seen)
             message = answer.message
         finally:
             line.seen = None
             line.known.append(conversation.answered(given, message, response.tokens, response.finish, self._episode.tokenizer))
         return answer
 
-    async def _completion(
-        self, request: CompletionRequest, line: _Line, response: Response, seen: int, speech: Speech | None
-    ) -> Completion:
+    async def _completion(self, request: CompletionRequest, agent: Agent, response: Response, seen: int) -> Completion:
         stopped_by = response.stopped_by if response.stopped_by in request.stops else None
         said, tokenizer = answers.before(response.text, stopped_by), self._episode.tokenizer
         if request.calls and self._style != answers.HERMES:
-            read = await read_by_engine(line.agent, response, self._style, answers.schemas(request.asked.tools), tokenizer)
+            read = await read_by_engine(agent, response, self._style, answers.schemas(request.asked.tools), tokenizer)
             count = sum(len(message.get("tool_calls", ())) for message in request.asked.messages)
             text, calls = answers.split_by_engine(said, read, self._style, count, tokenizer)
         else:
             text, calls = answers.split(said, request.calls, opening(response.turns[0].given, tokenizer))
-        if speech is not None:
-            # A tokenizer may decode a whole text otherwise than its pieces; the client has the pieces.
-            text = text if text.startswith(speech.said) else speech.said
-            speech.say(text[len(speech.said) :])
         logprobs: tuple[tuple[str, float], ...] = ()
         if request.logprobs:
             logprobs = tuple((tokenizer.decode([token]), value) for token, value in zip(response.tokens, response.logprobs, strict=True))
         finish = "tool_calls" if calls else response.finish
-        return Completion(text, calls, finish, seen, len(response.tokens), stopped_by, logprobs)
+        return Completion(text, calls, finish, seen, len(response.tokens), stopped_by, logprobs, agent.name)
 
     def _place(self, request: CompletionRequest) -> tuple[_Line, NewContent]:
         """Return the path that answers a request, and the request's new content."""

@@ -1,191 +1,144 @@
 "use strict";
 
-const FIRST_TOKENS = 600, MORE_TOKENS = 4000, MOST_LISTED = 1000, NARROW_TOKENS = 120;
+const VERSIONS = ["#bfe3f5", "#fde3a7", "#c9efd4", "#f6cfe0", "#d9d2f5", "#f9cdb8", "#d3dae0", "#e6eda8"];
+const STATES = { ".": ["#c9efd4", "trained"], c: ["#fdf0a7", "trained, the clip acts"], w: ["#bfeaf5", "trained, weight capped"] };
+const REJECTED = "#ffc9c2", RAMP = ["#c9efd4", "#fdf0a7", "#ff9d8f"], DIVERGING = ["#8ec5ff", "#ffffff", "#ff9d8f"];
+const LOWEST_LOGPROB = 6, LARGEST_LOG_RATIO = Math.log(2);
+
+/* The colour at `share` (0 to 1) of a ramp of three colours. */
+function between(ramp, share) {
+  const place = 2 * Math.min(Math.max(share, 0), 1), left = place < 1 ? 0 : 1;
+  return `color-mix(in srgb, ${ramp[left]}, ${ramp[left + 1]} ${Math.round(100 * (place - left))}%)`;
+}
+
+/* What tokens can be coloured by: a label, the colour of a token, and what the colours mean. */
+const COLOURINGS = {
+  version: ["weight version", ({ version }, { versions }) => version !== null && VERSIONS[versions.indexOf(version) % VERSIONS.length],
+    ({ versions }) => versions.map((version, i) => [`version ${version}`, VERSIONS[i % VERSIONS.length]])],
+  logprob: ["log-probability", ({ engine }) => engine !== null && between(RAMP, -engine / LOWEST_LOGPROB),
+    () => [["0: certain", RAMP[0]], [`-${LOWEST_LOGPROB} nats or less`, RAMP[2]]]],
+  ratio: ["ratio trainer / engine", ({ ratio }) => ratio !== null && between(DIVERGING, 0.5 + 0.5 * Math.log(ratio) / LARGEST_LOG_RATIO),
+    () => [["1/2 or less", DIVERGING[0]], ["2 or more", DIVERGING[2]]]],
+  mask: ["trained or masked", ({ state }) => state !== "" && (STATES[state] || [REJECTED])[0],
+    () => [...Object.values(STATES).map(([colour, text]) => [text, colour]), ["rejected by a rule", REJECTED]]],
+  mismatch: ["routing mismatch", ({ mismatch, layers }) => mismatch !== null && layers && between(RAMP, mismatch / layers),
+    () => [["no layer", RAMP[0]], ["every layer routes otherwise in the trainer", RAMP[2]]]],
+};
+
+/* Signs for characters that do something else than be read, as asyncmoe/telemetry/samples/visible.py. */
+const HARMFUL = /[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]/gu;
+const sign = (one) => (one < " " ? String.fromCodePoint(0x2400 + one.codePointAt(0)) : `⟨${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+const visible = (text) => text.replace(HARMFUL, sign);
 
 /* The samples: a list of groups, and the chosen group's responses beside each other. */
 class Samples {
-  /* load(run, place): a promise of a group. */
-  constructor(root, load) {
-    Object.assign(this, { root, load, runs: [], run: 0, chosen: null, group: null, wanted: 0 });
-    const options = (values) => values.map(([value, text]) => el("option", { value }, text));
-    this.ofRun = el("select", { "aria-label": "run", onchange: () => this.choose(Number(this.ofRun.value)) });
-    this.order = el("select", { "aria-label": "order", onchange: () => this.list() },
-      ...options([["newest", "newest first"], ["worst", "lowest reward first"], ["best", "highest reward first"]]));
-    this.outcome = el("select", { "aria-label": "outcome", onchange: () => this.list() });
-    this.colouring = el("select", { id: "colouring", "aria-label": "colour of tokens", onchange: () => this.recolour() },
-      ...options(Object.entries(COLOURINGS).map(([name, { label }]) => [name, `tokens by ${label}`])));
-    this.legend = el("div", { className: "legend" });
-    this.notes = el("div", { className: "note" });
-    this.entries = el("div", { className: "list" });
-    this.body = el("div", { className: "group" });
-    root.append(el("div", { className: "bar" }, this.ofRun, this.outcome, this.order, this.colouring, this.legend), this.notes,
-      el("div", { className: "samples" }, this.entries, this.body));
-    this.body.addEventListener("mouseover", (event) => this.point(event));
-    this.body.addEventListener("mouseleave", () => { document.getElementById("tip").hidden = true; });
+  constructor(root, runs, rules) {
+    Object.assign(this, { runs, rules });
+    const choice = (label, pairs, onchange) => el("select", { "aria-label": label, onchange }, ...pairs.map(([value, text]) => el("option", { value }, text)));
+    this.run = choice("run", runs.map((run, number) => [number, run.name]), () => this.choose(this.run.value));
+    this.order = choice("order", [["newest", "newest first"], ["worst", "lowest reward first"], ["best", "highest reward first"]], () => this.list());
+    this.outcome = choice("outcome", [["", "every outcome"]], () => this.list());
+    this.colour = choice("colour of tokens", Object.entries(COLOURINGS).map(([name, [label]]) => [name, `tokens by ${label}`]), () => this.show(this.group));
+    [this.legend, this.notes, this.entries, this.body] = ["legend", "note", "list", "group"].map((className) => el("div", { className }));
+    root.append(el("div", { className: "bar" }, this.run, this.outcome, this.order, this.colour, this.legend), this.notes, el("div", { className: "samples" }, this.entries, this.body));
+    this.body.addEventListener("mouseover", (event) => this.point(event.target));
   }
 
-  update(runs) {
-    this.runs = runs;
-    this.ofRun.replaceChildren(...runs.map((run, number) => el("option", { value: number }, run.name)));
-    this.ofRun.hidden = runs.length < 2;
-    const outcomes = [...new Set(runs.flatMap((run) => run.samples.heads.map((head) => head.outcome)))].sort();
-    this.outcome.replaceChildren(el("option", { value: "" }, "every outcome"), ...outcomes.map((name) => el("option", { value: name }, name)));
-    this.list();
-  }
-
-  choose(run) {
-    Object.assign(this, { run, chosen: null, group: null, shown: "" });
+  async choose(run) {
+    this.groups = JSON.parse(await unpack(`groups-${run}`));
+    this.notes.replaceChildren(...this.runs[run].samples.map((note) => el("p", {}, note)));
+    const outcomes = ["", ...new Set(this.groups.map((group) => group.outcome))];
+    this.outcome.replaceChildren(...outcomes.map((value) => el("option", { value }, value || "every outcome")));
     this.list();
   }
 
   list() {
-    const { heads, total, notes } = this.runs[this.run].samples, sign = { newest: 0, worst: 1, best: -1 }[this.order.value];
-    const wanted = heads.filter((head) => !this.outcome.value || head.outcome === this.outcome.value).reverse();
+    const sign = { newest: 0, worst: 1, best: -1 }[this.order.value], wanted = this.groups.filter((group) => !this.outcome.value || group.outcome === this.outcome.value);
     if (sign) wanted.sort((a, b) => (a.reward === null) - (b.reward === null) || sign * (a.reward - b.reward));
-    this.notes.replaceChildren(
-      ...(total > heads.length ? [el("p", {}, `${heads.length} of ${total} kept groups; asyncmoe show has all of them`)] : []),
-      ...notes.map((note) => el("p", {}, note)));
-    this.entries.hidden = !wanted.length;
-    this.entries.replaceChildren(...wanted.slice(0, MOST_LISTED).map((head) => this.entry(head)));
-    const head = wanted.find(({ place }) => place === this.chosen) || wanted[0];
-    if (!head) this.body.replaceChildren();
-    else if (JSON.stringify(head) !== this.shown) this.open(head.place);
+    this.entries.replaceChildren(...wanted.map((group) => el("button", { type: "button", onclick: () => this.show(group) },
+      `${named(group)}${group.step === null ? "" : ` · step ${group.step}`}`, el("br"), el("b", { className: group.outcome }, group.outcome), ` · reward ${short(group.reward)}`)));
+    this.show(wanted[0]);
   }
 
-  entry(head) {
-    const step = head.step === null ? "" : ` · step ${head.step}`, versions = head.versions ? ` · version ${[...new Set(head.versions)].join("–")}` : "";
-    return el("button", { type: "button", data: { place: head.place }, "aria-current": String(head.place === this.chosen), onclick: () => this.open(head.place) },
-      el("span", {}, `group ${head.group}${head.attempt ? ` (attempt ${head.attempt})` : ""}${step}`), el("br"),
-      el("span", { className: `outcome ${head.outcome}` }, head.outcome), ` · reward ${short(head.reward)}${versions}`);
-  }
-
-  async open(place) {
-    this.chosen = place;
-    for (const button of this.entries.children) button.setAttribute("aria-current", String(Number(button.dataset.place) === place));
-    const wanted = ++this.wanted;
-    try {
-      const group = await this.load(this.run, place);
-      if (wanted !== this.wanted) return;
-      this.group = prepared(group);
-      this.shown = JSON.stringify(group.head);
-      this.show();
-    } catch (error) {
-      if (wanted === this.wanted) this.body.replaceChildren(el("p", { className: "problem" }, `the group cannot be shown: ${error.message}`));
-    }
-  }
-
-  show() {
-    const { group } = this, { head } = group;
-    const title = `group ${head.group}${head.attempt ? `, attempt ${head.attempt}` : ""}`;
-    const facts = [head.step === null ? null : `in step ${head.step}`, head.reason || null, head.reward === null ? null : `mean reward ${short(head.reward)}`];
+  show(group) {
+    this.group = group;
+    if (!group) return this.body.replaceChildren();
+    group.versions = [...new Set(group.members.flatMap((member) => member.versions.map(([version]) => version)))].sort((a, b) => a - b);
+    const members = group.members.map((member) => tokensOf(member)), prompt = members.map(([given]) => given).find(Boolean) || visible(group.question);
+    const facts = [group.step === null ? null : `in step ${group.step}`, visible(group.reason), group.reward === null ? null : `mean reward ${short(group.reward)}`];
     this.body.replaceChildren(
-      el("h3", {}, `${title} · `, el("span", { className: head.outcome }, head.outcome), [" ", ...facts.filter(Boolean)].join(" · ").slice(1)),
-      group.detail ? el("p", { className: "problem" }, group.detail) : el("span"),
-      el("p", { className: "note" }, "prompt"), el("pre", { className: "prompt-text" }, group.prompt || group.question),
-      group.answer ? el("p", {}, el("b", {}, "answer "), group.answer) : el("span"),
-      el("div", { className: group.responses.some((one) => one.list.length > NARROW_TOKENS) ? "responses" : "responses narrow" }, ...group.responses.map((response, number) => this.response(response, number))));
-    this.legendOf();
+      el("h3", {}, `${named(group)} · `, el("b", { className: group.outcome }, group.outcome), ` ${facts.filter(Boolean).join(" · ")}`),
+      el("p", { className: "problem", hidden: !group.detail }, visible(group.detail)),
+      el("p", { className: "note" }, "prompt"), el("pre", { className: "given" }, prompt),
+      el("p", { hidden: !group.answer }, el("b", {}, "answer "), visible(group.answer)),
+      el("div", { className: "responses" }, ...group.members.map((member, i) => this.response(member, ...members[i], prompt))));
+    const pairs = [...COLOURINGS[this.colour.value][2](group), ["given, not sampled", "none"]];
+    this.legend.replaceChildren(...pairs.map(([text, background]) => el("span", {}, el("span", { className: "swatch", style: `background:${background}` }), text)));
   }
 
-  response(response, number) {
-    const text = el("pre", { className: "text", data: { response: number } });
-    const more = el("button", { className: "more", type: "button", hidden: true });
-    const grow = (count) => {
-      const begin = text.childElementCount, end = Math.min(begin + count, response.list.length);
-      text.append(...response.list.slice(begin, end).map((token, i) => this.token(response, token, begin + i)));
-      more.hidden = end === response.list.length;
-      more.textContent = `show ${Math.min(MORE_TOKENS, response.list.length - end)} more of ${response.list.length - end} tokens`;
-    };
-    more.onclick = () => grow(MORE_TOKENS);
-    grow(FIRST_TOKENS);
-    const agent = ["", "policy"].includes(response.agent) ? "" : ` ${response.agent}`;
-    return el("article", { className: response.failure ? "response failed" : "response" },
-      el("h3", {}, el("span", {}, `response ${response.episode}${agent}${response.attempt ? `, attempt ${response.attempt}` : ""}`),
-        el("span", {}, response.reward === null ? "no reward" : `reward ${short(response.reward)}`)),
-      response.prompt === null ? null : el("pre", { className: "prompt-text note" }, response.prompt),
-      text, more,
-      ...response.calls.map((call) => el("div", { className: "call" }, `⚙ ${call.name}(${call.argument}) → ${call.observation} (${call.seconds.toFixed(2)} s)`)),
-      ...response.rewards.map(([at, reward]) => el("p", { className: "note" }, `step that ends at token ${at}: reward ${short(reward)}`)),
-      response.why ? el("p", {}, el("b", {}, "why "), response.why) : null,
-      response.failure ? el("p", { className: "rejected" }, response.failure) : null,
-      el("p", { className: "note" }, figuresOf(response)));
+  response(member, given, tokens, prompt) {
+    const agent = ["", "policy"].includes(member.name) ? "" : ` ${visible(member.name)}`;
+    return el("article", { className: member.failure ? "response failed" : "response" },
+      el("h3", {}, el("span", {}, `response ${member.episode}${agent}${member.attempt ? `, attempt ${member.attempt}` : ""}`),
+        el("span", {}, member.reward === null ? "no reward" : `reward ${short(member.reward)}`)),
+      given === prompt ? null : el("pre", { className: "given" }, given),
+      el("pre", { className: "text" }, ...tokens.map((token) => this.token(token))),
+      ...member.calls.map((call) => el("div", { className: "call" }, visible(`⚙ ${call.name || "not a valid call"}(${call.argument}) → ${call.observation} (${call.seconds.toFixed(2)} s)`))),
+      ...member.rewards.map(([place, reward]) => el("p", { className: "note" }, `step that ends at token ${place}: reward ${short(reward)}`)),
+      member.why ? el("p", {}, el("b", {}, "why "), visible(member.why)) : null,
+      member.failure ? el("p", { className: "rejected" }, visible(member.failure)) : null,
+      el("p", { className: "note" }, figuresOf(member, tokens)));
   }
 
-  token(response, token, number) {
-    const made = el("span", { data: { n: number } }, token.text.replaceAll("\n", "↵\n"));
-    this.paint(made, response, token);
+  token(token) {
+    const sampled = token.role === "response", struck = sampled && this.colour.value === "mask" && this.rules[token.state];
+    const made = el("span", { className: `token ${sampled ? "" : token.role}${struck ? "struck" : ""}`, token }, visible(token.piece).replaceAll("\n", "↵\n"));
+    made.style.background = (sampled && COLOURINGS[this.colour.value][1](token, this.group)) || "";
     return made;
   }
 
-  paint(node, response, token) {
-    const kind = { p: " prompt", o: " observation", g: " gap", r: "" }[token.role];
-    const struck = this.colouring.value === "mask" && this.group.rules[token.state] ? " struck" : "";
-    node.className = `token${kind}${struck}`;
-    node.style.background = (token.role === "r" && COLOURINGS[this.colouring.value].colour(token, this.group, response.layers)) || "";
-  }
-
-  recolour() {
-    if (!this.group) return;
-    for (const text of this.body.querySelectorAll(".text")) {
-      const response = this.group.responses[text.dataset.response];
-      for (const node of text.children) this.paint(node, response, response.list[node.dataset.n]);
-    }
-    this.legendOf();
-  }
-
-  legendOf() {
-    const { legend, ramp } = COLOURINGS[this.colouring.value];
-    const given = el("span", { className: "token observation" }, "given, not sampled");
-    if (legend) this.legend.replaceChildren(...legend(this.group).map(([text, colour]) => el("span", {}, swatch(colour), text)), given);
-    else {
-      const colours = el("span", { className: "ramp", style: `background:linear-gradient(to right, ${ramp[1].join(",")})` });
-      this.legend.replaceChildren(el("span", {}, ramp[0], colours, ramp[2]), given);
-    }
-  }
-
-  point(event) {
-    const tip = document.getElementById("tip"), node = event.target.closest(".token");
-    tip.hidden = !node || !node.dataset.n;
+  point(node) {
+    const tip = at("tip");
+    tip.hidden = !node.token || node.token.role === "gap";
     if (tip.hidden) return;
-    const response = this.group.responses[node.parentElement.dataset.response], token = response.list[node.dataset.n];
-    tip.replaceChildren(el("table", {}, ...facts(token, this.group, response.layers).map(([name, value]) => el("tr", {}, el("td", {}, name), el("td", {}, value)))));
+    tip.replaceChildren(table("", [], facts(node.token, this.rules)));
     const place = node.getBoundingClientRect();
     tip.style.left = `${Math.max(0, Math.min(place.left, innerWidth - tip.offsetWidth - 10)) + scrollX}px`;
     tip.style.top = `${place.bottom + 6 + scrollY}px`;
   }
 }
 
-/* Turn columns into a list of tokens, and collect the versions of the group. */
-function prepared(group) {
-  const seen = new Set();
-  for (const response of group.responses) {
-    const { tokens } = response, of = (values, i) => (values === null ? null : values[i]);
-    response.list = tokens.texts.map((text, i) => {
-      const [engine, trainer, version] = [of(tokens.engine, i), of(tokens.trainer, i), of(tokens.versions, i)];
-      if (version !== null) seen.add(version);
-      const ratio = engine === null || trainer === null ? null : Math.exp(Math.max(-RATIO_LIMIT, Math.min(RATIO_LIMIT, trainer - engine)));
-      const more = { advantage: of(tokens.advantages, i), weight: of(tokens.weights, i), teacher: of(tokens.teacher, i), mismatch: of(tokens.mismatch, i) };
-      return { text, id: tokens.ids[i], role: tokens.roles[i], state: tokens.states[i], engine, trainer, version, ratio, ...more };
-    });
+const named = (group) => `group ${group.group}${group.attempt ? `, attempt ${group.attempt}` : ""}`;
+
+/* The text before the first response, and the other tokens, with those that were left out in their places. */
+function tokensOf({ tokens, gaps, layers }) {
+  const left = new Map(gaps.map((gap) => [gap.place, gap])), all = [];
+  let place = 0;
+  for (let i = 0; i <= tokens.id.length; i += 1, place += 1) {
+    for (let gap = left.get(place); gap; gap = left.get(place)) {
+      all.push({ role: gap.role === "prompt" ? "prompt" : "gap", piece: ` … ${gap.count} tokens … ` });
+      place += gap.count;
+    }
+    if (i < tokens.id.length) all.push({ ...Object.fromEntries(Object.entries(tokens).map(([name, column]) => [name, column[i]])), layers });
   }
-  return { ...group, versions: [...seen].sort((a, b) => a - b) };
+  const first = all.findIndex((token) => token.role !== "prompt"), count = first < 0 ? all.length : first;
+  return [visible(all.slice(0, count).map((token) => token.piece).join("")), all.slice(count)];
 }
 
-function facts(token, group, layers) {
-  if (token.role === "g") return [["left out", token.text.replaceAll("…", "").trim()]];
-  const role = { p: "given in the prompt", o: "an observation", r: "sampled" }[token.role];
-  const state = STATES[token.state] ? STATES[token.state][1] : token.state === " " ? null : `rejected by ${group.rules[token.state] || token.state}`;
+function facts(token, rules) {
+  const role = { prompt: "given in the prompt", observation: "an observation", response: "sampled" }[token.role];
   const numbers = [["version", token.version], ["log-probability in the engine", token.engine], ["in the trainer", token.trainer], ["ratio", token.ratio],
     ["advantage", token.advantage], ["weight", token.weight], ["log-probability in the teacher", token.teacher]];
-  return [["token", `${JSON.stringify(token.text)} (${token.id})`], ["", role], ...numbers.filter(([, value]) => value !== null).map(([name, value]) => [name, short(value, 4)]),
-    ...(token.mismatch === null ? [] : [["routed otherwise", `in ${token.mismatch} of ${layers} layers`]]), ...(state === null ? [] : [["training", state]])];
+  return [["token", `${JSON.stringify(visible(token.piece))} (${token.id})`], ["", role], ...numbers.filter(([, value]) => value !== null).map(([name, value]) => [name, short(value, 4)]),
+    ...(token.mismatch === null ? [] : [["routed otherwise", `in ${token.mismatch} of ${token.layers} layers`]]),
+    ...(token.state ? [["training", STATES[token.state]?.[1] || `rejected by ${rules[token.state]}`]] : [])];
 }
 
-function figuresOf(response) {
-  const both = response.list.filter((token) => token.engine !== null && token.trainer !== null).map((token) => Math.abs(token.trainer - token.engine));
-  const known = response.list.filter((token) => token.state !== " "), rejected = known.filter((token) => !STATES[token.state]).length;
-  return [`${response.sampled} token${response.sampled === 1 ? "" : "s"}`, response.finish || null,
-    response.advantage === null ? null : `advantage ${short(response.advantage)}`,
-    both.length ? `|trainer - engine| ${short(both.reduce((a, b) => a + b) / both.length)}, most ${short(Math.max(...both))}` : null,
+function figuresOf(member, tokens) {
+  const count = member.roles.reduce((sum, [role, size]) => sum + (role === "response" ? size : 0), 0), known = tokens.filter((token) => token.state);
+  const apart = tokens.filter((token) => token.engine != null && token.trainer != null).map((token) => Math.abs(token.trainer - token.engine));
+  const rejected = known.filter((token) => !STATES[token.state]).length;
+  return [`${count} token${count === 1 ? "" : "s"}`, visible(member.finish), member.advantage === null ? null : `advantage ${short(member.advantage)}`,
+    apart.length ? `|trainer - engine| ${short(apart.reduce((a, b) => a + b) / apart.length)}, most ${short(Math.max(...apart))}` : null,
     rejected ? `${rejected} of ${known.length} tokens rejected` : null].filter(Boolean).join(" · ");
 }

@@ -1,0 +1,127 @@
+"""What a user's scorer raises: file, line and traceback in the log, from a worker process and from the event loop alike."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from asyncmoe.config.scoring import ScoringSection
+from asyncmoe.config.task import TaskSection
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.scoring import Sample, Score, loading
+from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
+from asyncmoe.rollout.scoring.raised import Raised, ScorerRaised, raised_by
+from tests.unit import scorers
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+def place(code: str) -> str:
+    """The file and line of `tests/unit/scorers.py` that holds `code`."""
+    lines, _ = inspect.getsourcelines(scorers)
+    return f"tests/unit/scorers.py:{next(number for number, line in enumerate(lines, 1) if code in line)}"
+
+
+def scored(name: str, responses: Sequence[str], retries: int = 0) -> list[str]:
+    """The rejections of `responses`."""
+
+    async def run() -> list[str]:
+        section = ScoringSection(scorer=f"tests.unit.scorers:{name}", retries=retries, backoff_s=0.0, concurrency=1)
+        made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
+        found = []
+        for response in responses:
+            try:
+                await made.score(Sample("12+7=", response, "19", (1,), (True,)))
+            except TrajectoryRejected as rejected:
+                found.append(str(rejected))
+        await made.close()
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["bad", "bad_coroutine"])
+def test_the_log_has_file_line_and_traceback_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    code = 'raise ValueError("cannot score this")'
+    found = scored(name, ["raise", "fine", "raise"], retries=1)
+    assert found == [f"scorer_error: ValueError: cannot score this ({place(code)})"] * 2
+    ((said),) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"the scorer raised at {place(code)}, which is said once:\nTraceback of ValueError (most recent call last):\n")
+    assert code in said
+    assert said.endswith("ValueError: cannot score this")
+    assert "asyncmoe/rollout" not in said
+
+
+def test_a_lost_connection_is_placed_too() -> None:
+    (said,) = scored("bad", ["no connection"])
+    assert said.startswith("scorer_unavailable: ")
+    assert said.endswith(f"the judge is not there ({place('raise ConnectionRefusedError')})")
+
+
+def test_a_message_of_any_length_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(scored("bad", ["long complaint"])[0]) < 1000
+    assert len(caplog.text) < 2500
+
+
+def test_without_an_exception_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert scored("length", ["a"]) == []
+    assert caplog.text == ""
+
+
+def test_places_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    class Everywhere:
+        width = 1
+
+        def __init__(self) -> None:
+            self.asked = 0
+
+        async def call(self, sample: Sample) -> object:
+            self.asked += 1
+            raise ScorerRaised("scorer_error", Raised(f"a.py:{self.asked}", "E: no", "trace\n"))
+
+        async def close(self) -> None:
+            """Nothing is open."""
+
+    async def run() -> None:
+        made = LimitedScorer("the scorer", Everywhere(), lambda answer, sample: Score(0.0), ScoringLimits(1, 10.0, 0, 0.0))
+        for _ in range(100):
+            with pytest.raises(TrajectoryRejected):
+                await made.score(Sample("", "", ""))
+
+    asyncio.run(run())
+    assert len(caplog.records) == 32
+
+
+def test_wrong_arguments_are_placed_at_the_scorer() -> None:
+    def scorer(prompt: str) -> float:
+        return 1.0
+
+    try:
+        scorer("a", "b")  # type: ignore[call-arg]
+    except TypeError as error:
+        raised = raised_by(error.with_traceback(None), scorer)
+    assert raised.at == f"tests/unit/test_scoring_raised.py:{scorer.__code__.co_firstlineno}"
+    assert "positional argument" in raised.said
+
+
+def test_a_deep_recursion_and_a_chain_of_causes_stay_short() -> None:
+    def deep(depth: int) -> None:
+        try:
+            deep(depth + 1)
+        except RecursionError as error:
+            raise ValueError("again") from error
+
+    try:
+        deep(0)
+    except (ValueError, RecursionError) as error:
+        raised = raised_by(error, deep)
+    assert len(raised.trace) <= 8000
+    assert "caused by" in raised.trace

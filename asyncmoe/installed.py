@@ -17,7 +17,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "cli": ("typer", "rich", "pydantic", "pydantic_core", "yaml", "msgspec", "packaging", "zmq"),
     "train": (
         *("torch", "megatron", "transformers", "jinja2", "tokenizers", "safetensors"),
-        *("aiohttp", "mpmath", "huggingface_hub", "prometheus_client", "psutil", "fsspec"),
+        *("aiohttp", "mpmath", "huggingface_hub", "prometheus_client", "psutil", "fsspec", "tenacity"),
         "uvloop",
     ),
     "report": ("plotly",),

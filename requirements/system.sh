@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Install the Debian packages that tests use: SLURM, to run batch scripts, Redis, and shellcheck. Needs root and apt-get; otherwise, or after
-# a failed installation, it prints the tests that will be skipped. Never fails.
+# Install the Debian packages that runs and tests use: bubblewrap, for the tool python; SLURM, to run batch scripts, Redis, and shellcheck.
+# Needs root and apt-get; otherwise, or after a failed installation, it prints the tests that will be skipped. Never fails.
 set -uo pipefail
-declare -A packages=([slurmctld]=slurm-wlm [munged]=munge [shellcheck]=shellcheck [redis-server]=redis-server)
+declare -A packages=([slurmctld]=slurm-wlm [munged]=munge [shellcheck]=shellcheck [redis-server]=redis-server [bwrap]=bubblewrap)
 declare -A skipped=([slurmctld]="tests/system/test_slurm.py" [munged]="tests/system/test_slurm.py"
     [shellcheck]="shellcheck in tests/unit/test_shell.py"
-    [redis-server]="tests/unit/test_redis_*.py")
+    [redis-server]="tests/unit/test_redis_*.py" [bwrap]="tests/unit/test_tools_sandbox*.py")
 PATH=$PATH:/usr/sbin:/sbin
 missing=()
 for program in "${!packages[@]}"; do command -v "$program" > /dev/null || missing+=("$program"); done

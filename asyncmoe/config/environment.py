@@ -34,7 +34,7 @@ class ToolsSection(Section):
     )
     options: dict[str, dict[str, Any]] = Field(
         {},
-        description="Limits by tool name (of your own function: its name or package.module:function): timeout_s, concurrency and "
+        description="Limits by tool name (of your own function: its name): timeout_s, concurrency and "
         "characters of the answer; python has limits of its own besides.",
     )
     mcp: dict[str, McpServer] = Field({})
@@ -97,7 +97,7 @@ class EnvironmentSection(Section):
         if self.sandbox != SandboxSection() and (self.kind != "tools" or "python" not in self.tools.names):
             expected = "no keys because environment.kind tools with python in environment.tools.names alone uses them"
             hint = "your own class passes the keys to WithTools(sandbox=...)"
-            raise refused("environment.sandbox", f"the backend {self.sandbox.backend}", expected, hint)
+            raise refused("environment.sandbox", "keys", expected, hint)
         if self.kind == "openai" and self.tools.style == "brackets":
             expected = "hermes or a parser of SGLang because environment.kind is openai, whose clients need calls with a name; leave it out"
             raise refused("environment.tools.style", "'brackets'", expected)

@@ -64,6 +64,6 @@ def sandbox() -> Finding:
     try:
         python_tool(PythonLimits())
     except ConfigError as error:
-        hint = f"for the tool python: {error.hint or 'choose another environment.sandbox.backend'}"
+        hint = f"for the tool python: {error.hint}"
         return finding.warning(f"the default sandbox is refused: {error.got}", hint)
-    return finding.ok("the tool python runs its programs in a root of their own")
+    return finding.ok("the tool python runs its programs in bubblewrap")

@@ -29,8 +29,14 @@ async def start(command: Sequence[str], limit: int, said: int = SAID_BYTES, **mo
         more: for `asyncio.create_subprocess_exec`.
     """
     pipe = asyncio.subprocess.PIPE
-    reaper = (sys.executable, "-I", "-S", str(_REAPER), str(os.getpid()), str(said))
-    return await asyncio.create_subprocess_exec(*reaper, *command, stdin=pipe, stdout=pipe, limit=limit, start_new_session=True, **more)
+    return await asyncio.create_subprocess_exec(
+        *ending_all(command, said), stdin=pipe, stdout=pipe, limit=limit, start_new_session=True, **more
+    )
+
+
+def ending_all(command: Sequence[str], said: int = SAID_BYTES) -> tuple[str, ...]:
+    """Return the command that runs a command, and ends with every process that it has started."""
+    return (sys.executable, "-I", "-S", str(_REAPER), str(os.getpid()), str(said), *command)
 
 
 class Broken(Exception):

@@ -1,4 +1,4 @@
-"""A server for `environment.sandbox.backend: http`, with asyncmoe's own sandbox behind it.
+"""A server for `environment.sandbox.url`, with bubblewrap behind it.
 
 SANDBOX_TOKEN=secret python examples/agents/sandbox_server.py 8000
 
@@ -15,8 +15,7 @@ import msgspec
 from aiohttp import web
 
 from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
-from asyncmoe.rollout.episodes.tools.sandboxes.guarded import Guarded
-from asyncmoe.rollout.episodes.tools.sandboxes.own import Own
+from asyncmoe.rollout.episodes.tools.sandboxes import sandbox_of
 
 MOST = PythonLimits(wall_s=60, cpu_s=30)
 PROGRAMS = 8
@@ -62,8 +61,8 @@ class Programs:
             return web.Response(status=503, headers={"Retry-After": "1"})
         self._running += 1
         try:
-            limits = PythonLimits(**wanted)
-            ended = await Guarded(limits, Own(limits)).run(asked.program.encode(errors="replace"))
+            sandbox = sandbox_of(PythonLimits(**wanted))
+            ended = await sandbox.run(asked.program.encode(errors="replace"))
         finally:
             self._running -= 1
         return web.json_response({"output": ended.output, "status": ended.status, "timeout": ended.timeout, "flooded": ended.flooded})

@@ -119,9 +119,9 @@ def test_the_reference_server_with_every_feature(tmp_path: Path) -> None:
         assert await runners["echo"].call('{"message": "hé"}') == "Echo: hé"
         assert await runners["get-sum"].call('{"a": 2, "b": 40}') == "The sum of 2 and 40 is 42."
         assert (await told(runners["get-sum"], '{"a": "x"}')).startswith("tool_error: MCP error -32602: Input validation error")
-        assert "[image/png, 4035 bytes]" in await runners["get-tiny-image"].call("{}")
+        assert "[image/png]" in await runners["get-tiny-image"].call("{}")
         assert '"humidity":82' in await runners["get-structured-content"].call('{"location": "New York"}')
-        assert "[Blob Resource 1: demo://resource/dynamic/blob/1]" in await runners["get-resource-links"].call("{}")
+        assert "demo://resource/dynamic/blob/1]" in await runners["get-resource-links"].call("{}")
         slow = runners["trigger-long-running-operation"]
         assert (await slow.call('{"duration": 1, "steps": 3}')).startswith("Long running operation completed")
         assert (await told(slow, '{"duration": 60, "steps": 3}')).endswith("took longer than 5 s")
@@ -130,8 +130,8 @@ def test_the_reference_server_with_every_feature(tmp_path: Path) -> None:
     assert dict(tools.runners["trigger-long-running-operation"].counts.failures) == {"tool_timeout": 1}
 
 
-def test_options_of_a_servers_tool_are_refused_with_the_right_key() -> None:
-    with pytest.raises(ConfigError, match=r"options\.act: got a tool of an MCP server.*set environment\.tools\.mcp\.rogue\.timeout_s"):
+def test_options_of_a_servers_tool_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"options\.act: got no such tool"):
         WithTools([], mcp=rogue(), options={"act": {"timeout_s": 5}})
 
 
@@ -163,18 +163,18 @@ def test_arguments_that_cannot_be_sent_leave_the_session_alive() -> None:
 CALLS = {
     "refuse": "tool_error: error: not like this",
     "fail": "tool_error: it failed",
-    "picture": "[image/png, 3 bytes]",
+    "picture": "[image/png]",
     "structure": '{"a": "é"}',
     "long": "tool_flood: xxx",
-    "die": "tool_crash: error: the MCP server rogue: Connection closed; it ended with status 3; said: out of luck",
-    "kill": "tool_crash: error: the MCP server rogue: Connection closed; it ended with SIGKILL",
-    "close": "tool_crash: error: the MCP server rogue: Connection closed",
+    "die": "tool_crash: error: the MCP server rogue did not answer a call of act: Connection closed; it said: out of luck",
+    "kill": "tool_crash: error: the MCP server rogue did not answer a call of act: Connection closed",
+    "close": "tool_crash: error: the MCP server rogue did not answer a call of act: Connection closed",
     "hang": "tool_timeout: error: act took longer than 2 s",
     "silent": "tool_timeout: error: act took longer than 2 s",
     "rubbish": "tool_timeout: error: act took longer than 2 s",
-    "flood": "tool_flood: error: the MCP server rogue: wrote more than 4194304 bytes for one request",
-    "lines": "tool_flood: error: the MCP server rogue: wrote more than 4194304 bytes for one request",
-    "wrong": "tool_crash: error: the MCP server rogue: answered what is no MCP: ",
+    "flood": "tool_timeout: error: act took longer than 2 s",
+    "lines": "tool_timeout: error: act took longer than 2 s",
+    "wrong": "tool_crash: error: the MCP server rogue did not answer a call of act: ",
 }
 
 
@@ -194,10 +194,10 @@ def test_a_call_that_goes_wrong(how: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "match"),
     [
-        ("hang", "got took longer than 1 s to begin a session"),
-        ("die", "got Connection closed; it ended with status 3; said: out of luck, expected an MCP server"),
-        ("flood", "wrote more than 4194304 bytes"),
-        ("rubbish", r"took longer than 1 s.*wrote 2 line\(s\) that are no JSON-RPC, the first: 'hello, I am no server'"),
+        ("hang", "rogue took longer than 1 s to begin a session"),
+        ("die", "rogue did not begin a session: Connection closed; it said: out of luck, expected an MCP server"),
+        ("flood", "took longer than 1 s"),
+        ("rubbish", "took longer than 1 s"),
     ],
 )
 def test_a_server_that_does_not_begin_is_refused_before_the_run(how: str, match: str, tmp_path: Path) -> None:
@@ -205,6 +205,20 @@ def test_a_server_that_does_not_begin_is_refused_before_the_run(how: str, match:
         McpTools(rogue(f"start:{how}", str(tmp_path / "file"), start_timeout_s=1.0 if "1 s" in match else 30.0))
     assert "\n" not in str(refused.value)
     assert gone(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"command": "/nowhere/server"}, "/nowhere/server: No such file or directory"),
+        ({"command": "sh", "cwd": "/nowhere"}, "No such file or directory"),
+        ({"command": "s\0h"}, "embedded null byte"),
+        ({"command": "sh", "env": {"A=B": "1"}}, "illegal environment variable name"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_refused(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=rf"mcp\.s: got the MCP server s did not begin a session: .*{match}"):
+        McpTools({"s": given})
 
 
 def test_a_server_that_fails_later_costs_the_episodes_call(tmp_path: Path) -> None:
@@ -215,7 +229,7 @@ def test_a_server_that_fails_later_costs_the_episodes_call(tmp_path: Path) -> No
 
     async def then(runners: dict[str, Runner]) -> None:
         script.unlink()
-        assert (await told(runners["act"], '{"how": "x"}')).startswith("tool_crash: error: the MCP server rogue: ")
+        assert (await told(runners["act"], '{"how": "x"}')).startswith("tool_crash: error: the MCP server rogue did not ")
         assert (await told(runners["count"], "{}")).startswith("tool_crash: "), "and is not started again in this episode"
 
     tools = play(servers, then)
@@ -299,7 +313,7 @@ def test_a_command_gets_no_variable_that_is_not_configured(monkeypatch: pytest.M
 
     async def then(runners: dict[str, Runner]) -> None:
         names = set((await runners["act"].call('{"how": "variables"}')).split())
-        assert {"A_TOKEN", "MORE", "PATH"} <= names <= {"A_TOKEN", "MORE", "PATH", "HOME", "LANG", "USER", "LC_CTYPE"}
+        assert {"A_TOKEN", "MORE", "PATH"} <= names <= {"A_TOKEN", "MORE", "PATH", "HOME", "LOGNAME", "SHELL", "TERM", "USER", "LC_CTYPE"}
 
     play(rogue(env={"MORE": "1"}, env_from=("A_TOKEN",)), then)
 
@@ -327,7 +341,7 @@ def test_an_episode_asks_a_server_and_a_server_that_dies_rejects_it(tokenizer: T
     made = play_episode(WithTools((), "hermes", chat=False, mcp=rogue()), tokenizer, calls[0], calls[1] * 2, "42")
     assert [text for sampled, text in parts(made, tokenizer) if not sampled] == ["6*7=", "fine\n", "it failed\nit failed\n"]
     environment = WithTools(("calculator",), "hermes", chat=False, mcp=rogue())
-    with pytest.raises(TrajectoryRejected, match=r"tool_crash: error: the MCP server rogue: .*status 3; said: out of luck"):
+    with pytest.raises(TrajectoryRejected, match=r"tool_crash: error: the MCP server rogue .*it said: out of luck"):
         play_episode(environment, tokenizer, calls[0] + calls[2])
     assert dict(environment.counts["act"].failures) == {"tool_crash": 1}
     assert list(environment.counts) == ["calculator", "act", "count"]
@@ -388,27 +402,25 @@ def test_a_server_behind_a_url(http: tuple[str, subprocess.Popen[bytes]]) -> Non
         assert (await told(runners["long"], '{"size": "many"}')).startswith("tool_error: ")
         assert (await told(runners["hang"], "{}")) == "tool_timeout: error: hang took longer than 2 s"
         assert (await told(runners["long"], '{"size": 100000}')).startswith("tool_flood: xxx")
-        assert (await told(runners["long"], '{"size": 5000000}')).startswith("tool_flood: error: the MCP server counter: more than")
 
     async def last(runners: dict[str, Runner]) -> None:
         assert [await runners["count"].call("{}") for _ in range(2)] == ["1", "2"]
-        assert (await told(runners["die"], "{}")).startswith("tool_crash: error: the MCP server counter: ")
+        assert (await told(runners["die"], "{}")).startswith("tool_crash: error: the MCP server counter did not ")
 
     servers = {"counter": McpServer(url=url, timeout_s=2.0)}
     play(servers, then)
     play(servers, last)
-    with pytest.raises(ConfigError, match=r"mcp\.counter: got All connection attempts failed"):
+    with pytest.raises(ConfigError, match=r"mcp\.counter: got the MCP server counter did not begin a session: "):
         McpTools(servers)
 
 
 @pytest.mark.parametrize(
     ("reply", "match"),
     [
-        (b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n", "got status 500"),
-        (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", "got status 401"),
-        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 2\r\n\r\nhi", "an answer of type text/html"),
+        (b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n", "did not begin a session: Server returned an error response"),
+        (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", "did not begin a session: Server returned an error response"),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 2\r\n\r\nhi", "Unexpected content type: text/html"),
         (b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}", "no MCP|Failed to parse"),
-        (b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n" + b" " * 5_000_000, "more than 4194304 bytes"),
         (b"HTTP/1.1 302 Go\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", "Redirect to http"),
         (b"SSH-2.0-OpenSSH\r\n", "got "),
         (b"", "took longer than 1 s"),
@@ -439,3 +451,21 @@ def test_a_url_that_is_no_mcp_server(reply: bytes, match: str, monkeypatch: pyte
 
     asyncio.run(run())
     assert b"uthorization: Bearer xyzzy\r\n" in asked[0]
+
+
+def test_a_url_is_reached_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+
+    async def run() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.append(await reader.readline())
+            writer.close()
+
+        proxy = await asyncio.start_server(serve, "127.0.0.1", 0)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+        with pytest.raises(ConfigError):
+            await asyncio.to_thread(McpTools, {"far": McpServer(url="http://far.invalid/mcp")})
+        proxy.close()
+
+    asyncio.run(run())
+    assert asked[0] == b"POST http://far.invalid/mcp HTTP/1.1\r\n"

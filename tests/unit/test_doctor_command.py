@@ -147,7 +147,7 @@ def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_sandbox_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(limits: PythonLimits) -> None:
-        raise ConfigError("tools python", got="no user namespace", expected="one", hint="as root: sysctl")
+        raise ConfigError("environment.sandbox", got="no user namespace", expected="one", hint="as root: sysctl")
 
     monkeypatch.setattr(host, "python_tool", refuses)
     assert host.sandbox() == finding.warning("the default sandbox is refused: no user namespace", "for the tool python: as root: sysctl")

@@ -483,7 +483,7 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
         case "tool":
             environment = WithTools(["calculator"], "brackets", chat=False)
             tool: Any = SimpleNamespace(name="act", description="", parameters={}, call=act)
-            environment.runners = {"act": Runner(tool, ToolLimits(LIMIT_S))}
+            environment.runners = {"act": Runner(tool, ToolLimits(timeout_s=LIMIT_S))}
         case "agent":
             environment = OpenAIEnvironment("asyncio:sleep", timeout_s=LIMIT_S)
             environment._function = act

@@ -125,7 +125,7 @@ def test_in_a_chat_an_observation_is_a_turn_of_the_template(tokenizer: Tokenizer
 def test_a_tool_that_misbehaves_ends_the_episode(tool: str, options: dict[str, float], reason: str, tokenizer: Tokenizer) -> None:
     name = f"{__name__}:{tool}"
     with pytest.raises(TrajectoryRejected) as refused:
-        play(WithTools((name,), "brackets", chat=False, options={name: options}), tokenizer, "[6*7]", "42")
+        play(WithTools((name,), "brackets", chat=False, options={name.rpartition(":")[2]: options}), tokenizer, "[6*7]", "42")
     assert refused.value.reason == reason
 
 
@@ -138,8 +138,8 @@ def test_a_policy_that_never_stops_calling_is_stopped(tokenizer: Tokenizer) -> N
 @pytest.mark.parametrize(
     ("sandbox", "match"),
     [
-        ({"backnd": "http"}, r"^environment\.sandbox\.backnd: got an unknown key"),
-        ({"backend": "http"}, r"^environment\.sandbox\.url: got"),
+        ({"imag": "i"}, r"^environment\.sandbox\.imag: got an unknown key"),
+        ({"url": "ftp://x"}, r"^environment\.sandbox\.url: got"),
     ],
 )
 def test_a_wrong_sandbox_from_a_users_own_class_is_refused_in_one_line(sandbox: dict[str, str], match: str) -> None:

@@ -49,7 +49,11 @@ DEFAULTS: dict[str, Any] = {
         "store": {"url": None, "keep": 2, "grace_s": 600.0, "full_every": 20},
     },
     "engines": {"host": "127.0.0.1"},
-    "environment": {"kind": "single_turn", "on_conflict": "run"},
+    "environment": {
+        "kind": "single_turn",
+        "on_conflict": "run",
+        "sandbox": {"backend": "asyncmoe", "runtime": "docker", "image": None, "url": None, "token_env": None, "retries": 2},
+    },
     "trainer": {"standby": True},
     "verify": {"max_replay_drift": 0.5},
     "telemetry": {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from aiohttp import web
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.scoring import Sample, Score, loading, teaches
+from asyncmoe.rollout.scoring import Sample, Score, http, loading, teaches
 from asyncmoe.rollout.scoring.stages import stats
 from asyncmoe.rollout.scoring.teacher import Taught
 
@@ -172,6 +174,26 @@ def test_a_server_that_is_busy_is_asked_again() -> None:
     (score,) = served(handler, {**JUDGE, "retries": 2})
     assert isinstance(score, Score)
     assert (score.reward, statuses) == (1.0, [])
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_says_when_to_come_back_is_not_asked_before(status: int) -> None:
+    asked: list[float] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        asked.append(asyncio.get_running_loop().time())
+        headers = {"Retry-After": "2"} if len(asked) == 1 else {}
+        return web.json_response({"reward": 1.0}, status=status if len(asked) == 1 else 200, headers=headers)
+
+    (score,) = served(handler, {**JUDGE, "retries": 1})
+    assert isinstance(score, Score)
+    assert asked[1] - asked[0] >= 2
+
+
+@pytest.mark.parametrize(("header", "least", "most"), [("7", 7, 7), ("", 0, 0), ("soon", 0, 0), ("-3", 0, 0), ("date", 50, 60)])
+def test_what_retry_after_says(header: str, least: float, most: float) -> None:
+    given = format_datetime(datetime.now(UTC) + timedelta(seconds=60)) if header == "date" else header
+    assert least <= http._seconds(given) <= most
 
 
 def test_a_server_that_hangs_before_or_within_its_answer_is_not_waited_for() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 import aiohttp
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.scoring.types import GARBAGE, SHOWN, TIMEOUT, UNAVAILABLE, Sample
+from asyncmoe.rollout.scoring.types import GARBAGE, SHOWN, TIMEOUT, UNAVAILABLE, Later, Sample
 from asyncmoe.surroundings import proxy_for
 
-_LATER = {408, 429}
-"""Statuses below 500 with which a server asks for a retry."""
+_LATER = (429, 503)
+_TIMED_OUT = 408
 _KEEP_ALIVE_S = 2.0
 _ANSWER_BYTES = 1 << 20
 
@@ -24,10 +27,11 @@ class Poster:
         url: complete URL; redirects are not followed.
         timeout_s: limit for one call, up to the last byte of its answer.
         key: sent as a bearer token, if not empty.
+        reuse: keep connections for later calls. One that the server closes meanwhile fails like a call that has begun.
     """
 
-    def __init__(self, url: str, timeout_s: float, key: str = "") -> None:
-        self.url, self._timeout_s = url, timeout_s
+    def __init__(self, url: str, timeout_s: float, key: str = "", *, reuse: bool = True) -> None:
+        self.url, self._timeout_s, self._reuse = url, timeout_s, reuse
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._session: aiohttp.ClientSession | None = None
 
@@ -35,24 +39,30 @@ class Poster:
         """Return the body of an answer with status 200.
 
         Raises:
-            TrajectoryRejected: "scorer_timeout"; "scorer_unavailable": no connection, or status 5xx, 408 or 429; "scorer_garbage": any
-                other status, or an answer of more than `max_bytes`.
+            Later: "scorer_unavailable": no connection, or status 429 or 503.
+            TrajectoryRejected: "scorer_timeout"; "scorer_unavailable": a connection that breaks, or status 5xx or 408; "scorer_garbage":
+                any other status, or an answer of more than `max_bytes`.
         """
         if self._session is None:
             # `LimitedScorer` limits the calls in flight. We close idle connections before the server does (uvicorn: after 5 s).
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            keep_alive = {"keepalive_timeout": _KEEP_ALIVE_S} if self._reuse else {"force_close": True}
+            connector = aiohttp.TCPConnector(limit=0, **keep_alive)
             self._session = aiohttp.ClientSession(connector=connector, proxy=proxy_for(self.url))
         bound = aiohttp.ClientTimeout(self._timeout_s)
         try:
             async with self._session.post(self.url, data=body, headers=self._headers, timeout=bound, allow_redirects=False) as reply:
-                text = await bounded_body(reply.content, max_bytes)
+                text = await _bounded_body(reply.content, max_bytes)
         except TimeoutError as error:
             raise TrajectoryRejected(TIMEOUT, f"{self.url} took longer than {self._timeout_s:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            raise Later(f"{self.url}: {error}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise TrajectoryRejected(UNAVAILABLE, f"{self.url}: {error or type(error).__name__}") from error
         if reply.status != 200:
-            reason = UNAVAILABLE if reply.status >= 500 or reply.status in _LATER else GARBAGE
-            raise TrajectoryRejected(reason, f"{self.url}: status {reply.status}: {text[:SHOWN].decode(errors='replace')}")
+            detail = f"{self.url}: status {reply.status}: {text[:SHOWN].decode(errors='replace')}"
+            if reply.status in _LATER:
+                raise Later(detail, _seconds(reply.headers.get("Retry-After", "")))
+            raise TrajectoryRejected(UNAVAILABLE if reply.status >= 500 or reply.status == _TIMED_OUT else GARBAGE, detail)
         if len(text) > max_bytes:
             raise TrajectoryRejected(GARBAGE, f"{self.url} answered with more than {max_bytes} bytes")
         return text
@@ -61,6 +71,7 @@ class Poster:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
+            self._session = None
 
 
 class HttpJudge:
@@ -82,9 +93,18 @@ class HttpJudge:
         await self._poster.close()
 
 
-async def bounded_body(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
+async def _bounded_body(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
     """Return the body of an answer; reading stops once it exceeds `max_bytes`."""
     try:
         return await content.readexactly(max_bytes + 1)
     except asyncio.IncompleteReadError as error:
         return error.partial
+
+
+def _seconds(value: str) -> float:
+    """Return the seconds of a Retry-After header (RFC 9110, 10.2.3), which may be a date; 0 for none."""
+    if value.isdecimal():
+        return float(value[:9])
+    with suppress(ValueError):
+        return max((parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds(), 0.0)
+    return 0.0

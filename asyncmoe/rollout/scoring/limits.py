@@ -19,7 +19,7 @@ from typing import Literal
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.parse_score import Read
 from asyncmoe.rollout.scoring.raised import Raised, ScorerRaised
-from asyncmoe.rollout.scoring.types import PASSING, TIMEOUT, UNAVAILABLE, Judge, Sample, Score
+from asyncmoe.rollout.scoring.types import PASSING, TIMEOUT, UNAVAILABLE, Judge, Later, Sample, Score
 from asyncmoe.telemetry.rollout_schema import Scoring
 
 log = logging.getLogger(__name__)
@@ -137,6 +137,7 @@ class LimitedScorer:
                     self._log(rejected.raised)
                 delay = backoff(self._limits.backoff_s, attempt, self._random.random())
                 delay = max(delay, _LEAST_PAUSE_S) if attempt >= self._limits.retries else delay
+                delay = max(delay, rejected.after_s) if isinstance(rejected, Later) else delay
                 if not self._again(rejected.reason, attempt) or _now() + delay >= deadline:
                     raise
                 if rejected.reason == UNAVAILABLE and not self._unreachable:

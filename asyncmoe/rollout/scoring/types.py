@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
+from asyncmoe.errors import TrajectoryRejected
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -17,6 +19,14 @@ _UNREACHABLE = (ConnectionError, TimeoutError)
 
 PASSING = frozenset({ERROR, TIMEOUT, UNAVAILABLE})
 """Transient failures, worth a retry. Garbage is not transient: a retry of the same sample would return it again."""
+
+
+class Later(TrajectoryRejected):
+    """No server was reached, or it asks for another request (429, 503) after `after_s` seconds, 0 if it does not say: nothing has begun."""
+
+    def __init__(self, detail: str, after_s: float = 0.0) -> None:
+        self.after_s = after_s
+        super().__init__(UNAVAILABLE, detail)
 
 
 @dataclass(frozen=True)

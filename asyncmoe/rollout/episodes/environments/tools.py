@@ -24,7 +24,7 @@ from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
 from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, opening, parsed, read_by_engine, written_id
 from asyncmoe.rollout.episodes.tools.loading import load
-from asyncmoe.rollout.episodes.tools.mcp import McpTools, check_options, merged
+from asyncmoe.rollout.episodes.tools.mcp import McpTools, merged
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError, schema
 from asyncmoe.rollout.scoring.gather_or_cancel import together
@@ -63,7 +63,6 @@ class WithTools:
             sandbox if sandbox is None or isinstance(sandbox, SandboxSection) else section(SandboxSection, sandbox, "environment.sandbox")
         )
         self._mcp = McpTools(mcp or {}, sessions)
-        check_options(options, self._mcp.keys)
         self.runners: dict[str, Runner] = merged(load(names, options, placed), self._mcp.runners, style)
         self._style, self._chat, self._wanted = style, chat, schemas
         self._schemas: tuple[Mapping[str, Any], ...] | None = None

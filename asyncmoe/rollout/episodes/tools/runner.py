@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncmoe import plugins
+from asyncmoe.config.fields import Positive, Seconds, Section
 from asyncmoe.rollout.episodes.tools.tool import CRASH, FLOOD, TIMEOUT, Tool, ToolError
 
 
-@dataclass(frozen=True)
-class ToolLimits:
+class ToolLimits(Section):
     """Limits on every call of a tool.
 
     Attributes:
@@ -23,9 +23,9 @@ class ToolLimits:
         characters: maximum length of an observation.
     """
 
-    timeout_s: float = 30.0
-    concurrency: int = 16
-    characters: int = 16384
+    timeout_s: Seconds = 30.0
+    concurrency: Positive = 16
+    characters: Positive = 16384
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Counts:
 
 
 class Runner:
-    """A tool under `ToolLimits`; itself a `Tool`.
+    """A tool under `ToolLimits`; itself a `Tool`. What a tool's `begin` awaits before a call, if it has one, takes none of the call's time.
 
     Attributes:
         takes_json: the tool wants the arguments of a call as they are, a JSON object; otherwise the one text among them.
@@ -58,6 +58,7 @@ class Runner:
         self.takes_json = bool(getattr(tool, "takes_json", False))
         self.counts = Counts()
         self._tool, self._limits = tool, limits
+        self._begin: Callable[[], Awaitable[object]] | None = getattr(tool, "begin", None)
         self._turns = asyncio.Semaphore(limits.concurrency)
 
     async def call(self, argument: str) -> str:
@@ -67,15 +68,18 @@ class Runner:
             ToolError: the tool's own; "tool_timeout" after `ToolLimits.timeout_s`, "tool_flood" beyond `ToolLimits.characters`,
                 "tool_crash" if the tool raised any other exception or did not return text.
         """
-        async with self._turns:
-            begin = time.perf_counter()
-            try:
+        begin = time.perf_counter()
+        try:
+            if self._begin is not None:
+                await self._begin()
+            async with self._turns:
+                begin = time.perf_counter()
                 text = await self._bounded(argument)
-            except ToolError as error:
-                self._count(begin, error.reason)
-                raise
-            self._count(begin)
-            return text
+        except ToolError as error:
+            self._count(begin, error.reason)
+            raise
+        self._count(begin)
+        return text
 
     async def close(self) -> None:
         """See `Tool`."""

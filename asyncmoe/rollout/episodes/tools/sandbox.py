@@ -8,34 +8,31 @@ import signal
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from asyncmoe.config.fields import Positive, Seconds, Section
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, FLOOD, TIMEOUT, ToolError, one_string
 
 _MIB = 2**20
 
 
-@dataclass(frozen=True)
-class PythonLimits:
+class PythonLimits(Section):
     """Limits of one program.
 
     Attributes:
-        wall_s, cpu_s: wall-clock seconds, and CPU seconds of all threads, rounded up.
-        memory_bytes: address space, including the interpreter's own.
-        file_bytes: size of one file; with namespaces also of all its files together, which are in memory.
-        open_files: number of files open at once.
+        wall_s, cpu_s: wall-clock seconds, and CPU seconds of each of its processes, rounded up.
+        memory_bytes: address space of each of its processes, including the interpreter's own.
+        file_bytes: size of one file, and of all its files together, which are in memory.
+        open_files: number of files that a process may have open at once.
         output_bytes: standard output and error together.
         code_bytes: size of the program.
-        namespaces: require namespaces, and with them a root of its own; False: Landlock instead, where the kernel has it. Only for the
-            sandbox `asyncmoe`, see `asyncmoe.rollout.episodes.tools.sandboxes.own`.
     """
 
-    wall_s: float = 10.0
-    cpu_s: float = 5.0
-    memory_bytes: int = 512 * _MIB
-    file_bytes: int = 16 * _MIB
-    open_files: int = 64
-    output_bytes: int = 16384
-    code_bytes: int = 65536
-    namespaces: bool = True
+    wall_s: Seconds = 10.0
+    cpu_s: Seconds = 5.0
+    memory_bytes: Positive = 512 * _MIB
+    file_bytes: Positive = 16 * _MIB
+    open_files: Positive = 64
+    output_bytes: Positive = 16384
+    code_bytes: Positive = 65536
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,11 @@ class ProgramEnded:
 class Sandbox(Protocol):
     """A place where programs run under `PythonLimits`, each by itself. Programs run concurrently."""
 
+    name: str
+    """For messages."""
+    hint: str | None
+    """What to do if it does not work."""
+
     async def run(self, program: bytes) -> ProgramEnded:
         """Run a program. If cancelled, end it.
 
@@ -65,10 +67,6 @@ class Sandbox(Protocol):
             ToolError: `CRASH`: the sandbox failed.
             WaitTimeout: something that is ours did not end.
         """
-        ...
-
-    def probe(self) -> None:
-        """Run a program to verify that the sandbox works here. Raises ConfigError if it does not."""
         ...
 
     async def close(self) -> None:
@@ -81,18 +79,14 @@ class PythonTool:
 
     Args:
         sandbox: where programs run; see `asyncmoe.rollout.episodes.tools.sandboxes`.
-
-    Raises:
-        ConfigError: the sandbox does not work here.
     """
 
     name = "python"
-    description = "Runs a Python program and returns what it prints. Standard library only; no network, no other processes."
+    description = "Runs a Python program and returns what it prints. Standard library only; no network."
     parameters = one_string("code", "the program")
 
     def __init__(self, limits: PythonLimits, sandbox: Sandbox) -> None:
         self._limits, self._sandbox = limits, sandbox
-        self._sandbox.probe()
 
     async def call(self, argument: str) -> str:
         """Run a program and return its output.
@@ -101,7 +95,7 @@ class PythonTool:
             ToolError: `ERROR`: the program is too large, or ended with a nonzero status; then the detail is its output, traceback included.
                 `TIMEOUT`: it exceeded its wall-clock or CPU seconds. `FLOOD`: it exceeded its output limit. `CRASH`: a signal ended it, or
                 the sandbox failed.
-            WaitTimeout: the guard did not end.
+            WaitTimeout: the program did not end.
         """
         code, limits = argument.encode(errors="replace"), self._limits
         if len(code) > limits.code_bytes:

@@ -3,9 +3,9 @@
 A session begins with an episode's first call of one of the server's tools and ends with the episode, so what a server remembers or
 writes in its session is the episode's own. `environment.tools.mcp_sessions` limits the sessions of all episodes together.
 
-What the server or the tool refuses (a wrong argument, an unknown name, an error of the tool) is an observation, from which the policy
-learns. A server that hangs, dies, answers something else than MCP or too much rejects the episode: "tool_timeout", "tool_crash",
-"tool_flood", counted like those of any tool.
+What the server or the tool refuses (a wrong argument, an error of the tool) is an observation, from which the policy learns. A server that
+hangs, dies, or answers something else than MCP or too much rejects the episode: "tool_timeout", "tool_crash", "tool_flood", counted like
+those of any tool.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncmoe import installed
 from asyncmoe.config.loading import section
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools import strict_json
-from asyncmoe.rollout.episodes.tools.mcp.server import KEY, McpToolServer, resolve
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
-from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, ToolError
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, TIMEOUT, ToolError
 
 if TYPE_CHECKING:
-    from asyncmoe.rollout.episodes.tools.mcp.listing import Listed
     from asyncmoe.rollout.episodes.tools.mcp.session import McpSession
 
 log = logging.getLogger(__name__)
+_KEY = "environment.tools.mcp"
 _NOISY = ("mcp", "client", "httpx2", "httpcore2")
 """Loggers of the SDK: it logs with a traceback what it also raises, which is told once here."""
 
@@ -47,7 +47,6 @@ class McpTools:
 
     Attributes:
         runners: the tools, by the names that a model uses.
-        keys: the key of each tool's server in the configuration, by the same names.
 
     Raises:
         ConfigError: a server cannot be started, does not answer, or offers no tool that can be called; or the package `mcp` is missing.
@@ -55,23 +54,29 @@ class McpTools:
 
     def __init__(self, servers: Mapping[str, McpServer | Mapping[str, Any]], sessions: int = 64) -> None:
         self.runners: dict[str, Runner] = {}
-        self.keys: dict[str, str] = {}
         self._current: ContextVar[_Sessions | None] = ContextVar("sessions", default=None)
         self._ending: set[asyncio.Task[None]] = set()
         if not servers:
             return
         if sessions < len(servers):
             raise ConfigError("environment.tools.mcp_sessions", got=sessions, expected=f"at least {len(servers)}, a session of each server")
-        reached = [resolve(name, keys) for name, keys in _sections(servers).items()]
         if not installed.has("mcp"):
-            raise ConfigError(KEY, got="no package mcp", expected="the extra mcp", hint=f"run: {installed.fix('mcp')}")
-        from asyncmoe.rollout.episodes.tools.mcp.listing import listed
-
+            raise ConfigError(_KEY, got="no package mcp", expected="the extra mcp", hint=f"run: {installed.fix('mcp')}")
         for name in _NOISY:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._turns = asyncio.Semaphore(sessions // len(servers))
-        for server, tools in listed(reached):
-            self._add(server, tools, sessions)
+        asked = _asked({name: _checked(f"{_KEY}.{name}", keys) for name, keys in servers.items()})
+        with ThreadPoolExecutor(1) as thread:  # with a loop of its own, because the caller may be inside one or outside
+            for server, tools in thread.submit(asyncio.run, asked).result():
+                for tool in tools:
+                    made = _McpTool(server, tool, self._current)
+                    if made.name in self.runners:
+                        hint = (
+                            f"give it another name by {_KEY}.{server.name}.prefix, or choose among its tools by {_KEY}.{server.name}.tools"
+                        )
+                        raise ConfigError(_KEY, got=f"two tools named {made.name}", expected="names that differ", hint=hint)
+                    limits = ToolLimits(timeout_s=server.section.timeout_s, concurrency=sessions, characters=server.section.characters)
+                    self.runners[made.name] = Runner(made, limits)
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
@@ -99,23 +104,60 @@ class McpTools:
         if not ending.cancelled() and (error := ending.exception()) is not None:
             log.error("a session with an MCP server did not end: %s", error)
 
-    def _add(self, server: McpToolServer, tools: Sequence[Listed], sessions: int) -> None:
-        keys = server.section
-        for tool in tools:
-            limits = ToolLimits(keys.timeout_s, sessions, keys.characters)
-            runner = _Runner(_McpTool(server, tool, self._current), limits)
-            if runner.name in self.runners:
-                hint = f"give it another name by {KEY}.{server.name}.prefix, or choose among its tools by {KEY}.{server.name}.tools"
-                raise ConfigError(KEY, got=f"two tools named {runner.name}", expected="names that differ", hint=hint)
-            self.runners[runner.name] = runner
-            self.keys[runner.name] = f"{KEY}.{server.name}"
+
+class _Server(NamedTuple):
+    """A server by its name and keys in the configuration; `mode` is how its sessions begin (`McpSession`)."""
+
+    name: str
+    section: McpServer
+    mode: str = "legacy"
+
+    def session(self) -> McpSession:
+        """Return a new session."""
+        from asyncmoe.rollout.episodes.tools.mcp.session import McpSession
+
+        return McpSession(self.name, self.section, self.mode)
 
 
-def _sections(servers: object) -> dict[str, McpServer]:
-    """Return the keys of each server, checked. Raises ConfigError."""
-    if not isinstance(servers, Mapping):
-        raise ConfigError(KEY, got=repr(servers), expected="a mapping of servers by name")
-    return {name: one if isinstance(one, McpServer) else section(McpServer, one, f"{KEY}.{name}") for name, one in servers.items()}
+def _checked(key: str, given: McpServer | Mapping[str, Any]) -> McpServer:
+    """Return the keys of a server. Raises ConfigError for wrong ones, and for variables that do not exist."""
+    keys = given if isinstance(given, McpServer) else section(McpServer, given, key)
+    if (problem := keys.problem()) is not None:
+        wrong, got, expected = problem
+        raise ConfigError(f"{key}.{wrong}", got=got, expected=expected)
+    for wrong, name in [("token_env", keys.token_env), *(("env_from", one) for one in keys.env_from)]:
+        if name is not None and name not in os.environ:
+            raise ConfigError(f"{key}.{wrong}", got=f"no variable {name} in the environment", expected="it to be set", hint="export it")
+    return keys
+
+
+async def _asked(servers: Mapping[str, McpServer]) -> list[tuple[_Server, list[Any]]]:
+    """Return the servers, each with how its sessions begin, and the tools that the configuration chooses. Raises ConfigError."""
+    found = await asyncio.gather(*(_listed(_Server(name, keys)) for name, keys in servers.items()))
+    return [(server, _chosen(server, tools)) for server, tools in found]
+
+
+async def _listed(server: _Server) -> tuple[_Server, list[Any]]:
+    session = server.session()
+    try:
+        await session.open()
+        return server, await session.tools()
+    except ToolError as error:
+        if error.reason != TIMEOUT and server.mode == "legacy":
+            with suppress(ConfigError):
+                return await _listed(server._replace(mode="auto"))
+        got = error.detail.removeprefix("error: ")
+        raise ConfigError(f"{_KEY}.{server.name}", got=got, expected="an MCP server that lists its tools") from error
+    finally:
+        await session.close()
+
+
+def _chosen(server: _Server, tools: list[Any]) -> list[Any]:
+    known, chosen = [tool.name for tool in tools], server.section.tools
+    if not known or not set(chosen) <= set(known):
+        got = next((name for name in chosen if name not in known), "a server that lists no tool")
+        raise ConfigError(f"{_KEY}.{server.name}.tools", got=got, expected=f"some of {', '.join(known)[:1000] or 'its tools'}")
+    return [tool for tool in tools if not chosen or tool.name in chosen]
 
 
 class _Sessions:
@@ -127,72 +169,56 @@ class _Sessions:
         self._open: dict[str, McpSession | ToolError] = {}
         self._mine = self._closed = False
 
-    async def of(self, server: McpToolServer) -> McpSession:
+    async def of(self, server: _Server) -> McpSession:
         """Return the session with a server, begun if there is none. Raises ToolError if it cannot begin, now or earlier."""
-        from asyncmoe.rollout.episodes.tools.mcp.session import McpSession
-
         async with self._lock:
-            if not self._mine:
+            if not self._mine and not self._closed:
                 await self._turns.acquire()
                 self._mine = True
-                if self._closed:
-                    self._turns.release()
             if self._closed:
                 raise ToolError(CRASH, f"error: the episode has ended, and its session with the MCP server {server.name}")
             if server.name not in self._open:
-                session = McpSession(server)
-                self._open[server.name] = session
+                self._open[server.name] = session = server.session()
                 try:
                     await session.open()
                 except ToolError as error:
                     await session.close()
-                    self._open[server.name] = _beyond(error)
-            found = self._open[server.name]
-            if isinstance(found, ToolError):
+                    self._open[server.name] = error
+            if isinstance(found := self._open[server.name], ToolError):
                 raise found
             return found
-
-    def begun(self, server: McpToolServer) -> McpSession:
-        """Return the session with a server, which `of` has begun."""
-        found = self._open[server.name]
-        assert not isinstance(found, ToolError)
-        return found
 
     async def close(self) -> None:
         """End the sessions, and give the place back."""
         self._closed = True
-        sessions = [one for one in self._open.values() if not isinstance(one, ToolError)]
-        try:
-            await asyncio.gather(*(session.close() for session in sessions))
-        finally:
-            if self._mine:
-                self._turns.release()
+        async with self._lock:
+            try:
+                await asyncio.gather(*(one.close() for one in self._open.values() if not isinstance(one, ToolError)))
+            finally:
+                if self._mine:
+                    self._turns.release()
 
 
 class _McpTool:
     """See `Tool`; `call` takes the arguments as a JSON object. `current` has the sessions of the running episode."""
 
-    def __init__(self, server: McpToolServer, tool: Listed, current: ContextVar[_Sessions | None]) -> None:
-        self.name, self.description, self.parameters = f"{server.section.prefix}{tool.name}", tool.description, tool.parameters
+    def __init__(self, server: _Server, tool: Any, current: ContextVar[_Sessions | None]) -> None:
+        self.name, self.description, self.parameters = f"{server.section.prefix}{tool.name}", tool.description or "", tool.input_schema
         self._server, self._name, self._current = server, tool.name, current
 
-    async def begin(self) -> None:
-        """Begin the episode's session with the server, if there is none. Raises ToolError if it cannot begin."""
-        await self._sessions().of(self._server)
+    async def begin(self) -> McpSession:
+        """Return the episode's session with the server, begun if there is none. Raises ToolError if it cannot begin."""
+        if (sessions := self._current.get()) is None:
+            raise RuntimeError(f"{self.name}: got a call outside an episode, expected one inside `async with McpTools.episode()`")
+        return await sessions.of(self._server)
 
     async def call(self, argument: str) -> str:
         """See `Tool`. Raises ToolError."""
         arguments = self._arguments(argument)
-        return await self._sessions().begun(self._server).call(self._name, arguments)
+        return await (await self.begin()).call(self._name, arguments)
 
     async def close(self) -> None:
         """See `Tool`. Sessions end with their episodes."""
-
-    def _sessions(self) -> _Sessions:
-        sessions = self._current.get()
-        if sessions is None:
-            raise RuntimeError(f"{self.name}: got a call outside an episode, expected one inside `async with McpTools.episode()`")
-        return sessions
 
     def _arguments(self, argument: str) -> dict[str, Any]:
         """Return the arguments of a call. Text that is no JSON object is the value of the tool's only parameter."""
@@ -200,55 +226,18 @@ class _McpTool:
             given = json.loads(argument)
         except (ValueError, RecursionError):
             given = None
-        made = self._made(argument, given)
-        try:
-            strict_json.checked(made)
-        except ValueError as error:
-            raise ToolError(ERROR, f"error: arguments of {self.name} that are not valid JSON: {error}") from error
-        return made
-
-    def _made(self, argument: str, given: object) -> dict[str, Any]:
-        if isinstance(given, dict):
-            return given
-        properties = self.parameters.get("properties")
-        if isinstance(properties, dict) and len(properties) == 1:
+        properties = self.parameters.get("properties") or {}
+        if not isinstance(given, dict):
+            if len(properties) != 1:
+                raise ToolError(ERROR, f"error: the arguments of {self.name} are a JSON object")
             ((name, schema),) = properties.items()
             text = isinstance(schema, dict) and schema.get("type") == "string"
-            return {name: argument if text or given is None else given}
-        raise ToolError(ERROR, f"error: the arguments of {self.name} are a JSON object")
-
-
-class _Runner(Runner):
-    """Begins the session before a call, so that the call's time does not count the server's start."""
-
-    def __init__(self, tool: _McpTool, limits: ToolLimits) -> None:
-        super().__init__(tool, limits)
-        self._begin = tool.begin
-
-    async def call(self, argument: str) -> str:
-        """See `Runner`. Raises ToolError also if the session cannot begin."""
-        begin = time.perf_counter()
+            given = {name: argument if text or given is None else given}
         try:
-            await self._begin()
-        except ToolError as error:
-            self._count(begin, error.reason)
-            raise
-        return await super().call(argument)
-
-
-def check_options(options: Mapping[str, Mapping[str, Any]] | None, keys: Mapping[str, str]) -> None:
-    """Refuse options of tools that are a server's, whose keys are `keys`.
-
-    Raises:
-        ConfigError: there are such options.
-    """
-    for name, given in (options or {}).items():
-        if (key := keys.get(name)) is not None:
-            meant = " and ".join(f"{key}.{option}" for option in given if option in McpServer.model_fields)
-            hint = f"set {meant}" if meant else None
-            raise ConfigError(
-                f"environment.tools.options.{name}", got="a tool of an MCP server", expected=f"its limits in {key}", hint=hint
-            )
+            strict_json.checked(given)
+        except ValueError as error:
+            raise ToolError(ERROR, f"error: arguments of {self.name} that are not valid JSON: {error}") from error
+        return given
 
 
 def merged(own: Mapping[str, Runner], mcp: Mapping[str, Runner], style: str) -> dict[str, Runner]:
@@ -260,13 +249,8 @@ def merged(own: Mapping[str, Runner], mcp: Mapping[str, Runner], style: str) -> 
     for name in mcp:
         if name in own:
             got = f"a tool named {name}, like one of environment.tools.names"
-            raise ConfigError(KEY, got=got, expected="names that differ", hint="give it another name by the server's prefix")
+            raise ConfigError(_KEY, got=got, expected="names that differ", hint="give it another name by the server's prefix")
         if style == "brackets" and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             expected = "letters, digits and underscores, because environment.tools.style is brackets"
-            raise ConfigError(KEY, got=f"a tool named {name}", expected=expected, hint="use hermes, or leave it out by the server's tools")
+            raise ConfigError(_KEY, got=f"a tool named {name}", expected=expected, hint="use hermes, or leave it out by the server's tools")
     return {**own, **mcp}
-
-
-def _beyond(error: ToolError) -> ToolError:
-    """Return the error for calls of a server whose session cannot begin: also a refusal is no tool's answer then."""
-    return ToolError(CRASH if error.reason == ERROR else error.reason, error.detail)

@@ -22,6 +22,7 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from asyncmoe.rpc.worker_messages import (
     EngineUse,
+    Made,
     WorkerAsk,
     WorkerBegin,
     WorkerBegun,
@@ -52,15 +53,15 @@ class AnsweringWorker:
             case WorkerBegin():
                 return WorkerBegun(())
             case WorkerEngines():
-                self._uses = tuple(EngineUse(one.name, one.serial, 0, 0.0) for one in request.engines)
+                self._uses = tuple(EngineUse(one.serial, 0, 0.0) for one in request.engines)
                 return WorkerLoad(self._uses)
             case WorkerRun():
-                return WorkerRan(((0, float((request.episode.group + request.episode.episode) % 2)),))
+                return WorkerRan((Made(0, float((request.episode.group + request.episode.episode) % 2), TOKENS - 128, 0, 0),))
             case WorkerPack():
                 return self._packed(request)
             case WorkerAsk():
                 await asyncio.sleep(0.25)
-                return WorkerNews(self._uses, (), WorkerTotals(), _FIGURES)
+                return WorkerNews(self._uses, (), 0, WorkerTotals(), _FIGURES)
         return Done()
 
     def _packed(self, request: WorkerPack) -> WorkerPacked:
@@ -72,7 +73,7 @@ class AnsweringWorker:
 
     def _item(self, place: EpisodeId, version: int) -> Item:
         reward = float((place.group + place.episode) % 2)
-        return Item(place.key(), place.group, place.episode, 0, TOKENS, TOKENS - 128, reward, version, version, holder=self._number)
+        return Item(place.key(), place.group, place.episode, 0, TOKENS, TOKENS - 128, reward, version, version)
 
 
 def over_tcp(rendezvous: Rendezvous) -> Rendezvous:

@@ -36,7 +36,8 @@ _TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
-    "journal.enabled": Gone("log.enabled", (True,)),
+    "journal.enabled": Gone("nothing: a run always keeps its log", (True,)),
+    "log.enabled": Gone("nothing: a run always keeps its log", (True,)),
     "journal.folder": Gone("log.folder", (None,)),
     "journal.max_bytes": Gone("log.max_bytes", (256 << 30,)),
     "journal.piece_tokens": Gone("log.piece_tokens", (1024,)),

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 from asyncmoe.errors import DataError
 from asyncmoe.log.log import Log, Place
@@ -159,12 +160,8 @@ class QueueLog:
         del self._replays[step]
 
     async def groups(self, recorded: Sequence[RecordedGroup | LeasedGroup]) -> tuple[Group, ...]:
-        """Read groups, as they were queued. Raises DataError: a payload is damaged or absent."""
+        """Read groups, as they were queued, without their frames. Raises DataError: a payload is damaged or absent."""
         return tuple(await asyncio.to_thread(lambda: [self._read(one.number, one.order, one.place) for one in recorded]))
-
-    async def payload(self, group: Group) -> Group:
-        """Return a group that this process does not hold, with its frames. Raises DataError: it is damaged, or there is no log."""
-        return await asyncio.to_thread(self._read, group.number, group.arrival, group.place)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -222,7 +219,7 @@ class QueueLog:
         name = f"{self.name}: group {number}"
         if place is None or self._changes is None:
             raise DataError(f"group {number}", got="no log", expected="one, because the rollout worker that held it is lost")
-        group = payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, name)
+        group = replace(payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, name), frames={}, place=place)
         if group.number != number:
             raise DataError(name, got=f"group {group.number} at {place}", expected=f"group {number}")
         return group

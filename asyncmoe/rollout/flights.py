@@ -14,6 +14,7 @@ from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rpc.worker_messages import Made
 from asyncmoe.trajectory import Trajectory
 
 LOST = "worker_lost"
@@ -42,10 +43,18 @@ class PutOff(Exception):
 
 
 class Workers(Protocol):
-    """Runs episodes, and holds what they bring: a worker in this process, or all rollout workers."""
+    """All rollout workers: they run episodes, and hold what these bring."""
 
     async def episode(self, prompt: Prompt, place: EpisodeId) -> Members:
-        """Run and score one episode. Raises TrajectoryRejected."""
+        """Run and score one episode of training. Raises TrajectoryRejected."""
+        ...
+
+    async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
+        """Run and score one episode of an evaluation set. Raises TrajectoryRejected."""
+        ...
+
+    async def show(self, first: int, count: int) -> Sequence[Group]:
+        """Return demonstrations of the warm-up, `count` from number `first` on: a group of one for each trajectory."""
         ...
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:

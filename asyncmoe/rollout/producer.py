@@ -20,6 +20,7 @@ from contextlib import suppress
 from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.group_state import Gathering, all_equal
 from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.rejections import Rejections
@@ -30,9 +31,9 @@ from asyncmoe.rollout.flights import LOST, Flight, FlightRounds, Members, PutOff
 from asyncmoe.rollout.samples import Samples
 from asyncmoe.rollout.tasks import Task
 from asyncmoe.telemetry.samples.records import Fate
-from asyncmoe.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
+Show = Callable[[int, int], Awaitable[Sequence[Group]]]
 
 _ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout", LOST})
 _TAKES_MANY = frozenset({"engine_died", LOST})
@@ -40,6 +41,8 @@ _TAKES_MANY = frozenset({"engine_died", LOST})
 _ATTEMPTS = 3
 EQUAL = "equal_rewards"
 DEFERRED = "deferred"
+_SHOWN = 16
+"""Demonstrations that a worker is asked for at once."""
 _HOPELESS = 64
 """Consecutive rejected groups that end the run."""
 _NOTHING_TO_LEARN = 1024
@@ -316,14 +319,14 @@ def nothing_to_learn(trajectories: Members) -> bool:
     return all(all_equal([t.reward for t in trajectories if t.agent == agent]) for agent in agents)
 
 
-Demonstrate = Callable[[int], Awaitable[Sequence[Trajectory]]]
-"""Returns the demonstration with this number."""
+async def demonstrate(queue: BoundedQueue, show: Show, first: int, total: int, over: Callable[[], bool] = lambda: False) -> None:
+    """Fill the warm-up lane with demonstrations `first` to `total` (exclusive), waiting while it is full, until `over` is true.
 
-
-async def demonstrate(queue: BoundedQueue, made: Demonstrate, first: int, total: int, over: Callable[[], bool] = lambda: False) -> None:
-    """Fill the warm-up lane with demonstrations `first` to `total` (exclusive), waiting while it is full, until `over` is true."""
-    for index in range(first, total):
-        made_now = await made(index)
+    Args:
+        show: as `asyncmoe.rollout.flights.Workers.show`.
+    """
+    for index in range(first, total, _SHOWN):
+        shown = await show(index, min(_SHOWN, total - index))
         if over():
             return
-        await queue.put_demonstrations(made_now)
+        await queue.put_demonstrations(shown)

@@ -352,7 +352,7 @@ def test_sizes_of_the_trainer_that_cannot_be_are_refused(trainer: dict[str, int]
 def test_keys_of_rollout_without_effect_and_more_workers_than_requests_are_refused() -> None:
     two = {"workers": 2, "max_concurrent": 1, "group_size": 2}
     line = refused({**GOOD, "engines": {**GOOD.get("engines", {}), "count": 2}, "rollout": two})
-    assert "rollout.max_concurrent: got 1, expected at least 2 because rollout.workers is 2: each worker has a request in flight" in line
+    assert "rollout.max_concurrent: got 1, expected at least rollout.workers = 2: each worker has a request in flight" in line
     for slack in (0, 4):
         line = refused({**GOOD, "rollout": {"affinity_slack": slack}})
         assert f"rollout.affinity_slack: got {slack}, expected 8 because rollout.balance is least_loaded; leave it out" in line

@@ -26,11 +26,8 @@ def stages(scorer: Scorer) -> Mapping[str, LimitedScorer]:
     return {name: part for name, part in parts.items() if isinstance(part, LimitedScorer)}
 
 
-def write_log(scorer: Scorer, run_dir: Path, worker: int = 0) -> None:
-    """Write what the user's scorer raised to `asyncmoe.rollout.scoring.tracebacks.LOG`, if it raised anything since the last call.
-
-    Args:
-        worker: number of the rollout worker that this process is; 0: none.
+def write_log(scorer: Scorer, run_dir: Path, worker: int) -> None:
+    """Write what the user's scorer raised in this rollout worker to `logs/scoring-N.log`, if it raised anything since the last call.
 
     Raises:
         StorageError: it cannot be written.

@@ -13,8 +13,6 @@ from asyncmoe import plugins, storage
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.types import SHOWN
 
-LOG = Path("logs", "scoring.log")
-"""In the run directory; a rollout worker's is beside it, "scoring-N.log"."""
 _OWN = str(Path(plugins.__file__).parent)
 _FRAMES, _CAUSES = 32, 4
 _TRACE_CHARS = 8000
@@ -84,18 +82,15 @@ class Tracebacks:
         ]
         return "\n".join([*parts, *([f"{self._others} times elsewhere\n"] if self._others else [])])
 
-    def write(self, run_dir: Path, worker: int = 0) -> None:
-        """Replace the log in `run_dir`, if anything was counted since.
-
-        Args:
-            worker: number of the rollout worker whose log it is; 0: the controller's.
+    def write(self, run_dir: Path, worker: int) -> None:
+        """Replace the log of a rollout worker in `run_dir`, if anything was counted since.
 
         Raises:
             StorageError: it cannot be written.
         """
         if (count := self.count) == self._written:
             return
-        file = run_dir / (LOG.with_stem(f"{LOG.stem}-{worker}") if worker else LOG)
+        file = run_dir / "logs" / f"scoring-{worker}.log"
         with storage.writing("log of the scorer's exceptions", file):
             file.parent.mkdir(parents=True, exist_ok=True)
             storage.replace(file, self.text().encode(errors="backslashreplace"))

@@ -86,7 +86,7 @@ def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigErr
     detail = str(rejected).removeprefix(f"{rejected.reason}: ")
     hint = None
     if isinstance(rejected, ScorerRaised):
-        hint = "a run writes its traceback to logs/scoring.log of the run directory"
+        hint = "a run writes its traceback to logs/scoring-1.log of the run directory"
     if rejected.reason in OUT_OF_ORDER:
         limit = "scoring.teacher.timeout_s" if stage == "teacher" else "scoring.timeout_s"
         wait = "start it first" if rejected.reason == UNAVAILABLE else f"raise {limit}"

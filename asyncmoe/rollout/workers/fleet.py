@@ -1,7 +1,7 @@
-"""The rollout workers of a run, as the controller has them: they join, run groups, and are lost.
+"""The rollout workers of a run, as the controller has them: they join, run groups, are lost, and come again.
 
-A group belongs to the worker that its first episode was given to: its members share prefixes there, and it is one payload. A worker that
-does not answer is lost: its unfinished groups start again elsewhere, and its finished ones are read from the log.
+A group belongs to the worker that its first episode was given to, because it is one payload. A worker that does not answer is lost: its
+unfinished groups start again, and its finished ones are read from the log. The run ends if none takes its place in time.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.engines.engine import Engine
+from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.pool import Pool
-from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, TrajectoryRejected
+from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.flights import LOST, RemoteTrajectory
@@ -25,19 +28,16 @@ from asyncmoe.rollout.workers.figures import Figures, added
 from asyncmoe.rollout.workers.gates import WorkerGates
 from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rollout.workers.worker import Sampled
-from asyncmoe.rpc.messages import Done
+from asyncmoe.rpc.messages import Done, FindWorker, WorkerFound
 from asyncmoe.rpc.peers import check, facts
-from asyncmoe.rpc.rendezvous import Rendezvous
-from asyncmoe.rpc.worker_messages import WorkerBegin, WorkerEnd, WorkerJoin, WorkerNews, WorkerRetain, WorkerTotals
+from asyncmoe.rpc.worker_messages import Made, WorkerBegin, WorkerEnd, WorkerJoin, WorkerNews, WorkerRetain, WorkerTotals
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.05
-_IDLE_S = 10.0
-"""Seconds for which a worker may have no engine that serves before its groups start again elsewhere."""
 
 
 class WorkerFleet:
-    """All rollout workers of a run. For the controller's event loop.
+    """All rollout workers of a run; an `asyncmoe.rollout.flights.Workers`. For the controller's event loop.
 
     Attributes:
         sampled: called with what an episode leaves for readers of samples.
@@ -47,6 +47,7 @@ class WorkerFleet:
         pool: the run's engines, which the workers use.
         generated: called as `asyncmoe.rollout.recorder.Recorder.generated`.
         first: returns what a worker that joins now is told first.
+        untried: whether nobody has tried yet if the scorer and the answers can be used.
         address_of: as `asyncmoe.engines.backend.address_of`.
     """
 
@@ -56,20 +57,21 @@ class WorkerFleet:
         pool: Pool,
         generated: Callable[[str, float, float], None],
         first: Callable[[], WorkerBegin],
+        untried: bool = False,
         address_of: Callable[[Engine], tuple[str, str]] = backend.address_of,
     ) -> None:
-        self._config, self._pool, self._generated, self._first = config, pool, generated, first
+        self._config, self._pool, self._generated, self._first, self._untried = config, pool, generated, first, untried
         self._workers: dict[int, RemoteWorker] = {}
         self._following: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, RemoteWorker] = {}
-        self._began, self._told_missing, self._idle = time.monotonic(), False, dict[int, float]()
+        self._refused: AsyncmoeError | None = None
         self._totals: dict[int, WorkerTotals] = {}
         self._figures: dict[int, Figures] = {}
         self._ended_figures = Figures()
         self._recorded: dict[int, int] = {}
         self.sampled: Sampled = lambda place, left: None
         self.times_lost = 0
-        self._gates = pool.elsewhere = WorkerGates(config, pool, self._alive, address_of)
+        self._gates = pool.elsewhere = WorkerGates(pool, self._alive, config.engines.hang_timeout_s * PAUSE_SHARE, address_of)
 
     # ------------------------------------------------------------ workers
 
@@ -80,9 +82,10 @@ class WorkerFleet:
             ConfigError: it has another configuration, or the run has no such worker.
             UserError: its packages or its clock differ from the controller's.
             ProtocolError: another worker has its number.
+            AsyncmoeError: it cannot load what episodes need, or open its log.
         """
         config = self._config
-        if not 1 <= request.number <= config.rollout.workers:
+        if request.number > config.rollout.workers:
             raise ConfigError("rollout worker", got=f"number {request.number}", expected=f"1 to rollout.workers = {config.rollout.workers}")
         if request.config_digest != config.digest:
             raise ConfigError("configuration of a rollout worker", got="another one", expected="the controller's")
@@ -91,25 +94,40 @@ class WorkerFleet:
         if before is not None and not before.gone:
             raise ProtocolError(f"rollout worker {request.number} has joined already")
         worker = RemoteWorker(request, self._lost, lambda place, left: self.sampled(place, left))
+        untried = self._untried and request.number == 1
         try:
-            self._recorded |= dict.fromkeys(await worker.begin(self._first()), request.number)
-        except BaseException:
+            begun = await worker.begin(msgspec.structs.replace(self._first(), first=untried))
+        except BaseException as error:
+            if untried and isinstance(error, AsyncmoeError) and not isinstance(error, WaitTimeout):
+                self._refused = error
             await worker.close()
             raise
+        self._untried = self._untried and not untried
+        self._recorded |= dict.fromkeys(begun, request.number)
         self._workers[request.number], self._totals[request.number] = worker, WorkerTotals()
         self._ended_figures = added([self._ended_figures, self._figures.pop(request.number, Figures())])
         self._following[request.number] = asyncio.create_task(self._follow(worker))
         log.info("%s has joined, process %d on %s", worker.name, request.rendezvous.pid, request.rendezvous.host)
         return Done()
 
-    def holders(self) -> Mapping[int, Rendezvous]:
-        """Where each worker that is not lost serves trajectories, by its number."""
-        return {number: worker.joined.rendezvous for number, worker in self._workers.items() if not worker.gone}
+    async def find(self, request: FindWorker) -> WorkerFound:
+        """Say which worker has what a writer of the log wrote: the one of that number; if the run has no longer so many, another."""
+        number, until = (request.writer - 1) % self._config.rollout.workers + 1, time.monotonic() + request.wait_s
+        while (worker := self._workers.get(number)) is None or worker.gone:
+            if time.monotonic() > until:
+                return WorkerFound()
+            await asyncio.sleep(_LOOK_S)
+        return WorkerFound(worker.joined.rendezvous)
 
     def lost(self) -> set[tuple[str, int]]:
         """Return host and process id of each worker that is lost and not replaced: it may still run, and hang."""
         gone = [worker.joined.rendezvous for worker in self._workers.values() if worker.gone]
         return {(one.host, one.pid) for one in gone}
+
+    @property
+    def requests(self) -> int:
+        """Requests that are at engines or wait for one."""
+        return sum(worker.requests for worker in self._alive())
 
     def figures(self) -> Figures:
         """Return the statistics of all workers, those included that are lost."""
@@ -119,18 +137,19 @@ class WorkerFleet:
         """Follow the engines of the pool, and the workers; never returns.
 
         Raises:
-            EngineError: no worker joined in time, or all are lost and none comes back.
+            AsyncmoeError: a worker has not joined in time, or not come again; or the first one cannot load what episodes need.
         """
-        alone = time.monotonic()
-        while True:
-            if self._alive():
-                alone = time.monotonic()
-                self._gates.tell()
-                self._abandon_idle()
-            elif time.monotonic() - alone > self._config.engines.start_timeout_s:
-                whys = "; ".join(f"{worker.name}: {worker.gone}" for worker in self._workers.values())
-                raise EngineError(f"no rollout worker is left: {whys or 'none has joined'} (engines.start_timeout_s)")
+        numbers, limit = range(1, self._config.rollout.workers + 1), self._config.engines.start_timeout_s
+        seen = dict.fromkeys(numbers, time.monotonic())
+        while self._refused is None:
+            self._gates.tell()
+            seen |= {worker.joined.number: time.monotonic() for worker in self._alive()}
+            for number in numbers:
+                if time.monotonic() - seen[number] > limit:
+                    why = self._workers[number].gone if number in self._workers else "none has joined"
+                    raise AsyncmoeError(f"rollout worker {number} is missing: {why} (engines.start_timeout_s)")
             await asyncio.sleep(_LOOK_S)
+        raise self._refused
 
     async def close(self) -> None:
         """Tell all workers that the run is over."""
@@ -144,15 +163,27 @@ class WorkerFleet:
     # ------------------------------------------------------------ groups, for the producer
 
     async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[RemoteTrajectory, ...]:
-        """Run and score one episode on the worker of its group. Raises as `RemoteWorker.episode`."""
-        while (worker := self._groups.get(place.group)) is None:
-            if (free := [one for one in self._alive() if one.width]) and self._complete():
-                before = self._recorded.pop(place.group, 0)
-                worker = min(free, key=lambda one: (one.joined.number != before, len(one.running) / one.width, one.joined.number))
-                self._groups[place.group] = worker
-            else:
-                await asyncio.sleep(_LOOK_S)
+        """Run and score one episode of training on the worker of its group. Raises as `RemoteWorker.episode`."""
+        if place.group not in self._groups:
+            await self._some()
+        if (worker := self._groups.get(place.group)) is None:  # another member may have chosen meanwhile
+            before = self._recorded.pop(place.group, 0)
+            worker = min(self._alive(), key=lambda one: (one.joined.number != before, one.running, one.joined.number))
+            self._groups[place.group] = worker
         return await worker.episode(prompt, place)
+
+    async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
+        """Run and score one episode of an evaluation set. Raises as `RemoteWorker.evaluate`."""
+        return await (await self._some()).evaluate(name, prompt, place)
+
+    async def show(self, first: int, count: int) -> Sequence[Group]:
+        """Make demonstrations, again if a worker is lost meanwhile. Raises as `RemoteWorker.show`."""
+        while True:
+            try:
+                return await (await self._some()).show(first, count)
+            except TrajectoryRejected as rejected:
+                if rejected.reason != LOST:
+                    raise
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
         """Make a group of its episodes. Raises as `RemoteWorker.pack`."""
@@ -169,37 +200,21 @@ class WorkerFleet:
     def over(self, groups: Sequence[Group]) -> None:
         """Have workers forget groups that the queue has deleted."""
         for group in groups:
-            if group.holder and (worker := self._groups.pop(group.number, None)) is not None:
+            if (worker := self._groups.pop(group.number, None)) is not None:
                 worker.forget(group.number)
 
-    async def retain(self, needed: Mapping[int, int]) -> None:
+    def retain(self, needed: Mapping[int, int]) -> None:
         """Let go of payloads that no record names. `needed`: position of the oldest one that one names, by number of the worker."""
         for worker in self._alive():
             worker.tell(WorkerRetain(dict(needed)))
 
     # ------------------------------------------------------------ internals
 
-    def _complete(self) -> bool:
-        """Whether groups may be given to the workers that there are: all have joined once, or there was time enough."""
-        missing = [number for number in range(1, self._config.rollout.workers + 1) if number not in self._workers]
-        if missing and time.monotonic() - self._began < self._config.engines.start_timeout_s:
-            return False
-        if missing and not self._told_missing:
-            self._told_missing = True
-            log.warning("rollout workers %s have not joined within engines.start_timeout_s; the run begins without them", missing)
-        return True
-
-    def _abandon_idle(self) -> None:
-        """Have groups start again elsewhere whose worker has had no engine that serves for a while, if another has one."""
-        now, some = time.monotonic(), any(worker.width for worker in self._alive())
-        for worker in self._alive():
-            number = worker.joined.number
-            if worker.width or not some or not worker.running:
-                self._idle.pop(number, None)
-            elif now - self._idle.setdefault(number, now) > _IDLE_S:
-                self._idle.pop(number)
-                log.warning("%s has no engine that serves: its groups start again elsewhere", worker.name)
-                worker.stop(list(worker.running))
+    async def _some(self) -> RemoteWorker:
+        """Return the worker with the fewest episodes, once all have joined."""
+        while len(self._workers) < self._config.rollout.workers or not (alive := self._alive()):
+            await asyncio.sleep(_LOOK_S)
+        return min(alive, key=lambda one: (one.running, one.joined.number))
 
     def _alive(self) -> list[RemoteWorker]:
         return [worker for worker in self._workers.values() if not worker.gone]
@@ -221,11 +236,11 @@ class WorkerFleet:
         pool.lost_tokens += now.lost - before.lost
         pool.recomputed_tokens += now.recomputed - before.recomputed
         pool.recalled_tokens += now.recalled - before.recalled
-        self._totals[worker.joined.number] = now
+        self._totals[worker.joined.number], worker.requests = now, news.requests
         self._gates.note(worker, news.uses)
 
     def _lost(self, worker: RemoteWorker) -> None:
         log.error("%s is lost: %s", worker.name, worker.gone)
         self.times_lost += 1
         self._groups = {number: other for number, other in self._groups.items() if other is not worker}
-        self._gates.lost(worker)
+        self._gates.count()

@@ -27,8 +27,8 @@ from asyncmoe.rpc.worker_messages import WorkerJoin
 from asyncmoe.telemetry import heartbeats
 
 log = logging.getLogger(__name__)
-_JOIN_S, _LOOK_S = 330.0, 0.5
-"""The controller answers once the worker has read what was recorded of groups under way."""
+_JOIN_S, _LOOK_S = 630.0, 0.5
+"""The controller answers once the worker has tried the scorer, and read what was recorded of groups under way."""
 
 
 def process_name(number: int) -> str:
@@ -38,10 +38,8 @@ def process_name(number: int) -> str:
 
 def check_number(config: Config, number: int) -> None:
     """Refuse a worker that the run does not have. Raises UserError."""
-    workers = config.rollout.workers
-    if not 1 <= number <= workers:
-        expected = f"1 to {workers}, because rollout.workers is {workers}" if workers else "no worker, because rollout.workers is 0"
-        raise UserError("--number", got=number, expected=expected)
+    if not 1 <= number <= (workers := config.rollout.workers):
+        raise UserError("--number", got=number, expected=f"1 to {workers}, because rollout.workers is {workers}")
 
 
 def run(config: Config, run_dir: Path, number: int) -> None:
@@ -51,18 +49,22 @@ def run(config: Config, run_dir: Path, number: int) -> None:
         number: which of the run's `rollout.workers` it is, from 1.
 
     Raises:
-        UserError: the task, scorer, environment or tokenizer is unusable, or this machine has no address in `cluster.network`.
+        UserError: the task, scorer, environment or tokenizer is unusable, which the controller is told too; or this machine has no address
+            in `cluster.network`.
         ConfigError: the controller has another configuration, or no such worker.
         WaitTimeout: the controller did not start, or is gone.
     """
     with named(process_name(number)):
         keep_files()
-        parts.run(_serve(config, run_dir, number))
+        try:
+            loaded: RolloutParts | UserError = parts.load(config)  # outside of the loop: users' code may have one of its own
+        except UserError as error:
+            loaded = error
+        parts.run(_serve(config, run_dir, number, loaded))
 
 
-async def _serve(config: Config, run_dir: Path, number: int) -> None:
+async def _serve(config: Config, run_dir: Path, number: int, loaded: RolloutParts | UserError) -> None:
     stop = asyncio.Event()
-    loaded = parts.load(config)
     worker = WorkerService(config, number, loaded, models.recording(config, models.hf_config_of(config)))
     here_only = not address.several(config.cluster.network)
     host = address.reachable(config.cluster.network)
@@ -76,6 +78,7 @@ async def _serve(config: Config, run_dir: Path, number: int) -> None:
             for signal_ in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(signal_, stop.set)
             freeze()
+            assert isinstance(loaded, RolloutParts)  # else the controller has refused it
             going_on = worker.over.wait(), stop.wait(), watch(config, worker), write_log(config, number, loaded)
             tasks = [serving, *map(asyncio.create_task, going_on)]
             done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -86,7 +89,9 @@ async def _serve(config: Config, run_dir: Path, number: int) -> None:
                 task.result()
     finally:
         await worker.close()
-        await loaded.close()
+        if isinstance(loaded, RolloutParts):
+            await loaded.close()
+            stages.write_log(loaded.scorer, run_dir, number)
 
 
 async def _join(config: Config, controller: Rendezvous, number: int, rendezvous: Rendezvous) -> None:

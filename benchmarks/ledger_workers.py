@@ -27,13 +27,11 @@ from asyncmoe.rpc.worker_messages import (
     WorkerBegin,
     WorkerBegun,
     WorkerEngines,
-    WorkerLoad,
     WorkerNews,
     WorkerPack,
     WorkerPacked,
     WorkerRan,
     WorkerRun,
-    WorkerTotals,
 )
 
 TOKENS = 4096
@@ -54,15 +52,18 @@ class AnsweringWorker:
                 return WorkerBegun(())
             case WorkerEngines():
                 self._uses = tuple(EngineUse(one.serial, 0, 0.0) for one in request.engines)
-                return WorkerLoad(self._uses)
+                return self._news()
             case WorkerRun():
-                return WorkerRan((Made(0, float((request.episode.group + request.episode.episode) % 2), TOKENS - 128, 0, 0),))
+                return WorkerRan((Made(0, float((request.episode.group + request.episode.episode) % 2)),))
             case WorkerPack():
                 return self._packed(request)
             case WorkerAsk():
                 await asyncio.sleep(0.25)
-                return WorkerNews(self._uses, (), 0, WorkerTotals(), _FIGURES)
+                return self._news()
         return Done()
+
+    def _news(self) -> WorkerNews:
+        return WorkerNews(self._uses, (), 0, {}, _FIGURES)
 
     def _packed(self, request: WorkerPack) -> WorkerPacked:
         version = max(request.newest - 1, 0)

@@ -53,21 +53,8 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     adapters: tuple[str, ...] = ()
 
 
-class EngineBusy(msgspec.Struct, frozen=True, array_like=True):
-    """An interval, Unix seconds, in which an engine was generating."""
-
-    name: str
-    begin: float
-    end: float
-
-
-class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens since the worker began; see `asyncmoe.engines.pool.Pool`."""
-
-    generated: int = 0
-    lost: int = 0
-    recomputed: int = 0
-    recalled: int = 0
+Busy = tuple[str, float, float]
+"""An engine's name and the begin and end, Unix seconds, of an interval in which it was generating."""
 
 
 # ---------------------------------------------------------------- to the controller
@@ -99,7 +86,7 @@ class WorkerBegin(Message, frozen=True):
 
 
 class WorkerEngines(Message, frozen=True):
-    """The engines from now on, and whether requests may go to them. Answered with `WorkerLoad`, once the gate is so."""
+    """The engines from now on, and whether requests may go to them. Answered with `WorkerNews`, once the gate is so."""
 
     engines: tuple[WorkerEngine, ...]
     open: bool
@@ -122,10 +109,11 @@ class WorkerShow(Message, frozen=True):
     count: Count
 
 
-class WorkerStop(Message, frozen=True):
-    """End and forget episodes whose outcome nobody wants any more, whether they run or have ended."""
+class WorkerForget(Message, frozen=True):
+    """End and forget episodes whose outcome nobody wants any more, whether they run or have ended, and all that is kept of groups."""
 
-    episodes: tuple[EpisodeKey, ...]
+    episodes: tuple[EpisodeKey, ...] = ()
+    groups: tuple[Count, ...] = ()
 
 
 class WorkerPack(Message, frozen=True):
@@ -134,12 +122,6 @@ class WorkerPack(Message, frozen=True):
     episodes: tuple[EpisodeKey, ...]
     newest: Count
     """Newest version that may have sampled a token."""
-
-
-class WorkerOver(Message, frozen=True):
-    """Forget all that is kept of groups."""
-
-    groups: tuple[Count, ...]
 
 
 class WorkerAsk(Message, frozen=True):
@@ -177,12 +159,6 @@ class WorkerBegun(Message, frozen=True):
     groups: tuple[Count, ...]
 
 
-class WorkerLoad(Message, frozen=True):
-    """Reply to `WorkerEngines`: what the worker knows of them."""
-
-    uses: tuple[EngineUse, ...]
-
-
 class WorkerPacked(Message, frozen=True):
     """Reply to `WorkerPack`."""
 
@@ -203,15 +179,15 @@ class Made(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         agent, reward: as in `asyncmoe.trajectory.Trajectory`.
-        sampled: number of sampled tokens.
+        sampled: number of sampled tokens; of an evaluation, like the next two.
         oldest, newest: their versions.
     """
 
     agent: int
     reward: float
-    sampled: int
-    oldest: int
-    newest: int
+    sampled: int = 0
+    oldest: int = 0
+    newest: int = 0
 
 
 class WorkerRan(Message, frozen=True):
@@ -225,28 +201,20 @@ class WorkerRan(Message, frozen=True):
 
 
 class WorkerNews(Message, frozen=True):
-    """Reply to `WorkerAsk`."""
+    """Reply to `WorkerAsk` and `WorkerEngines`."""
 
     uses: tuple[EngineUse, ...]
-    busy: tuple[EngineBusy, ...]
+    busy: tuple[Busy, ...]
+    """Since the news before."""
     requests: Count
     """At engines or waiting for one."""
-    totals: WorkerTotals
+    tokens: dict[str, int]
+    """Since the news before, by the attribute of `asyncmoe.engines.pool.Pool` that counts them."""
     figures: bytes
     """msgpack of `asyncmoe.rollout.workers.figures.Figures`."""
 
 
 WorkerRequest = (
-    WorkerBegin
-    | WorkerEngines
-    | WorkerRun
-    | WorkerShow
-    | WorkerStop
-    | WorkerPack
-    | WorkerOver
-    | WorkerAsk
-    | WorkerFetch
-    | WorkerRetain
-    | WorkerEnd
+    WorkerBegin | WorkerEngines | WorkerRun | WorkerShow | WorkerForget | WorkerPack | WorkerAsk | WorkerFetch | WorkerRetain | WorkerEnd
 )
-WorkerReply = WorkerBegun | WorkerLoad | WorkerRan | WorkerShown | WorkerPacked | WorkerNews
+WorkerReply = WorkerBegun | WorkerRan | WorkerShown | WorkerPacked | WorkerNews

@@ -19,7 +19,7 @@ from asyncmoe.rollout.workers import process, service
 from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
-from asyncmoe.rpc.worker_messages import EngineUse, WorkerBegin, WorkerPacked
+from asyncmoe.rpc.worker_messages import EngineUse, WorkerBegin, WorkerEngines, WorkerNews, WorkerPacked
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import Cluster, SlowEngine
 
@@ -94,11 +94,13 @@ def test_workers_are_told_only_what_has_changed(tmp_path: Path) -> None:
             gates.tell()
             await gates.late()
 
-            async def use(self: RemoteWorker, *_: object) -> tuple[EngineUse, ...]:
-                told.append(self.name)
-                return ()
+            async def news(self: RemoteWorker, request: Any, *_: object) -> WorkerNews:
+                if isinstance(request, WorkerEngines):
+                    told.append(self.name)
+                return await news_of(self, request)
 
-            with mock.patch.object(RemoteWorker, "use", use):
+            news_of = RemoteWorker.news
+            with mock.patch.object(RemoteWorker, "news", news):
                 gates.tell()
                 assert await gates.late() == 0
                 assert told == []

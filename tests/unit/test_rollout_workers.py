@@ -23,7 +23,7 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes, to_bytes
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rpc.messages import FindWorker
-from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerOver, WorkerPack
+from asyncmoe.rpc.worker_messages import WorkerForget, WorkerJoin, WorkerPack
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trajectory import decode
@@ -152,7 +152,7 @@ def test_a_worker_packs_only_what_has_ended_there(tmp_path: Path) -> None:
             (worker,) = cluster.fleet._workers.values()
             with pytest.raises(ProtocolError, match="have ended here"):
                 await worker.ask(WorkerPack((EpisodeKey(99, 0, 0),), 0))
-            await worker.ask(WorkerOver((99,)))
+            await worker.ask(WorkerForget(groups=(99,)))
             assert not worker.gone
 
     asyncio.run(run())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
-from asyncmoe.rpc.worker_messages import EngineBusy, EngineUse, WorkerEngine, WorkerEngines
+from asyncmoe.rpc.worker_messages import Busy, EngineUse, WorkerEngine, WorkerEngines
 
 Connect = Callable[[str, str, str], Engine]
 """Returns the client of the engine with this name, URL and key."""
@@ -42,12 +42,12 @@ class LentEngines:
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
-        self.busy: deque[EngineBusy] = deque(maxlen=_MOST_BUSY)
+        self.busy: deque[Busy] = deque(maxlen=_MOST_BUSY)
         self._lent: dict[int, LentEngine] = {}
 
     def record(self, name: str, begin: float, end: float) -> None:
         """Note an interval in which an engine was generating, as `Pool` records it."""
-        self.busy.append(EngineBusy(name, begin, end))
+        self.busy.append((name, begin, end))
 
     async def use(self, pool: Pool, told: WorkerEngines) -> None:
         """Use these engines from now on, with the gate open or closed."""

@@ -30,7 +30,7 @@ from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rollout.workers.worker import Sampled
 from asyncmoe.rpc.messages import Done, FindWorker, WorkerFound
 from asyncmoe.rpc.peers import check, facts
-from asyncmoe.rpc.worker_messages import Made, WorkerBegin, WorkerEnd, WorkerJoin, WorkerNews, WorkerRetain, WorkerTotals
+from asyncmoe.rpc.worker_messages import Made, WorkerAsk, WorkerBegin, WorkerEnd, WorkerJoin, WorkerNews, WorkerRetain
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.05
@@ -65,13 +65,12 @@ class WorkerFleet:
         self._following: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, RemoteWorker] = {}
         self._refused: AsyncmoeError | None = None
-        self._totals: dict[int, WorkerTotals] = {}
         self._figures: dict[int, Figures] = {}
         self._ended_figures = Figures()
         self._recorded: dict[int, int] = {}
         self.sampled: Sampled = lambda place, left: None
         self.times_lost = 0
-        self._gates = pool.elsewhere = WorkerGates(pool, self._alive, config.engines.hang_timeout_s * PAUSE_SHARE, address_of)
+        self._gates = pool.elsewhere = WorkerGates(pool, self._alive, self._take, config.engines.hang_timeout_s * PAUSE_SHARE, address_of)
 
     # ------------------------------------------------------------ workers
 
@@ -104,7 +103,7 @@ class WorkerFleet:
             raise
         self._untried = self._untried and not untried
         self._recorded |= dict.fromkeys(begun, request.number)
-        self._workers[request.number], self._totals[request.number] = worker, WorkerTotals()
+        self._workers[request.number] = worker
         self._ended_figures = added([self._ended_figures, self._figures.pop(request.number, Figures())])
         self._following[request.number] = asyncio.create_task(self._follow(worker))
         log.info("%s has joined, process %d on %s", worker.name, request.rendezvous.pid, request.rendezvous.host)
@@ -194,14 +193,13 @@ class WorkerFleet:
     def drop(self, episodes: Sequence[EpisodeId]) -> None:
         """Have the worker of a group end and forget its episodes."""
         if episodes and (worker := self._groups.pop(episodes[0].group, None)) is not None:
-            worker.stop(episodes)
-            worker.forget(episodes[0].group)  # what was recorded of it, too
+            worker.forget(episodes, [episodes[0].group])  # what was recorded of it, too
 
     def over(self, groups: Sequence[Group]) -> None:
         """Have workers forget groups that the queue has deleted."""
         for group in groups:
             if (worker := self._groups.pop(group.number, None)) is not None:
-                worker.forget(group.number)
+                worker.forget(groups=[group.number])
 
     def retain(self, needed: Mapping[int, int]) -> None:
         """Let go of payloads that no record names. `needed`: position of the oldest one that one names, by number of the worker."""
@@ -222,21 +220,17 @@ class WorkerFleet:
     async def _follow(self, worker: RemoteWorker) -> None:
         try:
             while True:
-                self._take(worker, await worker.news())
+                self._take(worker, await worker.news(WorkerAsk()))
         except AsyncmoeError as error:
             worker.lose(str(error))
 
     def _take(self, worker: RemoteWorker, news: WorkerNews) -> None:
         self._figures[worker.joined.number] = figures.read(news.figures)
         for busy in news.busy:
-            self._generated(busy.name, busy.begin, busy.end)
-        before, now = self._totals[worker.joined.number], news.totals
-        pool = self._pool
-        pool.generated_tokens += now.generated - before.generated
-        pool.lost_tokens += now.lost - before.lost
-        pool.recomputed_tokens += now.recomputed - before.recomputed
-        pool.recalled_tokens += now.recalled - before.recalled
-        self._totals[worker.joined.number], worker.requests = now, news.requests
+            self._generated(*busy)
+        for name, count in news.tokens.items():
+            setattr(self._pool, name, getattr(self._pool, name) + count)
+        worker.requests = news.requests
         self._gates.note(worker, news.uses)
 
     def _lost(self, worker: RemoteWorker) -> None:

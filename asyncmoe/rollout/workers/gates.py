@@ -17,7 +17,7 @@ from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.rollout.workers.remote import RemoteWorker
-from asyncmoe.rpc.worker_messages import EngineUse, WorkerEngine, WorkerEngines
+from asyncmoe.rpc.worker_messages import EngineUse, WorkerEngine, WorkerEngines, WorkerNews
 from asyncmoe.weights.coordinator.driver import PATIENCE
 
 _LEAST_S = 30.0
@@ -30,14 +30,20 @@ class WorkerGates:
     Args:
         pool: the run's engines.
         alive: returns the workers that are not lost.
+        take: called with what a worker answers; it is to call `note`.
         answer_s: seconds that an engine has to pause.
         address_of: as `asyncmoe.engines.backend.address_of`.
     """
 
     def __init__(
-        self, pool: Pool, alive: Callable[[], Sequence[RemoteWorker]], answer_s: float, address_of: Callable[[Engine], tuple[str, str]]
+        self,
+        pool: Pool,
+        alive: Callable[[], Sequence[RemoteWorker]],
+        take: Callable[[RemoteWorker, WorkerNews], None],
+        answer_s: float,
+        address_of: Callable[[Engine], tuple[str, str]],
     ) -> None:
-        self._pool, self._alive, self._answer_s, self._address_of = pool, alive, answer_s, address_of
+        self._pool, self._alive, self._take, self._answer_s, self._address_of = pool, alive, take, answer_s, address_of
         self._open = True
         self._telling: dict[asyncio.Task[None], RemoteWorker] = {}
 
@@ -110,7 +116,7 @@ class WorkerGates:
 
     async def _use(self, worker: RemoteWorker, told: WorkerEngines) -> None:
         try:
-            self.note(worker, await worker.use(told, max(self._answer_s, _LEAST_S)))
+            self._take(worker, await worker.news(told, max(self._answer_s, _LEAST_S)))
         except AsyncmoeError as error:
             worker.lose(str(error))
 

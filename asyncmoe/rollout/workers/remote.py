@@ -22,17 +22,15 @@ from asyncmoe.rpc.worker_messages import (
     WorkerBegin,
     WorkerBegun,
     WorkerEngines,
+    WorkerForget,
     WorkerJoin,
-    WorkerLoad,
     WorkerNews,
-    WorkerOver,
     WorkerPack,
     WorkerPacked,
     WorkerRan,
     WorkerRun,
     WorkerShow,
     WorkerShown,
-    WorkerStop,
 )
 
 _ANSWER_S, _READ_S, _EPISODE_S = 30.0, 600.0, 7 * 86_400.0
@@ -84,7 +82,7 @@ class RemoteWorker:
         try:
             made = await self._run(WorkerRun(_told(place), self.prompts[place.group]), place)
         except asyncio.CancelledError:
-            self.stop([place])
+            self.forget([place])
             raise
         return tuple(RemoteTrajectory(place.group, place.episode, place.attempt, one.agent, one.reward) for one in made)
 
@@ -116,9 +114,11 @@ class RemoteWorker:
         assert isinstance(shown, WorkerShown)
         return [Group(0, (item,), {}, 0, place) for item, place in zip(shown.items, shown.places, strict=True)]
 
-    def stop(self, places: Sequence[EpisodeId]) -> None:
-        """Have the worker end and forget episodes; one that runs is rejected as `LOST`."""
-        self.tell(WorkerStop(tuple(map(_told, places))))
+    def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
+        """Have the worker end and forget episodes, one that runs is rejected as `LOST`; and forget groups."""
+        for group in groups:
+            self.prompts.pop(group, None)
+        self.tell(WorkerForget(tuple(map(_told, episodes)), tuple(groups)))
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
         """Have the worker make a group of episodes that have ended there, and return it without its frames.
@@ -134,20 +134,9 @@ class RemoteWorker:
             raise InvariantBroken(f"{self.name} packed other trajectories than those of group {group}")
         return Group(0, packed.items, {}, packed.attempt, packed.place)
 
-    def forget(self, group: int) -> None:
-        """Have the worker forget a group."""
-        self.prompts.pop(group, None)
-        self.tell(WorkerOver((group,)))
-
-    async def use(self, engines: WorkerEngines, timeout_s: float) -> Sequence[EngineUse]:
-        """Have the worker use these engines, with its gate open or closed; return what it knows of them once that is so."""
-        load = await self.ask(engines, timeout_s)
-        assert isinstance(load, WorkerLoad)
-        return load.uses
-
-    async def news(self) -> WorkerNews:
-        """Return what the worker says of itself and its engines."""
-        news = await self.ask(WorkerAsk())
+    async def news(self, request: WorkerAsk | WorkerEngines, timeout_s: float = _ANSWER_S) -> WorkerNews:
+        """Return what the worker says of itself and its engines, once it does what it was told of these."""
+        news = await self.ask(request, timeout_s)
         assert isinstance(news, WorkerNews)
         return news
 

@@ -22,19 +22,19 @@ from asyncmoe.rollout.scoring import stages
 from asyncmoe.rollout.tasks.types import from_bytes
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
 from asyncmoe.rollout.workers.figures import figures_of
-from asyncmoe.rollout.workers.worker import Worker, summed_up, worker_of
+from asyncmoe.rollout.workers.worker import Worker, worker_of
 from asyncmoe.rpc.codec import MAX_FRAME_BYTES
 from asyncmoe.rpc.messages import Done, Fetched, Reply, Request
 from asyncmoe.rpc.worker_messages import (
+    Made,
     WorkerAsk,
     WorkerBegin,
     WorkerBegun,
     WorkerEnd,
     WorkerEngines,
     WorkerFetch,
-    WorkerLoad,
+    WorkerForget,
     WorkerNews,
-    WorkerOver,
     WorkerPack,
     WorkerPacked,
     WorkerRan,
@@ -42,14 +42,13 @@ from asyncmoe.rpc.worker_messages import (
     WorkerRun,
     WorkerShow,
     WorkerShown,
-    WorkerStop,
-    WorkerTotals,
 )
 from asyncmoe.trajectory import Buffer, Recording
 
 log = logging.getLogger(__name__)
 _MOST_SAMPLED = MAX_FRAME_BYTES // 2
 """Bytes that an episode may leave for readers of samples, which are sent in one message."""
+_TOKENS = ("generated_tokens", "lost_tokens", "recomputed_tokens", "recalled_tokens")
 _NEWS_S, _MOST_DETAIL = 0.25, 2000
 """Seconds between two news, and characters kept of why an episode was rejected."""
 
@@ -111,7 +110,7 @@ class WorkerService:
                 return Fetched(), await worker.fetch(request.keys, request.places, request.layers, request.masks)
             case WorkerEngines():
                 await self._engines.use(self.pool, request)
-                return WorkerLoad(self._engines.uses(self.pool))
+                return self._news()
             case WorkerRun():
                 return await self._run(worker, request)
             case WorkerShow():
@@ -128,11 +127,8 @@ class WorkerService:
 
     async def _do(self, worker: Worker, request: Request) -> None:
         match request:
-            case WorkerStop():
-                self._stop(worker, request)
-            case WorkerOver():
-                for number in request.groups:
-                    worker.forget(number)
+            case WorkerForget():
+                self._forget(worker, request)
             case WorkerRetain():
                 await worker.retain(request.needed)
             case WorkerEnd():
@@ -187,7 +183,7 @@ class WorkerService:
             if request.evaluation is not None:
                 return WorkerRan(await worker.evaluate(request.evaluation, asked, place))
             made = await worker.episode(asked, place)
-            return WorkerRan(tuple(map(summed_up, made)), sampled=self._sampled.pop(place, b""))
+            return WorkerRan(tuple(Made(one.agent, one.reward) for one in made), sampled=self._sampled.pop(place, b""))
         except TrajectoryRejected as rejected:
             detail = cleaned(str(rejected).removeprefix(f"{rejected.reason}: ")[:_MOST_DETAIL])
             sampled = b"" if request.evaluation is not None else self._sampled.pop(place, b"")
@@ -196,12 +192,14 @@ class WorkerService:
             text = str(error) if isinstance(error, AsyncmoeError) else f"{type(error).__name__}: {error}"
             raise AsyncmoeError(cleaned(text[:_MOST_DETAIL])) from error
 
-    def _stop(self, worker: Worker, request: WorkerStop) -> None:
+    def _forget(self, worker: Worker, request: WorkerForget) -> None:
         for place in map(_place, request.episodes):
             worker.stop(place)
             self._sampled.pop(place, None)
             if (task := self._running.pop((None, place), None)) is not None:
                 task.cancel()
+        for number in request.groups:
+            worker.forget(number)
 
     def _note(self, place: EpisodeId, left: SampledEpisode) -> None:
         if len(made := to_bytes(left)) <= _MOST_SAMPLED:
@@ -215,8 +213,10 @@ class WorkerService:
         pool.note_busy()
         busy = tuple(engines.busy)
         engines.busy.clear()
-        totals = WorkerTotals(pool.generated_tokens, pool.lost_tokens, pool.recomputed_tokens, pool.recalled_tokens)
-        return WorkerNews(engines.uses(pool), busy, pool.requests, totals, msgspec.msgpack.encode(figures_of(loaded)))
+        tokens = {name: getattr(pool, name) for name in _TOKENS}
+        for name in _TOKENS:
+            setattr(pool, name, 0)
+        return WorkerNews(engines.uses(pool), busy, pool.requests, tokens, msgspec.msgpack.encode(figures_of(loaded)))
 
 
 def _place(told: EpisodeKey) -> EpisodeId:

@@ -219,7 +219,7 @@ class Worker:
 
 
 def summed_up(trajectory: Trajectory) -> Made:
-    """Return what the controller needs to know of a trajectory before it is part of a group."""
+    """Return what an evaluation needs to know of a trajectory."""
     sampled, newest = int(trajectory.loss_mask.sum()), int(trajectory.versions.max())
     return Made(trajectory.agent, float(trajectory.reward), sampled, trajectory.oldest_version, newest)
 

@@ -23,7 +23,7 @@ from asyncmoe.queue.start_order import Start
 
 log = logging.getLogger(__name__)
 CONTROLLER, OWN = "0", 1
-"""The log of the controller, which alone has leases and commits; and the number of the worker in its process, which writes payloads."""
+"""The log of the controller, which alone has leases and commits; and the number of the first worker, which write payloads."""
 
 
 class QueueLog:

@@ -27,9 +27,10 @@ from asyncmoe.queue.rejections import Rejections
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Admit, Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST, Flight, FlightRounds, Members, PutOff, Workers
+from asyncmoe.rollout.flights import LOST, Ended, Flight, FlightRounds, PutOff, Workers
 from asyncmoe.rollout.samples import Samples
 from asyncmoe.rollout.tasks import Task
+from asyncmoe.rpc.worker_messages import Made
 from asyncmoe.telemetry.samples.records import Fate
 
 log = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ class Producer:
 
     async def _member(self, flight: Flight, place: EpisodeId) -> None:
         try:
-            outcome: Members | TrajectoryRejected = await self._workers.episode(flight.prompt, place)
+            outcome: Sequence[Made] | TrajectoryRejected = await self._workers.episode(flight.prompt, place)
         except TrajectoryRejected as rejected:
             outcome = rejected
         flight.ended.put_nowait((place, outcome))
@@ -168,8 +169,7 @@ class Producer:
             episodes = await self._episodes(flight)
             if flight.round_end == "put_off":
                 raise PutOff
-            trajectories = [trajectory for episode in episodes for trajectory in episode]
-            if self._filter_equal and nothing_to_learn(trajectories):
+            if self._filter_equal and nothing_to_learn([one for _, made in episodes for one in made]):
                 self._queue.discarded(self._size, EQUAL, spare=self._rounds.lose(flight))
                 self._log.ended(flight.group.number, "dropped", EQUAL)
                 self._drop(flight)
@@ -177,7 +177,7 @@ class Producer:
                 self._note_equal()
             else:
                 self._complete(flight)
-                await self._put(flight, trajectories)
+                await self._put(flight, [place for place, _ in episodes])
                 await self._sample(flight, "queued")
                 self._equal_in_a_row = 0
         except PutOff:
@@ -206,11 +206,9 @@ class Producer:
             self._drop(late)
             late.ended.put_nowait(None)
 
-    async def _put(self, flight: Flight, trajectories: Members) -> None:
-        number = flight.group.number
-        episodes = sorted({(one.episode, one.attempt) for one in trajectories})
+    async def _put(self, flight: Flight, episodes: Sequence[EpisodeId]) -> None:
         try:
-            group = await self._workers.pack([EpisodeId(number, *one) for one in episodes], self._queue.newest_version)
+            group = await self._workers.pack(episodes, self._queue.newest_version)
         except TrajectoryRejected as rejected:
             if rejected.reason == LOST:
                 self._restart(flight, max(place.attempt for place in flight.places), rejected)
@@ -239,9 +237,9 @@ class Producer:
             group, version = flight.group, self._queue.version
             await self._samples.write(group.number, group.attempt, flight.places, flight.prompt, fate, version, reason, detail)
 
-    async def _episodes(self, flight: Flight) -> list[Members]:
+    async def _episodes(self, flight: Flight) -> list[Ended]:
         """Wait until the group is whole; return its episodes in order. Raise TrajectoryRejected if the group fails."""
-        finished: list[Members] = []
+        finished: list[Ended] = []
         try:
             while not flight.state.whole:
                 ended = await self._next(flight)
@@ -251,7 +249,7 @@ class Producer:
                 if isinstance(outcome, TrajectoryRejected):
                     self._failed(flight, place, outcome)
                 else:
-                    finished.append(outcome)
+                    finished.append((place, outcome))
                     flight.state = flight.state.finish()
         finally:
             del self._flights[flight.group]
@@ -259,9 +257,9 @@ class Producer:
         if flight.state.spare and flight.round_end != "put_off":
             self._queue.spared(flight.state.spare)
             flight.state = flight.state.close()
-        return sorted(finished, key=lambda episode: episode[0].episode)
+        return sorted(finished, key=lambda ended: ended[0].episode)
 
-    async def _next(self, flight: Flight) -> tuple[EpisodeId, Members | TrajectoryRejected] | None:
+    async def _next(self, flight: Flight) -> tuple[EpisodeId, Sequence[Made] | TrajectoryRejected] | None:
         """Return what becomes of the next member of a group to end."""
         while True:
             with suppress(TimeoutError):
@@ -313,7 +311,7 @@ class Producer:
             )
 
 
-def nothing_to_learn(trajectories: Members) -> bool:
+def nothing_to_learn(trajectories: Sequence[Made]) -> bool:
     """Return True if, for every agent, all rewards within the group are equal."""
     agents = {trajectory.agent for trajectory in trajectories}
     return all(all_equal([t.reward for t in trajectories if t.agent == agent]) for agent in agents)

@@ -120,7 +120,8 @@ class SampledRun:
             found: list[Trajectory] = []
             self.pool.texts += texts
             for place in places:
-                found += await self.worker.episode(asked, place)
+                await self.worker.episode(asked, place)
+                found += self.worker._ended[number][place]
             if write:
                 await self.samples.write(number, 0, places, asked, "queued", 4, "")
             return found

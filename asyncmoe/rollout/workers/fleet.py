@@ -21,7 +21,7 @@ from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST, RemoteTrajectory
+from asyncmoe.rollout.flights import LOST
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers import figures
 from asyncmoe.rollout.workers.figures import Figures, added
@@ -161,7 +161,7 @@ class WorkerFleet:
 
     # ------------------------------------------------------------ groups, for the producer
 
-    async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[RemoteTrajectory, ...]:
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
         """Run and score one episode of training on the worker of its group. Raises as `RemoteWorker.episode`."""
         if place.group not in self._groups:
             await self._some()

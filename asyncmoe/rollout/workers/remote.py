@@ -9,7 +9,7 @@ from asyncmoe.errors import AsyncmoeError, InvariantBroken, TrajectoryRejected, 
 from asyncmoe.log.turns import EpisodeKey
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST, RemoteTrajectory
+from asyncmoe.rollout.flights import LOST
 from asyncmoe.rollout.sampled_episodes import from_bytes
 from asyncmoe.rollout.tasks.types import Prompt, to_bytes
 from asyncmoe.rollout.workers.worker import Sampled
@@ -70,7 +70,7 @@ class RemoteWorker:
         assert isinstance(begun, WorkerBegun)
         return begun.groups
 
-    async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[RemoteTrajectory, ...]:
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
         """Run and score one episode of training.
 
         Raises:
@@ -80,11 +80,10 @@ class RemoteWorker:
         if place.group not in self.prompts:
             self.prompts[place.group] = to_bytes(prompt)
         try:
-            made = await self._run(WorkerRun(_told(place), self.prompts[place.group]), place)
+            return await self._run(WorkerRun(_told(place), self.prompts[place.group]), place)
         except asyncio.CancelledError:
             self.forget([place])
             raise
-        return tuple(RemoteTrajectory(place.group, place.episode, place.attempt, one.agent, one.reward) for one in made)
 
     async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
         """Run and score one episode of an evaluation set. Raises as `episode`."""

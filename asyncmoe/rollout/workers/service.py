@@ -26,7 +26,6 @@ from asyncmoe.rollout.workers.worker import Worker, worker_of
 from asyncmoe.rpc.codec import MAX_FRAME_BYTES
 from asyncmoe.rpc.messages import Done, Fetched, Reply, Request
 from asyncmoe.rpc.worker_messages import (
-    Made,
     WorkerAsk,
     WorkerBegin,
     WorkerBegun,
@@ -183,7 +182,7 @@ class WorkerService:
             if request.evaluation is not None:
                 return WorkerRan(await worker.evaluate(request.evaluation, asked, place))
             made = await worker.episode(asked, place)
-            return WorkerRan(tuple(Made(one.agent, one.reward) for one in made), sampled=self._sampled.pop(place, b""))
+            return WorkerRan(made, sampled=self._sampled.pop(place, b""))
         except TrajectoryRejected as rejected:
             detail = cleaned(str(rejected).removeprefix(f"{rejected.reason}: ")[:_MOST_DETAIL])
             sampled = b"" if request.evaluation is not None else self._sampled.pop(place, b"")

@@ -71,7 +71,7 @@ class Worker:
         self._newest_shown: list[int] = []
         """Positions of the demonstrations of which the queue may not know yet."""
 
-    async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Made, ...]:
         """Run and score one episode, and keep its trajectories for `pack`. Raises as `play`."""
         mine = self._running[place] = object()
         try:
@@ -79,7 +79,7 @@ class Worker:
             self._note(place, made)
             if self._running.get(place) is mine:  # else it was dropped while it ended
                 self._ended.setdefault(place.group, {})[place] = made
-            return made
+            return tuple(Made(one.agent, one.reward) for one in made)
         except TrajectoryRejected as rejected:
             self._note(place, rejected)
             raise

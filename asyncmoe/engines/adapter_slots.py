@@ -63,12 +63,13 @@ class TwoSlots:
 
     Args:
         timeout_s: limit on each call to the engine, and on the wait for responses of an older version.
-        in_use: says whether a request in progress, or one to come, uses an adapter that is not the current one.
+        in_use: says whether a request in progress, or one to come, uses an adapter that is not the current one; None: the base model alone,
+            which takes a place in SGLang's batch as an adapter does.
     """
 
     loading = False
 
-    def __init__(self, server: AdapterHost, timeout_s: float, in_use: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(self, server: AdapterHost, timeout_s: float, in_use: Callable[[str | None], Awaitable[bool]]) -> None:
         self._server, self._timeout_s, self._in_use = server, timeout_s, in_use
         self._slots = tuple(_Slot() for _ in range(SLOTS))
         self._current = self._slots[0]
@@ -111,16 +112,17 @@ class TwoSlots:
     async def _vacated(self) -> _Slot:
         """Empty the slot that is not current, and return it."""
         (slot,) = (slot for slot in self._slots if slot is not self._current)
-        if slot.serving is not None and (adapter := slot.serving.adapter) is not None:
+        if (held := slot.serving) is not None:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    while await self._in_use(adapter):
+                    while await self._in_use(held.adapter):
                         await asyncio.sleep(_LOOK_S)
             except TimeoutError:
-                what = f"the end of all responses of version {slot.serving.version}, whose slot the next one needs"
+                what = f"the end of all responses of version {held.version}, whose slot the next one needs"
                 raise StillInUse(self._server.name, what, self._timeout_s) from None
             slot.serving = None
-            await self._server.unload_adapter(adapter, self._timeout_s)
+            if held.adapter is not None:
+                await self._server.unload_adapter(held.adapter, self._timeout_s)
         return slot
 
 

@@ -65,7 +65,7 @@ class Gates(Protocol):
         """Tell the workers what has changed of the engines."""
         ...
 
-    async def in_use(self, member: Member, adapter: str) -> bool:
+    async def in_use(self, member: Member, adapter: str | None) -> bool:
         """Return whether a worker's request uses an adapter of an engine, or may yet do so."""
         ...
 
@@ -289,7 +289,7 @@ class Pool:
             member.slots = TwoSlots(engine.client, self._timeout_s, partial(self._in_use, member))
         return member
 
-    async def _in_use(self, member: Member, adapter: str) -> bool:
+    async def _in_use(self, member: Member, adapter: str | None) -> bool:
         return member.users[adapter] > 0 or (self.elsewhere is not None and await self.elsewhere.in_use(member, adapter))
 
     async def _some(self) -> None:

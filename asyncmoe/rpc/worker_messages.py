@@ -43,14 +43,14 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
         serial: as in `WorkerEngine`.
         heard_s: seconds since it last answered; None: it never has.
         failed: why the worker does not use it any more; empty: it does.
-        adapters: names of those that its requests in flight are sampled with.
+        adapters: names of those that its requests in flight are sampled with; None: without one.
     """
 
     serial: Count
     in_flight: Count
     heard_s: float | None = None
     failed: str = ""
-    adapters: tuple[str, ...] = ()
+    adapters: tuple[str | None, ...] = ()
 
 
 Busy = tuple[str, float, float]

@@ -74,7 +74,7 @@ class LentEngines:
                 member.in_flight,
                 now - member.heard if member.heard else None,
                 member.fenced or "",
-                tuple(name for name, count in member.users.items() if name is not None and count),
+                tuple(name for name, count in member.users.items() if count),
             )
             for member in pool.members
         )

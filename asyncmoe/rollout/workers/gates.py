@@ -74,7 +74,7 @@ class WorkerGates:
         self._sweep()
         return len({worker.joined.number for worker in self._telling.values() if not worker.gone})
 
-    async def in_use(self, member: Member, adapter: str) -> bool:
+    async def in_use(self, member: Member, adapter: str | None) -> bool:
         """Return whether a worker's request uses an adapter of an engine, or may yet do so."""
         self.tell(always=True)
         return await self.late() > 0 or any(

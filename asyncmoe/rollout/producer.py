@@ -27,7 +27,7 @@ from asyncmoe.queue.rejections import Rejections
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Admit, Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST, Ended, Flight, FlightRounds, PutOff, Workers
+from asyncmoe.rollout.flights import Ended, Flight, FlightRounds, PutOff, Workers
 from asyncmoe.rollout.samples import Samples
 from asyncmoe.rollout.tasks import Task
 from asyncmoe.rpc.worker_messages import Made
@@ -36,9 +36,7 @@ from asyncmoe.telemetry.samples.records import Fate
 log = logging.getLogger(__name__)
 Show = Callable[[int, int], Awaitable[Sequence[Group]]]
 
-_ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout", LOST})
-_TAKES_MANY = frozenset({"engine_died", LOST})
-"""Reasons for which one loss can take more groups with it than are hopeless."""
+_ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout"})
 _ATTEMPTS = 3
 EQUAL = "equal_rewards"
 DEFERRED = "deferred"
@@ -177,7 +175,7 @@ class Producer:
                 self._note_equal()
             else:
                 self._complete(flight)
-                await self._put(flight, [place for place, _ in episodes])
+                await self._queue.put(await self._workers.pack([place for place, _ in episodes], self._queue.newest_version))
                 await self._sample(flight, "queued")
                 self._equal_in_a_row = 0
         except PutOff:
@@ -190,7 +188,7 @@ class Producer:
             if not flight.restarted:
                 self._log.ended(flight.group.number, "rejected", rejected.reason)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
-            if not (flight.restarted and rejected.reason in _TAKES_MANY):
+            if not (flight.restarted and rejected.reason == "engine_died"):  # one loss can take more groups with it than are hopeless
                 self._note(rejected)
             if not flight.restarted:
                 self._note_lost(rejected)
@@ -205,15 +203,6 @@ class Producer:
             self._log.again(late.deferred, DEFERRED)
             self._drop(late)
             late.ended.put_nowait(None)
-
-    async def _put(self, flight: Flight, episodes: Sequence[EpisodeId]) -> None:
-        try:
-            group = await self._workers.pack(episodes, self._queue.newest_version)
-        except TrajectoryRejected as rejected:
-            if rejected.reason == LOST:
-                self._restart(flight, max(place.attempt for place in flight.places), rejected)
-            raise
-        await self._queue.put(group)
 
     def _restart(self, flight: Flight, attempt: int, rejected: TrajectoryRejected) -> None:
         """Have a group start again that failed in this attempt, unless it has failed too often."""
@@ -273,7 +262,7 @@ class Producer:
         group = flight.group
         failures = group.failures + place.attempt - group.attempt + 1
         worth_it = rejected.reason in self._start_over and failures < _ATTEMPTS
-        flight.state, fate = flight.state.fail(alone=worth_it and self._line.unit == "trajectory" and rejected.reason != LOST)
+        flight.state, fate = flight.state.fail(alone=worth_it and self._line.unit == "trajectory")
         if fate == "spared":
             self._queue.rejected(0, rejected.reason, spare=1)
         elif fate == "again":

@@ -33,7 +33,7 @@ CAUSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("kill", "engine"): (_LOST, r"engine\.\d+ did not start: ended with status -9"),
     ("stop", "engine"): (_LOST,),
     ("hang", "controller"): (_SILENT,),
-    ("hang", "worker"): (),
+    ("hang", "worker"): (_SILENT,),
     ("hang", "rank"): (_SILENT, r"took no part in a collective for"),
     ("hang", "engine"): (_LOST, r"no token for", r"waited .* s for engine\.\d+: start"),
     ("kill", "joiner"): (_LOST, r"engine\.\d+ ended with status -9"),

@@ -206,7 +206,12 @@ def test_the_loss_of_a_worker_with_many_groups_does_not_end_the_run(tmp_path: Pa
                 await asyncio.sleep(0.01)
             lost = max(cluster.fleet._workers.values(), key=lambda worker: worker.running).joined.number
             assert cluster.fleet._workers[lost].running > 2 * 32
+            under_way = {place for _, place in cluster.lent[lost].worker._running}
             await cluster.lose(lost)
+            await cluster.lost(lost)
+            await cluster.start(lost)
+            while not under_way <= {place for _, place in cluster.lent[lost].worker._running}:
+                await asyncio.sleep(0.01)
             for handle in cluster.handles:
                 handle.client.hangs = False
             for step in range(3):

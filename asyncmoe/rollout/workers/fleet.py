@@ -1,7 +1,8 @@
 """The rollout workers of a run, as the controller has them: they join, run groups, are lost, and come again.
 
-A group belongs to the worker that its first episode was given to, because it is one payload. A worker that does not answer is lost: its
-unfinished groups start again, and its finished ones are read from the log. The run ends if none takes its place in time.
+A group belongs to the number of the worker that its first episode was given to, because it is one payload. A worker that does not answer is
+lost: the one that takes its place goes on with its unfinished groups from the answers that were recorded, and reads its finished ones from
+the log. The run ends if none comes in time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -32,6 +34,7 @@ from asyncmoe.rpc.messages import Done, FindWorker, WorkerFound
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.worker_messages import Made, WorkerAsk, WorkerBegin, WorkerEnd, WorkerJoin, WorkerNews, WorkerRetain
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 _LOOK_S = 0.05
 
@@ -63,7 +66,8 @@ class WorkerFleet:
         self._config, self._pool, self._generated, self._first, self._untried = config, pool, generated, first, untried
         self._workers: dict[int, RemoteWorker] = {}
         self._following: dict[int, asyncio.Task[None]] = {}
-        self._groups: dict[int, RemoteWorker] = {}
+        self._groups: dict[int, tuple[int, Prompt]] = {}
+        """The number of the worker of each group, and what it asks."""
         self._refused: AsyncmoeError | None = None
         self._figures: dict[int, Figures] = {}
         self._ended_figures = Figures()
@@ -162,14 +166,11 @@ class WorkerFleet:
     # ------------------------------------------------------------ groups, for the producer
 
     async def episode(self, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
-        """Run and score one episode of training on the worker of its group. Raises as `RemoteWorker.episode`."""
+        """Run and score one episode of training on the worker of its group. Raises as `RemoteWorker.episode`, but never `LOST`."""
         if place.group not in self._groups:
-            await self._some()
-        if (worker := self._groups.get(place.group)) is None:  # another member may have chosen meanwhile
-            before = self._recorded.pop(place.group, 0)
-            worker = min(self._alive(), key=lambda one: (one.joined.number != before, one.running, one.joined.number))
-            self._groups[place.group] = worker
-        return await worker.episode(prompt, place)
+            least, before = await self._some(), self._recorded.pop(place.group, 0)
+            self._groups.setdefault(place.group, (before or least.joined.number, prompt))  # unless another member has chosen meanwhile
+        return await self._on(self._groups[place.group][0], lambda worker: worker.episode(prompt, place))
 
     async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
         """Run and score one episode of an evaluation set. Raises as `RemoteWorker.evaluate`."""
@@ -185,21 +186,25 @@ class WorkerFleet:
                     raise
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
-        """Make a group of its episodes. Raises as `RemoteWorker.pack`."""
-        if (worker := self._groups.get(episodes[0].group)) is None:
-            raise TrajectoryRejected(LOST, f"the worker of group {episodes[0].group} is lost")
-        return await worker.pack(episodes, newest)
+        """Make a group of its episodes. Raises as `RemoteWorker.pack`, but never `LOST`."""
+        number, prompt = self._groups[episodes[0].group]
+
+        async def packed(worker: RemoteWorker) -> Group:
+            await asyncio.gather(*(worker.episode(prompt, place) for place in episodes if place not in worker.ended))
+            return await worker.pack(episodes, newest)
+
+        return await self._on(number, packed)
 
     def drop(self, episodes: Sequence[EpisodeId]) -> None:
         """Have the worker of a group end and forget its episodes."""
-        if episodes and (worker := self._groups.pop(episodes[0].group, None)) is not None:
-            worker.forget(episodes, [episodes[0].group])  # what was recorded of it, too
+        if episodes and (known := self._groups.pop(episodes[0].group, None)) is not None:
+            self._workers[known[0]].forget(episodes, [episodes[0].group])  # what was recorded of it, too
 
     def over(self, groups: Sequence[Group]) -> None:
         """Have workers forget groups that the queue has deleted."""
         for group in groups:
-            if (worker := self._groups.pop(group.number, None)) is not None:
-                worker.forget(groups=[group.number])
+            if (known := self._groups.pop(group.number, None)) is not None:
+                self._workers[known[0]].forget(groups=[group.number])
 
     def retain(self, needed: Mapping[int, int]) -> None:
         """Let go of payloads that no record names. `needed`: position of the oldest one that one names, by number of the worker."""
@@ -207,6 +212,18 @@ class WorkerFleet:
             worker.tell(WorkerRetain(dict(needed)))
 
     # ------------------------------------------------------------ internals
+
+    async def _on(self, number: int, ask: Callable[[RemoteWorker], Awaitable[T]]) -> T:
+        """Ask a worker, and whoever takes its place if it is lost meanwhile: that one goes on from the answers that were recorded."""
+        while True:
+            while (worker := self._workers.get(number)) is None or worker.gone:
+                await asyncio.sleep(_LOOK_S)
+            try:
+                return await ask(worker)
+            except TrajectoryRejected as rejected:
+                if rejected.reason != LOST:
+                    raise
+                await asyncio.sleep(_LOOK_S)  # one that ends well says so before it is gone
 
     async def _some(self) -> RemoteWorker:
         """Return the worker with the fewest episodes, once all have joined."""
@@ -236,5 +253,4 @@ class WorkerFleet:
     def _lost(self, worker: RemoteWorker) -> None:
         log.error("%s is lost: %s", worker.name, worker.gone)
         self.times_lost += 1
-        self._groups = {number: other for number, other in self._groups.items() if other is not worker}
         self._gates.count()

@@ -52,6 +52,7 @@ class RemoteWorker:
         requests: at engines or waiting for one.
         prompts: encoded prompts of the groups that it runs or holds, by number.
         running: number of episodes that run there.
+        ended: the episodes that have ended there and are not yet part of a group.
     """
 
     def __init__(self, joined: WorkerJoin, lost: Callable[[RemoteWorker], None], sampled: Sampled) -> None:
@@ -61,6 +62,7 @@ class RemoteWorker:
         self.uses: dict[int, EngineUse] = {}
         self.prompts: dict[int, bytes] = {}
         self.requests = self.running = 0
+        self.ended: set[EpisodeId] = set()
         self._client = AsyncClient(joined.rendezvous, self.name)
         self._told: set[asyncio.Task[None]] = set()
 
@@ -80,10 +82,12 @@ class RemoteWorker:
         if place.group not in self.prompts:
             self.prompts[place.group] = to_bytes(prompt)
         try:
-            return await self._run(WorkerRun(_told(place), self.prompts[place.group]), place)
+            made = await self._run(WorkerRun(_told(place), self.prompts[place.group]), place)
         except asyncio.CancelledError:
             self.forget([place])
             raise
+        self.ended.add(place)
+        return made
 
     async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
         """Run and score one episode of an evaluation set. Raises as `episode`."""
@@ -115,6 +119,7 @@ class RemoteWorker:
 
     def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
         """Have the worker end and forget episodes, one that runs is rejected as `LOST`; and forget groups."""
+        self.ended.difference_update(episodes)
         for group in groups:
             self.prompts.pop(group, None)
         self.tell(WorkerForget(tuple(map(_told, episodes)), tuple(groups)))
@@ -128,6 +133,7 @@ class RemoteWorker:
         """
         packed = await self._ask(WorkerPack(tuple(map(_told, episodes)), newest), _READ_S)
         assert isinstance(packed, WorkerPacked)
+        self.ended.difference_update(episodes)
         group = episodes[0].group
         if any(item.group != group for item in packed.items):
             raise InvariantBroken(f"{self.name} packed other trajectories than those of group {group}")

@@ -70,7 +70,7 @@ def run(config: Config, run_dir: Path) -> None:
     Raises:
         Interrupted: SIGINT arrived before the trainer did, so nothing was to be saved.
         UserError: the task, an answer, scorer, environment, tokenizer, a port, the engines' Python or the rendezvous variables are
-            unusable, or the run has another controller; no engine was started.
+            unusable, or the run has another controller; nothing was sampled.
         EngineError: an engine did not start, or none is left.
         AsyncmoeError: any other failure that ended the run early.
     """

@@ -16,10 +16,13 @@ import msgspec
 import numpy as np
 
 from asyncmoe.errors import InvariantBroken, WaitTimeout
+from asyncmoe.log.log import Place
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
-from asyncmoe.rpc.messages import Commit, Fetch, Reply
+from asyncmoe.rollout.workers.worker import Worker
+from asyncmoe.rpc.messages import Commit, Fetched, FindWorker, Reply, WorkerFound
 from asyncmoe.rpc.server import Server
+from asyncmoe.rpc.worker_messages import WorkerFetch
 from asyncmoe.trainer.data.schedule import BatchGrid, schedule
 from asyncmoe.trajectory import Recording, Trajectory, encode, encode_routes
 from benchmarks.batches_rank import DP, GROUP, QWEN3_30B, TOKENS_PER_MICROBATCH, WIDTH, BatchJob, RankTook
@@ -128,26 +131,34 @@ def trajectories(tokens: int) -> list[Trajectory]:
     return made
 
 
+async def _samples_nothing(*_: object) -> tuple[Trajectory, ...]:
+    raise NotImplementedError
+
+
 async def _measure(case: BatchCase, tp: int, ahead: bool) -> tuple[list[RankTook], int]:
     """Return what the ranks took, and the bytes of trajectories that were sent."""
     total, sent = case.batch * case.steps, 0
-    queue = BoundedQueue(capacity=total, batch=case.batch, group_size=GROUP, max_staleness=case.steps, recording=Recording(QWEN3_30B))
+    queue = BoundedQueue(capacity=total, batch=case.batch, group_size=GROUP, max_staleness=case.steps)
+    worker = Worker(_samples_nothing, GROUP, Recording(QWEN3_30B))
     made = trajectories(case.tokens)
     for group in range(total // GROUP):
         queue.started(GROUP)
         members = [made[(group * GROUP + i) % len(made)] for i in range(GROUP)]
-        await queue.put_group([replace(t, key=f"g{group}.e{i}.a0.t0", group=group, episode=i) for i, t in enumerate(members)])
+        held = await worker.hold([replace(t, key=f"g{group}.e{i}.a0.t0", group=group, episode=i) for i, t in enumerate(members)], 1)
+        await queue.put(replace(held, frames={}, place=Place(1, 0)))
     service, together = QueueService(queue, run="bench", config_digest=""), asyncio.Barrier(tp)
 
     async def answer(request: Any) -> Reply | tuple[Reply, list[Any]]:
         nonlocal sent
         if isinstance(request, Commit):
             await together.wait()
-        reply = await service(request)
-        if isinstance(request, Fetch):
-            assert isinstance(reply, tuple)
-            sent += sum(memoryview(part).nbytes for part in reply[1])
-        return reply
+        if isinstance(request, FindWorker):
+            return WorkerFound(to)
+        if isinstance(request, WorkerFetch):
+            frames = await worker.fetch(request.keys, request.places, request.layers, request.masks)
+            sent += sum(memoryview(part).nbytes for part in frames)
+            return Fetched(), frames
+        return await service(request)
 
     async with Server(answer) as server:
         to = await server.start()

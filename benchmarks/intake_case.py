@@ -215,7 +215,6 @@ async def rate(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
             max_staleness=case.in_flight // batch + 1,
             rule="downweight",
             drop_above=1 << 30,  # the stand-ins serve version 0 for ever
-            recording=case.recording,
             on_freed=worker.over,
         )
         producer = Producer(queue, _Asks(prompt), worker, _GROUP)
@@ -286,16 +285,17 @@ async def queued(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
     """Memory of trajectories that wait in the queue."""
     async with _staged(case, ports) as stage:
         count = case.in_flight // _GROUP * _GROUP
-        queue = BoundedQueue(capacity=count, batch=count, group_size=_GROUP, max_staleness=1, recording=case.recording)
+        queue = BoundedQueue(capacity=count, batch=count, group_size=_GROUP, max_staleness=1)
         await episode.run(stage.context, Prompt("", tuple(range(case.prompt)), ""), EpisodeId(1 << 20, 0, 0))
         before = _resident()
         play = partial(episode.run, stage.context)
+        worker = Worker(play, _GROUP, case.recording)
 
         async def group(number: int) -> None:
             queue.started(_GROUP)
             prompt = Prompt("", tuple(range(case.prompt)), "")
             made = [await play(prompt, EpisodeId(number, member, 0)) for member in range(_GROUP)]
-            await queue.put_group([trajectory for one in made for trajectory in one])
+            await queue.put(await worker.hold([trajectory for one in made for trajectory in one], 1))
 
         for number in range(count // _GROUP):
             await group(number)

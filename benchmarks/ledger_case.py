@@ -128,8 +128,7 @@ async def controller(case: LedgerCase, folder: Path) -> dict[str, Any]:
     config, batch = configured(folder, case.workers, case.groups, _GROUP), case.groups * _GROUP
     pool = Pool([cast(EngineHandle, _Handle(f"engine.{n}")) for n in range(case.engines)], 1 << 16, 60.0, lambda *_: None)
     run_log = RunLog.open(config, {"hidden_size": 8}, NOTHING)
-    fleet = WorkerFleet(config, pool, lambda *_: None, run_log.for_workers, lambda _: ("http://10.0.0.1:30000", "k" * 40))
-    run_log.retain = fleet.retain
+    fleet = WorkerFleet(config, pool, lambda *_: None, run_log.for_workers, address_of=lambda _: ("http://10.0.0.1:30000", "k" * 40))
     queue = BoundedQueue(
         capacity=config.queue_capacity,
         batch=batch,
@@ -139,7 +138,6 @@ async def controller(case: LedgerCase, folder: Path) -> dict[str, Any]:
         log=run_log.queue_log,
         resumed=await run_log.resume(0),
     )
-    queue.holders = fleet.holders
     clock = _Clock(queue, case.steps, config.digest)
     producer = Producer(queue, _Asks(), fleet, _GROUP, queue_log=run_log.queue_log)
     command = [sys.executable, "-m", "benchmarks.ledger_workers", *map(str, (case.workers, case.steps + 1, batch))]

@@ -22,17 +22,16 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from asyncmoe.rpc.worker_messages import (
     EngineUse,
+    Made,
     WorkerAsk,
     WorkerBegin,
     WorkerBegun,
     WorkerEngines,
-    WorkerLoad,
     WorkerNews,
     WorkerPack,
     WorkerPacked,
     WorkerRan,
     WorkerRun,
-    WorkerTotals,
 )
 
 TOKENS = 4096
@@ -52,16 +51,19 @@ class AnsweringWorker:
             case WorkerBegin():
                 return WorkerBegun(())
             case WorkerEngines():
-                self._uses = tuple(EngineUse(one.name, one.serial, 0, 0.0) for one in request.engines)
-                return WorkerLoad(self._uses)
+                self._uses = tuple(EngineUse(one.serial, 0, 0.0) for one in request.engines)
+                return self._news()
             case WorkerRun():
-                return WorkerRan(((0, float((request.episode.group + request.episode.episode) % 2)),))
+                return WorkerRan((Made(0, float((request.episode.group + request.episode.episode) % 2)),))
             case WorkerPack():
                 return self._packed(request)
             case WorkerAsk():
                 await asyncio.sleep(0.25)
-                return WorkerNews(self._uses, (), WorkerTotals(), _FIGURES)
+                return self._news()
         return Done()
+
+    def _news(self) -> WorkerNews:
+        return WorkerNews(self._uses, (), 0, {}, _FIGURES)
 
     def _packed(self, request: WorkerPack) -> WorkerPacked:
         version = max(request.newest - 1, 0)
@@ -72,7 +74,7 @@ class AnsweringWorker:
 
     def _item(self, place: EpisodeId, version: int) -> Item:
         reward = float((place.group + place.episode) % 2)
-        return Item(place.key(), place.group, place.episode, 0, TOKENS, TOKENS - 128, reward, version, version, holder=self._number)
+        return Item(place.key(), place.group, place.episode, 0, TOKENS, TOKENS - 128, reward, version, version)
 
 
 def over_tcp(rendezvous: Rendezvous) -> Rendezvous:

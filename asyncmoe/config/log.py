@@ -14,14 +14,9 @@ _ADDRESS = re.compile(rf"(rediss?://{_HOST}(/\d*)?|unix:///[^?]+)(\?(?!.*passwor
 
 
 class LogSection(Section):
-    """The log: finished groups, turns of unfinished ones, leases and what became of each group, on disk, so that a stopped run loses none
-    of them."""
+    """The log: finished groups, turns of unfinished ones, leases and what became of each group, on disk. A run that is started again
+    replays the batches it had trained since its checkpoint, trains what was queued, and goes on with what was unfinished."""
 
-    enabled: bool = Field(
-        True,
-        description="Keep the queue on disk: a run that is started again replays the batches it had trained since its checkpoint, trains "
-        "what was queued, and goes on with what was unfinished. false: all of these are sampled again.",
-    )
     folder: Path | None = Field(
         None,
         description="Folder of the log, on the controller's node; null: `log` in run.dir. A local disk is faster than a network file "

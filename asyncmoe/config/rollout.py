@@ -81,16 +81,16 @@ class RolloutSection(Section):
         "the rest is a biased sample; 1: never.",
     )
 
-    workers: NonNegative = Field(
-        0,
-        description="Rollout workers: processes that run the episodes, each on engines of its own, and hold the trajectories until the "
-        "trainer has fetched them from there. One process takes in what some dozens of GPUs sample (docs/measurements.md); beyond, raise "
-        "this. 0: the controller runs the episodes. Needs the log in a folder that all of them share.",
+    workers: Positive = Field(
+        1,
+        description="Rollout workers: processes that run the episodes, each with its share of max_concurrent at all engines, and hold the "
+        "trajectories until the trainer has fetched them from there. One takes in what some dozens of GPUs sample (docs/measurements.md); "
+        "beyond, raise this.",
     )
     start_workers: bool = Field(
         True,
         description="The controller starts the rollout workers beside itself. false: each is started with `asyncmoe worker CONFIG --number "
-        "1` (and so on) on the machine that it is to run on; it prefers the engines of that machine.",
+        "1` (and so on) on the machine that it is to run on, where it needs the log's folder.",
     )
 
     @model_validator(mode="after")
@@ -99,7 +99,14 @@ class RolloutSection(Section):
         if self.oversample and self.max_concurrent < together:
             expected = f"at least rollout.group_size + rollout.oversample = {together}, so that extra responses do not wait for the others"
             raise refused("rollout.max_concurrent", self.max_concurrent, expected, "raise it, or lower rollout.oversample")
+        if self.max_concurrent < self.workers:
+            expected = f"at least rollout.workers = {self.workers}: each worker has a request in flight"
+            raise refused("rollout.max_concurrent", self.max_concurrent, expected)
         return self
+
+    def share(self, number: int) -> int:
+        """Return the requests that worker `number`, from 1, may have in flight: its share of `max_concurrent`."""
+        return self.max_concurrent // self.workers + (number <= self.max_concurrent % self.workers)
 
     @property
     def batch(self) -> int:

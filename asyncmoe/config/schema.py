@@ -11,7 +11,6 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from asyncmoe import plugins
-from asyncmoe.config import workers
 from asyncmoe.config.cluster import ClusterSection
 from asyncmoe.config.engines import EngineSection
 from asyncmoe.config.environment import EnvironmentSection
@@ -126,8 +125,6 @@ class Config(Section):
             if self.run.mode == "async"
             else "queue.admission is trajectory, and a round starts whole groups; set one of them to its default"
             if self.queue.admission == "trajectory"
-            else "log.enabled is false, and only the log remembers prompts that were put off; enable it"
-            if not self.log.enabled
             else ""
         )
         if self.rollout.tail_batching > 1 and because:
@@ -185,13 +182,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_workers(self) -> Config:
-        slots = self.train == "lora" and self.sync.method != "reshard"
-        for key, got, expected in workers.refused(self.rollout, self.log, self.engines, slots):
-            raise refused(key, got, expected, "change it, or set rollout.workers to 0")
-        return self
-
-    @model_validator(mode="after")
     def _check_disk(self) -> Config:
         """Refuse what weights in a directory do not carry."""
         if self.sync.method == "disk" and self.train == "lora":
@@ -232,7 +222,7 @@ class Config(Section):
     def survives_controller(self) -> bool:
         """True if a controller that is lost can be started again, with the trainer, while engines wait for it: it must know from the
         log what was sampled and trained, and whether an engine holds a whole version."""
-        return self.sync.method == "reshard" and self.log.enabled and self.engines.orphan_s > 0
+        return self.sync.method == "reshard" and self.engines.orphan_s > 0
 
     @property
     def renews_engines(self) -> bool:

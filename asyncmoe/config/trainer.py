@@ -156,7 +156,7 @@ class TrainerSection(Section):
     max_restarts: NonNegative = Field(
         2,
         description="How often in a row, without a new step in between, a trainer whose rank was lost (killed, crashed, out of memory) is "
-        "started again in place, from its newest checkpoint, while controller and engines go on; it needs the log (log.enabled). "
+        "started again in place, from its newest checkpoint, while controller and engines go on. "
         "0: a lost trainer ends the run.",
     )
 

@@ -2,7 +2,7 @@
 
 A request names the adapter of the version that was current when it was sent, and keeps it to its end: SGLang binds a request to an adapter
 on arrival. Requests of the previous version finish with it while new requests use the new version. The next version takes the slot of the
-older version once no request uses that slot: the trainer waits for this, never a request.
+older version once no request uses its adapter: the trainer waits for this, never a request.
 
 So a response has exactly one version. The weight_version that SGLang reports for a token is the version of the base weights, which an
 adapter does not change; SGLang reports no version of adapters. It separates the cached prefixes of different adapters itself
@@ -12,15 +12,16 @@ adapter does not change; SGLang reports no version of adapters. It separates the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncmoe.engines.adapters import BASE, SLOTS
 from asyncmoe.engines.engine import AdapterHost
 from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import EngineError, WaitTimeout, WeightSyncError
+
+_LOOK_S = 0.05
 
 
 class StillInUse(WaitTimeout):
@@ -49,17 +50,9 @@ class ServedBy:
 
 @dataclass
 class _Slot:
-    """A slot for one version.
-
-    Attributes:
-        serving: the version it holds, or None.
-        users: number of requests in progress that use it.
-        free: set while `users` is 0.
-    """
+    """A slot for one version. `serving`: the version it holds, or None."""
 
     serving: ServedBy | None = None
-    users: int = 0
-    free: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class TwoSlots:
@@ -70,15 +63,15 @@ class TwoSlots:
 
     Args:
         timeout_s: limit on each call to the engine, and on the wait for responses of an older version.
+        in_use: says whether a request in progress, or one to come, uses an adapter that is not the current one; None: the base model alone,
+            which takes a place in SGLang's batch as an adapter does.
     """
 
     loading = False
 
-    def __init__(self, server: AdapterHost, timeout_s: float) -> None:
-        self._server, self._timeout_s = server, timeout_s
+    def __init__(self, server: AdapterHost, timeout_s: float, in_use: Callable[[str | None], Awaitable[bool]]) -> None:
+        self._server, self._timeout_s, self._in_use = server, timeout_s, in_use
         self._slots = tuple(_Slot() for _ in range(SLOTS))
-        for slot in self._slots:
-            slot.free.set()
         self._current = self._slots[0]
         self._current.serving = self._serving = ServedBy(0, None)
         self._exchanging = asyncio.Lock()
@@ -87,19 +80,6 @@ class TwoSlots:
     def serving(self) -> ServedBy:
         """The version that samples new requests."""
         return self._serving
-
-    @contextmanager
-    def use(self) -> Iterator[ServedBy]:
-        """Keep the current version loaded for the duration of one request."""
-        slot = self._current
-        slot.users += 1
-        slot.free.clear()
-        try:
-            yield self._serving
-        finally:
-            slot.users -= 1
-            if not slot.users:
-                slot.free.set()
 
     async def publish(self, version: int, folder: Path, lineage: int = 0) -> None:
         """Switch new requests to a version; returns when the switch is done.
@@ -132,19 +112,18 @@ class TwoSlots:
     async def _vacated(self) -> _Slot:
         """Empty the slot that is not current, and return it."""
         (slot,) = (slot for slot in self._slots if slot is not self._current)
-        if slot.serving is not None:
-            await self._unused(slot, slot.serving)
-            adapter, slot.serving = slot.serving.adapter, None
-            if adapter is not None:
-                await self._server.unload_adapter(adapter, self._timeout_s)
+        if (held := slot.serving) is not None:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    while await self._in_use(held.adapter):
+                        await asyncio.sleep(_LOOK_S)
+            except TimeoutError:
+                what = f"the end of all responses of version {held.version}, whose slot the next one needs"
+                raise StillInUse(self._server.name, what, self._timeout_s) from None
+            slot.serving = None
+            if held.adapter is not None:
+                await self._server.unload_adapter(held.adapter, self._timeout_s)
         return slot
-
-    async def _unused(self, slot: _Slot, held: ServedBy) -> None:
-        try:
-            await asyncio.wait_for(slot.free.wait(), self._timeout_s)
-        except TimeoutError:
-            what = f"the end of {slot.users} responses of version {held.version}, whose slot the next one needs"
-            raise StillInUse(self._server.name, what, self._timeout_s) from None
 
 
 def attributed(generation: Generation, serving: ServedBy) -> Generation:

@@ -31,11 +31,6 @@ class Gate:
         """Number of requests that are inside or wait."""
         return self.inside + len(self._waiting)
 
-    def resize(self, limit: int) -> None:
-        """Admit at most `limit` requests from now on; requests inside stay."""
-        self._limit = limit
-        self._admit()
-
     def close(self) -> None:
         """Admit no request until `open`; requests inside stay."""
         self._open.clear()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -25,7 +26,8 @@ class Member:
         slots: its adapter slots if every version is an adapter, else None.
         version, lineage: version the engine serves.
         in_flight: number of requests sent but not answered.
-        elsewhere: the same of rollout workers.
+        users: the same by adapter.
+        elsewhere: the number of all rollout workers' requests.
         fenced: why it takes no more requests, or None.
         waiting: True if it has joined but not received a version.
         leaving: True if it only finishes the requests it has.
@@ -42,6 +44,7 @@ class Member:
     version: int = 0
     lineage: int = 0
     in_flight: int = 0
+    users: Counter[str | None] = field(default_factory=Counter)
     elsewhere: int = 0
     fenced: str | None = None
     waiting: bool = False
@@ -52,9 +55,20 @@ class Member:
     compared: bool = False
     serial: int = field(default_factory=_serials.__next__)
 
-    def serving(self) -> AbstractContextManager[ServedBy]:
-        """Return a context for one request; it yields the version and adapter that sample the request."""
-        return nullcontext(ServedBy(self.version, self.adapter, self.lineage)) if self.slots is None else self.slots.use()
+    @property
+    def served(self) -> ServedBy:
+        """The version and adapter that sample new requests."""
+        return ServedBy(self.version, self.adapter, self.lineage) if self.slots is None else self.slots.serving
+
+    @contextmanager
+    def serving(self) -> Iterator[ServedBy]:
+        """A context for one request; it yields the version and adapter that sample the request."""
+        served = self.served
+        self.users[served.adapter] += 1
+        try:
+            yield served
+        finally:
+            self.users[served.adapter] -= 1
 
     def serve(self, version: int, lineage: int) -> None:
         """Note that the engine serves a version."""

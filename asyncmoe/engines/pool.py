@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from asyncmoe.config.rollout import Order
@@ -62,6 +63,10 @@ class Gates(Protocol):
 
     def tell(self) -> None:
         """Tell the workers what has changed of the engines."""
+        ...
+
+    async def in_use(self, member: Member, adapter: str | None) -> bool:
+        """Return whether a worker's request uses an adapter of an engine, or may yet do so."""
         ...
 
     async def late(self) -> int:
@@ -217,10 +222,6 @@ class Pool:
         member.idle(self._record)
         self.members.remove(member)
 
-    def resize(self, limit: int) -> None:
-        """Have at most `limit` requests in flight from now on."""
-        self._gate.resize(limit)
-
     def close(self) -> None:
         """Close the gate; requests at the engines continue."""
         self._gate.close()
@@ -292,7 +293,13 @@ class Pool:
             member.note_busy(self._record)
 
     def _member(self, engine: EngineHandle) -> Member:
-        return Member(engine, self._adapter, TwoSlots(engine.client, self._timeout_s) if self._has_slots else None)
+        member = Member(engine, self._adapter)
+        if self._has_slots:
+            member.slots = TwoSlots(engine.client, self._timeout_s, partial(self._in_use, member))
+        return member
+
+    async def _in_use(self, member: Member, adapter: str | None) -> bool:
+        return member.users[adapter] > 0 or (self.elsewhere is not None and await self.elsewhere.in_use(member, adapter))
 
     async def _some(self) -> None:
         """Return when an engine serves; all engines may be waiting for their first version, or start again.
@@ -318,7 +325,7 @@ class Pool:
                     salt = serving.version
                     client = member.engine.client
                     generation = await client.generate(tokens, sampling, serving.salt, self._timeout_s, routed, serving.adapter, listener)
-                    if member.slots is not None:
+                    if self._has_slots:
                         generation = attributed(generation, serving)
         finally:
             member.left(self._record)

@@ -83,7 +83,7 @@ def check(config: Config, *, weights: bool = True) -> Survey:
             check_place(place, key)
     loggers.check(config.telemetry)
     here = not config.engines.join and config.launch == "local"
-    if config.log.enabled and config.log.redis is not None and config.launch == "local":
+    if config.log.redis is not None and config.launch == "local":
         _check_redis(config.log)
     if config.launch == "local":
         rollout_code.check(config)
@@ -100,8 +100,6 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     if has and not config.run.resume:
         hint = "set run.resume=true or another run.dir"
         raise ConfigError("run.dir", got=f"{config.run.dir} with {has}", expected="a new directory", hint=hint)
-    if not config.log.enabled:
-        belonging.refuse_without(config.run.dir, config.log.place(config.run.dir))
     copier.check(config)
     found = checkpoints.survey(config.run.dir)
     for line in found.lines:
@@ -126,7 +124,7 @@ def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) 
     if newest is not None and int(checkpoints.facts(newest)["step"]) == config.warmup.steps + config.run.steps:
         taken = f"all {config.run.steps} steps are taken already; a higher number goes on from {newest}"
         print(f"run.steps: {taken}", file=sys.stderr, flush=True)
-    if config.log.enabled and begun:
+    if begun:
         run_log.belonging_of(config, hf, models.recording(config, hf))  # as the controller refuses, after the start
 
 

@@ -89,14 +89,13 @@ def table(config: Config, engines: Sequence[str], *, spare: bool = False) -> dic
         engines: names of the engine processes that the launcher starts.
         spare: whether a run goes on without an engine that is used up; False: its launcher starts all of the run elsewhere.
     """
-    unlogged = "" if config.log.enabled else "the trainer does not start again without the log (log.enabled)"
-    needs = "the controller starts again only with sync.method reshard, log.enabled, and engines.orphan_s above 0"
+    needs = "the controller starts again only with sync.method reshard, and engines.orphan_s above 0"
     alone = "" if config.survives_controller else needs
     engine = LossRule(config.engines.restarts, "engines.restarts", only_lost=True, spare=spare and config.engines.nodes == 1)
     return {
         CONTROLLER: LossRule(config.run.controller_restarts, "run.controller_restarts", alone, (TRAINER,), only_lost=True),
         **dict.fromkeys(engines, engine),
-        TRAINER: LossRule(config.trainer.max_restarts, "trainer.max_restarts", unlogged),
+        TRAINER: LossRule(config.trainer.max_restarts, "trainer.max_restarts"),
     }
 
 

@@ -86,10 +86,3 @@ def check(known: Belonging, now: Belonging, run_dir: Path) -> None:
 def has_begun(run_dir: Path) -> bool:
     """Whether a run has a log with groups in it, so that its records must stay. Raises as `read`."""
     return (known := read(run_dir)) is not None and known.begun
-
-
-def refuse_without(run_dir: Path, place: Path) -> None:
-    """Refuse to go on without the log that a run has: its groups would be trained again. Raises ConfigError, DataError."""
-    if has_begun(run_dir):
-        hint = f"or delete {run_dir / MARKER} and {place}: {_AGAIN}"
-        raise ConfigError("log.enabled", got="false", expected="true, because the run has a log", hint=hint)

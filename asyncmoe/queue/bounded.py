@@ -16,26 +16,24 @@ that an earlier process trained but did not save are trained again, on new traje
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from asyncmoe.config.queue import StalenessRule
 from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, WaitTimeout
+from asyncmoe.log.log import Place
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
 from asyncmoe.queue.condition import Changes
 from asyncmoe.queue.fold import Recovered
-from asyncmoe.queue.group_buffer import Group, GroupBuffer, pack, weighed, whole
+from asyncmoe.queue.group_buffer import Group, GroupBuffer, weighed
 from asyncmoe.queue.leases import Leases, LeaseTerms
 from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Foreseen, Leased, Phase
-from asyncmoe.rpc.rendezvous import Rendezvous
-from asyncmoe.trajectory import NOTHING, Buffer, Recording, Trajectory, part, validate
 
 MAX_LEASE_WAIT_S = 86_400.0
 MAX_REASON = 100
@@ -46,21 +44,17 @@ class BoundedQueue:
     """The queue of one run.
 
     Args:
-        capacity: episodes the queue holds, including leased episodes, before `put_group` waits; at least `batch`.
+        capacity: episodes the queue holds, including leased episodes, before `put` waits; at least `batch`.
         batch: episodes in a training step; a multiple of `group_size`.
         group_size: episodes in a group.
         max_staleness, rule, downweight, drop_above: as in `queue.staleness`; see `Admission`.
         base_version: version at which reinforcement learning began.
         trained_steps: optimizer steps taken before this queue was created, warm-up included.
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
-        recording: data that sampled trajectories must carry.
         on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
         on_freed: called with groups of which nothing is kept any more.
         log: learns of every change.
         resumed: what an earlier process left in the log.
-
-    Attributes:
-        holders: returns where each rollout worker serves the trajectories that it holds, by number.
 
     Raises:
         ConfigError: sizes with which no step could ever be leased, or a staleness rule without its bound.
@@ -76,7 +70,6 @@ class BoundedQueue:
         base_version: int = 0,
         trained_steps: int = 0,
         demonstrations: int = 0,
-        recording: Recording = NOTHING,
         rule: StalenessRule = "drop",
         downweight: float = 1.0,
         drop_above: int | None = None,
@@ -93,16 +86,15 @@ class BoundedQueue:
         trained = max(0, trained_steps - base_version) * batch
         self._accounts = resumed.accounts or Accounts(Ledger(started=trained, trained=trained))
         self._group_size = group_size
-        self._recording, self._on_stale = recording, on_stale
+        self._on_stale = on_stale
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity, on_freed), "warmup": GroupBuffer(demonstrations)}
         self._version = 0
-        self.holders: Callable[[], Mapping[int, Rendezvous]] = dict
         self._leases = Leases(trained_steps, trained_steps - 1)
         self._guess: tuple[tuple[int, int, tuple[int, ...]], Foreseen] | None = None
         self._arrivals = resumed.arrivals
         self._again: list[Start] = list(resumed.starts)
         self._stopping = False
-        self._changes, self._recalling = Changes(), asyncio.Lock()
+        self._changes = Changes()
         self._log, self._resumed = log or QueueLog(), resumed
         self._log.accounts = lambda: self._accounts
         for group in resumed.queued:
@@ -172,41 +164,40 @@ class BoundedQueue:
         again, self._again = self._again, []
         return again
 
-    async def put_group(self, trajectories: Sequence[Trajectory], wait_s: float | None = None) -> None:
-        """Queue a complete group that was `started`; waits while the queue is full. The arrays must not change afterwards.
+    async def put(self, group: Group, wait_s: float | None = None) -> None:
+        """Queue a complete group that was `started`; waits while the queue is full.
 
         If this raises, the group still counts as running: the caller must report it as `rejected`.
 
         Raises:
-            TrajectoryRejected: a trajectory is unfit for training (`asyncmoe.trajectory.validate`), or carries no version.
-            InvariantBroken: not one whole group of `group_size` episodes, or a key that is already queued or leased.
+            InvariantBroken: a key is already queued or leased.
             WaitTimeout: no space within `wait_s` seconds (None: no limit).
             StorageError: the log cannot be written.
             AsyncmoeError: the error passed to `fail`.
         """
-        await self.put(whole(trajectories, self._group_size, self._recording, self.newest_version), wait_s)
-
-    async def put(self, group: Group, wait_s: float | None = None) -> None:
-        """Queue a group that is `whole`. Waits and raises as `put_group`."""
         self._arrivals += 1
         group = replace(group, arrival=self._arrivals)
         await self._log.finished(group)
         await self._insert(self._lanes["rl"], group, wait_s)
 
-    async def put_demonstrations(self, trajectories: Sequence[Trajectory], wait_s: float | None = None) -> None:
+    async def put_demonstrations(self, shown: Sequence[Group], wait_s: float | None = None) -> None:
         """Queue warm-up demonstrations one by one; waits while their lane is full. Demonstrations have no staleness.
 
         Raises:
-            TrajectoryRejected: see `put_group`.
             ConfigError: the queue has no warm-up lane.
             WaitTimeout: no space within `wait_s` seconds (None: no limit).
         """
         lane = self._lanes["warmup"]
         if not lane.capacity:
             raise ConfigError("warmup.steps", got=0, expected="a warm-up, because there are demonstrations")
-        for trajectory in trajectories:
-            validate(trajectory, self._recording)
-            await self._insert(lane, self._pack([trajectory]), wait_s)
+        for group in shown:
+            self._arrivals += 1
+            await self._insert(lane, replace(group, arrival=self._arrivals), wait_s)
+
+    @property
+    def shown(self) -> list[Place]:
+        """Where the log has the demonstrations that are queued or leased, of which no record tells."""
+        return [group.place for group in self._lanes["warmup"].all if group.place is not None]
 
     # ------------------------------------------------------------ trainer side
 
@@ -259,42 +250,6 @@ class BoundedQueue:
             )
         found = await self._changes.until(lambda: self._foreseen(step, count, version), min(wait_s, MAX_LEASE_WAIT_S))
         return Foreseen() if found is None else found
-
-    def fetch_ahead(self, keys: Sequence[str], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer] | None:
-        """As `fetch`, of RL trajectories that may not be leased yet; None: one of them has left the queue."""
-        held = self._lanes["rl"].held(keys)
-        return None if held is None else [frame for frames in held for frame in part(frames, layers, masks)]
-
-    def fetch(self, step: int, keys: Sequence[str], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer]:
-        """Return encoded frames (`asyncmoe.trajectory.encode`) of leased trajectories, in the order of `keys`.
-
-        Args:
-            layers, masks: see `asyncmoe.trajectory.part`.
-
-        Raises:
-            ProtocolError: `step` holds no lease, a key is not in the lease, or a trajectory lacks the routes of one of `layers`.
-        """
-        frames = self._lanes[self._leases.phase(step)].frames(step)
-        unknown = [key for key in keys if key not in frames]
-        if unknown:
-            raise ProtocolError(f"fetch: {unknown[0]} is not leased to step {step}")
-        return [frame for key in keys for frame in part(frames[key], layers, masks)]
-
-    async def recall(self, step: int, keys: Sequence[str]) -> None:
-        """Read leased trajectories that this process does not hold from the log, so that they can be fetched here.
-
-        Raises:
-            ProtocolError: `step` holds no lease.
-            DataError: a payload is damaged, or there is no log.
-        """
-        async with self._recalling:
-            lane = self._lanes[self._leases.phase(step)]
-            missing = {key for key in keys if key not in lane.frames(step)}
-            groups = [group for group in lane.groups(step) if missing & group.keys]
-            for group in groups:
-                frames = (await self._log.payload(group)).frames
-                if step in self._leases.answers and self._lanes[self._leases.phase(step)] is lane:
-                    lane.supply(step, frames)
 
     def commit(self, step: int, dropped: str = "") -> None:
         """End the lease of a trained step and free its arrays. Idempotent; steps commit in order.
@@ -398,7 +353,7 @@ class BoundedQueue:
 
     def _foreseen(self, step: int, count: int, version: int) -> Foreseen | None:
         if (answer := self._leases.answers.get(step)) is not None:
-            return Foreseen(answer.items, answer.stop, answer.holders)
+            return Foreseen(answer.items, answer.stop)
         if self._stopping or step <= self._leases.last_commit or self._resumed.holds(step):
             return Foreseen(never=True)
         lane, admission = self._lanes["rl"], self.admission
@@ -408,7 +363,7 @@ class BoundedQueue:
         guess = (step, version, tuple(group.arrival for group in groups))
         if self._guess is None or self._guess[0] != guess:  # the ranks that ask get one object, which the server encodes once
             items = self._items(groups, [self._weight(group, version) for group in groups])
-            self._guess = guess, Foreseen(items, holders=self._holders_of(items))
+            self._guess = guess, Foreseen(items)
         return self._guess[1]
 
     def _weight(self, group: Group, version: int) -> float:
@@ -456,15 +411,7 @@ class BoundedQueue:
 
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False, replayed: bool = False) -> Leased:
         depth, dropped = self._lanes[phase].depth, self._accounts.all_dropped
-        return Leased(step, items, depth, dropped, stop, self._log.history, replayed, self._holders_of(items))
-
-    def _holders_of(self, items: Sequence[Item]) -> dict[int, Rendezvous]:
-        where = self.holders()
-        return {number: where[number] for number in sorted({item.holder for item in items}) if number in where}
-
-    def _pack(self, trajectories: Sequence[Trajectory]) -> Group:
-        self._arrivals += 1
-        return pack(trajectories, self._arrivals)
+        return Leased(step, items, depth, dropped, stop, self._log.history, replayed)
 
     async def _insert(self, lane: GroupBuffer, group: Group, wait_s: float | None) -> None:
         lane.putting.append(group.arrival)

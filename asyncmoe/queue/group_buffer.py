@@ -28,7 +28,7 @@ class Group:
     arrival: int
     items: tuple[Item, ...]
     frames: Mapping[str, list[Buffer]]
-    """The encoded trajectories by key; empty if a rollout worker holds them."""
+    """The encoded trajectories by key; empty outside the rollout worker that holds them."""
     attempt: int = 0
     """Highest attempt of its trajectories: the number of times the group or a member was restarted."""
     place: Place | None = None
@@ -45,11 +45,6 @@ class Group:
     def number(self) -> int:
         """Number of its prompt."""
         return self.items[0].group
-
-    @property
-    def holder(self) -> int:
-        """Number of the rollout worker that holds its trajectories; 0: this process."""
-        return self.items[0].holder
 
     @cached_property
     def keys(self) -> frozenset[str]:
@@ -103,8 +98,8 @@ def _moments(rewards: np.ndarray | None) -> tuple[int, float, float]:
 
 
 def weighed(group: Group, weight: float) -> Sequence[Item]:
-    """Return the items of a group with a factor on their weight."""
-    return group.items if weight == 1 else [msgspec.structs.replace(item, weight=weight) for item in group.items]
+    """Return the items of a group with a factor on their weight, and its place."""
+    return [msgspec.structs.replace(item, weight=weight, place=group.place) for item in group.items]
 
 
 def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
@@ -153,9 +148,8 @@ class GroupBuffer:
         """Arrival numbers of groups that wait for space, first come first served."""
         self._queued: list[Group] = []
         self._leased: dict[int, tuple[Group, ...]] = {}
-        self._frames: dict[int, dict[str, list[Buffer]]] = {}
-        self._known: dict[str, list[Buffer] | None] = {}
-        """The encoded trajectories of all groups, by key."""
+        self._known: set[str] = set()
+        """The keys of all groups."""
         self.depth = self.leased = 0
 
     def fits(self, count: int) -> bool:
@@ -216,26 +210,14 @@ class GroupBuffer:
 
     def clear(self) -> None:
         """Delete all groups."""
-        self._freed([*self._queued, *(group for groups in self._leased.values() for group in groups)])
-        self._queued, self._leased, self._frames, self._known = [], {}, {}, {}
+        self._freed(self.all)
+        self._queued, self._leased, self._known = [], {}, set()
         self.depth = self.leased = 0
 
-    def frames(self, step: int) -> Mapping[str, list[Buffer]]:
-        """Return the encoded trajectories of a lease, by key."""
-        return self._frames[step]
-
-    def groups(self, step: int) -> tuple[Group, ...]:
-        """Return the groups of a lease."""
-        return self._leased[step]
-
-    def supply(self, step: int, frames: Mapping[str, list[Buffer]]) -> None:
-        """Add encoded trajectories to those of a lease."""
-        self._frames[step].update(frames)
-
-    def held(self, keys: Sequence[str]) -> list[list[Buffer]] | None:
-        """Return encoded trajectories, leased or not; None: one of them is not here."""
-        found = [self._known.get(key) for key in keys]
-        return None if None in found else [one for one in found if one is not None]
+    @property
+    def all(self) -> list[Group]:
+        """All groups, queued and leased."""
+        return [*self._queued, *(group for groups in self._leased.values() for group in groups)]
 
     def _queue(self, group: Group) -> None:
         insort(self._queued, group, key=lambda g: g.order)
@@ -243,23 +225,20 @@ class GroupBuffer:
 
     def _hold(self, step: int, groups: tuple[Group, ...]) -> None:
         self._leased[step] = groups
-        self._frames[step] = {key: frames for group in groups for key, frames in group.frames.items()}
         self.leased += sum(map(len, groups))
 
     def _end(self, step: int) -> tuple[Group, ...]:
         groups = self._leased.pop(step)
-        del self._frames[step]
         self.leased -= sum(map(len, groups))
         return groups
 
     def _know(self, group: Group) -> None:
-        known = self._known.keys() & group.keys
+        known = self._known & group.keys
         if known or len(group.keys) != len(group.items):
             raise InvariantBroken(f"queue: trajectory {min(known, default=group.items[0].key)} was put twice")
-        self._known.update({key: group.frames.get(key) for key in group.keys})
+        self._known |= group.keys
 
     def _forget(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            for key in group.keys:
-                del self._known[key]
+            self._known -= group.keys
         self._freed(groups)

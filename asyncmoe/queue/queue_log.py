@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from asyncmoe.errors import DataError
 from asyncmoe.log.log import Log, Place
@@ -20,7 +21,7 @@ from asyncmoe.queue.start_order import Start
 
 log = logging.getLogger(__name__)
 CONTROLLER, OWN = "0", 1
-"""The log of the controller, which alone has leases and commits; and the number of the worker in its process, which writes payloads."""
+"""The log of the controller, which alone has leases and commits; and the number of the first worker, which write payloads."""
 
 
 class QueueLog:
@@ -143,12 +144,8 @@ class QueueLog:
         self._stand(self.state.first or 0, min(found.replays, default=None))
 
     async def groups(self, recorded: Sequence[RecordedGroup | records.LeasedGroup]) -> tuple[Group, ...]:
-        """Read groups, as they were queued. Raises DataError: a payload is damaged or absent."""
+        """Read groups, as they were queued, without their frames. Raises DataError: a payload is damaged or absent."""
         return tuple(await asyncio.to_thread(lambda: [self._read(one.number, one.order, one.place) for one in recorded]))
-
-    async def payload(self, group: Group) -> Group:
-        """Return a group that this process does not hold, with its frames. Raises DataError: it is damaged, or there is no log."""
-        return await asyncio.to_thread(self._read, group.number, group.arrival, group.place)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -191,7 +188,7 @@ class QueueLog:
         if place is None or self._changes is None:
             raise DataError(f"group {number}", got="no log", expected="one, because the rollout worker that held it is lost")
         with self._changes.counted():
-            group = payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, place)
+            group = replace(payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, place), frames={})
         if group.number != number:
             raise DataError(f"{self.name}: group {number}", got=f"group {group.number} at {place}", expected=f"group {number}")
         return group

@@ -6,10 +6,9 @@ import asyncio
 
 from asyncmoe.errors import ConfigError, ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.rpc.messages import Commit, Done, Fetch, Fetched, Foresee, Goodbye, Hello, Lease, Reply, Saved, Welcome
-from asyncmoe.trajectory import Buffer
+from asyncmoe.rpc.messages import Commit, Done, Foresee, Goodbye, Hello, Lease, Reply, Saved, Welcome
 
-QueueRequest = Hello | Lease | Foresee | Fetch | Commit | Saved | Goodbye
+QueueRequest = Hello | Lease | Foresee | Commit | Saved | Goodbye
 
 
 class QueueService:
@@ -31,7 +30,7 @@ class QueueService:
         self.finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.saved_step: int | None = None
 
-    async def __call__(self, request: QueueRequest) -> Reply | tuple[Reply, list[Buffer]]:
+    async def __call__(self, request: QueueRequest) -> Reply:
         """Answer a request. Raises the queue's errors, `ConfigError` for a different configuration, `ProtocolError` out of turn."""
         match request:
             case Hello():
@@ -42,12 +41,6 @@ class QueueService:
                 return await self._queue.lease(request.step, request.phase, request.count, request.version, request.wait_s)
             case Foresee():
                 return await self._queue.foresee(request.step, request.count, request.version, request.wait_s)
-            case Fetch(ahead=True):
-                frames = self._queue.fetch_ahead(request.keys, request.layers, request.masks)
-                return (Fetched(()), []) if frames is None else (Fetched(request.keys), frames)
-            case Fetch():
-                await self._queue.recall(request.step, request.keys)
-                return Fetched(request.keys), self._queue.fetch(request.step, request.keys, request.layers, request.masks)
             case Commit():
                 self._queue.commit(request.step, request.dropped)
                 # Whatever a rank knows to be committed, the next controller must know too.

@@ -17,22 +17,19 @@ from asyncmoe.engines.autoscale import SCALING, Advice, EngineLoad, advise
 from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.membership import MembershipRequest
 from asyncmoe.engines.succession import Succession
-from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, Interrupted, ProtocolError
+from asyncmoe.errors import AsyncmoeError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, keep_files, named
-from asyncmoe.queue.queue_log import OWN
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rollout.evaluation import Evaluator
-from asyncmoe.rollout.parts import RolloutParts
+from asyncmoe.rollout.parts import Questions
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.trainer_session import TrainerSession
 from asyncmoe.rollout.workers.children import WorkerProcesses
-from asyncmoe.rollout.workers.figures import added, figures_of
 from asyncmoe.rollout.workers.fleet import WorkerFleet
-from asyncmoe.rollout.workers.worker import worker_of
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
 from asyncmoe.rpc.messages import (
@@ -41,6 +38,7 @@ from asyncmoe.rpc.messages import (
     EngineOrder,
     Evaluated,
     Evaluations,
+    FindWorker,
     Hello,
     Probe,
     Reply,
@@ -72,28 +70,26 @@ def run(config: Config, run_dir: Path) -> None:
     Raises:
         Interrupted: SIGINT arrived before the trainer did, so nothing was to be saved.
         UserError: the task, an answer, scorer, environment, tokenizer, a port, the engines' Python or the rendezvous variables are
-            unusable, or the run has another controller; nothing was started.
+            unusable, or the run has another controller; nothing was sampled.
         EngineError: an engine did not start, or none is left.
         AsyncmoeError: any other failure that ended the run early.
     """
     keys.refuse_another(run_dir)
     at = given()
-    loaded = parts.load(config)
+    asked = parts.questions(config)
     hf = models.hf_config_of(config)
     run_log = RunLog.open(config, hf, models.recording(config, hf))
     keep_files()
-    parts.run(_serve(config, run_dir, at, loaded, run_log))
+    parts.run(_serve(config, run_dir, at, asked, run_log))
 
 
-async def _serve(config: Config, run_dir: Path, at: RendezvousVariables | None, loaded: RolloutParts, run_log: RunLog) -> None:
+async def _serve(config: Config, run_dir: Path, at: RendezvousVariables | None, asked: Questions, run_log: RunLog) -> None:
     recorder = Recorder(run_dir)
     succession = Succession(run_dir) if config.survives_controller else None  # after the log, which refuses a second controller
     try:
         if succession is not None and run_log.is_new:
             succession.forget()  # the engines' version is of steps that nothing knows any more
-        if succession is None or succession.is_first:  # else the controller before this one has tried the parts
-            await loaded.check(config)
-        controller = Controller(config, recorder, loaded, run_log, succession)
+        controller = Controller(config, recorder, asked, run_log, succession)
         host, port = address.reachable(config.cluster.network), config.cluster.port
         here_only = not (address.several(config.cluster.network) or port or at)
         async with Server(controller.answer, host=host, port=port, given=at, here_only=here_only) as server:
@@ -109,7 +105,6 @@ async def _serve(config: Config, run_dir: Path, at: RendezvousVariables | None, 
     finally:
         if succession is not None:
             succession.close()
-        await loaded.close()
         recorder.close()
         await run_log.close()
 
@@ -121,18 +116,17 @@ class Controller:
         self,
         config: Config,
         recorder: Recorder,
-        loaded: RolloutParts,
+        asked: Questions,
         run_log: RunLog,
         succession: Succession | None = None,
     ) -> None:
         self._config, self._recorder, self._run_log = config, recorder, run_log
         self._advice = Advice()
-        self._task, self._scorer, self._loaded = loaded.task, loaded.scorer, loaded
-        recording = models.recording(config, models.hf_config_of(config))
-        self._pool = parts.pool_of(config, recorder.generated)
-        self._stage = parts.context_of(config, loaded, self._pool, recording)
-        self._evaluator = Evaluator(config, self._stage, loaded.evaluated, recorder.evaluated)
-        self._demonstrations = parts.demonstrations_of(config, loaded)
+        self._task = asked.task
+        self._pool = parts.pool_of(config, config.rollout.max_concurrent)
+        untried = succession is None or succession.is_first  # else the controller before this one has had that tried
+        self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers, untried)
+        self._evaluator = Evaluator(config, self._fleet, asked.evaluated, recorder.evaluated)
         self._coordinator = WeightUpdateCoordinator(
             self._pool,
             config.sync.timeout_s,
@@ -143,23 +137,18 @@ class Controller:
             config.engines.hang_timeout_s * PAUSE_SHARE,
             None if succession is None else succession.note,
         )
-        self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers) if config.rollout.workers else None
-        self._worker = self._fleet or worker_of(config, loaded, self._pool, recording, OWN, run_log.own)
-        run_log.retain = self._worker.retain
         self._lifecycle = EngineLifecycle(config, self._pool, self._coordinator, succession)
         if succession is not None:
             self._coordinator.succeed(succession.epoch, succession.weights.landed)
         self._session = TrainerSession(
             config,
-            loaded,
-            recording,
+            asked,
             run_log,
             self._pool,
             self._coordinator,
             self._lifecycle.taken,
             self._go_on,
-            self._worker.over,
-            dict if self._fleet is None else self._fleet.holders,
+            self._fleet.over,
         )
         self._served = asyncio.Event()
         """Set once engines have weights that were compared with the trainer's, or come from it."""
@@ -180,7 +169,7 @@ class Controller:
         if isinstance(request, Probe | WeightsLoaded):
             return await self._compare(request)
         if isinstance(request, WorkerJoin):
-            return await self._join(request)
+            return await self._fleet.join(request)
         if isinstance(request, WorkerRequest):
             raise ProtocolError(f"{type(request).__name__}: got it at the controller, expected it at a worker")
         if isinstance(request, Hello):
@@ -189,6 +178,8 @@ class Controller:
             raise ProtocolError(f"{type(request).__name__}: got it before any Hello, expected Hello first")
         if isinstance(request, Evaluations):
             return await self._evaluated(request)
+        if isinstance(request, FindWorker):
+            return await self._fleet.find(request)
         reply = await service(request)
         await self._note(request)
         if service.finished.done():
@@ -209,14 +200,12 @@ class Controller:
             self._served.set()
         return Done()
 
-    async def _join(self, request: WorkerJoin) -> Reply:
-        if self._fleet is None:
-            raise ConfigError("rollout worker", got=f"number {request.number}", expected="none, because rollout.workers is 0")
-        return await self._fleet.join(request)
-
     async def _note(self, request: TrainerMessage) -> None:
-        if isinstance(request, Saved):
-            await self._run_log.saved()
+        if isinstance(request, Saved) and await self._run_log.saved():
+            needed = self._run_log.queue_log.state.payloads
+            for place in (await self._session.joined()).shown:
+                needed[place.writer] = min(place.position, needed.get(place.writer, place.position))
+            self._fleet.retain(needed)
         if isinstance(request, Commit) and request.step + 1 == self._config.warmup.steps + self._config.run.steps:
             self._trained.set()
 
@@ -236,8 +225,16 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._over.set)
         serving = asyncio.create_task(self._guard(server.serve()))
-        workers = () if self._fleet is None else (self._fleet.run(), *([] if started is None else [started.watch(self._fleet.lost)]))
-        work = (*workers, *self._lifecycle.parts(), self._evaluator.run(), self._demonstrate(), self._produce(), self._record())
+        watch = () if started is None else (started.watch(self._fleet.lost),)
+        work = (
+            self._fleet.run(),
+            *watch,
+            *self._lifecycle.parts(),
+            self._evaluator.run(),
+            self._demonstrate(),
+            self._produce(),
+            self._record(),
+        )
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
         await _cancel(working)
@@ -246,8 +243,7 @@ class Controller:
             self._session.samples.close()
         why = "" if self._failure is None or isinstance(self._failure, Interrupted) else f"the run has failed: {self._failure}"
         order = EngineOrder(finished=not why, why=why)
-        if self._fleet is not None:
-            await self._fleet.close()
+        await self._fleet.close()
         await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._lifecycle.membership.end(order))
         await _cancel([serving])
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -277,7 +273,7 @@ class Controller:
         while True:
             back = self._session.went_back
             first, total = queue.trained_steps * warmup.batch, warmup.steps * warmup.batch
-            await demonstrate(queue, self._demonstrations, first, total, back.is_set)
+            await demonstrate(queue, self._fleet.show, first, total, back.is_set)
             await back.wait()
 
     async def _produce(self) -> None:
@@ -288,11 +284,11 @@ class Controller:
         config, samples = self._config, self._session.samples
         rollout = config.rollout
         if samples is not None:
-            self._worker.sampled = samples.noted
+            self._fleet.sampled = samples.noted
         producer = Producer(
             queue,
             self._task,
-            self._worker,
+            self._fleet,
             rollout.group_size,
             self._run_log.first_group,
             oversample=rollout.oversample,
@@ -329,10 +325,8 @@ class Controller:
             self._write_record()
 
     def _write_record(self) -> None:
-        self._pool.note_busy()
         if (queue := self._session.queue) is not None:
-            names, here = [member.engine.name for member in self._pool.members], figures_of(self._loaded)
-            figures = here if self._fleet is None else added([here, self._fleet.figures()])
+            names, figures = [member.engine.name for member in self._pool.members], self._fleet.figures()
             self._recorder.write(
                 queue.stats(),
                 names,
@@ -344,18 +338,18 @@ class Controller:
                 self._lifecycle.lost(),
                 self._lifecycle.missing(),
                 self._advised(queue.stats().depth),
-                0 if self._fleet is None else self._fleet.times_lost,
-                0 if self._fleet is None else len(self._fleet.lost()),
+                self._fleet.times_lost,
+                len(self._fleet.lost()),
             )
 
     def _advised(self, depth: int) -> int | None:
-        """Return the number of engines that the run should have; None with rollout workers, whose requests wait elsewhere, and where
-        engines and trainer take turns, so that neither idles because of the other's number."""
-        if self._fleet is not None or self._config.run.mode != "async":
+        """Return the number of engines that the run should have; None where engines and trainer take turns, so that neither idles because
+        of the other's number."""
+        if self._config.run.mode != "async":
             return None
         rollout, serving = self._config.rollout, len(self._pool.serving)
         slots = (self._config.engines.max_running or rollout.max_concurrent) * max(serving, 1)
-        load = EngineLoad(time.monotonic(), depth / rollout.batch, self._pool.requests / slots, serving)
+        load = EngineLoad(time.monotonic(), depth / rollout.batch, self._fleet.requests / slots, serving)
         self._advice = advise(self._advice, load, SCALING)
         return self._advice.engines
 

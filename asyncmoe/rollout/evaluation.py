@@ -22,26 +22,27 @@ from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.flights import LOST, Workers
 from asyncmoe.rollout.scoring.stages import untaught
 from asyncmoe.rollout.tasks import EvaluationQuestions
 from asyncmoe.rollout.tasks.order import EVALUATION as STREAM
+from asyncmoe.rpc.worker_messages import Made
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import read_evaluations
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.schema import EVALUATION
-from asyncmoe.trajectory import NOTHING, Trajectory
+from asyncmoe.trajectory import NOTHING
 
 log = logging.getLogger(__name__)
 _SHARE = 8
 """Evaluation uses 1/`_SHARE` of the places at the engines, unless `evaluation.max_concurrent` is set."""
 
 _ATTEMPTS = 3
-"""Attempts at an episode whose engine died; as in training."""
+"""Attempts at an episode whose engine died or whose worker was lost; as in training."""
 
-Outcome = tuple[Trajectory, ...] | TrajectoryRejected
+Outcome = Sequence[Made] | TrajectoryRejected
 """The outcome of one episode."""
 
 
@@ -53,22 +54,19 @@ class Evaluator:
         count: number of sets, each of which is one record of a version.
 
     Args:
-        stage: training's rollout context; evaluation has its own sampling.
+        workers: run and score the episodes, as `stage_of` says.
         sets: evaluated in this order.
         record: called with the result of each evaluation.
     """
 
-    def __init__(
-        self, config: Config, stage: RolloutContext, sets: Sequence[EvaluationQuestions], record: Callable[[Evaluation], None]
-    ) -> None:
+    def __init__(self, config: Config, workers: Workers, sets: Sequence[EvaluationQuestions], record: Callable[[Evaluation], None]) -> None:
         section = config.evaluation
         self.skipped, self.count = 0, len(sets)
         self._records = config.run.dir / EVALUATION
         self._first, self._last, self._every = config.warmup.steps, config.warmup.steps + config.run.steps, section.every
         self._pass_reward = section.pass_reward
         self._concurrent = section.max_concurrent or -(-config.rollout.max_concurrent // _SHARE)
-        self._stage = replace(stage, scorer=untaught(stage.scorer))
-        self._sets, self._record = sets, record
+        self._workers, self._sets, self._record = workers, sets, record
         self._due: asyncio.Queue[int] = asyncio.Queue()
         self._last_is_due = False
         self._unfinished = 0
@@ -122,16 +120,12 @@ class Evaluator:
 
     async def _evaluate(self, version: int, asked: EvaluationQuestions) -> Evaluation:
         begin, samples = time.perf_counter(), asked.section.samples or 1
-        # A stream of its own: places of two sets must not share conversations or random draws.
-        # Its few requests go ahead: with a high `max_staleness` thousands of training may wait, and later versions would answer instead.
-        own = {"sampling": sampling(asked.section, self._stage.sampling), "stream": f"{STREAM} {asked.name}".strip(), "ahead": True}
-        stage = replace(self._stage, **own)  # type: ignore[arg-type]
         places = iter([EpisodeId(group, member, 0) for group, member in product(range(asked.count), range(samples))])
         outcomes: list[tuple[int, Outcome]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(self._concurrent):
-                    tasks.create_task(self._work(stage, asked, places, outcomes))
+                    tasks.create_task(self._work(asked, places, outcomes))
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
         else:
@@ -140,16 +134,15 @@ class Evaluator:
         # Raise outside the handler, so that the exception keeps its own cause and context.
         raise first
 
-    async def _work(
-        self, stage: RolloutContext, asked: EvaluationQuestions, places: Iterator[EpisodeId], outcomes: list[tuple[int, Outcome]]
-    ) -> None:
+    async def _work(self, asked: EvaluationQuestions, places: Iterator[EpisodeId], outcomes: list[tuple[int, Outcome]]) -> None:
         for place in places:
+            prompt = asked.task.prompt(place.group, STREAM)
             for attempt in range(_ATTEMPTS):
                 try:
-                    outcome: Outcome = await episode.run(stage, asked.task.prompt(place.group, STREAM), replace(place, attempt=attempt))
+                    outcome: Outcome = await self._workers.evaluate(asked.name, prompt, replace(place, attempt=attempt))
                 except TrajectoryRejected as rejected:
                     outcome = rejected
-                    if rejected.reason == "engine_died":  # the others can answer
+                    if rejected.reason in ("engine_died", LOST):  # the others can answer
                         continue
                 break
             outcomes.append((place.group, outcome))
@@ -159,6 +152,19 @@ def due(version: int, first: int, last: int, every: int) -> bool:
     """Return True if `version` is evaluated; `first` is the version that reinforcement learning starts from, `last` the one it
     ends with."""
     return every > 0 and version >= first and (version == last or (version - first) % every == 0)
+
+
+def stage_of(training: RolloutContext, name: str, section: EvaluationSet) -> RolloutContext:
+    """Return what an evaluation set's episodes run with."""
+    return replace(
+        training,
+        scorer=untaught(training.scorer),
+        sampling=sampling(section, training.sampling),
+        # A stream of its own: places of two sets must not share conversations or random draws.
+        stream=f"{STREAM} {name}".strip(),
+        # Its few requests go ahead: with a high `max_staleness` thousands of training may wait, and later versions would answer instead.
+        ahead=True,
+    )
 
 
 def sampling(section: EvaluationSet, training: Sampling) -> Sampling:
@@ -204,10 +210,10 @@ def standard_error(of_questions: Sequence[float]) -> float | None:
     return stdev(of_questions) / sqrt(len(of_questions)) if len(of_questions) > 1 else None
 
 
-def _reward(outcome: Sequence[Trajectory]) -> float:
+def _reward(outcome: Sequence[Made]) -> float:
     of_agent: dict[int, list[float]] = {}
-    for trajectory in outcome:
-        of_agent.setdefault(trajectory.agent, []).append(trajectory.reward)
+    for one in outcome:
+        of_agent.setdefault(one.agent, []).append(one.reward)
     return fmean(map(fmean, of_agent.values()))
 
 
@@ -240,8 +246,8 @@ def measure(
             failed[outcome.reason] += 1
             continue
         rewards.setdefault(question, []).append(_reward(outcome))
-        lengths.append(sum(int(trajectory.loss_mask.sum()) for trajectory in outcome))
-        versions.update(int(v) for trajectory in outcome for v in trajectory.versions[trajectory.loss_mask])
+        lengths.append(sum(one.sampled for one in outcome))
+        versions.update(version for one in outcome for version in (one.oldest, one.newest))
     chances = pass_chances(list(rewards.values()), samples, pass_reward)
     errors = {k: error for k, of_k in chances.items() if (error := standard_error(of_k)) is not None}
     means = [fmean(of_question) for of_question in rewards.values()]

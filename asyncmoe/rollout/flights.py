@@ -14,25 +14,14 @@ from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.tasks import Prompt
-from asyncmoe.trajectory import Trajectory
+from asyncmoe.rpc.worker_messages import Made
 
 LOST = "worker_lost"
 """Reason of a rejection: the worker that ran the episode is gone."""
 
 
-@dataclass(frozen=True)
-class RemoteTrajectory:
-    """A trajectory that another process holds; fields as in `asyncmoe.trajectory.Trajectory`."""
-
-    group: int
-    episode: int
-    attempt: int
-    agent: int
-    reward: float
-
-
-Members = Sequence[Trajectory | RemoteTrajectory]
-"""The result of one episode: one trajectory per agent."""
+Ended = tuple[EpisodeId, Sequence[Made]]
+"""An episode and what it has brought: a trajectory for each agent."""
 RoundEnd = Literal["running", "complete", "put_off", "lost", "lost_as_spare"]
 """put_off: the round was over without the group, and the ledger counts it no more. lost_as_spare: a spare group has taken its place."""
 
@@ -42,10 +31,18 @@ class PutOff(Exception):
 
 
 class Workers(Protocol):
-    """Runs episodes, and holds what they bring: a worker in this process, or all rollout workers."""
+    """All rollout workers: they run episodes, and hold what these bring."""
 
-    async def episode(self, prompt: Prompt, place: EpisodeId) -> Members:
-        """Run and score one episode. Raises TrajectoryRejected."""
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
+        """Run and score one episode of training. Raises TrajectoryRejected."""
+        ...
+
+    async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
+        """Run and score one episode of an evaluation set. Raises TrajectoryRejected."""
+        ...
+
+    async def show(self, first: int, count: int) -> Sequence[Group]:
+        """Return demonstrations of the warm-up, `count` from number `first` on: a group of one for each trajectory."""
         ...
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
@@ -75,7 +72,7 @@ class Flight:
     dropped: bool = False
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     places: list[EpisodeId] = field(default_factory=list)
-    ended: asyncio.Queue[tuple[EpisodeId, Members | TrajectoryRejected] | None] = field(default_factory=asyncio.Queue)
+    ended: asyncio.Queue[tuple[EpisodeId, Sequence[Made] | TrajectoryRejected] | None] = field(default_factory=asyncio.Queue)
     """What became of each member; None: the group is put off."""
 
     @property

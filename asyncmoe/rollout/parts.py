@@ -1,4 +1,5 @@
-"""What a controller is made of, by the configuration: tokenizer, tasks, scorer and environment, the engine pool and the queue."""
+"""What a controller and its workers are made of, by the configuration: tokenizer, tasks, scorer and environment, the engine pool and the
+queue."""
 
 from __future__ import annotations
 
@@ -36,12 +37,18 @@ _MOST_THREADS, _END_S = 4096, 15.0
 
 
 @dataclass(frozen=True)
-class RolloutParts:
-    """The loaded parts. `task` gives training's prompts, `evaluated` the evaluation sets' questions."""
+class Questions:
+    """What is asked: `task` gives training's prompts, `evaluated` the evaluation sets' questions."""
 
     tokenizer: Tokenizer
     task: Task
     evaluated: Sequence[EvaluationQuestions]
+
+
+@dataclass(frozen=True)
+class RolloutParts(Questions):
+    """What episodes need."""
+
     scorer: Scorer
     environment: Environment
 
@@ -105,16 +112,23 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         task.result()
 
 
+def questions(config: Config) -> Questions:
+    """Load what is asked. Raises as `load`."""
+    tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code, config.task.chat_template_kwargs)
+    loaded = tasks.load(config, tokenizer)
+    return Questions(tokenizer, loaded.training, loaded.sets)
+
+
 def load(config: Config) -> RolloutParts:
     """Load the parts.
 
     Raises:
         UserError: one of them is unusable.
     """
-    tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code, config.task.chat_template_kwargs)
-    loaded, environment = tasks.load(config, tokenizer), environments.load(config, tokenizer)
-    scorer = loading.load(config.scoring, config.task, tokenizer.decode, config.run.seed)
-    return RolloutParts(tokenizer, loaded.training, loaded.sets, scorer, environment)
+    asked = questions(config)
+    environment = environments.load(config, asked.tokenizer)
+    scorer = loading.load(config.scoring, config.task, asked.tokenizer.decode, config.run.seed)
+    return RolloutParts(asked.tokenizer, asked.task, asked.evaluated, scorer, environment)
 
 
 async def load_and_check(config: Config) -> None:
@@ -130,12 +144,12 @@ async def load_and_check(config: Config) -> None:
         await parts.close()
 
 
-def pool_of(config: Config, generated: Callable[[str, float, float], None]) -> Pool:
-    """Return the pool that engines join. `generated` is called as `Recorder.generated`."""
+def pool_of(config: Config, limit: int, generated: Callable[[str, float, float], None] = lambda *_: None) -> Pool:
+    """Return a pool that engines join, with a limit on the requests in flight. `generated` is called as `Recorder.generated`."""
     rollout = config.rollout
     return Pool(
         (),
-        rollout.max_concurrent,
+        limit,
         rollout.request_timeout_s,
         generated,
         order=rollout.order,
@@ -180,7 +194,6 @@ def demonstrations_of(config: Config, parts: RolloutParts) -> Demonstrations:
 
 def queue_of(
     config: Config,
-    recording: Recording,
     trained_steps: int,
     on_stale: Callable[[Sequence[Group], bool, int], None],
     queue_log: QueueLog | None = None,
@@ -200,7 +213,6 @@ def queue_of(
         base_version=config.warmup.steps,
         trained_steps=trained_steps,
         demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
-        recording=recording,
         on_stale=on_stale,
         on_freed=on_freed,
         log=queue_log,

@@ -20,26 +20,28 @@ from contextlib import suppress
 from asyncmoe.config.queue import Unit
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.group_state import Gathering, all_equal
 from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.rejections import Rejections
 from asyncmoe.queue.rounds import Rounds
 from asyncmoe.queue.start_order import Admit, Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST, Flight, FlightRounds, Members, PutOff, Workers
+from asyncmoe.rollout.flights import Ended, Flight, FlightRounds, PutOff, Workers
 from asyncmoe.rollout.samples import Samples
 from asyncmoe.rollout.tasks import Task
+from asyncmoe.rpc.worker_messages import Made
 from asyncmoe.telemetry.samples.records import Fate
-from asyncmoe.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
+Show = Callable[[int, int], Awaitable[Sequence[Group]]]
 
-_ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout", LOST})
-_TAKES_MANY = frozenset({"engine_died", LOST})
-"""Reasons for which one loss can take more groups with it than are hopeless."""
+_ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout"})
 _ATTEMPTS = 3
 EQUAL = "equal_rewards"
 DEFERRED = "deferred"
+_SHOWN = 16
+"""Demonstrations that a worker is asked for at once."""
 _HOPELESS = 64
 """Consecutive rejected groups that end the run."""
 _NOTHING_TO_LEARN = 1024
@@ -155,7 +157,7 @@ class Producer:
 
     async def _member(self, flight: Flight, place: EpisodeId) -> None:
         try:
-            outcome: Members | TrajectoryRejected = await self._workers.episode(flight.prompt, place)
+            outcome: Sequence[Made] | TrajectoryRejected = await self._workers.episode(flight.prompt, place)
         except TrajectoryRejected as rejected:
             outcome = rejected
         flight.ended.put_nowait((place, outcome))
@@ -165,8 +167,7 @@ class Producer:
             episodes = await self._episodes(flight)
             if flight.round_end == "put_off":
                 raise PutOff
-            trajectories = [trajectory for episode in episodes for trajectory in episode]
-            if self._filter_equal and nothing_to_learn(trajectories):
+            if self._filter_equal and nothing_to_learn([one for _, made in episodes for one in made]):
                 self._queue.discarded(self._size, EQUAL, spare=self._rounds.lose(flight))
                 self._log.ended(flight.group.number)
                 self._drop(flight)
@@ -174,7 +175,7 @@ class Producer:
                 self._note_equal()
             else:
                 self._complete(flight)
-                await self._put(flight, trajectories)
+                await self._queue.put(await self._workers.pack([place for place, _ in episodes], self._queue.newest_version))
                 await self._sample(flight, "queued")
                 self._equal_in_a_row = 0
         except PutOff:
@@ -187,7 +188,7 @@ class Producer:
             if not flight.restarted:
                 self._log.ended(flight.group.number)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
-            if not (flight.restarted and rejected.reason in _TAKES_MANY):
+            if not (flight.restarted and rejected.reason == "engine_died"):  # one loss can take more groups with it than are hopeless
                 self._note(rejected)
             if not flight.restarted:
                 self._note_lost(rejected)
@@ -202,17 +203,6 @@ class Producer:
             self._log.again(late.deferred)
             self._drop(late)
             late.ended.put_nowait(None)
-
-    async def _put(self, flight: Flight, trajectories: Members) -> None:
-        number = flight.group.number
-        episodes = sorted({(one.episode, one.attempt) for one in trajectories})
-        try:
-            group = await self._workers.pack([EpisodeId(number, *one) for one in episodes], self._queue.newest_version)
-        except TrajectoryRejected as rejected:
-            if rejected.reason == LOST:
-                self._restart(flight, max(place.attempt for place in flight.places), rejected)
-            raise
-        await self._queue.put(group)
 
     def _restart(self, flight: Flight, attempt: int, rejected: TrajectoryRejected) -> None:
         """Have a group start again that failed in this attempt, unless it has failed too often."""
@@ -236,9 +226,9 @@ class Producer:
             group, version = flight.group, self._queue.version
             await self._samples.write(group.number, group.attempt, flight.places, flight.prompt, fate, version, reason, detail)
 
-    async def _episodes(self, flight: Flight) -> list[Members]:
+    async def _episodes(self, flight: Flight) -> list[Ended]:
         """Wait until the group is whole; return its episodes in order. Raise TrajectoryRejected if the group fails."""
-        finished: list[Members] = []
+        finished: list[Ended] = []
         try:
             while not flight.state.whole:
                 ended = await self._next(flight)
@@ -248,7 +238,7 @@ class Producer:
                 if isinstance(outcome, TrajectoryRejected):
                     self._failed(flight, place, outcome)
                 else:
-                    finished.append(outcome)
+                    finished.append((place, outcome))
                     flight.state = flight.state.finish()
         finally:
             del self._flights[flight.group]
@@ -256,9 +246,9 @@ class Producer:
         if flight.state.spare and flight.round_end != "put_off":
             self._queue.spared(flight.state.spare)
             flight.state = flight.state.close()
-        return sorted(finished, key=lambda episode: episode[0].episode)
+        return sorted(finished, key=lambda ended: ended[0].episode)
 
-    async def _next(self, flight: Flight) -> tuple[EpisodeId, Members | TrajectoryRejected] | None:
+    async def _next(self, flight: Flight) -> tuple[EpisodeId, Sequence[Made] | TrajectoryRejected] | None:
         """Return what becomes of the next member of a group to end."""
         while True:
             with suppress(TimeoutError):
@@ -272,7 +262,7 @@ class Producer:
         group = flight.group
         failures = group.failures + place.attempt - group.attempt + 1
         worth_it = rejected.reason in self._start_over and failures < _ATTEMPTS
-        flight.state, fate = flight.state.fail(alone=worth_it and self._line.unit == "trajectory" and rejected.reason != LOST)
+        flight.state, fate = flight.state.fail(alone=worth_it and self._line.unit == "trajectory")
         if fate == "spared":
             self._queue.rejected(0, rejected.reason, spare=1)
         elif fate == "again":
@@ -310,20 +300,20 @@ class Producer:
             )
 
 
-def nothing_to_learn(trajectories: Members) -> bool:
+def nothing_to_learn(trajectories: Sequence[Made]) -> bool:
     """Return True if, for every agent, all rewards within the group are equal."""
     agents = {trajectory.agent for trajectory in trajectories}
     return all(all_equal([t.reward for t in trajectories if t.agent == agent]) for agent in agents)
 
 
-Demonstrate = Callable[[int], Awaitable[Sequence[Trajectory]]]
-"""Returns the demonstration with this number."""
+async def demonstrate(queue: BoundedQueue, show: Show, first: int, total: int, over: Callable[[], bool] = lambda: False) -> None:
+    """Fill the warm-up lane with demonstrations `first` to `total` (exclusive), waiting while it is full, until `over` is true.
 
-
-async def demonstrate(queue: BoundedQueue, made: Demonstrate, first: int, total: int, over: Callable[[], bool] = lambda: False) -> None:
-    """Fill the warm-up lane with demonstrations `first` to `total` (exclusive), waiting while it is full, until `over` is true."""
-    for index in range(first, total):
-        made_now = await made(index)
+    Args:
+        show: as `asyncmoe.rollout.flights.Workers.show`.
+    """
+    for index in range(first, total, _SHOWN):
+        shown = await show(index, min(_SHOWN, total - index))
         if over():
             return
-        await queue.put_demonstrations(made_now)
+        await queue.put_demonstrations(shown)

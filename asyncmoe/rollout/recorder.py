@@ -21,14 +21,15 @@ class Recorder:
     def __init__(self, run_dir: Path) -> None:
         self._lines, self._spans = JsonLines(run_dir / ROLLOUT), Spans(run_dir / CONTROLLER_SPANS)
         self._evaluations = JsonLines(run_dir / EVALUATION)
+        self._generated: list[tuple[float, float, str]] = []
+        self._until: defaultdict[str, float] = defaultdict(float)
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._last, self._last_tokens = unix(), 0
         self._probed = 0
 
     def generated(self, engine: str, begin: float, end: float) -> None:
-        """Record that `engine` was generating from `begin` to `end`, Unix seconds."""
-        self._spans.add(engine, "generate", begin, end)
-        self._busy[engine] += end - begin
+        """Record that `engine` was generating from `begin` to `end`, Unix seconds; what several workers say of it may overlap."""
+        self._generated.append((begin, end, engine))
 
     def paused(self, engine: str, begin: float, end: float) -> None:
         """Record that `engine` was paused from `begin` to `end`, Unix seconds."""
@@ -61,6 +62,7 @@ class Recorder:
         self._probed = probes.versions
         now = unix()
         seconds = max(now - self._last, 1e-6)
+        self._merge()
         sources = {"queue": stats, "pool": pool}
         copied = {name: getattr(sources[metric.source], name) for name, metric in declared(Rollout).items() if metric.source}
         tokens = copied["generated_tokens"]
@@ -91,8 +93,19 @@ class Recorder:
         self._busy.clear()
         self._last, self._last_tokens = now, tokens
 
+    def _merge(self) -> None:
+        """Count each moment of generation once."""
+        for begin, end, engine in sorted(self._generated):
+            begin = max(begin, self._until[engine])
+            if begin < end:
+                self._spans.add(engine, "generate", begin, end)
+                self._busy[engine] += end - begin
+                self._until[engine] = end
+        self._generated.clear()
+
     def close(self) -> None:
-        """Close all files."""
+        """Write what is left, and close all files."""
+        self._merge()
         self._lines.close()
         self._evaluations.close()
         self._spans.close()

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import msgspec
 from asyncmoe import checkpoints, installed
 from asyncmoe.config import Config, gone
 from asyncmoe.config.log import LogSection
-from asyncmoe.errors import AsyncmoeError, ProtocolError
+from asyncmoe.errors import ProtocolError
 from asyncmoe.log import belonging, turns
 from asyncmoe.log.belonging import Belonging
 from asyncmoe.log.files import FileLog
@@ -26,8 +26,8 @@ from asyncmoe.log.turns import Turns
 from asyncmoe.models import origin
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.fold import LogState, Recovered, recover
-from asyncmoe.queue.queue_log import CONTROLLER, OWN, QueueLog
-from asyncmoe.queue.replays import UNDISTURBED, Resumption
+from asyncmoe.queue.queue_log import CONTROLLER, QueueLog
+from asyncmoe.queue.replays import Resumption
 from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import Recording
 
@@ -61,24 +61,20 @@ class WorkerLog:
 
 
 class RunLog:
-    """Connects one controller with the log of its run; with log.enabled=false there is none.
+    """Connects one controller with the log of its run.
 
     Attributes:
         queue_log: for the queue and the producer.
         first_group: number of the first group never begun; known after `resume`.
-        own: what the worker in this process writes; None: there is no log, or rollout workers have those of their own.
-        retain: tells workers the position of the oldest payload that is needed, by worker.
     """
 
-    def __init__(self, config: Config, queue_log: QueueLog, run: str = "") -> None:
-        self._config, self.queue_log, self._run, self._kept = config, queue_log, run, bool(run)
+    def __init__(self, config: Config, queue_log: QueueLog, run: str) -> None:
+        self._config, self.queue_log, self._run = config, queue_log, run
         self.first_group = 0
-        self.own: WorkerLog | None = None
-        self.retain: Callable[[Mapping[int, int]], Awaitable[None]] | None = None
 
     @classmethod
     def open(cls, config: Config, hf: Mapping[str, Any], recording: Recording) -> RunLog:
-        """Open the log of a run, if it has one. Blocks.
+        """Open the log of a run. Blocks.
 
         Args:
             hf: configuration of the model.
@@ -89,9 +85,6 @@ class RunLog:
             StorageError: it cannot be written.
         """
         run_dir, section = config.run.dir, config.log
-        if not section.enabled:
-            belonging.refuse_without(run_dir, section.place(run_dir))
-            return cls(config, QueueLog())
         known, now = belonging.read(run_dir), belonging_of(config, hf, recording)
         if now != known:  # first, so that nothing is left of which no run knows
             belonging.write(run_dir, now)
@@ -106,11 +99,8 @@ class RunLog:
             if known is not None and not known.begun and known.of != now.of:
                 kept.state = LogState()  # of a run that never began
             recover(kept.state, step, config.warmup.steps, config.rollout.batch, kept.name)
-            made = cls(config, kept, now.run)
-            if not config.rollout.workers:
-                made.own = WorkerLog.open(section, run_dir, now.run, OWN, kept.state.under_way)
             held.pop_all()
-        return made
+        return cls(config, kept, now.run)
 
     def for_workers(self) -> WorkerBegin:
         """Return what a rollout worker must know of the log that joins now."""
@@ -118,7 +108,7 @@ class RunLog:
 
     @property
     def is_new(self) -> bool:
-        """Whether no queue has used the log before; also without a log."""
+        """Whether no queue has used the log before."""
         return self.queue_log.state.first is None
 
     async def resume(self, step: int) -> Resumption:
@@ -129,8 +119,6 @@ class RunLog:
         """
         config, queue_log = self._config, self.queue_log
         self.first_group = max(0, step - config.warmup.steps) * config.rollout.groups_per_step
-        if not self._kept:
-            return UNDISTURBED
         base, batch = config.warmup.steps, config.rollout.batch
         lost = await asyncio.to_thread(queue_log.lost, max(step, base))
         found = queue_log.begin(step, base, batch, self.first_group, lost)
@@ -141,14 +129,7 @@ class RunLog:
         return Resumption(found.accounts, queued, found.starts, found.arrivals, queue_log, served=max(found.replays, default=-1) + 1)
 
     def check_reopen(self, step: int, queue: BoundedQueue) -> None:
-        """Refuse a trainer that was started again in place and has taken `step` steps, if it cannot be given the steps since then.
-
-        Raises:
-            AsyncmoeError: there is no log.
-            ProtocolError: it is ahead of the queue.
-        """
-        if not self._kept:
-            raise AsyncmoeError("a trainer was started again in place, which needs the log, and log.enabled is false")
+        """Refuse a trainer that was started again in place and has taken more steps than the queue counts. Raises ProtocolError."""
         if step > queue.trained_steps:
             raise ProtocolError(f"hello: the trainer has taken {step} steps, the controller counts {queue.trained_steps}; restart both")
 
@@ -164,24 +145,20 @@ class RunLog:
         log.info("log: history %d, %s", found.history, steps)
         return found.history
 
-    async def saved(self) -> None:
-        """Delete what no checkpoint needs that the run may go back to.
+    async def saved(self) -> bool:
+        """Delete what no checkpoint needs that the run may go back to; return whether there is any checkpoint.
 
         Raises:
             StorageError: a file could not be deleted.
         """
-        if not self._kept or (floor := oldest(self._config.run.dir, self._config.trainer.keep_checkpoints)) is None:
-            return
-        freed = await self.queue_log.forget(floor)
-        if self.retain is not None:
-            await self.retain(self.queue_log.state.payloads)
-        log.info("log: %d bytes freed, besides payloads", freed)
+        if (floor := oldest(self._config.run.dir, self._config.trainer.keep_checkpoints)) is None:
+            return False
+        log.info("log: %d bytes freed, besides payloads", await self.queue_log.forget(floor))
+        return True
 
     async def close(self) -> None:
         """Write what was handed over, and close the log."""
-        for part in (self.own, self.queue_log):
-            if part is not None:
-                await asyncio.to_thread(part.close)
+        await asyncio.to_thread(self.queue_log.close)
 
 
 def opener(section: LogSection, run_dir: Path, run: str) -> Open:

@@ -149,7 +149,7 @@ def samples_of(config: Config, pieces: Pieces, step: int) -> Samples | None:
     section = config.telemetry.samples
     if not section.groups:
         return None
-    file = SampleFile(config.run.dir, records.ROLLOUT_SAMPLES, records.MOST_BYTES, step, kept=config.log.enabled)
+    file = SampleFile(config.run.dir, records.ROLLOUT_SAMPLES, records.MOST_BYTES, step)
     return Samples(file, choice_of(config), pieces, records.MOST_TOKENS)
 
 

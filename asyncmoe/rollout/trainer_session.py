@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from asyncmoe.config import Config
 from asyncmoe.engines.pool import Pool
@@ -17,15 +17,13 @@ from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.service import QueueService, check_digest
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.epochs import TrainerEpochs
-from asyncmoe.rollout.parts import RolloutParts
+from asyncmoe.rollout.parts import Questions
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Hello, TrainerMessage
 from asyncmoe.rpc.peers import check, facts
-from asyncmoe.rpc.rendezvous import Rendezvous
-from asyncmoe.trajectory import Recording
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 
 log = logging.getLogger(__name__)
@@ -42,24 +40,22 @@ class TrainerSession:
     Args:
         taken: set once it is known which engines of the controller before this one go on with what they hold.
         serve: called with the version that they hold, once the queue has it.
-        freed, holders: as `on_freed` and `holders` of `BoundedQueue`.
+        freed: as `on_freed` of `BoundedQueue`.
     """
 
     def __init__(
         self,
         config: Config,
-        loaded: RolloutParts,
-        recording: Recording,
+        asked: Questions,
         run_log: RunLog,
         pool: Pool,
         coordinator: WeightUpdateCoordinator,
         taken: asyncio.Event,
         serve: Callable[[int], None],
         freed: Callable[[Sequence[Group]], None],
-        holders: Callable[[], Mapping[int, Rendezvous]] = dict,
     ) -> None:
-        self._freed, self._holders = freed, holders
-        self._config, self._tokenizer, self._recording, self._run_log = config, loaded.tokenizer, recording, run_log
+        self._freed = freed
+        self._config, self._tokenizer, self._run_log = config, asked.tokenizer, run_log
         self._pool, self._coordinator, self._taken, self._serve = pool, coordinator, taken, serve
         self.queue: BoundedQueue | None = None
         self.service: QueueService | None = None
@@ -85,7 +81,7 @@ class TrainerSession:
         Raises:
             UserError: it has another configuration, clock or version of asyncmoe, or its checkpoint is not the log's.
             ProtocolError: it is an older start, or has taken other steps than the log or the queue knows.
-            AsyncmoeError: a later start without a log, or engines did not end what the lost trainer had asked of them.
+            AsyncmoeError: engines did not end what the lost trainer had asked of them.
         """
         check(facts("controller"), hello.facts, self._config.cluster.max_clock_skew_s)
         async with self._meeting:
@@ -104,8 +100,7 @@ class TrainerSession:
         check_digest(hello.config_digest, config.digest)
         await self._taken.wait()
         resumed = await run_log.resume(hello.step)
-        queue = parts.queue_of(config, self._recording, hello.step, self._stale, run_log.queue_log, resumed, self._freed)
-        queue.holders = self._holders
+        queue = parts.queue_of(config, hello.step, self._stale, run_log.queue_log, resumed, self._freed)
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         await service(hello)
         self.queue, self.service = queue, service

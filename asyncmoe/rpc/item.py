@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncmoe.log.log import Place
 from asyncmoe.rpc.base import Message
 
 
@@ -35,5 +36,5 @@ class Item(Message, frozen=True):
     forked: int = 0
     truncated: bool = False
     """Its last response ended at a limit of tokens."""
-    holder: int = 0
-    """Number of the rollout worker that holds its arrays; 0: the controller."""
+    place: Place | None = None
+    """Where the log has its group, once that is so. The rollout worker that wrote it, or took its place, has the arrays."""

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from asyncmoe.log.log import Number
 from asyncmoe.rpc.base import Count, Message
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
@@ -86,17 +87,11 @@ class Foresee(_Waits, TrainerMessage, frozen=True):
     wait_s: float
 
 
-class Fetch(TrainerMessage, frozen=True):
-    """Request the leased trajectories named `keys`."""
+class FindWorker(_Waits, TrainerMessage, frozen=True):
+    """Ask where the rollout worker serves that has what `writer` wrote; waits for one that is lost, for at most `wait_s`."""
 
-    step: Count
-    keys: tuple[str, ...]
-    layers: tuple[Count, ...] | None = None
-    """Send only the routes of these layers; None: of all layers."""
-    masks: bool = True
-    """Send sampling masks."""
-    ahead: bool = False
-    """They may not be leased yet. If one of them has left the queue, none is sent, and the reply names none."""
+    writer: Number
+    wait_s: float
 
 
 class Commit(TrainerMessage, frozen=True):
@@ -300,8 +295,6 @@ class Leased(Message, frozen=True):
     """Number of restarts so far that trained steps again, from the log: the same step of another lineage has other weights."""
     replayed: bool = False
     """An earlier trainer was given this batch for this step: it is leased again as it was."""
-    holders: dict[int, Rendezvous] = msgspec.field(default_factory=dict)
-    """The rollout workers that hold arrays of `items`, by number. The controller has what no worker here holds."""
 
 
 class Evaluated(Message, frozen=True):
@@ -317,14 +310,16 @@ class Foreseen(Message, frozen=True):
     items: tuple[Item, ...] = ()
     never: bool = False
     """It will not be known before it is leased: do not ask again."""
-    holders: dict[int, Rendezvous] = msgspec.field(default_factory=dict)
-    """As in `Leased`."""
 
 
 class Fetched(Message, frozen=True):
-    """Reply to `Fetch`; `frames_in(len(keys))` frames follow, in the order of `keys`."""
+    """Reply to `WorkerFetch`; `frames_in(len(keys))` frames follow, in the order of its keys."""
 
-    keys: tuple[str, ...]
+
+class WorkerFound(Message, frozen=True):
+    """Reply to `FindWorker`; None: it is lost, and no other has taken its place yet."""
+
+    rendezvous: Rendezvous | None = None
 
 
 class EngineInfo(Message, frozen=True):
@@ -395,7 +390,7 @@ Request = (
     Hello
     | Lease
     | Foresee
-    | Fetch
+    | FindWorker
     | Commit
     | Probe
     | Saved
@@ -425,6 +420,7 @@ Reply = (
     | Foreseen
     | Evaluated
     | Fetched
+    | WorkerFound
     | Engines
     | EngineJoined
     | EngineOrder

@@ -28,6 +28,8 @@ class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str
     version: Count
     lineage: Count
+    adapter: str | None = None
+    """Name of the adapter that the version is sampled with."""
     suspect: bool = False
     waiting: bool = False
     """It gets no requests until it has a version, nor if it is `leaving`."""
@@ -41,37 +43,25 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
         serial: as in `WorkerEngine`.
         heard_s: seconds since it last answered; None: it never has.
         failed: why the worker does not use it any more; empty: it does.
+        adapters: names of those that its requests in flight are sampled with; None: without one.
     """
 
-    name: str
     serial: Count
     in_flight: Count
     heard_s: float | None = None
     failed: str = ""
+    adapters: tuple[str | None, ...] = ()
 
 
-class EngineBusy(msgspec.Struct, frozen=True, array_like=True):
-    """An interval, Unix seconds, in which an engine was generating."""
-
-    name: str
-    begin: float
-    end: float
-
-
-class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens since the worker began; see `asyncmoe.engines.pool.Pool`."""
-
-    generated: int = 0
-    lost: int = 0
-    recomputed: int = 0
-    recalled: int = 0
+Busy = tuple[str, float, float]
+"""An engine's name and the begin and end, Unix seconds, of an interval in which it was generating."""
 
 
 # ---------------------------------------------------------------- to the controller
 
 
 class WorkerJoin(Message, frozen=True):
-    """A worker is ready: it has loaded what episodes need, and serves."""
+    """A worker serves."""
 
     number: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     rendezvous: Rendezvous
@@ -85,35 +75,45 @@ class WorkerJoin(Message, frozen=True):
 
 
 class WorkerBegin(Message, frozen=True):
-    """First message: what the run's log is, and which groups are under way."""
+    """First message: what the run's log is, and which groups are under way. Before it the worker has loaded nothing."""
 
-    log: str = ""
-    """Random name of the run's log; empty: there is no log."""
+    log: str
+    """Random name of the run's log."""
     under_way: dict[int, int] = msgspec.field(default_factory=dict)
     """Attempts, by number, of the groups whose answers a worker before this one may have recorded."""
+    first: bool = False
+    """Nobody has tried yet whether the run's scorer and answers can be used."""
 
 
 class WorkerEngines(Message, frozen=True):
-    """The engines of the worker from now on, and whether requests may go to them. Answered with `WorkerLoad`, once the gate is so."""
+    """The engines from now on, and whether requests may go to them. Answered with `WorkerNews`, once the gate is so."""
 
     engines: tuple[WorkerEngine, ...]
-    limit: Annotated[int, msgspec.Meta(ge=1)]
-    """Requests in flight over all of them."""
     open: bool
 
 
 class WorkerRun(Message, frozen=True):
-    """Run and score an episode. Answered with `WorkerRan` once it has ended; what it brings stays in the worker."""
+    """Run and score an episode. Answered with `WorkerRan` once it has ended; what one of training brings stays in the worker."""
 
     episode: EpisodeKey
     prompt: bytes
     """Of `asyncmoe.rollout.tasks.types.to_bytes`."""
+    evaluation: str | None = None
+    """Name of the evaluation set that asks; None: training does."""
 
 
-class WorkerStop(Message, frozen=True):
-    """End and forget episodes whose outcome nobody wants any more, whether they run or have ended."""
+class WorkerShow(Message, frozen=True):
+    """Make demonstrations of the warm-up, `count` from number `first` on, and put them into the log. Answered with `WorkerShown`."""
 
-    episodes: tuple[EpisodeKey, ...]
+    first: Count
+    count: Count
+
+
+class WorkerForget(Message, frozen=True):
+    """End and forget episodes whose outcome nobody wants any more, whether they run or have ended, and all that is kept of groups."""
+
+    episodes: tuple[EpisodeKey, ...] = ()
+    groups: tuple[Count, ...] = ()
 
 
 class WorkerPack(Message, frozen=True):
@@ -124,22 +124,20 @@ class WorkerPack(Message, frozen=True):
     """Newest version that may have sampled a token."""
 
 
-class WorkerOver(Message, frozen=True):
-    """Forget all that is kept of groups."""
-
-    groups: tuple[Count, ...]
-
-
 class WorkerAsk(Message, frozen=True):
     """Ask what the worker knows of its engines, and its statistics. Answered with `WorkerNews` a little later."""
 
 
 class WorkerFetch(Message, frozen=True):
-    """Request trajectories that the worker holds; as `asyncmoe.rpc.messages.Fetch`."""
+    """Request trajectories that the worker holds, or that it can read from the log."""
 
     keys: tuple[str, ...]
+    places: tuple[Place, ...]
+    """Where the log has each one's group."""
     layers: tuple[Count, ...] | None = None
+    """Send only the routes of these layers; None: of all layers."""
     masks: bool = True
+    """Send sampling masks."""
 
 
 class WorkerRetain(Message, frozen=True):
@@ -161,12 +159,6 @@ class WorkerBegun(Message, frozen=True):
     groups: tuple[Count, ...]
 
 
-class WorkerLoad(Message, frozen=True):
-    """Reply to `WorkerEngines`: what the worker knows of them."""
-
-    uses: tuple[EngineUse, ...]
-
-
 class WorkerPacked(Message, frozen=True):
     """Reply to `WorkerPack`."""
 
@@ -175,10 +167,33 @@ class WorkerPacked(Message, frozen=True):
     place: Place | None
 
 
-class WorkerRan(Message, frozen=True):
-    """Reply to `WorkerRun`: agent and reward of each trajectory, or why the episode was rejected."""
+class WorkerShown(Message, frozen=True):
+    """Reply to `WorkerShow`: trajectories, and where the log has each."""
 
-    rewards: tuple[tuple[int, float], ...] = ()
+    items: tuple[Item, ...]
+    places: tuple[Place, ...]
+
+
+class Made(msgspec.Struct, frozen=True, array_like=True):
+    """What the controller needs to know of a trajectory before it is part of a group.
+
+    Attributes:
+        agent, reward: as in `asyncmoe.trajectory.Trajectory`.
+        sampled: number of sampled tokens; of an evaluation, like the next two.
+        oldest, newest: their versions.
+    """
+
+    agent: int
+    reward: float
+    sampled: int = 0
+    oldest: int = 0
+    newest: int = 0
+
+
+class WorkerRan(Message, frozen=True):
+    """Reply to `WorkerRun`: the trajectories, or why the episode was rejected."""
+
+    made: tuple[Made, ...] = ()
     reason: str = ""
     detail: str = ""
     sampled: bytes = b""
@@ -186,16 +201,20 @@ class WorkerRan(Message, frozen=True):
 
 
 class WorkerNews(Message, frozen=True):
-    """Reply to `WorkerAsk`."""
+    """Reply to `WorkerAsk` and `WorkerEngines`."""
 
     uses: tuple[EngineUse, ...]
-    busy: tuple[EngineBusy, ...]
-    totals: WorkerTotals
+    busy: tuple[Busy, ...]
+    """Since the news before."""
+    requests: Count
+    """At engines or waiting for one."""
+    tokens: dict[str, int]
+    """Since the news before, by the attribute of `asyncmoe.engines.pool.Pool` that counts them."""
     figures: bytes
     """msgpack of `asyncmoe.rollout.workers.figures.Figures`."""
 
 
 WorkerRequest = (
-    WorkerBegin | WorkerEngines | WorkerRun | WorkerStop | WorkerPack | WorkerOver | WorkerAsk | WorkerFetch | WorkerRetain | WorkerEnd
+    WorkerBegin | WorkerEngines | WorkerRun | WorkerShow | WorkerForget | WorkerPack | WorkerAsk | WorkerFetch | WorkerRetain | WorkerEnd
 )
-WorkerReply = WorkerBegun | WorkerLoad | WorkerRan | WorkerPacked | WorkerNews
+WorkerReply = WorkerBegun | WorkerRan | WorkerShown | WorkerPacked | WorkerNews

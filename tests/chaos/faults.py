@@ -27,11 +27,13 @@ _LOST = r"no engine is left|publishing version|beginning version|starting the we
 CAUSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("kill", "supervisor"): (),
     ("kill", "controller"): (r"controller ended with status -9", r"controller.*SIGKILL"),
+    ("kill", "worker"): (),
     ("kill", "agent"): (r"trainer ended with status -9", r"trainer.*SIGKILL"),
     ("kill", "rank"): (r"a rank was ended by SIGKILL",),
     ("kill", "engine"): (_LOST, r"engine\.\d+ did not start: ended with status -9"),
     ("stop", "engine"): (_LOST,),
     ("hang", "controller"): (_SILENT,),
+    ("hang", "worker"): (_SILENT,),
     ("hang", "rank"): (_SILENT, r"took no part in a collective for"),
     ("hang", "engine"): (_LOST, r"no token for", r"waited .* s for engine\.\d+: start"),
     ("kill", "joiner"): (_LOST, r"engine\.\d+ ended with status -9"),

@@ -10,13 +10,13 @@ from typing import Literal
 Kind = Literal["kill", "stop", "hang", "interrupt", "drop", "delay", "half", "full disk", "slow disk", "clock", "damage"]
 Moment = Literal["any time", "recovery", "staging", "commit", "checkpoint", "payload", "change"]
 
-PROCESSES = ("supervisor", "controller", "agent", "rank.0", "rank.1", "engine.0", "engine.1", "joiner.0", "joiner.1")
+PROCESSES = ("supervisor", "controller", "worker.1", "agent", "rank.0", "rank.1", "engine.0", "engine.1", "joiner.0", "joiner.1")
 """engine.0 and engine.1 here are the first and the second server that runs, whatever its seed; joiner.0 is the `asyncmoe engine` of one."""
 FILES = ("checkpoint", "payloads", "turns", "changes", "rendezvous.json", "log.json")
 KINDS: dict[Kind, tuple[float, tuple[str, ...]]] = {
     "kill": (8.0, PROCESSES),
     "stop": (4.0, PROCESSES),
-    "hang": (1.0, ("controller", "rank.0", "rank.1", "engine.0", "engine.1", "joiner.0", "joiner.1")),
+    "hang": (1.0, ("controller", "worker.1", "rank.0", "rank.1", "engine.0", "engine.1", "joiner.0", "joiner.1")),
     "interrupt": (0.5, ("supervisor",)),
     "drop": (1.5, ("engine.0", "engine.1")),
     "delay": (1.5, ("engine.0", "engine.1")),

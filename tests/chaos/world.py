@@ -155,7 +155,7 @@ class World:
         return self.command is not None and self.command.process.poll() is None
 
     def pids(self) -> dict[str, int]:
-        """Return the processes of the run by role: supervisor, controller, agent, rank.N, joiner.N, engine.SEED, scheduler.PID,
+        """Return the processes of the run by role: supervisor, controller, worker.N, agent, rank.N, joiner.N, engine.SEED, scheduler.PID,
         detokenizer.PID."""
         assert self.command is not None
         found: dict[str, int] = {}
@@ -285,6 +285,8 @@ def role_of(words: Sequence[str], environ: Sequence[str]) -> str:
         return "supervisor"
     if "-m asyncmoe rollout" in text:
         return "controller"
+    if "-m asyncmoe worker" in text:
+        return f"worker.{words[words.index('--number') + 1]}"
     if "-m asyncmoe engine" in text:
         return f"joiner.{words[words.index('--index') + 1]}"
     if "-m tests.chaos.stand.agent" in text or "-m asyncmoe.launch.torchrun" in text:

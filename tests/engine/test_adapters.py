@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncmoe.engines.adapter_slots import ServedBy, TwoSlots, attributed
+from asyncmoe.engines.adapter_slots import ServedBy, attributed
+from asyncmoe.engines.member import Member
 from asyncmoe.engines.sglang.lora import flags
 from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.engines.types import Generation, Sampling
@@ -28,6 +29,7 @@ from asyncmoe.trajectory import Recording, Routing, decode_routes, validate
 from tests.engine.conftest import settings
 from tests.engine.oracle import TIE, Merged, gaps, routes
 from tests.unit.adapters import ALL, random_adapter
+from tests.unit.test_adapters_slots import engine, publish
 
 pytestmark = pytest.mark.engine
 
@@ -135,9 +137,9 @@ def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, mode
     recording, prompt = Recording(Routing(4, (0, 1, 2, 3), 2, 8), vocabulary=VOCAB), (20, 30, 40)
 
     async def use() -> Generation:
-        slots = TwoSlots(rig.engine.client, 60.0)
-        await slots.publish(7, rig.write(tmp_path / "7", adapter))
-        with slots.use() as serving:
+        slots = engine(rig.engine.client, 60.0)
+        await publish(slots, 7, rig.write(tmp_path / "7", adapter))
+        with slots.serving() as serving:
             sampling = Sampling(0.8, 16, (), recording=recording)
             generation = await rig.engine.client.generate(prompt, sampling, "7", 60.0, adapter=serving.adapter)
         await rig.engine.client.unload_adapter("v7", 60.0)
@@ -167,22 +169,22 @@ def test_swaps_under_load(rig: Rig, model: Path, tmp_path: Path, thorough: bool)
     seconds: list[float] = []
     swaps: list[float] = []
 
-    async def load(slots: TwoSlots, worker: int, done: asyncio.Event) -> None:
+    async def load(slots: Member, worker: int, done: asyncio.Event) -> None:
         turn, last = 0, False
         while not last:
             # One more after the last version is there.
             last = done.is_set()
             prompt, turn, begin = (9, worker, turn % 50), turn + 1, time.perf_counter()
-            with slots.use() as serving:
+            with slots.serving() as serving:
                 generation = await rig.generate(prompt, serving.adapter, 8 + 8 * worker)
             seconds.append(time.perf_counter() - begin)
-            answers.append((prompt, serving, attributed(generation, serving), slots.serving != serving))
+            answers.append((prompt, serving, attributed(generation, serving), slots.served != serving))
 
-    async def swap(slots: TwoSlots, done: asyncio.Event) -> None:
+    async def swap(slots: Member, done: asyncio.Event) -> None:
         for version, adapter in made.items():
             begin = time.perf_counter()
             folder = rig.write(tmp_path / str(version), adapter)
-            await slots.publish(version, folder)
+            await publish(slots, version, folder)
             shutil.rmtree(folder)
             swaps.append(time.perf_counter() - begin)
             await asyncio.sleep(0.1)
@@ -190,7 +192,7 @@ def test_swaps_under_load(rig: Rig, model: Path, tmp_path: Path, thorough: bool)
 
     async def everything() -> None:
         done = asyncio.Event()
-        slots = TwoSlots(rig.engine.client, 60.0)
+        slots = engine(rig.engine.client, 60.0)
         async with asyncio.timeout(300):
             await asyncio.gather(swap(slots, done), *(load(slots, worker, done) for worker in range(WORKERS)))
         for version in (newest - 1, newest):

@@ -29,8 +29,7 @@ from asyncmoe.rpc.messages import (
     EngineLeave,
     EnginesAsk,
     Evaluations,
-    Fetch,
-    Fetched,
+    FindWorker,
     Foresee,
     Goodbye,
     Hello,
@@ -50,6 +49,7 @@ from asyncmoe.rpc.messages import (
 )
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd
 from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.trainer.data import held
 from asyncmoe.trajectory import decode, frames_in
 from tests.fuzz import mutate, target
 
@@ -71,10 +71,8 @@ def session(made: Config) -> list[bytes]:
         Hello(0, 1, digest, 0),
         Lease(0, "warmup", 4, 0, 0.02),
         Lease(2, "rl", 4, 0, 0.02),
-        Fetch(0, ("d0", "d1"), None, True),
-        Fetch(2, ("g0.e0", "g0.e1"), (0, 1), False),
+        FindWorker(1, 0.02),
         Foresee(2, 4, 2, 0.02),
-        Fetch(2, ("g0.e0", "g0.e1"), None, True, True),
         Commit(0),
         Commit(2),
         Saved(2),
@@ -305,9 +303,6 @@ def works(attacked: Attacked) -> None:
         leased, _ = client.ask(Lease(0, "warmup", 4, 0, 20.0), 30.0)
         assert isinstance(leased, Leased)
         assert len(leased.items) == 4
-        names = tuple(item.key for item in leased.items)
-        fetched, frames = client.ask(Fetch(0, names), 30.0)
-        assert isinstance(fetched, Fetched)
-        each = frames_in(1)
-        assert [decode(frames[at : at + each]).key for at in range(0, len(frames), each)] == list(names)
+        frames, each = held.fetch(client, leased.items, None, True), frames_in(1)
+        assert [decode(frames[at : at + each]).key for at in range(0, len(frames), each)] == [item.key for item in leased.items]
         client.ask(Commit(0), 30.0)

@@ -19,13 +19,14 @@ from typing import Any
 
 from asyncmoe.config import Config, parse
 from asyncmoe.config.model import MadeModel
-from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import EngineError, WeightSyncError
 from asyncmoe.models.make import make_model
 from asyncmoe.process import die_with_parent
 from asyncmoe.rollout import controller, parts
+from asyncmoe.rollout.workers.children import WorkerProcesses
 from asyncmoe.rpc import keys
 from tests.unit.fake_engine import FakeHandle
+from tests.unit.worker_fleet import lent
 
 LAG_PERIOD_S = 0.01
 END = "end"
@@ -125,18 +126,26 @@ def main(folder: Path) -> None:
     made, vitals = config(folder), Vitals(folder / "vitals.jsonl")
     watching: set[asyncio.Task[None]] = set()
 
-    pool_of = parts.pool_of
+    class Controller(controller.Controller):
+        """Engines and the worker join with its start, and serve at once."""
 
-    def joined(*arguments: Any) -> Pool:
-        """Engines join with the controller's start, and serve at once."""
-        watching.clear()
-        watching.add(asyncio.get_running_loop().create_task(vitals.watch()))
-        pool = pool_of(*arguments)
-        for index in range(made.engines.count):
-            pool.join(_Engine(f"engine.{index}")).waiting = False
-        return pool
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            for index in range(made.engines.count):
+                self._pool.join(_Engine(f"engine.{index}")).waiting = False
+            watching.clear()
+            watching.update(map(asyncio.get_running_loop().create_task, (vitals.watch(), self._work())))
 
-    parts.pool_of = joined
+        async def _work(self) -> None:
+            loaded = parts.load(made)
+            worker = lent(made, loaded, self)
+            await worker.join()
+            await worker.worker.over.wait()
+            await worker.kill()
+            await loaded.close()
+
+    controller.Controller = Controller  # type: ignore[misc]
+    WorkerProcesses.start = lambda self: None  # type: ignore[method-assign]
     while True:
         shutil.rmtree(made.run.dir, ignore_errors=True)
         made.run.dir.mkdir(parents=True)

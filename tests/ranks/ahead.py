@@ -19,9 +19,8 @@ from asyncmoe.config import Config, parse
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.models import load_hf_config
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Commit, Fetch
+from asyncmoe.rpc.messages import Commit, FindWorker
 from asyncmoe.rpc.server import Server
 from asyncmoe.trainer import loop
 from asyncmoe.trainer.batch_trainer import Learner
@@ -32,6 +31,7 @@ from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, encode_routes
 from tests.ranks import case, group
 from tests.ranks.leaving import leave
+from tests.unit.putting import Holding
 
 STEPS, GROUPS, SIZE = 4, 3, 2
 
@@ -46,7 +46,6 @@ class Controller:
             batch=GROUPS * SIZE,
             group_size=SIZE,
             max_staleness=1,
-            recording=Recording(routing),
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
@@ -54,15 +53,15 @@ class Controller:
         assert self._ready.wait(60)
 
     async def _serve(self) -> None:
-        service = QueueService(self.queue, run="r", config_digest="")
+        self._holding = Holding(self.queue, Recording(self._routing))
 
         async def answer(request: Any) -> Any:
-            if isinstance(request, Fetch):
-                self.fetches.append(request.ahead)
-            return await service(request)
+            if isinstance(request, FindWorker):
+                self.fetches.append(request.wait_s == 0.0)
+            return await self._holding.answer(request)
 
         async with Server(answer) as server:
-            self.rendezvous = await server.start()
+            self.rendezvous = self._holding.rendezvous = await server.start()
             self._serving = asyncio.ensure_future(server.serve())
             self._ready.set()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -78,7 +77,7 @@ class Controller:
             self.queue.set_version(version)
             for number in range(step * GROUPS, (step + 1) * GROUPS):
                 self.queue.started(SIZE)
-                await self.queue.put_group([trajectory(number, episode, version, self._routing) for episode in range(SIZE)])
+                await self._holding.put([trajectory(number, episode, version, self._routing) for episode in range(SIZE)])
 
         asyncio.run_coroutine_threadsafe(put(), self._loop).result(60)
 

@@ -12,44 +12,58 @@ from typing import Any
 import torch.distributed as dist
 
 from asyncmoe.errors import AsyncmoeError, WaitTimeout
-from asyncmoe.rpc.messages import Fetch, Fetched, Foresee, Foreseen
-from asyncmoe.trainer.data import batch_client, shared_fetch
+from asyncmoe.log.log import Place
+from asyncmoe.rpc.messages import Fetched, FindWorker, Foresee, Foreseen, WorkerFound
+from asyncmoe.trainer.data import batch_client, held, shared_fetch
 from asyncmoe.trainer.data.prefetch import Prefetcher
 from asyncmoe.trainer.model import mesh
 from asyncmoe.trajectory import Buffer, encode
 from tests.ranks import case, group
 from tests.unit.kept_trajectory import trajectory
 
-KEPT = [encode(trajectory(length, seed)[0]) for seed, length in enumerate((9, 300, 2, 41))]
-LEASED: Any = SimpleNamespace(step=3, items=[SimpleNamespace(key=f"g{seed}", holder=0) for seed in range(len(KEPT))], holders={})
-
 GONE, SHORT, UNFORESEEN = 4, 5, 6
-"""Steps of which the controller does not answer, or with too little, or not when it is asked ahead."""
+"""Steps of which the worker does not answer, or with too little, or the controller not when it is asked ahead."""
+HERE: Any = "here"
+KEPT = [encode(trajectory(length, seed)[0]) for seed, length in enumerate((9, 300, 2, 41))]
+
+
+def items_of(step: int) -> Any:
+    """The batch of a step, which is the position of each of its places."""
+    return [SimpleNamespace(key=f"g{seed}", place=Place(1, step)) for seed in range(len(KEPT))]
+
+
+LEASED: Any = SimpleNamespace(step=3, items=items_of(3))
 
 
 class Controller:
-    """A client that answers itself."""
+    """A client that answers itself, also for the worker."""
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
 
-    def ask(self, request: Fetch | Foresee, timeout_s: float) -> tuple[Fetched | Foreseen, list[Buffer]]:
+    def beside(self, *_: object) -> Controller:
+        return self
+
+    def ask(self, request: Any, timeout_s: float) -> tuple[Any, list[Buffer]]:
+        if isinstance(request, FindWorker):
+            return WorkerFound(HERE), []
         if isinstance(request, Foresee):
             if request.step == UNFORESEEN:
                 raise WaitTimeout("the controller", "a foreseen batch", timeout_s)
             return Foreseen(tuple(LEASED.items)), []
         self.asked.append(list(request.keys))
-        if request.step == GONE:
-            raise WaitTimeout("the controller", "an answer", timeout_s)
-        if request.step == SHORT:
-            return Fetched(request.keys), []
-        return Fetched(request.keys), [frame for key in request.keys for frame in KEPT[int(key[1:])]]
+        if request.places[0].position == GONE:
+            raise WaitTimeout("rollout worker 1", "an answer", timeout_s)
+        if request.places[0].position == SHORT:
+            return Fetched(), []
+        return Fetched(), [frame for key in request.keys for frame in KEPT[int(key[1:])]]
 
 
 def main(result: Path, path: Path, layout: str) -> None:
     dist.init_process_group("gloo")
     place = mesh.start(case.config(path, ranks=dist.get_world_size(), **case.sizes_of(layout)).trainer)
     shared_fetch.PART_BYTES = 1000  # many parts
+    held._AGAIN_S, held._TRIES = 0.0, 1
     controller: Any = Controller()
     found = {}
     for wanted in ([place.dp_rank, 3], [], [1], [0, 1, 2, 3]):
@@ -88,7 +102,7 @@ def main(result: Path, path: Path, layout: str) -> None:
 
 
 def refusal(controller: Any, place: mesh.Mesh, step: int, ahead: Prefetcher | None = None) -> str:
-    leased: Any = SimpleNamespace(step=step, items=LEASED.items, holders={})
+    leased: Any = SimpleNamespace(step=step, items=items_of(step))
     try:
         batch_client.fetch(controller, place, leased, [1], ahead=ahead)
     except AsyncmoeError as error:

@@ -29,7 +29,7 @@ def test_one_rank_of_a_group_asks_perhaps_ahead_and_all_have_the_same(tmp_path: 
         assert rank["early"] == ([["g1", "g2"]] if rank["tp_rank"] == 0 else [])  # and then g0 and g3 alone
         gone, short, unforeseen = rank["refused"]
         assert gone.startswith("WaitTimeout: " if first else other)
-        assert "the controller" in gone
+        assert "rollout worker 1" in gone
         assert unforeseen.startswith("WaitTimeout: " if first else other)
         assert "a foreseen batch" in unforeseen
         assert short == ("ProtocolError: " if first else other) + f"got a batch of 0 frames, expected {frames_in(1)}"

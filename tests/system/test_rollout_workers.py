@@ -45,18 +45,18 @@ def test_a_run_outlives_a_rollout_worker(tmp_path: Path, number: signal.Signals)
 
 
 def test_what_workers_cannot_do_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    for overrides, expected in (
-        (("rollout.workers=2", "engines.count=1"), "rollout.workers: got 2, expected at most engines.count = 1"),
-        (("rollout.workers=1", "log.enabled=false"), "log.enabled: got False, expected true because rollout.workers is 1"),
-    ):
-        assert expected in refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", *overrides)
+    overrides, expected = (
+        ("rollout.workers=2", "rollout.max_concurrent=1"),
+        "rollout.max_concurrent: got 1, expected at least rollout.workers = 2",
+    )
+    assert expected in refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", *overrides)
     assert not (tmp_path / "run").exists()
-    assert "no worker, because rollout.workers is 0" in refused("worker", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}")
+    assert "1 to 1, because rollout.workers is 1" in refused("worker", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", "--number", "2")
 
 
 def test_a_worker_without_a_controller_ends_when_it_is_asked_to(tmp_path: Path) -> None:
     model = provide(tmp_path / "model")
-    command = Command("worker", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={model}", "rollout.workers=1")
+    command = Command("worker", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={model}")
     worker = psutil.Process(command.process.pid)
 
     def waits() -> bool:

@@ -163,6 +163,11 @@ class Life:
     async def lease(self, step: int) -> Leased:
         return await self.queue.lease(step, "rl", BATCH, step, 5.0)
 
+    async def fetched(self, leased: Leased) -> bytes:
+        """Return the frames of a batch, as the worker of this life sends them: it holds them, or reads them from the log."""
+        places = [item.place for item in leased.items if item.place is not None]
+        return b"".join(map(bytes, await self.log.worker.fetch([item.key for item in leased.items], places)))
+
     async def train(self, step: int, dropped: str = "") -> Leased:
         """Fill, lease and commit a step, and publish its version."""
         for number in (2 * step, 2 * step + 1):

@@ -42,7 +42,7 @@ from tests.unit import openai_policy
 SIZE, GROUPS = 2, 4
 
 
-def config_of(run_dir: Path, logged: bool = False, **samples: Any) -> Config:
+def config_of(run_dir: Path, **samples: Any) -> Config:
     """A configuration whose steps have four groups of two, all of them kept."""
     return parse(
         {
@@ -51,7 +51,6 @@ def config_of(run_dir: Path, logged: bool = False, **samples: Any) -> Config:
             "task": {"kind": "arithmetic"},
             "rollout": {"groups_per_step": GROUPS, "group_size": SIZE},
             "telemetry": {"samples": {"groups": GROUPS, **samples}},
-            "log": {"enabled": logged},
         }
     )
 
@@ -121,7 +120,8 @@ class SampledRun:
             found: list[Trajectory] = []
             self.pool.texts += texts
             for place in places:
-                found += await self.worker.episode(asked, place)
+                await self.worker.episode(asked, place)
+                found += self.worker._ended[number][place]
             if write:
                 await self.samples.write(number, 0, places, asked, "queued", 4, "")
             return found

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.engines.adapter_slots import ServedBy, StillInUse, TwoSlots, attributed
+from asyncmoe.engines.engine import AdapterHost, EngineHandle
+from asyncmoe.engines.member import Member
 from asyncmoe.engines.sglang.lora import flags
 from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import EngineError, UserError, WeightSyncError
@@ -44,9 +48,26 @@ class Fake:
         self.loaded.remove(name)
 
 
-async def respond(slots: TwoSlots, server: Fake, steps: int) -> ServedBy:
+def engine(server: Fake, timeout_s: float = 5.0) -> Member:
+    """An engine of which no other process is a user."""
+
+    async def in_use(adapter: str | None) -> bool:
+        await asyncio.sleep(0)
+        return made.users[adapter] > 0
+
+    made = Member(cast(EngineHandle, SimpleNamespace(client=server)))
+    made.slots = TwoSlots(cast(AdapterHost, server), timeout_s, in_use)
+    return made
+
+
+async def publish(member: Member, version: int, folder: Path, lineage: int = 0) -> None:
+    assert member.slots is not None
+    await member.slots.publish(version, folder, lineage)
+
+
+async def respond(slots: Member, server: Fake, steps: int) -> ServedBy:
     """A request that takes so many turns of the loop."""
-    with slots.use() as serving:
+    with slots.serving() as serving:
         if serving.adapter is not None:
             assert serving.adapter in server.loaded
             server.using[serving.adapter] = server.using.get(serving.adapter, 0) + 1
@@ -58,24 +79,25 @@ async def respond(slots: TwoSlots, server: Fake, steps: int) -> ServedBy:
         return serving
 
 
+@mock.patch("asyncmoe.engines.adapter_slots._LOOK_S", 0.0)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=30), st.integers(1, 8))
 @settings(max_examples=examples(60), deadline=None)
 def test_no_request_is_without_its_adapter_while_versions_come(requests: list[tuple[int, int]], versions: int) -> None:
     async def run() -> list[ServedBy]:
         server = Fake()
-        slots = TwoSlots(server, 5.0)
+        slots = engine(server)
 
         async def later(wait: int, steps: int) -> ServedBy:
             for _ in range(wait):
                 await asyncio.sleep(0)
             return await respond(slots, server, steps)
 
-        async def publish() -> None:
+        async def publish_all() -> None:
             for version in range(1, versions + 1):
-                await slots.publish(version, ADAPTER)
-                assert slots.serving == ServedBy(version, f"v{version}")
+                await publish(slots, version, ADAPTER)
+                assert slots.served == ServedBy(version, f"v{version}")
 
-        found = await asyncio.gather(publish(), *(later(*request) for request in requests))
+        found = await asyncio.gather(publish_all(), *(later(*request) for request in requests))
         assert server.loaded == ([f"v{versions - 1}"] if versions > 1 else []) + [f"v{versions}"]
         return found[1:]
 
@@ -85,14 +107,14 @@ def test_no_request_is_without_its_adapter_while_versions_come(requests: list[tu
 def test_a_version_of_the_next_lineage_comes_beside_the_same_version_of_this_one() -> None:
     async def run() -> None:
         server = Fake()
-        slots = TwoSlots(server, 5.0)
-        await slots.publish(4, ADAPTER)
+        slots = engine(server)
+        await publish(slots, 4, ADAPTER)
         with pytest.raises(WeightSyncError, match="got adapter version 4, expected above 4"):
-            await slots.publish(4, ADAPTER)
-        await slots.publish(4, ADAPTER, 1)
-        assert (slots.serving, server.loaded) == (ServedBy(4, "v4.1", 1), ["v4", "v4.1"])
-        assert (slots.serving.salt, ServedBy(4, None).salt) == ("4.1", "4")
-        await slots.publish(5, ADAPTER, 1)
+            await publish(slots, 4, ADAPTER)
+        await publish(slots, 4, ADAPTER, 1)
+        assert (slots.served, server.loaded) == (ServedBy(4, "v4.1", 1), ["v4", "v4.1"])
+        assert (slots.served.salt, ServedBy(4, None).salt) == ("4.1", "4")
+        await publish(slots, 5, ADAPTER, 1)
         assert server.loaded == ["v4.1", "v5.1"]
 
     asyncio.run(run())
@@ -101,17 +123,17 @@ def test_a_version_of_the_next_lineage_comes_beside_the_same_version_of_this_one
 def test_new_requests_get_the_new_version_while_old_ones_go_on() -> None:
     async def run() -> None:
         server = Fake()
-        slots = TwoSlots(server, 5.0)
-        with slots.use() as base:
-            await slots.publish(1, ADAPTER)
-            with slots.use() as first:
-                publishing = asyncio.create_task(slots.publish(2, ADAPTER))
+        slots = engine(server)
+        with slots.serving() as base:
+            await publish(slots, 1, ADAPTER)
+            with slots.serving() as first:
+                publishing = asyncio.create_task(publish(slots, 2, ADAPTER))
                 for _ in range(20):
                     await asyncio.sleep(0)
                 # The base still has a user, and with it a slot: nobody waits but the publisher.
-                assert (publishing.done(), slots.serving.version, server.loaded) == (False, 1, ["v1"])
+                assert (publishing.done(), slots.served.version, server.loaded) == (False, 1, ["v1"])
         await publishing
-        assert (base, first, slots.serving) == (ServedBy(0, None), ServedBy(1, "v1"), ServedBy(2, "v2"))
+        assert (base, first, slots.served) == (ServedBy(0, None), ServedBy(1, "v1"), ServedBy(2, "v2"))
         assert server.loaded == ["v1", "v2"]
 
     asyncio.run(run())
@@ -119,16 +141,15 @@ def test_new_requests_get_the_new_version_while_old_ones_go_on() -> None:
 
 def test_who_is_waited_for_is_said() -> None:
     async def run() -> None:
-        slots = TwoSlots(Fake(), 0.05)
-        with ExitStack() as requests:
-            requests.enter_context(slots.use())
-            requests.enter_context(slots.use())
-            await slots.publish(1, ADAPTER)
-            with pytest.raises(StillInUse, match=r"0\.1 s for engine\.0: the end of 2 responses of version 0"):
-                await slots.publish(2, ADAPTER)
-            assert slots.serving.version == 1
-        await slots.publish(2, ADAPTER)
-        assert slots.serving.version == 2
+        slots = engine(Fake(), 0.05)
+        await publish(slots, 1, ADAPTER)
+        with slots.serving():
+            await publish(slots, 2, ADAPTER)
+            with pytest.raises(StillInUse, match=r"0\.1 s for engine\.0: the end of all responses of version 1"):
+                await publish(slots, 3, ADAPTER)
+            assert slots.served.version == 2
+        await publish(slots, 3, ADAPTER)
+        assert slots.served.version == 3
 
     asyncio.run(run())
 
@@ -136,20 +157,20 @@ def test_who_is_waited_for_is_said() -> None:
 def test_a_version_that_cannot_be_loaded_leaves_the_one_before() -> None:
     async def run() -> None:
         server = Fake()
-        slots = TwoSlots(server, 1.0)
+        slots = engine(server, 1.0)
         with pytest.raises(WeightSyncError, match=r"engine\.0: got adapter version -1, expected at least 0"):
-            await slots.publish(-1, ADAPTER)
-        await slots.publish(0, ADAPTER)
-        await slots.publish(3, ADAPTER)
+            await publish(slots, -1, ADAPTER)
+        await publish(slots, 0, ADAPTER)
+        await publish(slots, 3, ADAPTER)
         server.refusing = True
         with pytest.raises(EngineError, match="no room"):
-            await slots.publish(4, ADAPTER)
-        assert (slots.serving, server.loaded) == (ServedBy(3, "v3"), ["v3"])
+            await publish(slots, 4, ADAPTER)
+        assert (slots.served, server.loaded) == (ServedBy(3, "v3"), ["v3"])
         for version in (3, 0, -1):
             with pytest.raises(WeightSyncError, match=rf"engine\.0: got adapter version {version}, expected above 3"):
-                await slots.publish(version, ADAPTER)
+                await publish(slots, version, ADAPTER)
         server.refusing = False
-        await slots.publish(4, ADAPTER)
+        await publish(slots, 4, ADAPTER)
         assert server.loaded == ["v3", "v4"]
 
     asyncio.run(run())

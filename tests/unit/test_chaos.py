@@ -116,10 +116,11 @@ SHORT = (
     Fault(1, "kill", "rank.1", "checkpoint", 0.0, 0.0, 0.5),
     Fault(2, "kill", "engine.0", "staging", 0.0, 0.0, 0.5),
     Fault(3, "stop", "controller", "commit", 0.0, 1.0, 0.5),
+    Fault(4, "kill", "worker.1", "payload", 0.0, 0.0, 0.5),
 )
 
 
-LOST = Fault(4, "kill", "supervisor", "any time", 0.0, 0.0, 0.2)
+LOST = Fault(5, "kill", "supervisor", "any time", 0.0, 0.0, 0.2)
 
 
 class Resumed(World):

@@ -338,7 +338,7 @@ def test_sizes_of_the_trainer_that_cannot_be_are_refused(trainer: dict[str, int]
 def test_more_workers_than_requests_are_refused() -> None:
     two = {"workers": 2, "max_concurrent": 1, "group_size": 2}
     line = refused({**GOOD, "engines": {**GOOD.get("engines", {}), "count": 2}, "rollout": two})
-    assert "rollout.max_concurrent: got 1, expected at least 2 because rollout.workers is 2: each worker has a request in flight" in line
+    assert "rollout.max_concurrent: got 1, expected at least rollout.workers = 2: each worker has a request in flight" in line
 
 
 def test_modes_to_compare_with_decide_how_old_a_batch_may_be() -> None:

@@ -268,5 +268,3 @@ def test_a_run_with_a_log_keeps_its_records_and_its_log(tmp_path: Path, monkeypa
     belonging.write(run, Belonging(belonging.FORM, {}, run="x", begun=True))
     with pytest.raises(UserError, match=r"^run\.dir: got .* with a log, expected a new directory; set run\.resume=true"):
         local.check(demo(tmp_path, "run.resume=false"))
-    with pytest.raises(UserError, match=r"^log\.enabled: got false, expected true, because the run has a log; or delete .*log"):
-        local.check(demo(tmp_path, "log.enabled=false"))

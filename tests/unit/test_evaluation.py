@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from asyncmoe.engines.types import Generation, Listener, Sampling, VersionSpan
 from asyncmoe.errors import ConfigError, DataError, EngineError, TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
+from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
-from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling
+from asyncmoe.rollout.evaluation import Evaluator, due, measure, sampling, stage_of
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.workers.worker import Worker
+from asyncmoe.rpc.worker_messages import Made
 from asyncmoe.telemetry.rollout_schema import Evaluation
-from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Recording, Trajectory
+from asyncmoe.trajectory import NOTHING, Recording
 
 WARMUP, STEPS = 10, 30
 
@@ -87,6 +91,12 @@ class Engines:
         )
 
 
+def workers_of(made: Config, stage: RolloutContext) -> Any:
+    """A worker in this process."""
+    sets = {name: stage_of(stage, name, section) for name, section in made.evaluation.every_set.items()}
+    return Worker(partial(episode.run, stage), 2, evaluated={name: partial(episode.run, one) for name, one in sets.items()})
+
+
 class Setup:
     """An evaluator over such a pool, running."""
 
@@ -98,7 +108,7 @@ class Setup:
         self.task = loaded.training
         pool: Any = self.engines
         stage = RolloutContext(pool, Sampling(1.0, 8, (tokenizer.eos,), recording=Recording(masks=True)), tokenizer, Exact())
-        self.evaluator = Evaluator(made, stage, loaded.sets, self.found.append)
+        self.evaluator = Evaluator(made, workers_of(made, stage), loaded.sets, self.found.append)
         self.running = asyncio.create_task(self.evaluator.run())
 
     async def evaluate(self, version: int) -> Evaluation:
@@ -218,28 +228,16 @@ def test_without_engines_it_ends_with_their_error(tokenizer: Tokenizer) -> None:
     asyncio.run(run())
 
 
-def trajectory(reward: float, versions: Sequence[int], agent: int = 0) -> Trajectory:
-    size = 2 + len(versions)
-    return Trajectory(
-        key="k",
-        group=0,
-        episode=0,
-        agent=agent,
-        tokens=np.zeros(size, dtype=np.int32),
-        loss_mask=np.arange(size) >= 2,
-        logprobs=np.zeros(size, dtype=np.float32),
-        versions=np.array([NOT_SAMPLED] * 2 + list(versions), dtype=np.int32),
-        reward=reward,
-        finish="stop",
-    )
+def made(reward: float, versions: Sequence[int], agent: int = 0) -> Made:
+    return Made(agent, reward, len(versions), min(versions), max(versions))
 
 
 def test_the_numbers_by_hand() -> None:
     rejected = TrajectoryRejected("scorer_timeout", "too slow")
     outcomes = [
-        (0, (trajectory(1.0, [5]),)),
-        (0, (trajectory(0.0, [5, 5, 6]),)),
-        (1, (trajectory(1.0, [4, 5], 0), trajectory(0.5, [7, 7], 1))),
+        (0, (made(1.0, [5]),)),
+        (0, (made(0.0, [5, 5, 6]),)),
+        (1, (made(1.0, [4, 5], 0), made(0.5, [7, 7], 1))),
         (1, rejected),
         (2, rejected),
     ]
@@ -254,13 +252,13 @@ def test_the_numbers_by_hand() -> None:
 def test_standard_errors_are_those_of_means_over_questions() -> None:
     """The oracle is NumPy's sample deviation. Episodes of a question that agree do not make the mean more certain."""
     rewards = [[1.0, 1.0, 0.0, 1.0], [0.0] * 4, [1.0] * 4, [0.0, 0.0, 1.0, 0.0]]
-    outcomes = [(number, (trajectory(reward, [5]),)) for number, each in enumerate(rewards) for reward in each]
+    outcomes = [(number, (made(reward, [5]),)) for number, each in enumerate(rewards) for reward in each]
     found = measure(5, outcomes, 1.0, 0, samples=4)
     assert found.reward_stderr == pytest.approx(np.std(np.mean(rewards, axis=1), ddof=1) / 2)
     passing = [[0.75, 0, 1, 0.25], [1, 0, 1, 0.5], [1, 0, 1, 1]]
     assert found.pass_at == pytest.approx({k: np.mean(of_k) for k, of_k in zip("124", passing, strict=True)})
     assert found.pass_at_stderr == pytest.approx({k: np.std(of_k, ddof=1) / 2 for k, of_k in zip("124", passing, strict=True)})
-    same = measure(5, [(number, (trajectory(reward, [5]),)) for number, reward in [(0, 0.0), (1, 1.0)] * 50], 1.0, 0, samples=50)
+    same = measure(5, [(number, (made(reward, [5]),)) for number, reward in [(0, 0.0), (1, 1.0)] * 50], 1.0, 0, samples=50)
     assert same.reward_stderr == 0.5
     assert measure(5, outcomes[:4], 1.0, 0, samples=4).pass_at_stderr == {}
 

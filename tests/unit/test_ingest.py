@@ -16,16 +16,18 @@ from test_producer import alone
 
 from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import ProtocolError
+from asyncmoe.log.log import Place
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Fetch, Fetched, Lease
+from asyncmoe.rpc.messages import Fetched, Lease
 from asyncmoe.rpc.server import Server
+from asyncmoe.rpc.worker_messages import WorkerFetch
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode, decode_routes, encode_routes, frames_in
+from tests.unit.putting import Holding
 
 GROUP, BATCH, VOCABULARY = 2, 4, 50
 ROUTING = Routing(all_layers=5, layers=(1, 2, 3, 4), top_k=2, experts=8)
@@ -33,6 +35,7 @@ RECORDING = Recording(ROUTING, masks=True, vocabulary=VOCABULARY)
 PROMPT = (3, 4, 5)
 RESPONSE = (7, 9, 11, 2)
 BAD = "g1.e1.a0.t0"
+PLACE = (Place(1, 0),)
 
 
 class Same:
@@ -77,7 +80,7 @@ def record(place: EpisodeId, generation: Generation, recording: Recording = RECO
 
 
 def queue() -> BoundedQueue:
-    return BoundedQueue(capacity=2 * BATCH, batch=BATCH, group_size=GROUP, max_staleness=2, recording=RECORDING)
+    return BoundedQueue(capacity=2 * BATCH, batch=BATCH, group_size=GROUP, max_staleness=2)
 
 
 def damaged(made: Trajectory, name: str, field: str) -> Trajectory:
@@ -141,11 +144,12 @@ async def refusing(spoilt: Callable[[EpisodeId], Trajectory], reason: str) -> No
         return spoilt(place) if place.key() == BAD else record(place, answer())
 
     trained: list[int] = []
-    producing = asyncio.create_task(Producer(held, Same(), Worker(alone(play), GROUP, held._recording), GROUP).run())
+    worker = Worker(alone(play), GROUP, RECORDING)
+    producing = asyncio.create_task(Producer(held, Same(), worker, GROUP).run())  # type: ignore[arg-type]
     for step in range(3):
         leased = await held.lease(step, "rl", BATCH, step, 3.0)
         trained += sorted({item.group for item in leased.items})
-        frames = held.fetch(step, [item.key for item in leased.items])
+        frames = await worker.fetch([item.key for item in leased.items], [Place(1, 0)] * BATCH)
         assert len(frames) == frames_in(BATCH)
         held.commit(step)
         held.set_version(step + 1)
@@ -200,13 +204,13 @@ def sizes(frames: Sequence[Any]) -> list[int]:
 
 async def fetching(body: Callable[[Callable[[Any], Any]], Any]) -> None:
     """Run `body` with a function that asks a service over a real socket, step 0 leased."""
-    held = queue()
+    held = Holding(queue(), RECORDING)
     for group in range(BATCH // GROUP):
-        held.started(GROUP)
-        await held.put_group([long_record(group, episode) for episode in range(GROUP)])
+        held.queue.started(GROUP)
+        await held.put([long_record(group, episode) for episode in range(GROUP)])
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1) as pool:
-        async with Server(QueueService(held, run="r", config_digest="")) as server:  # type: ignore[arg-type]
+        async with Server(held.answer) as server:
             to = await server.start()
             serving = asyncio.create_task(server.serve())
             with Client(to, "trainer.0") as client:
@@ -228,11 +232,11 @@ def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them
     unpacked = decode_routes(whole.routes, key)
 
     async def body(ask: Callable[[Any], Any]) -> None:
-        reply, everything = await ask(Fetch(0, (key,)))
-        assert reply == Fetched((key,))
+        reply, everything = await ask(WorkerFetch((key,), PLACE))
+        assert reply == Fetched()
         full = sizes(everything)
         for layers in ((1, 2), (3, 4), (1, 4)):
-            sent = (await ask(Fetch(0, (key,), layers, masks=False)))[1]
+            sent = (await ask(WorkerFetch((key,), PLACE, layers, masks=False)))[1]
             got = decode(sent)
             assert got.routes is not None
             assert got.routes.layers == layers
@@ -241,7 +245,7 @@ def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them
             assert sizes(sent)[masks_at] == 0
             np.testing.assert_array_equal(decode_routes(got.routes, key), unpacked[[layer - 1 for layer in layers]])
             np.testing.assert_array_equal(got.tokens, whole.tokens)
-        last = decode((await ask(Fetch(0, (key,), (4,), masks=True)))[1])
+        last = decode((await ask(WorkerFetch((key,), PLACE, (4,), masks=True)))[1])
         assert last.masks is not None
         assert last.masks.data == masks.data
         assert full[masks_at] > 0
@@ -253,7 +257,7 @@ def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them
 def test_layers_that_are_not_there_are_refused(layers: tuple[int, ...]) -> None:
     async def body(ask: Callable[[Any], Any]) -> None:
         with pytest.raises(ProtocolError, match=rf"g0\.e0.*got layers \({layers[0]},.*expected some of \(1, 2, 3, 4\)"):
-            await ask(Fetch(0, ("g0.e0.a0.t0",), layers))
-        assert decode((await ask(Fetch(0, ("g0.e0.a0.t0",), (1,))))[1]).routes is not None
+            await ask(WorkerFetch(("g0.e0.a0.t0",), PLACE, layers))
+        assert decode((await ask(WorkerFetch(("g0.e0.a0.t0",), PLACE, (1,))))[1]).routes is not None
 
     asyncio.run(asyncio.wait_for(fetching(body), 30))

@@ -115,7 +115,7 @@ class Program:
         if not leased.items:
             return
         answer = tuple((item.key, item.weight) for item in leased.items)
-        frames = b"".join(bytes(one) for one in self.life.queue.fetch(step, [item.key for item in leased.items]))
+        frames = await self.life.fetched(leased)
         assert self.model.leases.setdefault(step, answer) == answer, "a lease is replayed as it was"
         assert self.model.frames.setdefault(step, frames) == frames
         self.model.queued -= {item.group for item in leased.items}
@@ -191,7 +191,7 @@ class Program:
         self.model.queued -= {one.number for one in late} | {item.group for item in leased.items}
         if leased.items:
             self.model.leases[step] = tuple((item.key, item.weight) for item in leased.items)
-            self.model.frames[step] = b"".join(bytes(one) for one in held.fetch(step, [item.key for item in leased.items]))
+            self.model.frames[step] = await self.life.fetched(leased)
 
     def check_skips(self) -> None:
         """Every step that is over was trained or skipped, under the reason of the newest lineage."""

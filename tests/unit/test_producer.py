@@ -154,7 +154,6 @@ def test_what_an_engine_spoiled_is_started_over_with_the_same_prompt(reason: str
         leased = await held.lease(0, "rl", 2 * BATCH, 0, 1.0)
         again = [item.key for item in leased.items if item.group == 0]
         assert again == [f"g0.e{e}.a0.t1" for e in range(GROUP)]
-        assert held.fetch(0, again)
 
     produce(play, body)
 
@@ -214,9 +213,11 @@ def test_demonstrations_keep_the_warm_up_lane_full() -> None:
     async def shown(index: int) -> tuple[Trajectory, ...]:
         return (episode.demonstration(index, Numbers().demonstration(index)),)
 
+    show = Worker(alone(respond), GROUP, shown=shown).show
+
     async def run() -> None:
         held = queue(demonstrations=6)
-        showing = asyncio.create_task(demonstrate(held, shown, 2, 10))
+        showing = asyncio.create_task(demonstrate(held, show, 2, 10))
         await until(lambda: held.stats().demonstrations == 6)
         leased = await held.lease(0, "warmup", 4, 0, 1.0)
         assert [item.key for item in leased.items] == ["d2.a0", "d3.a0", "d4.a0", "d5.a0"]

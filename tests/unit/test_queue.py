@@ -16,12 +16,14 @@ import pytest
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.group_buffer import pack
 from asyncmoe.queue.replays import Resumption
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Commit, Done, Fetch, Fetched, Goodbye, Hello, Lease, Leased, Saved, Welcome
+from asyncmoe.rpc.messages import Commit, Done, Goodbye, Hello, Lease, Leased, Saved, Welcome
 from asyncmoe.rpc.server import Server
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory, decode, frames_in
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from tests.unit.putting import put_group
 
 
 def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -75,7 +77,7 @@ async def filled(*groups: list[Trajectory], **changes: Any) -> BoundedQueue:
     made.set_version(9)
     for one in groups:
         made.started(len(one))
-        await made.put_group(one)
+        await put_group(made, one)
     return made
 
 
@@ -95,7 +97,7 @@ async def settle() -> None:
 async def test_put_waits_when_full_and_goes_on_when_a_step_is_committed() -> None:
     held = await filled(*(group(i) for i in range(4)))
     held.started(4)
-    late = [asyncio.create_task(held.put_group(group(i))) for i in (4, 5)]
+    late = [asyncio.create_task(put_group(held, group(i))) for i in (4, 5)]
     await settle()
     assert not any(task.done() for task in late)
     await held.lease(0, "rl", 4, 9, 0)
@@ -112,7 +114,7 @@ async def test_a_stale_drop_frees_space_and_capacity() -> None:
     held = queue()
     for i in range(4):
         held.started(2)
-        await held.put_group(group(i))
+        await put_group(held, group(i))
     waiting = asyncio.create_task(held.wait_can_start(2))
     await settle()
     assert not waiting.done()
@@ -121,7 +123,7 @@ async def test_a_stale_drop_frees_space_and_capacity() -> None:
     held.set_version(2)
     for i in (4, 5):
         held.started(2)
-        await held.put_group(group(i, 2))
+        await put_group(held, group(i, 2))
     granted = await lease
     assert names(granted) == ["g4.e0", "g4.e1", "g5.e0", "g5.e1"]
     assert granted.dropped == {"stale": 8} == held.stats().dropped
@@ -143,7 +145,7 @@ async def test_putters_are_served_in_the_order_they_came() -> None:
     done: list[int] = []
 
     async def put(number: int) -> None:
-        await held.put_group(group(number))
+        await put_group(held, group(number))
         done.append(number)
 
     tasks = [asyncio.create_task(put(i)) for i in (7, 5, 6)]
@@ -154,7 +156,7 @@ async def test_putters_are_served_in_the_order_they_came() -> None:
     held.commit(0)
     held.started(2)
     with pytest.raises(WaitTimeout):
-        await held.put_group(group(8), wait_s=0)
+        await put_group(held, group(8), wait_s=0)
     await settle()
     assert done == [5, 6]
     assert held.ledger.running == 4
@@ -166,10 +168,10 @@ async def test_put_gives_up_when_told_to_and_stays_usable() -> None:
     held = await filled(*(group(i) for i in range(4)))
     held.started(2)
     with pytest.raises(WaitTimeout, match=r"waited 0\.0 s for the trainer: space in the queue, which holds 8"):
-        await held.put_group(group(4), wait_s=0.01)
+        await put_group(held, group(4), wait_s=0.01)
     await held.lease(0, "rl", 4, 9, 0)
     held.commit(0)
-    await held.put_group(group(4))
+    await put_group(held, group(4))
 
 
 @asynchronous
@@ -180,11 +182,11 @@ async def test_episodes_of_several_agents_are_counted_once_and_leased_whole() ->
     assert len(both) == 6
     held.started(4)
     for number in (0, 1):
-        await held.put_group([t for t in both if t.group == number])
+        await put_group(held, [t for t in both if t.group == number])
     assert held.stats().depth == 4
     leased = await held.lease(0, "rl", 4, 0, 0)
     assert [(i.group, i.episode, i.agent) for i in leased.items] == [(g, e, a) for g in (0, 1) for e in (0, 1) for a in range(e + 1)]
-    assert len(held.fetch(0, [item.key for item in leased.items])) == frames_in(6)
+    assert len(leased.items) == 6
     held.commit(0)
     assert held.stats().trained == 4
 
@@ -193,10 +195,10 @@ async def test_episodes_of_several_agents_are_counted_once_and_leased_whole() ->
 async def test_tokens_from_before_a_restart_may_be_ahead_of_the_trainer_that_catches_up() -> None:
     held = BoundedQueue(capacity=8, batch=4, group_size=2, max_staleness=9, resumed=Resumption(served=5))
     held.started(2)
-    await held.put_group(group(0, version=5))
+    await put_group(held, group(0, version=5))
     held.started(2)
     with pytest.raises(TrajectoryRejected, match=r"version_from_future.*the newest is 6"):
-        await held.put_group(group(1, version=7))
+        await put_group(held, group(1, version=7))
 
 
 @asynchronous
@@ -207,23 +209,23 @@ async def test_what_must_not_be_trained_does_not_get_in() -> None:
     bad = group(1)
     bad[1].logprobs[2] = np.nan
     with pytest.raises(TrajectoryRejected, match="bad_logprob"):
-        await held.put_group(bad)
+        await put_group(held, bad)
     unversioned = group(1)
     unversioned[0].versions[:] = NOT_SAMPLED
     with pytest.raises(TrajectoryRejected, match="bad_version"):
-        await held.put_group(unversioned)
+        await put_group(held, unversioned)
     with pytest.raises(TrajectoryRejected, match=r"version_from_future.*the newest is 10"):
-        await held.put_group(group(1, version=11))
+        await put_group(held, group(1, version=11))
     with pytest.raises(InvariantBroken, match="put twice"):
-        await held.put_group(group(0))
+        await put_group(held, group(0))
     with pytest.raises(InvariantBroken, match="put twice"):
-        await held.put_group([*group(1), group(1)[0]])
+        await put_group(held, [*group(1), group(1)[0]])
     with pytest.raises(InvariantBroken, match="put 1 episodes"):
-        await held.put_group(group(1, size=1))
+        await put_group(held, group(1, size=1))
     with pytest.raises(InvariantBroken, match="of groups"):
-        await held.put_group([group(1)[0], group(2)[1]])
+        await put_group(held, [group(1)[0], group(2)[1]])
     with pytest.raises(InvariantBroken, match="put 10 episodes"):
-        await held.put_group(group(1, size=10))
+        await put_group(held, group(1, size=10))
     assert held.ledger == before
     assert held.stats().depth == 2
     held.rejected(2, "bad_logprob")
@@ -234,7 +236,7 @@ async def test_what_must_not_be_trained_does_not_get_in() -> None:
 async def test_a_group_that_was_not_started_cannot_be_put() -> None:
     held = queue()
     with pytest.raises(InvariantBroken, match="cannot move 2 from running"):
-        await held.put_group(group(0))
+        await put_group(held, group(0))
 
 
 @asynchronous
@@ -290,7 +292,7 @@ async def test_all_ranks_get_the_same_answer_whenever_they_ask() -> None:
     assert impatient == Leased(0, (), 2, {})
     held.started(6)
     for i in (1, 2, 3):
-        await held.put_group(group(i))
+        await put_group(held, group(i))
     answers = [*await asyncio.gather(*early), await held.lease(0, "rl", 4, 9, 60), await held.lease(0, "rl", 4, 9, 0)]
     assert names(answers[0]) == ["g0.e0", "g0.e1", "g1.e0", "g1.e1"]
     assert all(answer == answers[0] for answer in answers)
@@ -356,29 +358,12 @@ async def test_the_next_step_may_be_leased_ahead() -> None:
 
 
 @asynchronous
-async def test_fetch_gives_what_was_put_in_the_order_asked() -> None:
-    held = await filled(group(0), group(1))
-    await held.lease(0, "rl", 4, 9, 0)
-    frames = held.fetch(0, ["g1.e1", "g0.e0"])
-    assert len(frames) == frames_in(2)
-    each = frames_in(1)
-    assert [decode(frames[:each]).key, decode(frames[each:]).key] == ["g1.e1", "g0.e0"]
-    assert held.fetch(0, []) == []
-    with pytest.raises(ProtocolError, match=r"g2\.e0 is not leased to step 0"):
-        held.fetch(0, ["g0.e0", "g2.e0"])
-    with pytest.raises(ProtocolError, match="step 1 holds no lease"):
-        held.fetch(1, ["g0.e0"])
-
-
-@asynchronous
 async def test_commit_is_idempotent_and_ends_the_lease() -> None:
     held = await filled(group(0), group(1), group(2), group(3))
     await held.lease(0, "rl", 4, 9, 0)
     held.commit(0)
     held.commit(0)
     assert (held.ledger.trained, held.ledger.queued, held.trained_steps) == (4, 4, 1)
-    with pytest.raises(ProtocolError, match="holds no lease"):
-        held.fetch(0, ["g0.e0"])
     with pytest.raises(ProtocolError, match="trained already"):
         await held.lease(0, "rl", 4, 9, 0)
     with pytest.raises(ProtocolError, match="step 1 holds no lease"):
@@ -390,7 +375,7 @@ async def test_a_batch_that_the_trainer_leaves_untrained_is_dropped_for_its_reas
     held = queue()
     held.started(4)
     for one in (group(0), group(1)):
-        await held.put_group(one)
+        await put_group(held, one)
     await held.lease(0, "rl", 4, 0, 0)
     held.commit(0, "anomaly_kl_engine")
     held.commit(0)  # of another rank, whose message came later
@@ -412,9 +397,9 @@ async def test_a_trained_trajectory_leaves_nothing_behind() -> None:
     await held.lease(0, "rl", 4, 9, 0)
     held.started(2)
     with pytest.raises(InvariantBroken, match="put twice"):
-        await held.put_group(group(0))
+        await put_group(held, group(0))
     held.commit(0)
-    await held.put_group(group(0))
+    await put_group(held, group(0))
 
 
 @asynchronous
@@ -425,7 +410,7 @@ async def test_arrays_are_freed_by_commit_and_not_before() -> None:
     for number in (0, 1):
         made = group(number)
         alive += [weakref.ref(t.tokens) for t in made]
-        await held.put_group(made)
+        await put_group(held, made)
         del made
     await held.lease(0, "rl", 4, 0, 0)
     gc.collect()
@@ -465,7 +450,7 @@ async def test_failure_reaches_everyone_who_waits_but_no_lease_already_granted()
     granted = await held.lease(0, "rl", 4, 9, 0)
     held.started(2)
     waiting = [
-        asyncio.create_task(held.put_group(group(4))),
+        asyncio.create_task(put_group(held, group(4))),
         asyncio.create_task(held.wait_can_start(10_000)),
     ]
     await settle()
@@ -505,20 +490,19 @@ async def test_a_resume_within_the_warm_up_has_trained_nothing_yet() -> None:
 @asynchronous
 async def test_demonstrations_have_a_lane_of_their_own() -> None:
     held = queue(demonstrations=3, base_version=2)
-    putting = asyncio.create_task(held.put_demonstrations([demonstration(i) for i in range(7)]))
+    putting = asyncio.create_task(held.put_demonstrations([pack([demonstration(i)], 0) for i in range(7)]))
     await settle()
     assert held.stats().demonstrations == 3
     for step in range(2):
         granted = await held.lease(step, "warmup", 3, step, 60)
         assert names(granted) == [f"d{3 * step + i}" for i in range(3)]
-        assert decode(held.fetch(step, [granted.items[0].key])).key == granted.items[0].key
         held.commit(step)
     await putting
     assert held.ledger.started == 0
     assert held.trained_steps == 2
     assert held.stats().demonstrations == 1
     with pytest.raises(ConfigError, match=r"warmup\.steps"):
-        await queue().put_demonstrations([demonstration(0)])
+        await queue().put_demonstrations([pack([demonstration(0)], 0)])
 
 
 @asynchronous
@@ -534,7 +518,7 @@ async def test_sizes_with_which_nothing_could_be_leased_are_refused() -> None:
 
 @asynchronous
 async def test_service_over_a_real_socket() -> None:
-    """A whole step by two ranks; a lease that waits does not hold up a fetch of the other rank."""
+    """A whole step by two ranks; a lease that waits does not hold up the other rank."""
     held = queue()
     service = QueueService(held, run="r", config_digest="abc")
     with ThreadPoolExecutor(2) as pool:
@@ -551,19 +535,16 @@ async def test_service_over_a_real_socket() -> None:
                     assert (await ask(client, Hello(rank, 2, "abc", 0)))[0] == Welcome("r")
                 for i in range(2):
                     held.started(2)
-                    await held.put_group(group(i))
+                    await put_group(held, group(i))
                 leased = (await ask(zero, Lease(0, "rl", 4, 0, 15.0)))[0]
                 assert (await ask(one, Lease(0, "rl", 4, 0, 15.0)))[0] == leased
                 waiting = asyncio.create_task(ask(zero, Lease(1, "rl", 4, 0, 15.0)))
-                reply, frames = await ask(one, Fetch(0, ("g1.e0",)))
-                assert reply == Fetched(("g1.e0",))
-                assert decode(frames).key == "g1.e0"
-                assert not waiting.done()
                 assert (await ask(one, Commit(0)))[0] == Done()
+                assert not waiting.done()
                 held.stop()
                 assert (await waiting)[0].stop
-                with pytest.raises(ProtocolError, match="holds no lease"):
-                    await ask(one, Fetch(0, ("g1.e0",)))
+                with pytest.raises(ProtocolError, match="trained already"):
+                    await ask(one, Lease(0, "rl", 4, 0, 0.0))
                 await ask(one, Saved(0))
                 await ask(one, Goodbye(1, False))
                 assert not service.finished.done()

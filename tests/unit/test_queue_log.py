@@ -14,6 +14,7 @@ from asyncmoe.errors import DataError, ProtocolError, StorageError, UserError
 from asyncmoe.log.files import HEADER_BYTES
 from asyncmoe.log.log import HEAD_BYTES
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.group_buffer import pack
 from asyncmoe.queue.service import QueueService
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rpc.messages import Commit
@@ -36,7 +37,7 @@ def test_everything_of_a_killed_run_goes_on(home: Home, tmp_path: Path) -> None:
         life.queue.commit(0)
         life.queue.set_version(1)
         leased = await life.lease(1)
-        frames = {item.key: b"".join(life.queue.fetch(1, [item.key])) for item in leased.items}
+        frames = await life.fetched(leased)
         life.queue.rejected(SIZE, "scorer_nan")
         life.log.ended(6)
         again = await live(home, life.kill(tmp_path / "again"), 1)
@@ -47,7 +48,7 @@ def test_everything_of_a_killed_run_goes_on(home: Home, tmp_path: Path) -> None:
         answers = [await again.lease(1) for _ in range(2)]
         assert answers[0].items == leased.items == answers[1].items
         assert (leased.lineage, answers[0].lineage) == (0, 1)
-        assert {item.key: b"".join(again.queue.fetch(1, [item.key])) for item in leased.items} == frames
+        assert await again.fetched(answers[1]) == frames
         again.queue.commit(1)
         assert [item.group for item in (await again.lease(2)).items] == [5, 5, 4, 4]
         with pytest.raises(UserError, match=r"^log: got .*, in use by another process \(process \d+ on .*\), expected one controller"):
@@ -290,7 +291,7 @@ def test_a_lost_trainer_gets_the_same_batches_while_groups_go_on_to_be_queued(ho
             again = [await life.lease(step) for _ in range(2)]
             assert again[0] == again[1]
             assert (again[0].items, again[0].lineage, again[0].replayed) == (leases[step].items, 1, True)
-            life.queue.fetch(step, [item.key for item in again[0].items])
+            await life.fetched(again[0])
             life.queue.commit(step)
         await life.group(9, (3, 3))
         new = await life.lease(4)
@@ -371,12 +372,12 @@ def test_demonstrations_begin_again_at_the_checkpoint(tmp_path: Path) -> None:
         log.begin(0, 4, BATCH, 0)
         held = BoundedQueue(capacity=BATCH, batch=BATCH, group_size=SIZE, max_staleness=0, base_version=4, demonstrations=2, log=log)
         for number in range(2):
-            await held.put_demonstrations(make_group(number, 1, [0]))
+            await held.put_demonstrations([pack(make_group(number, 1, [0]), 0)])
         first = await held.lease(0, "warmup", 2, 0, 0.0)
         held.commit(0)
         for number in range(2, 4):
-            await held.put_demonstrations(make_group(number, 1, [0]))
-        blocked = asyncio.create_task(held.put_demonstrations(make_group(4, 1, [0])))
+            await held.put_demonstrations([pack(make_group(number, 1, [0]), 0)])
+        blocked = asyncio.create_task(held.put_demonstrations([pack(make_group(4, 1, [0]), 0)]))
         await held.lease(1, "warmup", 2, 1, 0.0)
         await asyncio.sleep(0.01)
         held.trainer_lost()
@@ -384,7 +385,7 @@ def test_demonstrations_begin_again_at_the_checkpoint(tmp_path: Path) -> None:
         await blocked  # into what is forgotten
         assert held.stats().demonstrations == 0
         for number in range(2):
-            await held.put_demonstrations(make_group(number, 1, [0]))
+            await held.put_demonstrations([pack(make_group(number, 1, [0]), 0)])
         assert (await held.lease(0, "warmup", 2, 0, 0.0)).items == first.items
         log.close()
 

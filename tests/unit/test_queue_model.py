@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rpc.messages import Leased
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory, decode, frames_in
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from tests.unit.example_counts import examples
+from tests.unit.putting import put_group
 
 RANKS = 3
 
@@ -83,7 +84,7 @@ class QueueMachine(RuleBasedStateMachine):
         oldest = self.running.pop(number)
         self.arrival[number] = len(self.arrival)
         self.putting.append((oldest, number))
-        self.puts[number] = self._task(self.queue.put_group(make_group(number, self.size, [oldest, self.version])))
+        self.puts[number] = self._task(put_group(self.queue, make_group(number, self.size, [oldest, self.version])))
         self._settle()
 
     @precondition(lambda self: self.running)
@@ -108,15 +109,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.asked.append(self._task(self.queue.lease(self.step, "rl", self.groups * self.size, self.step, 3600.0)))
         self._settle()
 
-    @precondition(lambda self: self.leased is not None)
-    @rule()
-    def fetch(self) -> None:
-        keys = [f"g{n}.e{e}" for _, n in reversed(self.leased or []) for e in range(self.size)]
-        frames = self.queue.fetch(self.step, keys)
-        got = [decode(frames[i : i + frames_in(1)]) for i in range(0, len(frames), frames_in(1))]
-        assert [t.key for t in got] == keys
-        assert all(t.tokens[-1] == t.group % 1000 for t in got)
-
     @rule()
     def foresee(self) -> None:
         """The next batch is known once nothing that runs is expected to come first; asking changes nothing, as the model shows."""
@@ -132,9 +124,6 @@ class QueueMachine(RuleBasedStateMachine):
         settled = not out or arrived >= (self.max_staleness + newest + 1) * self.groups
         keys = [f"g{n}.e{e}" for _, n in fresh for e in range(self.size)]
         assert [item.key for item in found] == (keys if settled else [])
-        frames = self.queue.fetch_ahead(keys)
-        assert frames is not None
-        assert [decode(frames[i : i + frames_in(1)]).key for i in range(0, len(frames), frames_in(1))] == keys
         if settled and all(oldest > newest for oldest in out):
             self.foreseen[step] = [number for _, number in fresh]
 
@@ -224,7 +213,7 @@ class QueueMachine(RuleBasedStateMachine):
                     oldest = self.running.pop(number)
                     self.arrival[number] = len(self.arrival)
                     self.putting.append((oldest, number))
-                    self.puts[number] = self._task(self.queue.put_group(make_group(number, self.size, [oldest, self.version])))
+                    self.puts[number] = self._task(put_group(self.queue, make_group(number, self.size, [oldest, self.version])))
                     self._settle()
             assert self.leased is not None
         for task in (*self.puts.values(), *self.asked):

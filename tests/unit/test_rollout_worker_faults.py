@@ -15,16 +15,9 @@ from asyncmoe.rollout.workers import service
 from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
-from asyncmoe.rpc.worker_messages import EngineUse, WorkerBegin, WorkerPacked
+from asyncmoe.rpc.worker_messages import EngineUse, WorkerBegin, WorkerEngines, WorkerNews, WorkerPacked
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import Cluster, SlowEngine
-
-
-async def lost(cluster: Cluster, number: int) -> str:
-    """Why a worker is lost, once it is."""
-    while not (why := cluster.fleet._workers[number].gone):
-        await asyncio.sleep(0.01)
-    return why
 
 
 def test_an_episode_too_large_to_be_read_is_trained_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +54,7 @@ def test_a_worker_that_stands_still_holds_up_the_others_gates_only_at_first(tmp_
                 assert not goes.engines.open
                 assert not cluster.lent[2].worker.pool._gate._open.is_set()
                 cluster.pool.release()
-                assert "WorkerEngines" in await lost(cluster, 1)
+                assert "WorkerEngines" in await cluster.lost(1)
                 await cluster.train(1)
                 stands.set()
 
@@ -93,36 +86,66 @@ def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(tmp_path: Path) ->
 def test_workers_are_told_only_what_has_changed(tmp_path: Path) -> None:
     async def run() -> None:
         async with Cluster(tmp_path, workers=2, engines=2, seed=8) as cluster:
-            for handle in cluster.handles:
-                handle.client.hangs = True
             gates, told = cluster.fleet._gates, list[str]()
-            while not all(one.width for one in cluster.fleet._workers.values()):
-                await asyncio.sleep(0.01)
+            gates.tell()
             await gates.late()
 
-            async def use(self: RemoteWorker, *_: object) -> tuple[EngineUse, ...]:
-                told.append(self.name)
-                return ()
+            async def news(self: RemoteWorker, request: Any, *_: object) -> WorkerNews:
+                if isinstance(request, WorkerEngines):
+                    told.append(self.name)
+                return await news_of(self, request)
 
-            with mock.patch.object(RemoteWorker, "use", use):
+            news_of = RemoteWorker.news
+            with mock.patch.object(RemoteWorker, "news", news):
                 gates.tell()
                 assert await gates.late() == 0
                 assert told == []
-                suspect = cluster.pool.members[1]
-                owner = f"rollout worker {gates._places[suspect.engine.name]}"
-                suspect.suspect = True
+                cluster.pool.members[1].suspect = True
                 gates.tell()
                 gates.tell()
                 await gates.late()
-                assert told == [owner]
-                cluster.fleet._workers[2].gone = "it is lost"
-                gates.tell()
-                await gates.late()
-                assert set(gates._places.values()) == {"1"}
-                assert told == [owner, "rollout worker 1"]
-            cluster.fleet._workers[2].gone = ""
+                assert sorted(told) == ["rollout worker 1", "rollout worker 2"]
+
+    asyncio.run(run())
+
+
+def test_every_worker_uses_every_engine_with_its_share_of_the_requests(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=3, engines=2, seed=8, staleness=40) as cluster:
+            for handle in cluster.handles:
+                handle.client.hangs = True
+            shares = [cluster.config.rollout.share(number) for number in (1, 2, 3)]
+            assert shares == [22, 21, 21]
+            pools = [cluster.lent[number].worker.pool for number in (1, 2, 3)]
+            while [sum(member.in_flight for member in pool.members) for pool in pools] != shares:
+                await asyncio.sleep(0.01)
+            assert all(member.in_flight for pool in pools for member in pool.members)
+            while sum(member.elsewhere for member in cluster.pool.members) != 64 or cluster.fleet.requests <= 64:
+                await asyncio.sleep(0.01)  # those that wait are requests too
+            await cluster.lose(3)
+            await cluster.lost(3)
+            assert sum(member.elsewhere for member in cluster.pool.members) == 43
             for handle in cluster.handles:
                 handle.client.hangs = False
+
+    asyncio.run(run())
+
+
+def test_an_adapter_is_in_use_until_all_workers_know_the_next_one_and_their_requests_have_ended(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=1, seed=8, staleness=40) as cluster:
+            (member,), (handle,) = cluster.pool.members, cluster.handles
+            member.adapter = "v1"
+            cluster.fleet._gates.tell()
+            while not all(any(one.users["v1"] for one in lent.worker.pool.members) for lent in cluster.lent.values()):
+                await asyncio.sleep(0.001)
+            handle.client.hangs, member.adapter = True, "v2"
+            assert await cluster.pool._in_use(member, "v1")
+            handle.client.hangs = False
+            while await cluster.pool._in_use(member, "v1"):
+                await asyncio.sleep(0.01)
+            with mock.patch.object(cluster.fleet._gates, "late", mock.AsyncMock(return_value=1)):
+                assert await cluster.pool._in_use(member, "v1"), "a worker that has not heard of the next one may still ask for it"
 
     asyncio.run(run())
 
@@ -145,8 +168,8 @@ def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -
                 while not cluster.fleet._workers[2].running:
                     await asyncio.sleep(0.01)
                 await cluster.lose(1)
-                await lost(cluster, 1)
-                others = {place.group for place in cluster.fleet._workers[2].running}
+                await cluster.lost(1)
+                others = {place.group for _, place in cluster.lent[2].worker._running}
                 await cluster.start(1)
                 for handle in cluster.handles:
                     handle.client.hangs = False
@@ -175,12 +198,12 @@ def test_what_is_said_of_an_engine_before_it_started_again_does_not_end_it(tmp_p
             again.serve(1, 0)
             while there.engines is None or [one.serial for one in there.engines.engines] != [again.serial]:
                 await asyncio.sleep(0.01)
-            cluster.fleet._gates.note(there, [EngineUse(handle.name, before.serial, 9, None, "it does not answer")])
+            cluster.fleet._gates.note(there, [EngineUse(before.serial, 9, None, "it does not answer")])
             assert (again.fenced, again.elsewhere < 9) == (None, True)
             for step in range(1, 3):
                 await cluster.train(step)
             assert again.fenced is None
-            cluster.fleet._gates.note(there, [EngineUse(handle.name, again.serial, 0, None, "it does not answer")])
+            cluster.fleet._gates.note(there, [EngineUse(again.serial, 0, None, "it does not answer")])
             assert again.fenced == "it does not answer"
 
     asyncio.run(run())
@@ -190,13 +213,13 @@ def test_a_rank_lets_go_of_a_worker_that_was_replaced(tmp_path: Path) -> None:
     async def run() -> None:
         async with Cluster(tmp_path, workers=1, engines=1, seed=7) as cluster:
             with Client(cluster._rendezvous, "trainer.0") as client:
-                holder = cluster.fleet.holders()[1]
+                holder = cluster.fleet._workers[1].joined.rendezvous
                 before = client.beside(holder, "rollout worker 1")
                 assert client.beside(holder, "rollout worker 1") is before
                 await cluster.lose(1)
-                await lost(cluster, 1)
+                await cluster.lost(1)
                 await cluster.start(1)
-                assert client.beside(cluster.fleet.holders()[1], "rollout worker 1") is not before
+                assert client.beside(cluster.fleet._workers[1].joined.rendezvous, "rollout worker 1") is not before
                 if not (closed := before._connection.socket.closed):
                     before.close()  # or the end of its context waits for it
                 assert closed

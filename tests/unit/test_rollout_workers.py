@@ -15,16 +15,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncmoe.errors import ConfigError, ProtocolError, TrajectoryRejected
+from asyncmoe.config import parse
+from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected
 from asyncmoe.log.turns import EpisodeKey
+from asyncmoe.rollout.demonstrations import Demonstrations
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes, to_bytes
 from asyncmoe.rollout.scoring.exact import Exact
-from asyncmoe.rollout.workers import fleet
-from asyncmoe.rpc.messages import Fetch
-from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerOver, WorkerPack
+from asyncmoe.rpc.messages import FindWorker
+from asyncmoe.rpc.worker_messages import WorkerForget, WorkerJoin, WorkerPack
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of
+from asyncmoe.trajectory import decode
 from tests.unit.worker_fleet import BATCH, Cluster, Numbers
 
 
@@ -50,8 +52,7 @@ def test_a_group_is_held_by_its_worker_and_fetched_from_there(tmp_path: Path) ->
             holders = set()
             for step in range(4):
                 leased = await cluster.train(step)
-                holders |= {item.holder for item in leased.items}
-                assert all(item.holder in leased.holders for item in leased.items)
+                holders |= {item.place.writer for item in leased.items if item.place is not None}
             assert holders == {1, 2}
             check(cluster, 4)
             # What was trained is held no more.
@@ -81,15 +82,18 @@ def test_what_a_lost_worker_held_comes_from_the_log(tmp_path: Path) -> None:
     async def run() -> None:
         async with Cluster(tmp_path, workers=2, engines=4, seed=2) as cluster:
             leased = await cluster.queue.lease(0, "rl", BATCH, 0, 20.0)
-            lost = leased.items[0].holder
+            lost = leased.items[0].place.writer
             before = {number: dict(lent.worker._worker._frames) for number, lent in cluster.lent.items()}
             held = {key: [bytes(one) for one in frames] for own in before.values() for key, frames in own.items()}
             await cluster.lose(lost)
+            await cluster.lost(lost)
+            assert (await cluster.fleet.find(FindWorker(lost, 0.0))).rendezvous is None
+            again = asyncio.create_task(cluster.start(lost))
             keys = tuple(item.key for item in leased.items)
-            frames = await asyncio.to_thread(cluster.fetched, Fetch(0, keys), leased)
+            frames = await asyncio.to_thread(cluster.fetched, leased)
             assert [bytes(one) for one in frames] == [one for key in keys for one in held[key]]
-            await cluster.train(0)
-            for step in range(1, 3):  # the other worker goes on alone
+            await again
+            for step in range(3):
                 await cluster.train(step)
             check(cluster, 3)
 
@@ -132,7 +136,7 @@ def test_workers_that_come_and_go_change_nothing(seed: int, staleness: int) -> N
 def test_a_worker_that_does_not_belong_is_refused(tmp_path: Path) -> None:
     async def run() -> None:
         async with Cluster(tmp_path, workers=1, engines=1, seed=3) as cluster:
-            there = cluster.fleet.holders()[1]
+            there = cluster.fleet._workers[1].joined.rendezvous
             for number, digest, error in ((2, cluster.config.digest, ConfigError), (1, "other", ConfigError)):
                 with pytest.raises(error):
                     await cluster.fleet.join(WorkerJoin(number, there, "", digest))
@@ -148,7 +152,7 @@ def test_a_worker_packs_only_what_has_ended_there(tmp_path: Path) -> None:
             (worker,) = cluster.fleet._workers.values()
             with pytest.raises(ProtocolError, match="have ended here"):
                 await worker.ask(WorkerPack((EpisodeKey(99, 0, 0),), 0))
-            await worker.ask(WorkerOver((99,)))
+            await worker.ask(WorkerForget(groups=(99,)))
             assert not worker.gone
 
     asyncio.run(run())
@@ -200,9 +204,14 @@ def test_the_loss_of_a_worker_with_many_groups_does_not_end_the_run(tmp_path: Pa
                 handle.client.hangs = True
             while len(cluster.fleet._groups) < 80:
                 await asyncio.sleep(0.01)
-            lost = max(cluster.fleet._workers.values(), key=lambda worker: len(worker.running)).joined.number
-            assert len(cluster.fleet._workers[lost].running) > 2 * 32
+            lost = max(cluster.fleet._workers.values(), key=lambda worker: worker.running).joined.number
+            assert cluster.fleet._workers[lost].running > 2 * 32
+            under_way = {place for _, place in cluster.lent[lost].worker._running}
             await cluster.lose(lost)
+            await cluster.lost(lost)
+            await cluster.start(lost)
+            while not under_way <= {place for _, place in cluster.lent[lost].worker._running}:
+                await asyncio.sleep(0.01)
             for handle in cluster.handles:
                 handle.client.hangs = False
             for step in range(3):
@@ -212,30 +221,76 @@ def test_the_loss_of_a_worker_with_many_groups_does_not_end_the_run(tmp_path: Pa
     asyncio.run(run())
 
 
-def test_groups_leave_a_worker_that_has_no_engine_left_to_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "_IDLE_S", 0.2)
-
+def test_an_error_of_the_users_code_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     async def run() -> None:
-        async with Cluster(tmp_path, workers=2, engines=2, seed=8) as cluster:
-            await cluster.train(0)
-            stuck = cluster.pool.members[0]
-            stuck.waiting = True  # as after a restart: it serves from the next version on, which needs the groups
-            for step in (1, 2):
-                leased = await cluster.queue.lease(step, "rl", BATCH, step, 20.0)
-                assert leased.items
-                cluster.queue.commit(step)
-                cluster.queue.set_version(step + 1)
-            assert not cluster.failure
+        with mock.patch("asyncmoe.rollout.workers.worker.episode.run", side_effect=MemoryError("no room \ud800")):
+            async with Cluster(tmp_path, workers=1, engines=1, seed=9) as cluster:
+                while not cluster.failure:
+                    await asyncio.sleep(0.01)
+        assert "MemoryError: no room ?" in str(cluster.failure[0])
 
     asyncio.run(run())
 
 
-def test_an_error_of_the_users_code_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+def test_a_worker_that_does_not_come_again_ends_the_run(tmp_path: Path) -> None:
     async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=1, seed=9) as cluster:
-            with mock.patch("asyncmoe.rollout.workers.worker.episode.run", side_effect=MemoryError("no room \ud800")):
-                while not cluster.failure:
-                    await asyncio.sleep(0.01)
-            assert "MemoryError: no room ?" in str(cluster.failure[0])
+        async with Cluster(tmp_path, workers=2, engines=2, seed=10) as cluster:
+            cluster.fleet._config = parse(cluster.config.model_dump() | {"engines": {"count": 4, "start_timeout_s": 1.0}})
+            following = asyncio.create_task(cluster.fleet.run())
+            await cluster.lose(2)
+            with pytest.raises(AsyncmoeError, match=r"rollout worker 2 is missing: .*connection was lost.* \(engines.start_timeout_s\)"):
+                await following
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("untried", [True, False])
+def test_what_the_first_worker_cannot_load_ends_the_run_unless_another_controller_could(tmp_path: Path, untried: bool) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=11) as cluster:
+            await cluster.lose(1)
+            await cluster.lost(1)
+            cluster.fleet._untried = untried
+            cluster.parts = ConfigError("scoring.scorer", got="nothing", expected="a scorer")  # type: ignore[assignment]
+            with pytest.raises(ConfigError, match=r"^scoring\.scorer: got nothing"):
+                await cluster.start(1)
+            await asyncio.sleep(0.2)
+            assert [str(one) for one in cluster.failure] == (["scoring.scorer: got nothing, expected a scorer"] if untried else [])
+
+    asyncio.run(run())
+
+
+def test_demonstrations_outlive_the_worker_that_has_made_them(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=12) as cluster:
+            cluster.lent[1].worker._worker._shown = Demonstrations(Numbers(), None, 8, 64)
+            shown = await cluster.fleet.show(3, 2)
+            await cluster.lose(1)
+            await cluster.lost(1)
+            await cluster.start(1)
+            assert [[item.key for item in group.items] for group in shown] == [["d3.a0"], ["d4.a0"]]
+            for group in shown:
+                assert group.place is not None
+                frames = await cluster.lent[1].worker._worker.fetch([group.items[0].key], [group.place])
+                assert decode(frames).key == group.items[0].key
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["", "other"])
+def test_an_evaluation_runs_on_the_workers_and_nothing_is_kept_of_it(tmp_path: Path, name: str) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=1, seed=13) as cluster:
+            place = EpisodeId(0, 0, 0)
+            if name:
+                with pytest.raises(AsyncmoeError, match=r"got the set 'other', expected one of \[''\]"):
+                    await cluster.fleet.evaluate(name, Numbers().prompt(0), place)
+                return
+            (made,) = await cluster.fleet.evaluate(name, Numbers().prompt(0), place)
+            assert (made.agent, made.oldest, made.newest) == (0, 0, 0)
+            assert 1 <= made.sampled <= 5
+            for step in range(2):  # training has an episode of the same name
+                await cluster.train(step)
+            check(cluster, 2)
 
     asyncio.run(run())

@@ -76,8 +76,7 @@ def test_each_loss_starts_its_parts_again(failure: Failure, parts: tuple[str, ..
         (Failure({"engine.0": "said", "trainer": "lost"}, ""), (), ""),
         (lost("trainer"), ("trainer.max_restarts=0",), ""),
         (lost("controller"), ("run.controller_restarts=0",), ""),
-        (lost("trainer"), ("log.enabled=false",), "the trainer does not start again without the log (log.enabled)"),
-        (lost("controller"), ("engines.orphan_s=0",), "the controller starts again only with sync.method reshard, log.enabled, and .*"),
+        (lost("controller"), ("engines.orphan_s=0",), "the controller starts again only with sync.method reshard, and .*"),
         (lost(*ENGINES, how="used up"), (), ""),
     ],
 )

@@ -27,7 +27,7 @@ from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout import run_log
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.run_log import RunLog
+from asyncmoe.rollout.run_log import RunLog, WorkerLog
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOTHING, Recording, Trajectory
@@ -77,7 +77,8 @@ class Case:
         """Go on from step `self.step`; after `until` leave the files as a kill does, or without it end after `STEPS` steps."""
         held = RunLog.open(configured(folder), HF, NOTHING)
         resumed = await held.resume(self.step)
-        worker = Worker(self._episode, SIZE, kept=held.own)
+        kept = WorkerLog.open(held._config.log, folder, held._run, 1, held.for_workers().under_way)
+        worker = Worker(self._episode, SIZE, kept=kept)
         queue = self.queue = BoundedQueue(
             capacity=4 * BATCH,
             batch=BATCH,
@@ -102,6 +103,7 @@ class Case:
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
+        kept.close()
         await held.close()
 
     async def _episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
@@ -160,24 +162,6 @@ def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_had_been(seed: int, ki
     stats = case.queue.stats()
     ended = sum(sum(one.values()) for one in (stats.dropped, stats.rejected, stats.requeued))
     assert stats.started == stats.running + stats.depth + stats.leased + stats.trained + ended
-
-
-def test_without_a_log_nothing_is_kept_and_a_run_that_has_one_needs_it(tmp_path: Path) -> None:
-    async def body(**log: Any) -> Path:
-        held = RunLog.open(configured(tmp_path, **log), HF, NOTHING)
-        resumed = await held.resume(3)
-        assert held.first_group == 3 * GROUPS
-        assert not resumed.queued
-        await held.saved()
-        await held.close()
-        return tmp_path / "log"
-
-    assert not asyncio.run(body(enabled=False)).exists()
-    assert asyncio.run(body()).is_dir()
-    asyncio.run(body(enabled=False))
-    begun(tmp_path := tmp_path / "begun")
-    with pytest.raises(ConfigError, match=r"log\.enabled: got false, expected true, because the run has a log; or delete .*log"):
-        asyncio.run(body(enabled=False))
 
 
 def begun(run_dir: Path, number: int = 0, **log: Any) -> None:

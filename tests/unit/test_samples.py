@@ -32,6 +32,7 @@ from asyncmoe.telemetry.samples.records import CLIPPED, NO_WEIGHT, REJECTED, TRA
 from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
 from asyncmoe.trainer.objective import Rows, policy_loss, segments
 from asyncmoe.trainer.samples import _STATES, _states
+from tests.unit.putting import put_group
 from tests.unit.sampled_run import SIZE, SampledRun
 
 
@@ -320,7 +321,7 @@ def test_stale_groups_say_so(tmp_path: Path, rule: Any, outcome: str) -> None:
     async def body() -> None:
         queue = queue_of(run, rule=rule, on_stale=run.samples.stale)
         queue.started(SIZE)
-        await queue.put_group(made)
+        await put_group(queue, made)
         await queue.lease(4, "rl", SIZE, 40, 0.01)
 
     made = run.group(0, ["19", "18"])
@@ -343,23 +344,10 @@ def test_what_a_resume_undoes_is_said_and_the_same_key_is_not_mistaken(tmp_path:
     run.train(again, 5)
     found = index(tmp_path / "run")
     said = [(entry.group, entry.outcome, entry.step, entry.reason) for entry in found.entries]
-    undone, restarted = "its training was undone: the run resumed from an earlier step", "the run was started again"
-    assert said == [(0, "trained", 5, ""), (1, "lost", None, undone), (2, "lost", None, restarted), (1, "trained", 6, "")]
+    undone = "its training was undone: the run resumed from an earlier step"
+    assert said == [(0, "trained", 5, ""), (1, "lost", None, undone), (2, "queued", None, ""), (1, "trained", 6, "")]
     assert text_of(tokens(load(found, found.entries[3]))) == "other<eos>"
     assert load(found, found.entries[3]).trained["g1.e0.a0.t0"].step == 6
-
-
-def test_a_run_with_a_log_loses_no_queued_group(tmp_path: Path) -> None:
-    run = SampledRun(tmp_path / "run", logged=True)
-    early, late = run.group(0, ["19", "18"]), run.group(1, ["one", "two"])
-    run.train(early, 5)
-    run = SampledRun(tmp_path / "run", step=5, logged=True)
-    found = index(tmp_path / "run")
-    assert [(entry.group, entry.outcome) for entry in found.entries] == [(0, "lost"), (1, "queued")]
-    run.train(early, 5)
-    run.train(late, 6)
-    found = index(tmp_path / "run")
-    assert [(entry.group, entry.outcome, entry.step) for entry in found.entries] == [(0, "trained", 6), (1, "trained", 7)]
 
 
 # ---------------------------------------------------------------- files

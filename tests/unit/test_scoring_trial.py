@@ -14,14 +14,15 @@ import pytest
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.queue.queue_log import QueueLog
-from asyncmoe.rollout import controller
 from asyncmoe.rollout.parts import RolloutParts
-from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.scoring import loading, trial
 from asyncmoe.rollout.tasks import Gold, Prompt
 from asyncmoe.rollout.tasks.jsonl import read
 from asyncmoe.rollout.tasks.order import ListedTask
+from asyncmoe.rollout.workers import service
+from asyncmoe.rollout.workers.service import WorkerService
+from asyncmoe.rpc.worker_messages import WorkerBegin
+from asyncmoe.trajectory import NOTHING
 from tests.prompts import jsonl
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -46,6 +47,9 @@ class Sums:
         return Prompt("12+7=", (1, 2), "19")
 
 
+LOG = "logs/scoring-1.log"
+
+
 class Started(Exception):
     """An engine would start now."""
 
@@ -63,7 +67,7 @@ def config(run_dir: Path, kind: str = "arithmetic", more: dict[str, Any] | None 
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: Any = None) -> None:
-    """Serve a run until engines may join. Raise `Started` if it comes so far."""
+    """Have the first worker of a run begin. Raise `Started` if it comes so far that engines may start."""
 
     def start(*_: object, **__: object) -> None:
         raise Started
@@ -72,9 +76,12 @@ def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: An
         scorer = loading.load(made.scoring, made.task, Characters().decode)
         asked = task or Sums()
         loaded = RolloutParts(Characters(), asked, (), scorer, SimpleNamespace())  # type: ignore[arg-type]
-        await controller._serve(made, run_dir, None, loaded, RunLog(made, QueueLog()))
+        try:
+            await WorkerService(made, 1, loaded, NOTHING).answer(WorkerBegin("run", first=True))
+        finally:
+            await loaded.close()
 
-    monkeypatch.setattr(controller, "Controller", start)
+    monkeypatch.setattr(service.WorkerLog, "open", start)
     run_dir.mkdir(exist_ok=True)
     asyncio.run(run())
 
@@ -92,7 +99,7 @@ def test_a_scorer_that_raises_ends_the_run_before_an_engine_starts(
     wanted = (
         r"^scoring\.scorer: got tests\.unit\.scorers:moody, which raised ValueError: odd answers are not scored "
         r"\(tests/unit/scorers\.py:\d+\), expected a score of the first prompt's own answer; "
-        r"its traceback is in logs/controller\.log"
+        r"its traceback is in logs/rollout-1\.log"
     )
     with pytest.raises(ConfigError, match=wanted):
         serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:moody"))

@@ -33,7 +33,7 @@ from asyncmoe.rpc.messages import (
     Commit,
     Engines,
     EnginesAsk,
-    Fetch,
+    FindWorker,
     Goodbye,
     Hello,
     Lease,
@@ -48,10 +48,12 @@ from asyncmoe.rpc.messages import (
     WeightsLoaded,
     WeightsStage,
     Welcome,
+    WorkerFound,
 )
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from tests.unit.fake_engine import FakeEngine, FakeHandle
+from tests.unit.worker_fleet import lent
 
 RANKS = 2
 
@@ -137,7 +139,7 @@ class StandIn:
     async def train(self) -> Leased:
         leased = await self.lease()
         assert leased.items
-        await self.ask(Fetch(self.step, tuple(item.key for item in leased.items)))
+        assert isinstance(await self.ask(FindWorker(1, 5.0)), WorkerFound)
         await self.of_all(lambda rank: Commit(self.step))
         self.batches[self.step] = leased
         self.step += 1
@@ -161,10 +163,12 @@ async def controller(config: Config) -> AsyncIterator[Running]:
     run_log = RunLog.open(config, hf, models.recording(config, hf))
     made = Controller(config, Recorder(config.run.dir), loaded, run_log)
     joined = [made._pool.join(FakeHandle(f"engine.{index}")) for index in range(config.engines.count)]
+    worker = lent(config, loaded, made)
     async with Server(made.answer) as server:
         fakes = [member.engine.client for member in joined if isinstance(member.engine.client, FakeEngine)]
         rendezvous = await server.start()
         serving = asyncio.create_task(made.run(server))
+        await worker.join()
         running = Running(config, fakes, rendezvous, serving)
         try:
             yield running
@@ -173,9 +177,12 @@ async def controller(config: Config) -> AsyncIterator[Running]:
                 client.close()
             if not serving.done():
                 made._over.set()
-            await serving
-            await run_log.close()
-            await loaded.close()
+            try:
+                await serving
+            finally:
+                await worker.kill()
+                await run_log.close()
+                await loaded.close()
 
 
 def in_loop(body: Coroutine[Any, Any, None]) -> None:
@@ -232,7 +239,7 @@ def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_
             for request in (
                 Hello(0, RANKS, digest, 4, None, first.config.digest_without_layout),
                 Commit(4),
-                Fetch(4, tuple(keys(first.batches[4])[:1])),
+                FindWorker(1, 0.0),
                 Saved(4),
                 WeightsStage(4),
                 EnginesAsk(1.0),
@@ -287,16 +294,6 @@ def test_another_layout_may_come_and_another_configuration_may_not(model: Path, 
             await running.trainer(1, config_of(model, tmp_path / "run", trainer={"ranks": 2, "tp": 2})).hello(0)
             with pytest.raises(ProtocolError, match="has taken 3 steps, the controller counts 0"):
                 await running.trainer(2).hello(3)
-
-    in_loop(body())
-
-
-def test_without_a_log_it_is_refused(model: Path, tmp_path: Path) -> None:
-    async def body() -> None:
-        async with controller(config_of(model, tmp_path / "run", log={"enabled": False})) as running:
-            await running.trainer(0).hello(0)
-            with pytest.raises(AsyncmoeError, match=r"needs the log, and log\.enabled is false"):
-                await running.trainer(1).hello(0)
 
     in_loop(body())
 

@@ -27,9 +27,10 @@ from asyncmoe.rpc import codec, keys
 from asyncmoe.rpc import server as server_module
 from asyncmoe.rpc.client import Client, rebuild
 from asyncmoe.rpc.connection import Connection
-from asyncmoe.rpc.messages import Commit, Done, EnginesAsk, Fetch, Fetched, Goodbye, Hello, Lease, Leased, Refused, Reply, Request, Welcome
+from asyncmoe.rpc.messages import Commit, Done, EnginesAsk, Fetched, Goodbye, Hello, Lease, Leased, Refused, Reply, Request, Welcome
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
+from asyncmoe.rpc.worker_messages import WorkerFetch
 from asyncmoe.trajectory import Buffer
 
 Answer = Reply | tuple[Reply, list[Buffer]]
@@ -86,12 +87,12 @@ def test_reply_and_frames_arrive_unchanged() -> None:
     big, small, empty = np.arange(300_000, dtype="<i4"), b"\x00\x01", b""
 
     async def handler(request: Request) -> Answer:
-        assert request == Fetch(3, ("a", "b"))
-        return Fetched(("a", "b")), [big.data.cast("B"), small, empty]
+        assert request == WorkerFetch(("a", "b"), ())
+        return Fetched(), [big.data.cast("B"), small, empty]
 
     with served(handler) as running, Client(running.rendezvous, "t") as client:
-        reply, frames = client.ask(Fetch(3, ("a", "b")), 20)
-    assert reply == Fetched(("a", "b"))
+        reply, frames = client.ask(WorkerFetch(("a", "b"), ()), 20)
+    assert reply == Fetched()
     assert [bytes(f) for f in frames] == [big.tobytes(), small, empty]
     assert memoryview(frames[0]).readonly
 
@@ -124,12 +125,12 @@ def test_a_slow_lease_holds_up_nobody() -> None:
             while not release.is_set():
                 await asyncio.sleep(0.01)
             return Leased(0, (), 0, {})
-        return Fetched(()), []
+        return Fetched(), []
 
     with served(handler) as to, ThreadPoolExecutor(1) as pool, Client(to.rendezvous, "slow") as slow, Client(to.rendezvous, "fast") as fast:
         leasing = pool.submit(slow.ask, LEASE, 20)
         for _ in range(20):
-            fast.ask(Fetch(0, ()), 20)
+            fast.ask(WorkerFetch((), ()), 20)
         assert not leasing.done()
         release.set()
         assert leasing.result(20)[0] == Leased(0, (), 0, {})
@@ -272,7 +273,7 @@ def test_an_oversize_frame_disconnects_its_sender_only(monkeypatch: pytest.Monke
             to = await server.start()
             serving = asyncio.ensure_future(server.serve())
             with Client(to, "big") as big, Client(to, "t") as client:
-                request = Fetch(0, tuple(f"{i:08}" for i in range(20_000)))
+                request = WorkerFetch(tuple(f"{i:08}" for i in range(20_000)), ())
                 with pytest.raises(WaitTimeout, match="connection was lost"):
                     await asyncio.to_thread(big.ask, request, 20)
                 assert (await asyncio.to_thread(client.ask, HELLO, 20))[0] == Done()
@@ -283,7 +284,7 @@ def test_an_oversize_frame_disconnects_its_sender_only(monkeypatch: pytest.Monke
 
 def test_a_request_larger_than_the_server_takes_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match="expected at most 100"):
-        codec.encode(Fetch(0, tuple("k" * 9 for _ in range(20))), 100)
+        codec.encode(WorkerFetch(tuple("k" * 9 for _ in range(20)), ()), 100)
 
 
 def test_a_dead_controller_is_noticed_long_before_the_timeout() -> None:

@@ -22,9 +22,10 @@ import zmq
 from asyncmoe.errors import UserError, WaitTimeout
 from asyncmoe.rpc import local
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Commit, Done, Fetch, Fetched, Reply, Request
+from asyncmoe.rpc.messages import Commit, Done, Fetched, Reply, Request
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
+from asyncmoe.rpc.worker_messages import WorkerFetch
 from asyncmoe.trajectory import Buffer
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 async def _answer(request: Request) -> Reply | tuple[Reply, list[Buffer]]:
-    return (Fetched(request.keys), FRAMES) if isinstance(request, Fetch) else Done()
+    return (Fetched(), FRAMES) if isinstance(request, WorkerFetch) else Done()
 
 
 def served(ask: Callable[[Rendezvous], T], here_only: bool = False) -> T:
@@ -60,7 +61,7 @@ def served(ask: Callable[[Rendezvous], T], here_only: bool = False) -> T:
 
 def _fetch(to: Rendezvous) -> list[bytes]:
     with Client(to, "t") as client:
-        return [bytes(frame) for frame in client.ask(Fetch(0, ("a",)), 20)[1]]
+        return [bytes(frame) for frame in client.ask(WorkerFetch(("a",), ()), 20)[1]]
 
 
 def test_a_client_on_the_same_host_takes_it_and_gets_the_same_frames() -> None:

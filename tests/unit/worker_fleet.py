@@ -13,23 +13,26 @@ from typing import Any
 import numpy as np
 
 from asyncmoe.config import Config, parse
+from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import Generation, Listener, Sampling
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
+from asyncmoe.rollout.controller import Controller
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.scoring.exact import Exact
+from asyncmoe.rollout.workers.engines import Connect
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rollout.workers.service import WorkerService
-from asyncmoe.rpc import held
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Commit, Fetch, Leased
+from asyncmoe.rpc.messages import Commit, FindWorker, Leased
 from asyncmoe.rpc.server import Server
 from asyncmoe.rpc.worker_messages import WorkerJoin
+from asyncmoe.trainer.data import held
 from asyncmoe.trajectory import NOTHING, Trajectory, decode, frames_in
 from tests.unit import openai_policy
 from tests.unit.fake_engine import FakeEngine, FakeHandle
@@ -68,16 +71,16 @@ class SlowEngine(FakeEngine):
 class Lent:
     """One worker and its server."""
 
-    def __init__(self, cluster: Cluster, number: int) -> None:
-        self.worker = WorkerService(cluster.config, number, cluster.parts, NOTHING, cluster.connect)
+    def __init__(self, config: Config, number: int, loaded: RolloutParts, connect: Connect, fleet: WorkerFleet) -> None:
+        self.worker = WorkerService(config, number, loaded, NOTHING, connect)
         self.server = Server(self.worker.answer, here_only=True)
         self._serving: asyncio.Task[None] | None = None
-        self.number = number
+        self._number, self._digest, self._fleet = number, config.digest, fleet
 
-    async def join(self, cluster: Cluster) -> None:
+    async def join(self) -> None:
         rendezvous = await self.server.start()
         self._serving = asyncio.create_task(self.server.serve())
-        await cluster.fleet.join(WorkerJoin(self.number, rendezvous, "", cluster.config.digest))
+        await self._fleet.join(WorkerJoin(self._number, rendezvous, "", self._digest))
 
     async def kill(self) -> None:
         """End it as a kill does: what it had handed to the disk stays, and nobody hears of the rest."""
@@ -87,6 +90,17 @@ class Lent:
             await self._serving
         await self.server.close()
         await self.worker.close()
+
+
+def lent(config: Config, loaded: RolloutParts, controller: Controller) -> Lent:
+    """Return the worker of a controller whose engines are `FakeHandle`s; it joins when `join` is called."""
+    pool, fleet = controller._pool, controller._fleet
+    fleet._gates._address_of = lambda client: (client.name, "")
+
+    def connect(name: str, url: str, key: str) -> Engine:
+        return next(member.engine.client for member in pool.present if member.engine.name == name)
+
+    return Lent(config, 1, loaded, connect, fleet)
 
 
 class Cluster:
@@ -113,8 +127,8 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         config = self.config
-        self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.run_log.for_workers, lambda engine: (f"at {engine.name}", ""))
-        self.run_log.retain = self.fleet.retain
+        address = {"address_of": lambda engine: (f"at {engine.name}", "")}
+        self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.run_log.for_workers, **address)  # type: ignore[arg-type]
         resumed = await self.run_log.resume(0)
         self.queue = BoundedQueue(
             capacity=config.queue_capacity,
@@ -126,9 +140,12 @@ class Cluster:
             log=self.run_log.queue_log,
             resumed=resumed,
         )
-        self.queue.holders = self.fleet.holders
         service = QueueService(self.queue, run="run", config_digest=config.digest)
-        self.server = Server(service, here_only=True)  # type: ignore[arg-type]
+
+        async def answer(request: Any) -> Any:
+            return await (self.fleet.find(request) if isinstance(request, FindWorker) else service(request))
+
+        self.server = Server(answer, here_only=True)
         self._rendezvous = await self.server.start()
         producer = Producer(
             self.queue,
@@ -154,18 +171,24 @@ class Cluster:
         await self.run_log.close()
 
     async def start(self, number: int) -> None:
-        self.lent[number] = Lent(self, number)
-        await self.lent[number].join(self)
+        self.lent[number] = Lent(self.config, number, self.parts, self.connect, self.fleet)
+        await self.lent[number].join()
 
     async def lose(self, number: int) -> None:
         await self.lent.pop(number).kill()
+
+    async def lost(self, number: int) -> str:
+        """Why a worker is lost, once it is."""
+        while not (why := self.fleet._workers[number].gone):
+            await asyncio.sleep(0.01)
+        return why
 
     async def train(self, step: int) -> Leased:
         """Lease, fetch from whoever holds it, and commit a step; then publish the next version."""
         leased: Leased = await self._within(self.queue.lease(step, "rl", BATCH, step, 20.0))
         assert leased.items, "no batch came"
         keys = tuple(item.key for item in leased.items)
-        frames = await self._within(asyncio.to_thread(self.fetched, Fetch(step, keys), leased))
+        frames = await self._within(asyncio.to_thread(self.fetched, leased))
         each = frames_in(1)
         self.trained[step] = [decode(frames[n * each : (n + 1) * each]) for n in range(len(keys))]
         assert [one.key for one in self.trained[step]] == list(keys)
@@ -173,9 +196,9 @@ class Cluster:
         await self.publish(step + 1)
         return leased
 
-    def fetched(self, request: Fetch, leased: Leased) -> Any:
+    def fetched(self, leased: Leased) -> Any:
         with Client(self._rendezvous, "trainer.0") as client:
-            return held.fetch(client, request, leased.items, leased.holders, 10.0)
+            return held.fetch(client, leased.items, None, True)
 
     async def publish(self, version: int) -> None:
         """Have all engines serve a version, as the coordinator does."""

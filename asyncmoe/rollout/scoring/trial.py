@@ -84,7 +84,7 @@ def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigErr
     detail = str(rejected).removeprefix(f"{rejected.reason}: ")
     hint = None
     if isinstance(rejected, ScorerRaised):
-        hint = "its traceback is in logs/controller.log of the run directory"
+        hint = "its traceback is in logs/rollout-1.log of the run directory"
     if rejected.reason in (TIMEOUT, UNAVAILABLE):
         limit = "scoring.teacher.timeout_s" if stage == "teacher" else "scoring.timeout_s"
         wait = "start it first" if rejected.reason == UNAVAILABLE else f"raise {limit}"

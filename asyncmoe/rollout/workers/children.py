@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from asyncmoe.config import Config
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.process import Child
 from asyncmoe.rollout.workers.process import process_name
 
@@ -40,22 +41,25 @@ class WorkerProcesses:
             self._children[number] = self._started(number)
 
     async def watch(self, lost: Callable[[], Collection[tuple[str, int]]]) -> None:
-        """Start workers again that have ended, each at most `engines.restarts` times; never returns.
+        """Start workers again that have ended; never returns.
 
         Args:
             lost: returns host and process id of workers that do not answer, which are killed first.
 
         Raises:
-            StorageError, AsyncmoeError: as `start`.
+            AsyncmoeError: one has ended more than `engines.restarts` times.
+            StorageError: as `start`.
         """
-        host = socket.gethostname()
+        host, most = socket.gethostname(), self._config.engines.restarts
         while True:
             hanging = {pid for where, pid in lost() if where == host}
             for number, child in self._children.items():
                 if child.returncode is None and child.pid in hanging:
                     child.kill()
-                if child.returncode is None or self._restarts[number] >= self._config.engines.restarts:
+                if child.returncode is None:
                     continue
+                if self._restarts[number] >= most:
+                    raise AsyncmoeError(f"{child.why()}; engines.restarts = {most} lets it start again no more")
                 self._restarts[number] += 1
                 log.warning("%s; it starts again, restart %d", child.why(), self._restarts[number])
                 self._children[number] = self._started(number)

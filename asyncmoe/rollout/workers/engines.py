@@ -9,7 +9,7 @@ from collections.abc import Callable
 from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
-from asyncmoe.rpc.worker_messages import EngineBusy, EngineUse, WorkerEngine, WorkerEngines
+from asyncmoe.rpc.worker_messages import Busy, EngineUse, WorkerEngine, WorkerEngines
 
 Connect = Callable[[str, str, str], Engine]
 """Returns the client of the engine with this name, URL and key."""
@@ -42,22 +42,22 @@ class LentEngines:
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
-        self.busy: deque[EngineBusy] = deque(maxlen=_MOST_BUSY)
+        self.busy: deque[Busy] = deque(maxlen=_MOST_BUSY)
         self._lent: dict[int, LentEngine] = {}
 
     def record(self, name: str, begin: float, end: float) -> None:
         """Note an interval in which an engine was generating, as `Pool` records it."""
-        self.busy.append(EngineBusy(name, begin, end))
+        self.busy.append((name, begin, end))
 
     async def use(self, pool: Pool, told: WorkerEngines) -> None:
         """Use these engines from now on, with the gate open or closed."""
         if not told.open:
             pool.hold()
-        pool.resize(told.limit)
         gone = self._removed(pool, {one.serial for one in told.engines})
         for one in told.engines:
             member = self._member(pool, one)
             member.serve(one.version, one.lineage)
+            member.adapter = one.adapter
             member.suspect, member.waiting, member.leaving = one.suspect, one.waiting, one.leaving
         if told.open:
             pool.release()
@@ -69,8 +69,14 @@ class LentEngines:
         now = time.monotonic()
         serials = {id(engine): serial for serial, engine in self._lent.items()}
         return tuple(
-            EngineUse(m.engine.name, serials[id(m.engine)], m.in_flight, now - m.heard if m.heard else None, m.fenced or "")
-            for m in pool.members
+            EngineUse(
+                serials[id(member.engine)],
+                member.in_flight,
+                now - member.heard if member.heard else None,
+                member.fenced or "",
+                tuple(name for name, count in member.users.items() if count),
+            )
+            for member in pool.members
         )
 
     async def close(self, pool: Pool) -> None:
@@ -81,7 +87,9 @@ class LentEngines:
     def _member(self, pool: Pool, one: WorkerEngine) -> Member:
         if one.serial not in self._lent:
             self._lent[one.serial] = LentEngine(one, self._connect(one.name, one.url, one.key))
-            return pool.join(self._lent[one.serial])
+            member = pool.join(self._lent[one.serial])
+            member.slots = None  # the controller loads versions that are adapters
+            return member
         (found,) = [member for member in pool.members if member.engine is self._lent[one.serial]]
         return found
 

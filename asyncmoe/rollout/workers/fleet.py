@@ -1,7 +1,8 @@
-"""The rollout workers of a run, as the controller has them: they join, run groups, and are lost.
+"""The rollout workers of a run, as the controller has them: they join, run groups, are lost, and come again.
 
-A group belongs to the worker that its first episode was given to: its members share prefixes there, and it is one payload. A worker that
-does not answer is lost: its unfinished groups start again elsewhere, and its finished ones are read from the log.
+A group belongs to the number of the worker that its first episode was given to, because it is one payload. A worker that does not answer is
+lost: the one that takes its place goes on with its unfinished groups from the answers that were recorded, and reads its finished ones from
+the log. The run ends if none comes in time.
 """
 
 from __future__ import annotations
@@ -9,35 +10,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
 
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.engines.engine import Engine
+from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.pool import Pool
-from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, TrajectoryRejected
+from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST, RemoteTrajectory
+from asyncmoe.rollout.flights import LOST
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers import figures
 from asyncmoe.rollout.workers.figures import Figures, added
 from asyncmoe.rollout.workers.gates import WorkerGates
 from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rollout.workers.worker import Sampled
-from asyncmoe.rpc.messages import Done
+from asyncmoe.rpc.messages import Done, FindWorker, WorkerFound
 from asyncmoe.rpc.peers import check, facts
-from asyncmoe.rpc.rendezvous import Rendezvous
-from asyncmoe.rpc.worker_messages import WorkerBegin, WorkerEnd, WorkerJoin, WorkerNews, WorkerRetain, WorkerTotals
+from asyncmoe.rpc.worker_messages import Made, WorkerAsk, WorkerBegin, WorkerEnd, WorkerJoin, WorkerNews, WorkerRetain
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 _LOOK_S = 0.05
-_IDLE_S = 10.0
-"""Seconds for which a worker may have no engine that serves before its groups start again elsewhere."""
 
 
 class WorkerFleet:
-    """All rollout workers of a run. For the controller's event loop.
+    """All rollout workers of a run; an `asyncmoe.rollout.flights.Workers`. For the controller's event loop.
 
     Attributes:
         sampled: called with what an episode leaves for readers of samples.
@@ -47,6 +50,7 @@ class WorkerFleet:
         pool: the run's engines, which the workers use.
         generated: called as `asyncmoe.rollout.recorder.Recorder.generated`.
         first: returns what a worker that joins now is told first.
+        untried: whether nobody has tried yet if the scorer and the answers can be used.
         address_of: as `asyncmoe.engines.backend.address_of`.
     """
 
@@ -56,20 +60,21 @@ class WorkerFleet:
         pool: Pool,
         generated: Callable[[str, float, float], None],
         first: Callable[[], WorkerBegin],
+        untried: bool = False,
         address_of: Callable[[Engine], tuple[str, str]] = backend.address_of,
     ) -> None:
-        self._config, self._pool, self._generated, self._first = config, pool, generated, first
+        self._config, self._pool, self._generated, self._first, self._untried = config, pool, generated, first, untried
         self._workers: dict[int, RemoteWorker] = {}
         self._following: dict[int, asyncio.Task[None]] = {}
-        self._groups: dict[int, RemoteWorker] = {}
-        self._began, self._told_missing, self._idle = time.monotonic(), False, dict[int, float]()
-        self._totals: dict[int, WorkerTotals] = {}
+        self._groups: dict[int, tuple[int, Prompt]] = {}
+        """The number of the worker of each group, and what it asks."""
+        self._refused: AsyncmoeError | None = None
         self._figures: dict[int, Figures] = {}
         self._ended_figures = Figures()
         self._recorded: dict[int, int] = {}
         self.sampled: Sampled = lambda place, left: None
         self.times_lost = 0
-        self._gates = pool.elsewhere = WorkerGates(config, pool, self._alive, address_of)
+        self._gates = pool.elsewhere = WorkerGates(pool, self._alive, self._take, config.engines.hang_timeout_s * PAUSE_SHARE, address_of)
 
     # ------------------------------------------------------------ workers
 
@@ -80,9 +85,10 @@ class WorkerFleet:
             ConfigError: it has another configuration, or the run has no such worker.
             UserError: its packages or its clock differ from the controller's.
             ProtocolError: another worker has its number.
+            AsyncmoeError: it cannot load what episodes need, or open its log.
         """
         config = self._config
-        if not 1 <= request.number <= config.rollout.workers:
+        if request.number > config.rollout.workers:
             raise ConfigError("rollout worker", got=f"number {request.number}", expected=f"1 to rollout.workers = {config.rollout.workers}")
         if request.config_digest != config.digest:
             raise ConfigError("configuration of a rollout worker", got="another one", expected="the controller's")
@@ -91,25 +97,40 @@ class WorkerFleet:
         if before is not None and not before.gone:
             raise ProtocolError(f"rollout worker {request.number} has joined already")
         worker = RemoteWorker(request, self._lost, lambda place, left: self.sampled(place, left))
+        untried = self._untried and request.number == 1
         try:
-            self._recorded |= dict.fromkeys(await worker.begin(self._first()), request.number)
-        except BaseException:
+            begun = await worker.begin(msgspec.structs.replace(self._first(), first=untried))
+        except BaseException as error:
+            if untried and isinstance(error, AsyncmoeError) and not isinstance(error, WaitTimeout):
+                self._refused = error
             await worker.close()
             raise
-        self._workers[request.number], self._totals[request.number] = worker, WorkerTotals()
+        self._untried = self._untried and not untried
+        self._recorded |= dict.fromkeys(begun, request.number)
+        self._workers[request.number] = worker
         self._ended_figures = added([self._ended_figures, self._figures.pop(request.number, Figures())])
         self._following[request.number] = asyncio.create_task(self._follow(worker))
         log.info("%s has joined, process %d on %s", worker.name, request.rendezvous.pid, request.rendezvous.host)
         return Done()
 
-    def holders(self) -> Mapping[int, Rendezvous]:
-        """Where each worker that is not lost serves trajectories, by its number."""
-        return {number: worker.joined.rendezvous for number, worker in self._workers.items() if not worker.gone}
+    async def find(self, request: FindWorker) -> WorkerFound:
+        """Say which worker has what a writer of the log wrote: the one of that number; if the run has no longer so many, another."""
+        number, until = (request.writer - 1) % self._config.rollout.workers + 1, time.monotonic() + request.wait_s
+        while (worker := self._workers.get(number)) is None or worker.gone:
+            if time.monotonic() > until:
+                return WorkerFound()
+            await asyncio.sleep(_LOOK_S)
+        return WorkerFound(worker.joined.rendezvous)
 
     def lost(self) -> set[tuple[str, int]]:
         """Return host and process id of each worker that is lost and not replaced: it may still run, and hang."""
         gone = [worker.joined.rendezvous for worker in self._workers.values() if worker.gone]
         return {(one.host, one.pid) for one in gone}
+
+    @property
+    def requests(self) -> int:
+        """Requests that are at engines or wait for one."""
+        return sum(worker.requests for worker in self._alive())
 
     def figures(self) -> Figures:
         """Return the statistics of all workers, those included that are lost."""
@@ -119,18 +140,19 @@ class WorkerFleet:
         """Follow the engines of the pool, and the workers; never returns.
 
         Raises:
-            EngineError: no worker joined in time, or all are lost and none comes back.
+            AsyncmoeError: a worker has not joined in time, or not come again; or the first one cannot load what episodes need.
         """
-        alone = time.monotonic()
-        while True:
-            if self._alive():
-                alone = time.monotonic()
-                self._gates.tell()
-                self._abandon_idle()
-            elif time.monotonic() - alone > self._config.engines.start_timeout_s:
-                whys = "; ".join(f"{worker.name}: {worker.gone}" for worker in self._workers.values())
-                raise EngineError(f"no rollout worker is left: {whys or 'none has joined'} (engines.start_timeout_s)")
+        numbers, limit = range(1, self._config.rollout.workers + 1), self._config.engines.start_timeout_s
+        seen = dict.fromkeys(numbers, time.monotonic())
+        while self._refused is None:
+            self._gates.tell()
+            seen |= {worker.joined.number: time.monotonic() for worker in self._alive()}
+            for number in numbers:
+                if time.monotonic() - seen[number] > limit:
+                    why = self._workers[number].gone if number in self._workers else "none has joined"
+                    raise AsyncmoeError(f"rollout worker {number} is missing: {why} (engines.start_timeout_s)")
             await asyncio.sleep(_LOOK_S)
+        raise self._refused
 
     async def close(self) -> None:
         """Tell all workers that the run is over."""
@@ -143,63 +165,71 @@ class WorkerFleet:
 
     # ------------------------------------------------------------ groups, for the producer
 
-    async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[RemoteTrajectory, ...]:
-        """Run and score one episode on the worker of its group. Raises as `RemoteWorker.episode`."""
-        while (worker := self._groups.get(place.group)) is None:
-            if (free := [one for one in self._alive() if one.width]) and self._complete():
-                before = self._recorded.pop(place.group, 0)
-                worker = min(free, key=lambda one: (one.joined.number != before, len(one.running) / one.width, one.joined.number))
-                self._groups[place.group] = worker
-            else:
-                await asyncio.sleep(_LOOK_S)
-        return await worker.episode(prompt, place)
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
+        """Run and score one episode of training on the worker of its group. Raises as `RemoteWorker.episode`, but never `LOST`."""
+        if place.group not in self._groups:
+            least, before = await self._some(), self._recorded.pop(place.group, 0)
+            self._groups.setdefault(place.group, (before or least.joined.number, prompt))  # unless another member has chosen meanwhile
+        return await self._on(self._groups[place.group][0], lambda worker: worker.episode(prompt, place))
+
+    async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
+        """Run and score one episode of an evaluation set. Raises as `RemoteWorker.evaluate`."""
+        return await (await self._some()).evaluate(name, prompt, place)
+
+    async def show(self, first: int, count: int) -> Sequence[Group]:
+        """Make demonstrations, again if a worker is lost meanwhile. Raises as `RemoteWorker.show`."""
+        while True:
+            try:
+                return await (await self._some()).show(first, count)
+            except TrajectoryRejected as rejected:
+                if rejected.reason != LOST:
+                    raise
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
-        """Make a group of its episodes. Raises as `RemoteWorker.pack`."""
-        if (worker := self._groups.get(episodes[0].group)) is None:
-            raise TrajectoryRejected(LOST, f"the worker of group {episodes[0].group} is lost")
-        return await worker.pack(episodes, newest)
+        """Make a group of its episodes. Raises as `RemoteWorker.pack`, but never `LOST`."""
+        number, prompt = self._groups[episodes[0].group]
+
+        async def packed(worker: RemoteWorker) -> Group:
+            await asyncio.gather(*(worker.episode(prompt, place) for place in episodes if place not in worker.ended))
+            return await worker.pack(episodes, newest)
+
+        return await self._on(number, packed)
 
     def drop(self, episodes: Sequence[EpisodeId]) -> None:
         """Have the worker of a group end and forget its episodes."""
-        if episodes and (worker := self._groups.pop(episodes[0].group, None)) is not None:
-            worker.stop(episodes)
-            worker.forget(episodes[0].group)  # what was recorded of it, too
+        if episodes and (known := self._groups.pop(episodes[0].group, None)) is not None:
+            self._workers[known[0]].forget(episodes, [episodes[0].group])  # what was recorded of it, too
 
     def over(self, groups: Sequence[Group]) -> None:
         """Have workers forget groups that the queue has deleted."""
         for group in groups:
-            if group.holder and (worker := self._groups.pop(group.number, None)) is not None:
-                worker.forget(group.number)
+            if (known := self._groups.pop(group.number, None)) is not None:
+                self._workers[known[0]].forget(groups=[group.number])
 
-    async def retain(self, needed: Mapping[int, int]) -> None:
+    def retain(self, needed: Mapping[int, int]) -> None:
         """Let go of payloads that no record names. `needed`: position of the oldest one that one names, by number of the worker."""
         for worker in self._alive():
             worker.tell(WorkerRetain(dict(needed)))
 
     # ------------------------------------------------------------ internals
 
-    def _complete(self) -> bool:
-        """Whether groups may be given to the workers that there are: all have joined once, or there was time enough."""
-        missing = [number for number in range(1, self._config.rollout.workers + 1) if number not in self._workers]
-        if missing and time.monotonic() - self._began < self._config.engines.start_timeout_s:
-            return False
-        if missing and not self._told_missing:
-            self._told_missing = True
-            log.warning("rollout workers %s have not joined within engines.start_timeout_s; the run begins without them", missing)
-        return True
+    async def _on(self, number: int, ask: Callable[[RemoteWorker], Awaitable[T]]) -> T:
+        """Ask a worker, and whoever takes its place if it is lost meanwhile: that one goes on from the answers that were recorded."""
+        while True:
+            while (worker := self._workers.get(number)) is None or worker.gone:
+                await asyncio.sleep(_LOOK_S)
+            try:
+                return await ask(worker)
+            except TrajectoryRejected as rejected:
+                if rejected.reason != LOST:
+                    raise
+                await asyncio.sleep(_LOOK_S)  # one that ends well says so before it is gone
 
-    def _abandon_idle(self) -> None:
-        """Have groups start again elsewhere whose worker has had no engine that serves for a while, if another has one."""
-        now, some = time.monotonic(), any(worker.width for worker in self._alive())
-        for worker in self._alive():
-            number = worker.joined.number
-            if worker.width or not some or not worker.running:
-                self._idle.pop(number, None)
-            elif now - self._idle.setdefault(number, now) > _IDLE_S:
-                self._idle.pop(number)
-                log.warning("%s has no engine that serves: its groups start again elsewhere", worker.name)
-                worker.stop(list(worker.running))
+    async def _some(self) -> RemoteWorker:
+        """Return the worker with the fewest episodes, once all have joined."""
+        while len(self._workers) < self._config.rollout.workers or not (alive := self._alive()):
+            await asyncio.sleep(_LOOK_S)
+        return min(alive, key=lambda one: (one.running, one.joined.number))
 
     def _alive(self) -> list[RemoteWorker]:
         return [worker for worker in self._workers.values() if not worker.gone]
@@ -207,25 +237,20 @@ class WorkerFleet:
     async def _follow(self, worker: RemoteWorker) -> None:
         try:
             while True:
-                self._take(worker, await worker.news())
+                self._take(worker, await worker.news(WorkerAsk()))
         except AsyncmoeError as error:
             worker.lose(str(error))
 
     def _take(self, worker: RemoteWorker, news: WorkerNews) -> None:
         self._figures[worker.joined.number] = figures.read(news.figures)
         for busy in news.busy:
-            self._generated(busy.name, busy.begin, busy.end)
-        before, now = self._totals[worker.joined.number], news.totals
-        pool = self._pool
-        pool.generated_tokens += now.generated - before.generated
-        pool.lost_tokens += now.lost - before.lost
-        pool.recomputed_tokens += now.recomputed - before.recomputed
-        pool.recalled_tokens += now.recalled - before.recalled
-        self._totals[worker.joined.number] = now
+            self._generated(*busy)
+        for name, count in news.tokens.items():
+            setattr(self._pool, name, getattr(self._pool, name) + count)
+        worker.requests = news.requests
         self._gates.note(worker, news.uses)
 
     def _lost(self, worker: RemoteWorker) -> None:
         log.error("%s is lost: %s", worker.name, worker.gone)
         self.times_lost += 1
-        self._groups = {number: other for number, other in self._groups.items() if other is not worker}
-        self._gates.lost(worker)
+        self._gates.count()

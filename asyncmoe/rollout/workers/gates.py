@@ -1,26 +1,23 @@
-"""The engines of the rollout workers, as the controller divides them, and the gates in front of them.
+"""What rollout workers are told of the engines, and what they say of them. Each uses all engines, and sends nothing while the gates are
+closed.
 
-Each worker is told which engines it uses and whether it may send requests; it answers with what it has in flight at them. For its answer it
-has as long as an engine has to pause (`asyncmoe.engines.liveness`): then it is lost. A weight update waits for it only at first, as
-for an engine. A late worker may still send requests that name the version before: what is cached under that name is used by nobody after.
+For its answer a worker has as long as an engine has to pause (`asyncmoe.engines.liveness`): then it is lost. A weight update waits for it
+only at first, as for an engine. A late worker may still send requests that name the version before: what is cached under that name is used
+by nobody after.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
-from asyncmoe.config import Config
 from asyncmoe.engines.engine import Engine
-from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.rollout.workers.assignment import Located, assign, limits
 from asyncmoe.rollout.workers.remote import RemoteWorker
-from asyncmoe.rpc.worker_messages import EngineUse, WorkerEngine, WorkerEngines
+from asyncmoe.rpc.worker_messages import EngineUse, WorkerEngine, WorkerEngines, WorkerNews
 from asyncmoe.weights.coordinator.driver import PATIENCE
 
 _LEAST_S = 30.0
@@ -28,29 +25,33 @@ _LEAST_S = 30.0
 
 
 class WorkerGates:
-    """All workers' engines and gates; an `asyncmoe.engines.pool.Gates`. For the controller's event loop.
+    """An `asyncmoe.engines.pool.Gates`. For the controller's event loop.
 
     Args:
-        pool: the run's engines; the workers use them, each those that `assignment.assign` gives it.
+        pool: the run's engines.
         alive: returns the workers that are not lost.
+        take: called with what a worker answers; it is to call `note`.
+        answer_s: seconds that an engine has to pause.
         address_of: as `asyncmoe.engines.backend.address_of`.
     """
 
     def __init__(
-        self, config: Config, pool: Pool, alive: Callable[[], Sequence[RemoteWorker]], address_of: Callable[[Engine], tuple[str, str]]
+        self,
+        pool: Pool,
+        alive: Callable[[], Sequence[RemoteWorker]],
+        take: Callable[[RemoteWorker, WorkerNews], None],
+        answer_s: float,
+        address_of: Callable[[Engine], tuple[str, str]],
     ) -> None:
-        self._most, self._answer_s = config.rollout.max_concurrent, config.engines.hang_timeout_s * PAUSE_SHARE
-        self._pool, self._alive, self._address_of = pool, alive, address_of
-        self._places: dict[str, str] = {}
-        self._open, self._last = True, tuple[object, ...]()
+        self._pool, self._alive, self._take, self._answer_s, self._address_of = pool, alive, take, answer_s, address_of
+        self._open = True
         self._telling: dict[asyncio.Task[None], RemoteWorker] = {}
 
     async def close_gates(self) -> int:
         """Have no worker send requests; return how many are in flight at engines, a worker that does not answer in time counted as one."""
         self._open = False
         self.tell(always=True)
-        late = await self.late()
-        return late + sum(member.elsewhere for member in self._pool.present)
+        return await self.late() + sum(member.elsewhere for member in self._pool.present)
 
     def open_gates(self) -> None:
         """Have the workers send requests again, with the versions that the engines serve now."""
@@ -58,21 +59,10 @@ class WorkerGates:
         self.tell(always=True)
 
     def tell(self, *, always: bool = False) -> None:
-        """Tell workers which engines they use and how these are, those only for whom that has changed, unless `always`. Never waits."""
+        """Tell workers which engines there are and how these are, those only for whom that has changed, unless `always`. Never waits."""
         self._sweep()
-        alive, members = self._alive(), self._pool.present
-        now = self._open, tuple(alive), tuple(map(_state, members))
-        if now == self._last and not always:
-            return
-        self._last = now
-        engines = [Located(member.engine.name, member.engine.host) for member in members]
-        self._places = assign(engines, [Located(str(one.joined.number), one.joined.host) for one in alive], self._places)
-        counts = Counter(self._places.values())
-        most = limits(self._most, {str(one.joined.number): counts[str(one.joined.number)] for one in alive})
-        for worker in alive:
-            name = str(worker.joined.number)
-            own = tuple(self._told(member) for member in members if self._places[member.engine.name] == name)
-            told = WorkerEngines(own, most[name], self._open)
+        told = WorkerEngines(tuple(map(self._told, self._pool.present)), self._open)
+        for worker in self._alive():
             if always or told != worker.engines:
                 worker.engines = told
                 self._telling[asyncio.create_task(self._use(worker, told))] = worker
@@ -84,25 +74,32 @@ class WorkerGates:
         self._sweep()
         return len({worker.joined.number for worker in self._telling.values() if not worker.gone})
 
+    async def in_use(self, member: Member, adapter: str | None) -> bool:
+        """Return whether a worker's request uses an adapter of an engine, or may yet do so."""
+        self.tell(always=True)
+        return await self.late() > 0 or any(
+            adapter in use.adapters for worker in self._alive() if (use := worker.uses.get(member.serial)) is not None
+        )
+
     def note(self, worker: RemoteWorker, uses: Sequence[EngineUse]) -> None:
-        """Take what a worker says of its engines. What it says of one that has started again since is of no use."""
+        """Take what a worker says of the engines. What it says of one that has started again since is of no use."""
         if worker.gone:
             return
-        members = {member.serial: member for member in self._pool.present}
-        for use in uses:
-            if (member := members.get(use.serial)) is None or self._places.get(use.name) != str(worker.joined.number):
+        worker.uses = {use.serial: use for use in uses}
+        for member in self._pool.present:
+            if (use := worker.uses.get(member.serial)) is None:
                 continue
-            member.elsewhere = use.in_flight
             if use.heard_s is not None:
                 member.heard = max(member.heard, time.monotonic() - use.heard_s)
             if use.failed:
                 self._pool.fence(member, use.failed)
+        self.count()
 
-    def lost(self, worker: RemoteWorker) -> None:
-        """Note that a worker has no request at its engines any more."""
+    def count(self) -> None:
+        """Add up what the workers that are not lost have in flight at each engine."""
         for member in self._pool.present:
-            if self._places.get(member.engine.name) == str(worker.joined.number):
-                member.elsewhere = 0
+            uses = [worker.uses.get(member.serial) for worker in self._alive()]
+            member.elsewhere = sum(use.in_flight for use in uses if use is not None)
 
     async def close(self) -> None:
         """Wait for no answer any more."""
@@ -113,13 +110,13 @@ class WorkerGates:
         self._telling.clear()
 
     def _told(self, member: Member) -> WorkerEngine:
-        url, key = self._address_of(member.engine.client)
+        (url, key), served = self._address_of(member.engine.client), member.served
         flags = member.suspect, member.waiting, member.leaving
-        return WorkerEngine(member.engine.name, member.serial, url, key, member.version, member.lineage, *flags)
+        return WorkerEngine(member.engine.name, member.serial, url, key, served.version, served.lineage, served.adapter, *flags)
 
     async def _use(self, worker: RemoteWorker, told: WorkerEngines) -> None:
         try:
-            self.note(worker, await worker.use(told, max(self._answer_s, _LEAST_S)))
+            self._take(worker, await worker.news(told, max(self._answer_s, _LEAST_S)))
         except AsyncmoeError as error:
             worker.lose(str(error))
 
@@ -127,8 +124,3 @@ class WorkerGates:
         for task in [task for task in self._telling if task.done()]:
             del self._telling[task]
             task.result()
-
-
-def _state(member: Member) -> tuple[object, ...]:
-    """Return all that can change of what a worker is told of an engine: looking is done often, and telling costs more."""
-    return member.serial, member.version, member.lineage, member.suspect, member.waiting, member.leaving

@@ -14,6 +14,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import UserError, WaitTimeout
 from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.rollout import parts
+from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.async_client import AsyncClient
@@ -24,8 +25,8 @@ from asyncmoe.rpc.worker_messages import WorkerJoin
 from asyncmoe.telemetry import heartbeats
 
 log = logging.getLogger(__name__)
-_JOIN_S, _LOOK_S = 330.0, 0.5
-"""The controller answers once the worker has read what was recorded of groups under way."""
+_JOIN_S, _LOOK_S = 630.0, 0.5
+"""The controller answers once the worker has tried the scorer, and read what was recorded of groups under way."""
 
 
 def process_name(number: int) -> str:
@@ -35,10 +36,8 @@ def process_name(number: int) -> str:
 
 def check_number(config: Config, number: int) -> None:
     """Refuse a worker that the run does not have. Raises UserError."""
-    workers = config.rollout.workers
-    if not 1 <= number <= workers:
-        expected = f"1 to {workers}, because rollout.workers is {workers}" if workers else "no worker, because rollout.workers is 0"
-        raise UserError("--number", got=number, expected=expected)
+    if not 1 <= number <= (workers := config.rollout.workers):
+        raise UserError("--number", got=number, expected=f"1 to {workers}, because rollout.workers is {workers}")
 
 
 def run(config: Config, run_dir: Path, number: int) -> None:
@@ -48,18 +47,22 @@ def run(config: Config, run_dir: Path, number: int) -> None:
         number: which of the run's `rollout.workers` it is, from 1.
 
     Raises:
-        UserError: the task, scorer, environment or tokenizer is unusable, or this machine has no address in `cluster.network`.
+        UserError: the task, scorer, environment or tokenizer is unusable, which the controller is told too; or this machine has no address
+            in `cluster.network`.
         ConfigError: the controller has another configuration, or no such worker.
         WaitTimeout: the controller did not start, or is gone.
     """
     with named(process_name(number)):
         keep_files()
-        parts.run(_serve(config, run_dir, number))
+        try:
+            loaded: RolloutParts | UserError = parts.load(config)  # outside of the loop: users' code may have one of its own
+        except UserError as error:
+            loaded = error
+        parts.run(_serve(config, run_dir, number, loaded))
 
 
-async def _serve(config: Config, run_dir: Path, number: int) -> None:
+async def _serve(config: Config, run_dir: Path, number: int, loaded: RolloutParts | UserError) -> None:
     stop = asyncio.Event()
-    loaded = parts.load(config)
     worker = WorkerService(config, number, loaded, models.recording(config, models.hf_config_of(config)))
     here_only = not address.several(config.cluster.network)
     host = address.reachable(config.cluster.network)
@@ -83,7 +86,8 @@ async def _serve(config: Config, run_dir: Path, number: int) -> None:
                 task.result()
     finally:
         await worker.close()
-        await loaded.close()
+        if isinstance(loaded, RolloutParts):
+            await loaded.close()
 
 
 async def _join(config: Config, controller: Rendezvous, number: int, rendezvous: Rendezvous) -> None:

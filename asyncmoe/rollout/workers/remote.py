@@ -9,7 +9,7 @@ from asyncmoe.errors import AsyncmoeError, InvariantBroken, TrajectoryRejected, 
 from asyncmoe.log.turns import EpisodeKey
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST, RemoteTrajectory
+from asyncmoe.rollout.flights import LOST
 from asyncmoe.rollout.sampled_episodes import from_bytes
 from asyncmoe.rollout.tasks.types import Prompt, to_bytes
 from asyncmoe.rollout.workers.worker import Sampled
@@ -17,23 +17,24 @@ from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import Reply, Request
 from asyncmoe.rpc.worker_messages import (
     EngineUse,
+    Made,
     WorkerAsk,
     WorkerBegin,
     WorkerBegun,
     WorkerEngines,
+    WorkerForget,
     WorkerJoin,
-    WorkerLoad,
     WorkerNews,
-    WorkerOver,
     WorkerPack,
     WorkerPacked,
     WorkerRan,
     WorkerRun,
-    WorkerStop,
+    WorkerShow,
+    WorkerShown,
 )
 
-_ANSWER_S, _READ_S, _EPISODE_S = 30.0, 300.0, 7 * 86_400.0
-"""What a worker reads or writes may be large; what an episode may take, its own limits say."""
+_ANSWER_S, _READ_S, _EPISODE_S = 30.0, 600.0, 7 * 86_400.0
+"""What a worker loads, reads or writes may be large; what an episode may take, its own limits say."""
 
 
 class RemoteWorker:
@@ -47,23 +48,23 @@ class RemoteWorker:
         joined: how it joined.
         gone: why it is lost; empty: it is not.
         engines: what it was told last.
+        uses: what it said of the engines, by their serial numbers.
+        requests: at engines or waiting for one.
         prompts: encoded prompts of the groups that it runs or holds, by number.
-        running: the episodes that run there.
+        running: number of episodes that run there.
+        ended: the episodes that have ended there and are not yet part of a group.
     """
 
     def __init__(self, joined: WorkerJoin, lost: Callable[[RemoteWorker], None], sampled: Sampled) -> None:
         self.joined, self.gone, self._lost, self._sampled = joined, "", lost, sampled
         self.name = f"rollout worker {joined.number}"
         self.engines: WorkerEngines | None = None
+        self.uses: dict[int, EngineUse] = {}
         self.prompts: dict[int, bytes] = {}
-        self.running: set[EpisodeId] = set()
+        self.requests = self.running = 0
+        self.ended: set[EpisodeId] = set()
         self._client = AsyncClient(joined.rendezvous, self.name)
         self._told: set[asyncio.Task[None]] = set()
-
-    @property
-    def width(self) -> int:
-        """Number of its engines that serve."""
-        return 0 if self.engines is None else sum(not (one.waiting or one.leaving) for one in self.engines.engines)
 
     async def begin(self, first: WorkerBegin) -> Sequence[int]:
         """Send the first message; return the groups of which it has recorded answers."""
@@ -71,8 +72,8 @@ class RemoteWorker:
         assert isinstance(begun, WorkerBegun)
         return begun.groups
 
-    async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[RemoteTrajectory, ...]:
-        """Run and score one episode.
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
+        """Run and score one episode of training.
 
         Raises:
             TrajectoryRejected: as `asyncmoe.rollout.episodes.episode.run`, or `LOST`.
@@ -80,24 +81,48 @@ class RemoteWorker:
         """
         if place.group not in self.prompts:
             self.prompts[place.group] = to_bytes(prompt)
-        self.running.add(place)
         try:
-            ran = await self._ask(WorkerRun(_told(place), self.prompts[place.group]), _EPISODE_S)
+            made = await self._run(WorkerRun(_told(place), self.prompts[place.group]), place)
         except asyncio.CancelledError:
-            self.stop([place])
+            self.forget([place])
             raise
+        self.ended.add(place)
+        return made
+
+    async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
+        """Run and score one episode of an evaluation set. Raises as `episode`."""
+        return await self._run(WorkerRun(_told(place), to_bytes(prompt), name), place)
+
+    async def _run(self, request: WorkerRun, place: EpisodeId) -> Sequence[Made]:
+        self.running += 1
+        try:
+            ran = await self._ask(request, _EPISODE_S)
         finally:
-            self.running.discard(place)
+            self.running -= 1
         assert isinstance(ran, WorkerRan)
         if ran.sampled:
             self._sampled(place, from_bytes(ran.sampled))
         if ran.reason:
             raise TrajectoryRejected(ran.reason, ran.detail)
-        return tuple(RemoteTrajectory(place.group, place.episode, place.attempt, *one) for one in ran.rewards)
+        return ran.made
 
-    def stop(self, places: Sequence[EpisodeId]) -> None:
-        """Have the worker end and forget episodes; one that runs is rejected as `LOST`."""
-        self.tell(WorkerStop(tuple(map(_told, places))))
+    async def show(self, first: int, count: int) -> Sequence[Group]:
+        """Have the worker make demonstrations; return a group of one for each trajectory.
+
+        Raises:
+            TrajectoryRejected: one is unfit for training, or `LOST`.
+            AsyncmoeError: the run cannot go on.
+        """
+        shown = await self._ask(WorkerShow(first, count), _EPISODE_S)
+        assert isinstance(shown, WorkerShown)
+        return [Group(0, (item,), {}, 0, place) for item, place in zip(shown.items, shown.places, strict=True)]
+
+    def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
+        """Have the worker end and forget episodes, one that runs is rejected as `LOST`; and forget groups."""
+        self.ended.difference_update(episodes)
+        for group in groups:
+            self.prompts.pop(group, None)
+        self.tell(WorkerForget(tuple(map(_told, episodes)), tuple(groups)))
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
         """Have the worker make a group of episodes that have ended there, and return it without its frames.
@@ -108,25 +133,15 @@ class RemoteWorker:
         """
         packed = await self._ask(WorkerPack(tuple(map(_told, episodes)), newest), _READ_S)
         assert isinstance(packed, WorkerPacked)
+        self.ended.difference_update(episodes)
         group = episodes[0].group
-        if any(item.group != group or item.holder != self.joined.number for item in packed.items):
+        if any(item.group != group for item in packed.items):
             raise InvariantBroken(f"{self.name} packed other trajectories than those of group {group}")
         return Group(0, packed.items, {}, packed.attempt, packed.place)
 
-    def forget(self, group: int) -> None:
-        """Have the worker forget a group."""
-        self.prompts.pop(group, None)
-        self.tell(WorkerOver((group,)))
-
-    async def use(self, engines: WorkerEngines, timeout_s: float) -> Sequence[EngineUse]:
-        """Have the worker use these engines, with its gate open or closed; return what it knows of them once that is so."""
-        load = await self.ask(engines, timeout_s)
-        assert isinstance(load, WorkerLoad)
-        return load.uses
-
-    async def news(self) -> WorkerNews:
-        """Return what the worker says of itself and its engines."""
-        news = await self.ask(WorkerAsk())
+    async def news(self, request: WorkerAsk | WorkerEngines, timeout_s: float = _ANSWER_S) -> WorkerNews:
+        """Return what the worker says of itself and its engines, once it does what it was told of these."""
+        news = await self.ask(request, timeout_s)
         assert isinstance(news, WorkerNews)
         return news
 

@@ -1,4 +1,4 @@
-"""What a rollout worker in a process of its own answers: to the controller, which starts episodes, and to the trainer's ranks."""
+"""What a rollout worker answers: to the controller, which starts episodes, and to the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
-from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected
+from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, UserError
 from asyncmoe.log.turns import EpisodeKey
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -31,22 +31,22 @@ from asyncmoe.rpc.worker_messages import (
     WorkerEnd,
     WorkerEngines,
     WorkerFetch,
-    WorkerLoad,
+    WorkerForget,
     WorkerNews,
-    WorkerOver,
     WorkerPack,
     WorkerPacked,
     WorkerRan,
     WorkerRetain,
     WorkerRun,
-    WorkerStop,
-    WorkerTotals,
+    WorkerShow,
+    WorkerShown,
 )
 from asyncmoe.trajectory import Buffer, Recording
 
 log = logging.getLogger(__name__)
 _MOST_SAMPLED = MAX_FRAME_BYTES // 2
 """Bytes that an episode may leave for readers of samples, which are sent in one message."""
+_TOKENS = ("generated_tokens", "lost_tokens", "recomputed_tokens", "recalled_tokens")
 _NEWS_S, _MOST_DETAIL = 0.25, 2000
 """Seconds between two news, and characters kept of why an episode was rejected."""
 
@@ -56,24 +56,32 @@ class WorkerService:
 
     Args:
         number: of the worker.
+        loaded: what episodes need; an error is what the controller is told when it begins.
         recording: what engines report of each token.
         connect: as `asyncmoe.engines.backend.connect`.
 
     Attributes:
         over: set when the run is over.
         heard: monotonic time of the controller's last request.
-        pool: the worker's engines.
+        pool: the engines.
     """
 
-    def __init__(self, config: Config, number: int, loaded: RolloutParts, recording: Recording, connect: Connect = backend.connect) -> None:
+    def __init__(
+        self,
+        config: Config,
+        number: int,
+        loaded: RolloutParts | UserError,
+        recording: Recording,
+        connect: Connect = backend.connect,
+    ) -> None:
         self.over, self.heard = asyncio.Event(), time.monotonic()
         self._config, self._number, self._loaded, self._recording = config, number, loaded, recording
         self._engines = LentEngines(connect)
-        self.pool = parts.pool_of(config, self._engines.record)
+        self.pool = parts.pool_of(config, config.rollout.share(number), self._engines.record)
         self.pool.returns = lambda _: True  # the controller knows when none will come
         self._worker: Worker | None = None
         self._kept: WorkerLog | None = None
-        self._running: dict[EpisodeId, asyncio.Task[WorkerRan]] = {}
+        self._running: dict[tuple[str | None, EpisodeId], asyncio.Task[WorkerRan]] = {}
         self._sampled: dict[EpisodeId, bytes] = {}
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
@@ -88,23 +96,27 @@ class WorkerService:
         if not isinstance(request, WorkerFetch):  # which a trainer's rank sends
             self.heard = time.monotonic()
         if isinstance(request, WorkerBegin):
-            begun = await asyncio.to_thread(self._begin, request)  # reads all that was recorded
+            begun = await self._begin(request)
             self.heard = time.monotonic()
             return begun
         if (worker := self._worker) is None:
             raise ProtocolError(f"{type(request).__name__}: got it before WorkerBegin")
         match request:
             case WorkerFetch():
-                return Fetched(request.keys), worker.fetch(request.keys, request.layers, request.masks)
+                if len(request.keys) != len(request.places):
+                    raise ProtocolError(f"WorkerFetch: got {len(request.keys)} keys and {len(request.places)} places")
+                return Fetched(), await worker.fetch(request.keys, request.places, request.layers, request.masks)
             case WorkerEngines():
                 await self._engines.use(self.pool, request)
-                return WorkerLoad(self._engines.uses(self.pool))
+                return self._news()
             case WorkerRun():
                 return await self._run(worker, request)
+            case WorkerShow():
+                shown = await worker.show(request.first, request.count)
+                return WorkerShown(tuple(one.items[0] for one in shown), tuple(one.place for one in shown if one.place is not None))
             case WorkerPack():
                 group = await worker.pack([_place(one) for one in request.episodes], request.newest)
-                items = tuple(msgspec.structs.replace(item, holder=self._number) for item in group.items)
-                return WorkerPacked(items, group.attempt, group.place)
+                return WorkerPacked(group.items, group.attempt, group.place)
             case WorkerAsk():  # waits here, so that the controller always has a request that fails with the connection
                 await asyncio.sleep(_NEWS_S)
                 return self._news()
@@ -113,11 +125,8 @@ class WorkerService:
 
     async def _do(self, worker: Worker, request: Request) -> None:
         match request:
-            case WorkerStop():
-                self._stop(worker, request)
-            case WorkerOver():
-                for number in request.groups:
-                    worker.forget(number)
+            case WorkerForget():
+                self._forget(worker, request)
             case WorkerRetain():
                 await worker.retain(request.needed)
             case WorkerEnd():
@@ -131,51 +140,61 @@ class WorkerService:
         if self._kept is not None:
             await asyncio.to_thread(self._kept.close)
 
-    def _begin(self, request: WorkerBegin) -> WorkerBegun:
-        if self._worker is not None:
+    async def _begin(self, request: WorkerBegin) -> WorkerBegun:
+        if self._kept is not None:
             raise ProtocolError("WorkerBegin: got it twice; a worker serves one controller")
-        config = self._config
-        if request.log:
-            self._kept = WorkerLog.open(config.log, config.run.dir, request.log, self._number, request.under_way)
-        worker = worker_of(config, self._loaded, self.pool, self._recording, self._number, self._kept)
+        config, loaded = self._config, self._loaded
+        if isinstance(loaded, UserError):
+            raise loaded
+        if request.first:
+            await loaded.check(config)
+        opened = config.log, config.run.dir, request.log, self._number, request.under_way
+        self._kept = kept = await asyncio.to_thread(WorkerLog.open, *opened)  # reads all that was recorded
+        worker = worker_of(config, loaded, self.pool, self._recording, self._number, kept)
         worker.sampled = self._note
         self._worker = worker
-        return WorkerBegun(() if self._kept is None else tuple(sorted(self._kept.turns.groups)))
+        return WorkerBegun(tuple(sorted(kept.turns.groups)))
 
     async def _run(self, worker: Worker, request: WorkerRun) -> WorkerRan:
         place = _place(request.episode)
-        if place in self._running:
+        key = request.evaluation, place
+        if key in self._running:
             raise ProtocolError(f"WorkerRun: got {place.key()} twice")
-        task = self._running[place] = asyncio.create_task(self._ran(worker, request.prompt, place))
+        task = self._running[key] = asyncio.create_task(self._ran(worker, request, place))
         try:
             return await task
         except asyncio.CancelledError:
             return WorkerRan(reason=LOST, detail="it was stopped")
         finally:
-            if self._running.get(place) is task:
-                del self._running[place]
+            if self._running.get(key) is task:
+                del self._running[key]
 
-    async def _ran(self, worker: Worker, prompt: bytes, place: EpisodeId) -> WorkerRan:
+    async def _ran(self, worker: Worker, request: WorkerRun, place: EpisodeId) -> WorkerRan:
         try:
-            asked = from_bytes(prompt)
+            asked = from_bytes(request.prompt)
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"WorkerRun: malformed prompt: {error}") from error
         try:
+            if request.evaluation is not None:
+                return WorkerRan(await worker.evaluate(request.evaluation, asked, place))
             made = await worker.episode(asked, place)
-            return WorkerRan(tuple((one.agent, one.reward) for one in made), sampled=self._sampled.pop(place, b""))
+            return WorkerRan(made, sampled=self._sampled.pop(place, b""))
         except TrajectoryRejected as rejected:
             detail = cleaned(str(rejected).removeprefix(f"{rejected.reason}: ")[:_MOST_DETAIL])
-            return WorkerRan((), rejected.reason, detail, self._sampled.pop(place, b""))
+            sampled = b"" if request.evaluation is not None else self._sampled.pop(place, b"")
+            return WorkerRan((), rejected.reason, detail, sampled)
         except Exception as error:  # the controller raises it, and ends the run
             text = str(error) if isinstance(error, AsyncmoeError) else f"{type(error).__name__}: {error}"
             raise AsyncmoeError(cleaned(text[:_MOST_DETAIL])) from error
 
-    def _stop(self, worker: Worker, request: WorkerStop) -> None:
+    def _forget(self, worker: Worker, request: WorkerForget) -> None:
         for place in map(_place, request.episodes):
             worker.stop(place)
             self._sampled.pop(place, None)
-            if (task := self._running.pop(place, None)) is not None:
+            if (task := self._running.pop((None, place), None)) is not None:
                 task.cancel()
+        for number in request.groups:
+            worker.forget(number)
 
     def _note(self, place: EpisodeId, left: SampledEpisode) -> None:
         if len(made := to_bytes(left)) <= _MOST_SAMPLED:
@@ -184,12 +203,15 @@ class WorkerService:
             log.warning("%s is not kept to be read: it takes %d bytes, more than %d", place.key(), len(made), _MOST_SAMPLED)
 
     def _news(self) -> WorkerNews:
-        pool, engines = self.pool, self._engines
+        pool, engines, loaded = self.pool, self._engines, self._loaded
+        assert not isinstance(loaded, UserError)
         pool.note_busy()
         busy = tuple(engines.busy)
         engines.busy.clear()
-        totals = WorkerTotals(pool.generated_tokens, pool.lost_tokens, pool.recomputed_tokens, pool.recalled_tokens)
-        return WorkerNews(engines.uses(pool), busy, totals, msgspec.msgpack.encode(figures_of(self._loaded)))
+        tokens = {name: getattr(pool, name) for name in _TOKENS}
+        for name in _TOKENS:
+            setattr(pool, name, 0)
+        return WorkerNews(engines.uses(pool), busy, pool.requests, tokens, msgspec.msgpack.encode(figures_of(loaded)))
 
 
 def _place(told: EpisodeKey) -> EpisodeId:

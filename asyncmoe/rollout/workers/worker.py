@@ -1,5 +1,4 @@
-"""Runs episodes, makes whole groups of them, and holds these until they are over: in the controller, or in a process of its own
-(`asyncmoe.rollout.workers.service`)."""
+"""Runs episodes, makes whole groups of them, and holds these until they are over."""
 
 from __future__ import annotations
 
@@ -13,34 +12,37 @@ from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.log.log import Place
 from asyncmoe.queue import payload
-from asyncmoe.queue.group_buffer import Group, whole
-from asyncmoe.queue.queue_log import OWN
-from asyncmoe.rollout import parts
+from asyncmoe.queue.group_buffer import Group, pack, whole
+from asyncmoe.rollout import evaluation, parts
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import EpisodeNotes, SampledEpisode
 from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rpc.worker_messages import Made
 from asyncmoe.telemetry.samples.choice import choice_of
-from asyncmoe.trajectory import NOTHING, Buffer, Recording, Trajectory, part
+from asyncmoe.trajectory import NOTHING, Buffer, Recording, Trajectory, part, validate
 
 Play = Callable[[Prompt, EpisodeId], Awaitable[tuple[Trajectory, ...]]]
+Show = Callable[[int], Awaitable[Sequence[Trajectory]]]
 Sampled = Callable[[EpisodeId, SampledEpisode], None]
 _LONG = 1 << 17
 """Tokens of a group that is checked and encoded in a thread: for a smaller one the thread costs more than it spares the event loop."""
 
 
 class Worker:
-    """An `asyncmoe.rollout.flights.Workers`. For one event loop.
+    """What one worker does, without its process. For one event loop.
 
     Args:
-        play: runs and scores one episode; raises TrajectoryRejected.
+        play: runs and scores one episode of training; raises TrajectoryRejected.
         group_size: number of episodes in a group.
         recording: data that each trajectory must carry.
         kept: where payloads and answers are kept; None: nowhere.
         number: of the worker, and so of what it writes.
         notes: of the episodes that are kept to be read.
+        evaluated: as `play`, of each evaluation set by name.
+        shown: returns the demonstration of the warm-up with a number.
 
     Attributes:
         sampled: called with what an episode leaves for readers of samples.
@@ -52,11 +54,13 @@ class Worker:
         group_size: int,
         recording: Recording = NOTHING,
         kept: WorkerLog | None = None,
-        number: int = OWN,
+        number: int = 1,
         notes: EpisodeNotes | None = None,
+        evaluated: Mapping[str, Play] | None = None,
+        shown: Show | None = None,
     ) -> None:
         self._play, self._size, self._recording, self._kept, self._number = play, group_size, recording, kept, number
-        self._notes = notes
+        self._notes, self._evaluated, self._shown = notes, evaluated or {}, shown
         self.sampled: Sampled = lambda place, left: None
         self._running: dict[EpisodeId, object] = {}
         self._ended: dict[int, dict[EpisodeId, tuple[Trajectory, ...]]] = {}
@@ -64,8 +68,10 @@ class Worker:
         self._groups: dict[int, Group] = {}
         self._frames: dict[str, list[Buffer]] = {}
         self._writing: list[int] = []
+        self._newest_shown: list[int] = []
+        """Positions of the demonstrations of which the queue may not know yet."""
 
-    async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Made, ...]:
         """Run and score one episode, and keep its trajectories for `pack`. Raises as `play`."""
         mine = self._running[place] = object()
         try:
@@ -73,7 +79,7 @@ class Worker:
             self._note(place, made)
             if self._running.get(place) is mine:  # else it was dropped while it ended
                 self._ended.setdefault(place.group, {})[place] = made
-            return made
+            return tuple(Made(one.agent, one.reward) for one in made)
         except TrajectoryRejected as rejected:
             self._note(place, rejected)
             raise
@@ -81,6 +87,36 @@ class Worker:
             if self._running.get(place) is mine:
                 self._note(place, None)  # if it was cancelled
                 del self._running[place]
+
+    async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> tuple[Made, ...]:
+        """Run and score one episode of an evaluation set, of which nothing is kept.
+
+        Raises:
+            TrajectoryRejected: as `play`.
+            ProtocolError: there is no such set.
+        """
+        if (play := self._evaluated.get(name)) is None:
+            raise ProtocolError(f"evaluate: got the set {name!r}, expected one of {sorted(self._evaluated)}")
+        return tuple(map(summed_up, await play(prompt, place)))
+
+    async def show(self, first: int, count: int) -> list[Group]:
+        """Make demonstrations, and return a group of one for each trajectory, once its payload is in the log.
+
+        Raises:
+            DataError: see `asyncmoe.rollout.demonstrations.Demonstrations`.
+            TrajectoryRejected: one is unfit for training.
+            StorageError: the log cannot be written.
+        """
+        assert self._shown is not None
+        made = [one for index in range(first, first + count) for one in await self._shown(index)]
+        for one in made:
+            validate(one, self._recording)
+        groups = [pack([one], 0) for one in made]
+        if self._kept is None:
+            return groups
+        places = await asyncio.gather(*(payload.write(self._kept.payloads, group, self._writing) for group in groups))
+        self._newest_shown = places
+        return [replace(group, frames={}, place=Place(self._number, at)) for group, at in zip(groups, places, strict=True)]
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
         """Make a group of episodes that have ended; return once its payload is in the log.
@@ -108,11 +144,32 @@ class Worker:
         self._frames.update(group.frames)
         return group
 
-    def fetch(self, keys: Sequence[str], layers: Sequence[int] | None, masks: bool) -> list[Buffer]:
-        """Return encoded frames of held trajectories, as `asyncmoe.queue.bounded.BoundedQueue.fetch`. Raises ProtocolError."""
-        if unknown := [key for key in keys if key not in self._frames]:
+    async def fetch(
+        self, keys: Sequence[str], places: Sequence[Place], layers: Sequence[int] | None = None, masks: bool = True
+    ) -> list[Buffer]:
+        """Return encoded frames (`asyncmoe.trajectory.encode`) of trajectories, in the order of `keys`. What this worker does not hold, but
+        perhaps one before it, is read from the log.
+
+        Args:
+            places: where the log has each one's group.
+            layers, masks: see `asyncmoe.trajectory.part`.
+
+        Raises:
+            ProtocolError: a trajectory is not at its place, or lacks the routes of one of `layers`.
+            DataError: the log has no group there.
+        """
+        frames = {key: self._frames[key] for key in keys if key in self._frames}
+        for place in {place for key, place in zip(keys, places, strict=True) if key not in frames}:
+            frames |= await asyncio.to_thread(self._read, place)
+        if unknown := [key for key in keys if key not in frames]:
             raise ProtocolError(f"fetch: rollout worker {self._number} does not hold {unknown[0]}")
-        return [frame for key in keys for frame in part(self._frames[key], layers, masks)]
+        return [frame for key in keys for frame in part(frames[key], layers, masks)]
+
+    def _read(self, place: Place) -> Mapping[str, list[Buffer]]:
+        if self._kept is None:
+            return {}
+        data = self._kept.payloads.read_at(place.position, str(place.writer))
+        return payload.decode(data, 0, place).frames
 
     def stop(self, place: EpisodeId) -> None:
         """Forget an episode at once, whether it runs or has ended: the next attempt of its group may have one of the same name."""
@@ -147,7 +204,7 @@ class Worker:
         """
         if self._kept is not None:
             held = [group.place.position for group in self._groups.values() if group.place is not None]
-            below = min((*held, *self._writing), default=self._kept.payloads.end)  # those that are written have no place yet
+            below = min((*held, *self._writing, *self._newest_shown), default=self._kept.payloads.end)  # what is written has no place yet
             await asyncio.to_thread(self._kept.payloads.forget, min(needed.get(self._number, below), below))
 
     def _forget_episodes(self, number: int) -> None:
@@ -161,10 +218,24 @@ class Worker:
             self.sampled(place, left)
 
 
-def worker_of(config: Config, loaded: RolloutParts, pool: Pool, recording: Recording, number: int, kept: WorkerLog | None) -> Worker:
+def summed_up(trajectory: Trajectory) -> Made:
+    """Return what an evaluation needs to know of a trajectory."""
+    sampled, newest = int(trajectory.loss_mask.sum()), int(trajectory.versions.max())
+    return Made(trajectory.agent, float(trajectory.reward), sampled, trajectory.oldest_version, newest)
+
+
+def worker_of(config: Config, loaded: RolloutParts, pool: Pool, recording: Recording, number: int, kept: WorkerLog) -> Worker:
     """Return a worker whose episodes sample from the engines of `pool`."""
-    notes, turns = EpisodeNotes(choice_of(config)), None if kept is None else kept.turns
-    stage = parts.context_of(config, loaded, pool, recording)
-    stage = replace(stage, opened=notes.opened, turns=turns, piece=0 if turns is None else config.log.piece_tokens)
-    size = config.rollout.group_size
-    return Worker(lambda prompt, place: episode.run(stage, prompt, place), size, recording, kept, number, notes)
+    notes, stage = EpisodeNotes(choice_of(config)), parts.context_of(config, loaded, pool, recording)
+    training = replace(stage, opened=notes.opened, turns=kept.turns, piece=config.log.piece_tokens)
+    sets = {name: evaluation.stage_of(stage, name, section) for name, section in config.evaluation.every_set.items()}
+    return Worker(
+        partial(episode.run, training),
+        config.rollout.group_size,
+        recording,
+        kept,
+        number,
+        notes,
+        {name: partial(episode.run, one) for name, one in sets.items()},
+        parts.demonstrations_of(config, loaded),
+    )

@@ -28,10 +28,10 @@ class SampleFile:
     Args:
         name: `ROLLOUT_SAMPLES` or `TRAINER_SAMPLES`.
         max_bytes: bound on the size of the folder.
-        step, kept: as in `Begin`.
+        step: as in `Begin`.
     """
 
-    def __init__(self, run_dir: Path, name: str, max_bytes: int, step: int, *, kept: bool = False) -> None:
+    def __init__(self, run_dir: Path, name: str, max_bytes: int, step: int) -> None:
         self._folder, self._most, self._lock = run_dir / FOLDER, max_bytes, threading.Lock()
         self._paths = [str(self._folder / one) for one in (ROLLOUT_SAMPLES, TRAINER_SAMPLES)]
         self._lines: JsonLines | None = None
@@ -42,7 +42,7 @@ class SampleFile:
         except StorageError as error:
             log.warning("no samples are kept (asyncmoe show): %s", error)
         else:
-            self.write(Begin(time=time.time(), format=FORMAT, step=step, kept=kept))
+            self.write(Begin(time=time.time(), format=FORMAT, step=step))
 
     @property
     def is_open(self) -> bool:

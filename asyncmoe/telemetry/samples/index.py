@@ -158,19 +158,12 @@ def _groups(path: Path, trained: _Steps, undone: set[_Key], notes: list[str]) ->
     entries: list[Entry] = []
     newest: dict[tuple[int, int], int] = {}
     for place, head in _heads(path, notes):
-        if isinstance(head, Begin) and not head.kept:
-            entries = [_unless_queued(entry) for entry in entries]
-            newest.clear()
-        elif isinstance(head, _GroupHead):
+        if isinstance(head, _GroupHead):
             newest[head.group, head.attempt] = len(entries)
             entries.append(_entry(head, place, trained, undone))
         elif isinstance(head, Stale) and (at := newest.get((head.group, head.attempt))) is not None:
             entries[at] = replace(entries[at], outcome=head.fate, reason=head.reason)
     return entries
-
-
-def _unless_queued(entry: Entry) -> Entry:
-    return replace(entry, outcome="lost", reason="the run was started again") if entry.outcome == "queued" else entry
 
 
 def _entry(head: _GroupHead, place: LineSpan, trained: _Steps, undone: set[_Key]) -> Entry:

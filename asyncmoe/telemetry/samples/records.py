@@ -50,14 +50,10 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"
 
 
 class Begin(SampleRecord, frozen=True, kw_only=True, tag="begin"):
-    """The process begins after `step` optimizer steps. Records of later steps before this line belong to steps that were trained again.
-
-    `kept`: the run has a log, so groups that were queued before this line still are.
-    """
+    """The process begins after `step` optimizer steps. Records of later steps before this line belong to steps that were trained again."""
 
     format: int
     step: int
-    kept: bool = False
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -13,12 +13,11 @@ import numpy as np
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ProtocolError, WaitTimeout
-from asyncmoe.rpc import held
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.item import Item
-from asyncmoe.rpc.messages import Fetch, Lease, Leased, Phase
+from asyncmoe.rpc.messages import Lease, Leased, Phase
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trainer.data import batch, trees
+from asyncmoe.trainer.data import batch, held, trees
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.joined import Joined
 from asyncmoe.trainer.data.microbatches import MicroBatches
@@ -173,8 +172,7 @@ def fetch(
 
     def send(keys: tuple[str, ...]) -> Sequence[Buffer]:
         wanted = set(keys)
-        missing = [item for item in items if item.key in wanted]
-        return held.fetch(client, Fetch(leased.step, keys, layers, masks), missing, leased.holders, ANSWER_S)
+        return held.fetch(client, [item for item in items if item.key in wanted], layers, masks)
 
     def ask() -> Sequence[Buffer] | Joined:
         if ahead is not None:

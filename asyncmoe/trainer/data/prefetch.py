@@ -15,12 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from asyncmoe.config import Config
-from asyncmoe.rpc import held
+from asyncmoe.errors import DataError, WaitTimeout
 from asyncmoe.rpc.client import ANSWER_S, Client
-from asyncmoe.rpc.held import split
 from asyncmoe.rpc.item import Item
-from asyncmoe.rpc.messages import Fetch, Foresee, Foreseen
+from asyncmoe.rpc.messages import Foresee, Foreseen
 from asyncmoe.telemetry import heartbeats
+from asyncmoe.trainer.data import held
+from asyncmoe.trainer.data.held import split
 from asyncmoe.trainer.data.joined import Joined, joined
 from asyncmoe.trajectory import Buffer, Trajectory, decode
 
@@ -172,8 +173,10 @@ class Prefetcher:
         if not wanted or not coming.begin_fetch():
             return {}
         keys = tuple(item.key for item in wanted)
-        frames = held.fetch(self._client, Fetch(coming.step, keys, self._layers, self._masks, ahead=True), wanted, found.holders, ANSWER_S)
-        if not frames:
+        try:
+            frames = held.fetch(self._client, wanted, self._layers, self._masks, patient=False)
+        except (WaitTimeout, DataError) as error:  # its worker is lost, or it has left the queue: the lease will say
+            log.warning("nothing is fetched ahead of step %d: %s", coming.step + 1, error)
             return {}
         parts = split(keys, frames)
         if self._decodes:

@@ -23,13 +23,14 @@ from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.process import die_with_parent, leave, named, say
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.environment import trainer_epoch
-from asyncmoe.rpc.messages import Commit, Fetch, Goodbye, Hello, Lease, Leased, Saved, Welcome
+from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Lease, Leased, Saved, Welcome
 from asyncmoe.rpc.peers import facts
 from asyncmoe.storage import writing
 from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.schema import METRICS, Resume, Step
 from asyncmoe.trainer.clients import clients
+from asyncmoe.trainer.data import held
 from asyncmoe.trajectory import Trajectory, decode, frames_in
 from tests.chaos.stand import weights
 from tests.chaos.stand.collective import Collective
@@ -139,8 +140,7 @@ class Rank:
                 raise WaitTimeout("the engines", f"a batch of step {self._step}", self._config.queue.lease_timeout_s)
 
     def _train(self, leased: Leased) -> None:
-        mine = [item.key for item in leased.items][self._rank :: self._world]
-        _, frames = self._client.ask(Fetch(leased.step, tuple(mine)), _ANSWER_S)
+        frames = held.fetch(self._client, leased.items[self._rank :: self._world], None, True)
         each = frames_in(1)
         batch = [decode(frames[at : at + each]) for at in range(0, len(frames), each)]
         self._check(batch)

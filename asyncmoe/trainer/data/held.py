@@ -1,0 +1,78 @@
+"""Fetches leased trajectories from the rollout workers that hold them.
+
+A worker that takes the place of a lost one reads from the log what that one held, so a rank waits for it; the controller ends the run if
+none comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from asyncmoe.errors import InvariantBroken, ProtocolError, WaitTimeout
+from asyncmoe.log.log import Place
+from asyncmoe.rpc.client import ANSWER_S, Client
+from asyncmoe.rpc.item import Item
+from asyncmoe.rpc.messages import FindWorker, WorkerFound
+from asyncmoe.rpc.worker_messages import WorkerFetch
+from asyncmoe.telemetry import heartbeats
+from asyncmoe.trajectory import Buffer, frames_in
+
+log = logging.getLogger(__name__)
+_PATIENCE_S, _AGAIN_S, _TRIES = 2.0, 1.0, 3
+"""Seconds of one request for a worker's address, and between two tries; tries at a worker that the controller does not know to be lost."""
+
+
+def fetch(client: Client, items: Sequence[Item], layers: tuple[int, ...] | None, masks: bool, *, patient: bool = True) -> list[Buffer]:
+    """Return the frames of trajectories, in the order of `items`.
+
+    Args:
+        client: of the controller.
+        layers, masks: as in `WorkerFetch`.
+        patient: whether to wait for a worker that is lost; only for the main thread.
+
+    Raises:
+        WaitTimeout: a worker does not answer.
+        DataError: the log has no more what a lost worker held.
+    """
+    found = dict[str, Sequence[Buffer]]()
+    writers = {item.key: _place(item).writer for item in items}
+    for writer in sorted(set(writers.values())):
+        own = [item for item in items if writers[item.key] == writer]
+        keys = tuple(item.key for item in own)
+        found |= split(keys, _asked(client, writer, WorkerFetch(keys, tuple(map(_place, own)), layers, masks), patient))
+    return [frame for item in items for frame in found[item.key]]
+
+
+def _asked(client: Client, writer: int, request: WorkerFetch, patient: bool) -> list[Buffer]:
+    name, failures = f"rollout worker {writer}", 0
+    while True:
+        reply = client.ask(FindWorker(writer, _PATIENCE_S if patient else 0.0), _PATIENCE_S + ANSWER_S)[0]
+        assert isinstance(reply, WorkerFound)
+        try:
+            if reply.rendezvous is not None:
+                return client.beside(reply.rendezvous, name).ask(request, ANSWER_S)[1]
+            if not patient:
+                raise WaitTimeout(name, "it is lost", 0.0)
+            heartbeats.beat(f"waiting for {name}")
+        except WaitTimeout as error:
+            failures += 1
+            if not patient or failures == _TRIES:
+                raise
+            log.warning("%s; it is asked again", error)
+            time.sleep(_AGAIN_S)
+
+
+def _place(item: Item) -> Place:
+    if item.place is None:
+        raise InvariantBroken(f"{item.key}: nobody says where it is")
+    return item.place
+
+
+def split(keys: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Sequence[Buffer]]:
+    """Return the frames of each trajectory. Raises ProtocolError if they are not as many as the trajectories have."""
+    each = frames_in(1)
+    if len(frames) != len(keys) * each:
+        raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(keys) * each}")
+    return {key: frames[n * each : (n + 1) * each] for n, key in enumerate(keys)}

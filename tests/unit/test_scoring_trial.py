@@ -47,9 +47,6 @@ class Sums:
         return Prompt("12+7=", (1, 2), "19")
 
 
-LOG = "logs/scoring-1.log"
-
-
 class Started(Exception):
     """An engine would start now."""
 

@@ -91,13 +91,7 @@ def run(rounds: int = 3) -> dict[str, Any]:
             rig.end()
     ways = {way: _figures(recoveries) for way, recoveries in found.items()}
     ratio = round(ways["everything"]["seconds"] / ways["in_place"]["seconds"], 2)
-    return {
-        **measured_at,
-        "steps_replayed": LOST,
-        **ways,
-        "ratio": ratio,
-        "controller": _succession(lost),
-    }
+    return {**measured_at, "steps_replayed": LOST, **ways, "ratio": ratio, "controller": _succession(lost)}
 
 
 def _succession(found: list[tuple[Successor, float]]) -> dict[str, Any]:

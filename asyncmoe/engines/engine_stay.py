@@ -62,9 +62,9 @@ async def stay(
                 lost, until = error, time.monotonic() + config.engines.orphan_s
             log.warning("%s; waiting for the next controller", error)
         except EngineError as error:
-            if lost is None or isinstance(error, ServerLost):
+            if isinstance(error, ServerLost) or (lost is None and engine.died is None):
                 raise
-            raise ServerLost(str(error)) from error
+            raise ServerLost(str(error)) from error  # also one that died while it joined
         successor = await unless(stop, following(run_dir, engine, until))
         if successor is None:
             if stop.is_set():

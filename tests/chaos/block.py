@@ -33,7 +33,7 @@ class Pending:
     fault: Fault
     done: Done
     step: int
-    said: tuple[int, int, int]
+    said: tuple[int, int, dict[Path, int]]
     cuts: int
     rejected: int
     engines: set[int]
@@ -200,18 +200,22 @@ class Block:
         told = self._world.lines(self._world.run_dir / "rollout.jsonl")
         return sum(told[-1]["rejected"].values()) if told else 0
 
-    def _said_now(self) -> tuple[int, int, int]:
-        return (self._world.starts, _size(self._world.said), _size(self._world.run_dir / "logs" / "controller.log"))
+    def _said_now(self) -> tuple[int, int, dict[Path, int]]:
+        return (self._world.starts, _size(self._world.said), {path: len(text) for path, text in self._logs().items()})
 
     def _said(self, since: Pending) -> Said:
-        start, at, log = since.said
+        start, at, logs = since.said
         supervisor = "".join(
             path.read_text()[at if number == start else 0 :]
             for number in range(start, self._world.starts + 1)
             if (path := self._world.folder / f"said-{number}.txt").exists()
         )
-        controller = self._world.run_dir / "logs" / "controller.log"
-        return Said(supervisor, controller.read_text(errors="replace")[log:] if controller.exists() else "")
+        return Said(supervisor, "".join(text[logs.get(path, 0) :] for path, text in self._logs().items()))
+
+    def _logs(self) -> dict[Path, str]:
+        """Return the logs of the controller and of those who look after engines."""
+        logs = self._world.run_dir / "logs"
+        return {path: path.read_text(errors="replace") for path in (*logs.glob("controller.log"), *logs.glob("engine-*-joins.log"))}
 
 
 def _size(path: Path) -> int:

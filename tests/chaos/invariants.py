@@ -97,7 +97,7 @@ def nothing_lost(before: LogState | None, now: LogState, trained: Sequence[Recor
 
 @dataclass(frozen=True)
 class Said:
-    """What a run has said since a fault: its own output, and the controller's log."""
+    """What a run has said since a fault: its own output, and the logs of the controller and of those who look after engines."""
 
     supervisor: str
     controller: str

@@ -11,11 +11,12 @@ import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.engines import engine_agent
+from asyncmoe.engines.engine_stay import ServerLost, stay
 from asyncmoe.engines.membership import Membership
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import EngineError
 from asyncmoe.rpc import keys
-from asyncmoe.rpc.messages import EngineOrder
+from asyncmoe.rpc.messages import Done, EngineJoin, EngineOrder
 from asyncmoe.rpc.server import Server
 from tests.unit.fake_engine import FakeEngine, FakeHandle
 
@@ -96,6 +97,26 @@ def test_too_many_losses_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(seeds) == 2
     assert str(ended) == f"{NAME} died: killed"
     assert pool.present == []
+
+
+def test_a_server_that_dies_while_it_joins_is_a_loss(tmp_path: Path) -> None:
+    config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", [f"run.dir={tmp_path}"])
+    server = Process(NAME)
+
+    async def refuse(_: object) -> Done:
+        server.kill()
+        raise EngineError(f"{NAME}: the controller cannot reach it")
+
+    async def run() -> None:
+        async with Server(refuse) as here:
+            rendezvous = await here.start()
+            serving = asyncio.create_task(here.serve())
+            request = EngineJoin(NAME, "http://127.0.0.1:1", "k" * 43, "h", 1, 1, config.digest, None)
+            with pytest.raises(ServerLost, match="cannot reach it"):
+                await stay(config, tmp_path, server, rendezvous, request, asyncio.Event())
+            serving.cancel()
+
+    asyncio.run(run())
 
 
 def test_the_end_of_a_failed_run_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

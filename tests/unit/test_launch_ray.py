@@ -13,11 +13,14 @@ import pytest
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.launch.commands import Launch, Launcher, table
+from asyncmoe.launch.engine_machines import engine_machines, spread
 from asyncmoe.launch.failures import certain, failure
 from asyncmoe.launch.ray import cluster
-from asyncmoe.launch.ray.planning import bundles, environment, joining, launches, spread, strategy
+from asyncmoe.launch.ray.planning import bundles, environment, joining, strategy
 from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.process import Child
+from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -69,35 +72,53 @@ def test_what_cannot_be_spread_is_refused(sections: dict[str, dict[str, Any]], w
         bundles(config(**sections), gpus=False)
 
 
+class Launched:
+    """What a launcher starts, of which nothing runs."""
+
+    returncode = 0
+
+    def __init__(self, place: str, launch: Launch) -> None:
+        self.place, self.launch = place, launch
+
+
+def launched(options: Config, trainers: int = 2, before: int = 0) -> list[Launched]:
+    engines = [(f"e{node}", machine) for node, machine in enumerate(engine_machines(options))]
+    places = [f"t{node}" for node in range(trainers)]
+    by: Any = Launcher(engines, places, Launched, lambda name: None, lambda epoch: ("10.0.0.3", 4000 + epoch))  # type: ignore[arg-type]
+    made: Any = [one for part in table(options, FILE, by).parts.values() for one in part.start(before)]
+    return list(made)
+
+
+FILE = Path("/shared/run/config.yaml")
+
+
 def test_every_node_starts_the_processes_of_its_part() -> None:
-    file, master = Path("/shared/run/config.yaml"), ("10.0.0.3", 4000)
-    first, second, trainer, other = (
-        launches(SPREAD, file, bundle, master, {"NCCL_DEBUG": "INFO"}) for bundle in bundles(SPREAD, gpus=True)
-    )
-    assert [launch.name for launch in first] == ["controller", "engine.0", "engine.1"]
-    assert [launch.arguments[2:] for launch in first] == [
-        ("rollout", str(file)),
-        ("engine", str(file), "--name", "engine.0", "--index", "0"),
-        ("engine", str(file), "--name", "engine.1", "--index", "1"),
+    found = launched(SPREAD, before=2)
+    assert [(one.place, one.launch.name) for one in found] == [
+        *(("e0", "controller"), ("e0", "engine.0"), ("e0", "engine.1"), ("e1", "engine.2"), ("t0", "trainer.0"), ("t1", "trainer.1"))
     ]
-    # Of this node it is the first again, and takes the first of the GPUs that Ray shows it.
-    assert second[0].arguments[2:] == ("engine", str(file), "--name", "engine.2", "--index", "0")
-    words = " ".join(other[0].arguments)
-    assert "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr 10.0.0.3 --master-port 4000 --max-restarts 0" in words
-    assert words.endswith(f"-m asyncmoe.trainer {file}")
-    assert [launch.name for launch in (*trainer, *other)] == ["trainer.0", "trainer.1"]
-    every = [*first, *second, *trainer, *other]
+    assert [one.launch.arguments[2:] for one in found[:4]] == [
+        ("rollout", str(FILE)),
+        ("engine", str(FILE), "--name", "engine.0", "--index", "0"),
+        ("engine", str(FILE), "--name", "engine.1", "--index", "1"),
+        # Of this node it is the first again, and takes the first of the GPUs that Ray shows it.
+        ("engine", str(FILE), "--name", "engine.2", "--index", "0"),
+    ]
+    words = " ".join(found[-1].launch.arguments)
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr 10.0.0.3 --master-port 4002 --max-restarts 0" in words
+    assert words.endswith(f"-m asyncmoe.trainer {FILE}")
     # What the server of an engine writes has a file of its own, engine-0.log.
-    logs = {"controller", "engine-0-joins", "engine-1-joins", "engine-2-joins", "trainer-0", "trainer-1"}
-    assert {launch.log for launch in every} == {Path(f"/shared/run/logs/{name}.log") for name in logs}
-    assert all(launch.environment["NCCL_DEBUG"] == "INFO" for launch in every)
+    logs = ["controller", "engine-0-joins", "engine-1-joins", "engine-2-joins", "trainer-0", "trainer-1"]
+    assert [one.launch.log for one in found] == [Path(f"/shared/run/logs/{name}.log") for name in logs]
+    variables = [TRAINER_EPOCH, STARTS, STARTS, STARTS, TRAINER_EPOCH, TRAINER_EPOCH]
+    assert [one.launch.environment[name] for one, name in zip(found, variables, strict=True)] == ["2"] * 6
 
 
-def test_a_users_number_of_threads_is_the_trainers() -> None:
+def test_a_users_number_of_threads_is_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer_environment({}) == {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     assert trainer_environment({"OMP_NUM_THREADS": "8", "HOME": "x"})["OMP_NUM_THREADS"] == "8"
-    told = [launches(SPREAD, Path("c.yaml"), bundle, ("a", 1), {"OMP_NUM_THREADS": "4"}) for bundle in bundles(SPREAD, gpus=True)]
-    assert [one[0].environment["OMP_NUM_THREADS"] for one in told] == ["4"] * 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert [one.launch.environment.get("OMP_NUM_THREADS") for one in launched(SPREAD)] == [None] * 4 + ["4"] * 2
 
 
 def test_processes_of_several_machines_do_not_meet_on_loopback() -> None:

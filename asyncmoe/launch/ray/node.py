@@ -10,11 +10,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncmoe.launch.ray.planning import Launch
+from asyncmoe.launch.commands import Launch
 from asyncmoe.launch.torchrun import free_port
 from asyncmoe.process import Child
 
@@ -68,15 +67,14 @@ class Node:
             return False
         return Path(file).exists()
 
-    def start(self, launches: Sequence[Launch]) -> None:
-        """Start the processes in order."""
+    def start(self, launch: Launch) -> None:
+        """Start a process."""
         # Ray sets OMP_NUM_THREADS to the bundle's CPUs. A value of the user's is in the launches' environment.
         os.environ.pop("OMP_NUM_THREADS", None)
         # Ray blocks SIGINT in its worker processes, and child processes inherit the signal mask.
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, _LET_THROUGH)
         try:
-            for launch in launches:
-                self._children[launch.name] = Child(launch.name, [sys.executable, *launch.arguments], launch.log, launch.environment)
+            self._children[launch.name] = Child(launch.name, [sys.executable, *launch.arguments], launch.log, launch.environment)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

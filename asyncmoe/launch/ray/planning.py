@@ -1,21 +1,17 @@
-"""The nodes that a run needs of a Ray cluster, their resources, and the processes to start on each. Pure."""
+"""The nodes that a run needs of a Ray cluster, their resources, and the variables of their processes. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from asyncmoe.config import Config
-from asyncmoe.engines.nodes import process_name
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch.engine_machines import engine_machines, spread
-from asyncmoe.launch.torchrun import torchrun, trainer_environment
 from asyncmoe.rpc import address
 
-CONTROLLER = "controller"
 _PASSED = ("ASYNCMOE_", "NCCL_", "GLOO_", "UCX_", "SGLANG_", "TORCH_", "HF_", "OMP_")
 """Prefixes of the environment variables that all nodes share: they configure the run, not the node."""
 
@@ -51,23 +47,6 @@ class Bundle:
         if self.part == "trainer":
             return f"trainer rank {numbers}"
         return f"{'controller and ' if self.node == 0 else ''}engine {numbers}"
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A process to start on a node.
-
-    Attributes:
-        name: name of the process in messages.
-        arguments: arguments of the node's Python.
-        log: file for the process's output.
-        environment: variables added to the node's environment.
-    """
-
-    name: str
-    arguments: tuple[str, ...]
-    log: Path
-    environment: Mapping[str, str]
 
 
 def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
@@ -129,34 +108,6 @@ def environment(config: Config, node: str, addresses: Sequence[str], ours: Mappi
     passed = {name: value for name, value in ours.items() if name.startswith(_PASSED) and name != address.VARIABLE}
     several = len(set(addresses)) > 1 and config.cluster.network == "loopback"
     return passed | ({address.VARIABLE: node} if several else {})
-
-
-def launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int], variables: Mapping[str, str]) -> tuple[Launch, ...]:
-    """Return the processes to start on a node, in order.
-
-    Args:
-        file: the configuration file that all processes read.
-        master: rendezvous address and port of the trainer's ranks.
-        variables: result of `environment`.
-    """
-
-    def launch(name: str, arguments: Sequence[str], suffix: str = "", **more: str) -> Launch:
-        # The suffix keeps this log apart from engine-0.log, which the server writes.
-        log = config.run.dir.absolute() / "logs" / f"{name.replace('.', '-')}{suffix}.log"
-        return Launch(name, tuple(arguments), log, {**variables, **more})
-
-    if bundle.part == "trainer":
-        nodes = config.cluster.trainer_nodes
-        arguments = torchrun(len(bundle.numbers), master, "asyncmoe.trainer", str(file), node=bundle.node, nodes=nodes)
-        name = "trainer" if nodes == 1 else f"trainer.{bundle.node}"
-        return (launch(name, arguments, **trainer_environment(variables)),)
-    controller = [launch(CONTROLLER, ["-m", "asyncmoe", "rollout", str(file)])] if bundle.node == 0 else []
-    engines, part = [], bundle.engine_node
-    for index, number in enumerate(bundle.numbers):
-        arguments = ["-m", "asyncmoe", "engine", str(file), "--name", f"engine.{number}", "--index", str(index)]
-        arguments += ["--node", str(part)] if part else []
-        engines.append(launch(process_name(f"engine.{number}", part), arguments, "-joins"))
-    return (*controller, *engines)
 
 
 def wanted_words(wanted: Sequence[Bundle]) -> str:

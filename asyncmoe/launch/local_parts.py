@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from asyncmoe.config import Config
@@ -38,7 +37,7 @@ class _Local:
         if (child := self._children.get(name)) is not None:
             child.end(STOP_GRACE_S if name == TRAINER else engine_s)
         if name == TRAINER:
-            local_trainer.kill_ranks(self._run_dir)
+            local_trainer.kill(self._run_dir, RANKS)
 
     def end_all(self) -> None:
         """Ask all to end, and kill what does not in time."""
@@ -71,6 +70,4 @@ def end_left(run_dir: Path, *, engines: bool) -> None:
     roles = (CONTROLLER, RANKS, *(["engine."] if engines else []))
     left = [one for one in recorded if one.role.startswith(roles) and processes.runs(one)]
     if not wait_until(lambda: not any(map(processes.runs, left)), STOP_GRACE_S):
-        for one in filter(processes.runs, left):
-            with suppress(ProcessLookupError):  # it has ended meanwhile
-                os.kill(one.pid, signal.SIGKILL)
+        local_trainer.kill(run_dir, *roles)

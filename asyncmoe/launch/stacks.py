@@ -10,21 +10,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncmoe.errors import UserError
+from asyncmoe.process import wait_until
 from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.telemetry.heartbeats import Beat
 from asyncmoe.telemetry.processes import Recorded
 
-_OWN_S, _LOOK_S = 3.0, 0.1
-_MOST_OWN = 1 << 20
-"""Bytes of stacks that a process of ours has written itself, from which on its file is emptied."""
+_OWN_S, _WRITES_S = 3.0, 0.1
+"""Seconds until a process begins to write its stacks, and for writing them, a line at a time."""
 _MOST_COMMAND = 120
-_MOST_OUTPUT = 200_000
-"""Characters of a process's stacks that are shown."""
 
 
 @dataclass(frozen=True)
@@ -65,26 +64,15 @@ def tree(roots: Sequence[Recorded]) -> list[Found]:
     """Return processes and all their descendants, parents before children, each once."""
     import psutil
 
-    roles = {one.pid: one.role for one in roots}
-    found: dict[int, Found] = {}
-
-    def add(process: Any, above: str = "") -> None:
-        try:
-            if process.pid in found or process.status() == psutil.STATUS_ZOMBIE:
-                return
-            role = roles.get(process.pid, "")
-            found[process.pid] = _describe(process, role or f"child of {above}")
-            for child in process.children():
-                add(child, role or above)
-        except psutil.NoSuchProcess:
-            return  # it ended meanwhile
-
-    # The supervisor is the parent of most: begin with it, so that the order is that of the tree.
-    for one in sorted(roots, key=lambda one: one.started):
-        try:
-            add(psutil.Process(one.pid))
-        except psutil.NoSuchProcess:
-            continue
+    roles, found = {one.pid: one.role for one in roots}, dict[int, Found]()
+    # Of the recorded ancestors of a process the nearest started last, and gives it its role.
+    for root in sorted(roots, key=lambda one: one.started):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            process = psutil.Process(root.pid)
+            for one in (process, *process.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    if one.status() != psutil.STATUS_ZOMBIE:
+                        found[one.pid] = _describe(one, roles.get(one.pid, f"child of {root.role}"))
     return list(found.values())
 
 
@@ -114,20 +102,11 @@ def _own(run_dir: Path, one: Found, beats: Mapping[int, Beat]) -> str:
     if beat is None or not beat.dumps or beat.role != one.role:
         return ""
     path = heartbeats.stacks_file(run_dir, beat.role)
-    before = path.stat().st_size if path.exists() else 0
-    try:
+    with suppress(FileNotFoundError):
+        os.truncate(path, 0)  # the process appends to it
+    with suppress(ProcessLookupError):  # it ended meanwhile
         os.kill(one.pid, heartbeats.DUMP_SIGNAL)
-    except ProcessLookupError:
-        return ""
-    until = time.monotonic() + _OWN_S
-    while time.monotonic() < until:
-        time.sleep(_LOOK_S)
-        if path.exists() and path.stat().st_size > before:
-            time.sleep(_LOOK_S)  # it writes a line at a time
-            with path.open("rb") as file:
-                file.seek(before)
-                text = file.read(_MOST_OUTPUT).decode(errors="replace").strip()
-            if before > _MOST_OWN:
-                os.truncate(path, 0)  # the process appends to it
-            return text
-    return f"no stacks: it did not write its own within {_OWN_S:.0f} s, as when it is stopped"
+    if not wait_until(lambda: path.exists() and path.stat().st_size > 0, _OWN_S):
+        return f"no stacks: it did not write its own within {_OWN_S:.0f} s, as when it is stopped"
+    time.sleep(_WRITES_S)
+    return path.read_text(errors="replace").strip()

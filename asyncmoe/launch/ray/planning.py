@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -112,23 +111,12 @@ def environment(config: Config, node: str, addresses: Sequence[str], ours: Mappi
 
 def wanted_words(wanted: Sequence[Bundle]) -> str:
     """Describe the reservation: "3 nodes: 2 CPUs for controller and engine 0, 1 CPU for trainer rank 0, ..."."""
-    parts = ", ".join(f"{_resources(bundle.resources)} for {bundle.title}" for bundle in wanted)
+    parts = ", ".join(f"{resources_words(bundle.resources)} for {bundle.title}" for bundle in wanted)
     where = f"{len(wanted)} nodes" if strategy(wanted) == "STRICT_SPREAD" else "1 node, or 2"
     return f"{where}: {parts}"
 
 
-def nodes_words(nodes: Sequence[Mapping[str, float]], free: Mapping[str, float]) -> str:
-    """Describe a cluster's resources: "1 node with 8 CPUs, 2 nodes with 4 CPUs; free: 9 CPUs"."""
-    largest = sorted(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)), reverse=True)
-    alike = Counter(_resources(node) for node in largest)
-    each = ", ".join(f"{_counted(count, 'node')} with {what}" for what, count in alike.items()) or "no node"
-    return f"{each}; free: {_resources(free)}"
-
-
-def _resources(amounts: Mapping[str, float]) -> str:
-    gpus = amounts.get("GPU", 0.0)
-    return _counted(amounts.get("CPU", 0.0), "CPU") + (f" and {_counted(gpus, 'GPU')}" if gpus else "")
-
-
-def _counted(amount: float, what: str) -> str:
-    return f"{amount:g} {what}{'' if amount == 1 else 's'}"
+def resources_words(amounts: Mapping[str, float]) -> str:
+    """Describe resources: "8 CPUs and 1 GPU"."""
+    counts = {what: amounts.get(what, 0.0) for what in ("CPU", "GPU")}
+    return " and ".join(f"{count:g} {what}{'' if count == 1 else 's'}" for what, count in counts.items() if count or what == "CPU")

@@ -55,6 +55,8 @@ def test_the_last_task_of_an_array_is_not_taken_for_the_whole_array() -> None:
 def test_outside_of_slurm_the_command_that_works_is_named() -> None:
     with pytest.raises(UserError, match=r"SLURM_JOB_ID: got no such variable.*sbatch.*asyncmoe run"):
         allocation.read({}, expand)
+    with pytest.raises(UserError, match=r"job: got a heterogeneous one, expected one component; .*rollout\.sbatch"):
+        allocation.read({**BATCH, "SLURM_HET_SIZE": "2"}, expand)
 
 
 def test_engines_come_first_and_the_controller_is_beside_them() -> None:

@@ -136,7 +136,7 @@ def _address(environment: Mapping[str, str]) -> tuple[str, int] | None:
         hint = "start asyncmoe on a node of the cluster, for instance with ray job submit"
         raise UserError("RAY_ADDRESS", got=given, expected="HOST:PORT of the head", hint=hint)
     host, _, port = given.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError("RAY_ADDRESS", got=repr(given), expected="HOST:PORT of the head, or auto", hint=_START)
     return host.strip("[]"), int(port)
 

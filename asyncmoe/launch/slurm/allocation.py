@@ -33,11 +33,14 @@ def read(environ: Mapping[str, str], expand: Expand) -> Allocation:
     """Read the allocation from SLURM's variables.
 
     Raises:
-        UserError: this process is not in a SLURM job.
+        UserError: this process is not in a SLURM job, or in one of several components.
     """
     if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
         hint = "start it with: sbatch --nodes=N slurm/train.sbatch CONFIG; on a machine without SLURM: asyncmoe run CONFIG"
         raise UserError("SLURM_JOB_ID", got="no such variable", expected="a SLURM job", hint=hint)
+    if "SLURM_HET_SIZE" in environ:
+        hint = "nodes of another kind join with slurm/rollout.sbatch"
+        raise UserError("job", got="a heterogeneous one", expected="one component", hint=hint)
     job = environ["SLURM_JOB_ID"]
     name = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}" if "SLURM_ARRAY_JOB_ID" in environ else job
     return Allocation(int(job), name, int(environ.get("SLURM_RESTART_COUNT", "0")), expand(environ["SLURM_JOB_NODELIST"]))

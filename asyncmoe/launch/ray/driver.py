@@ -95,7 +95,7 @@ def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: 
     ending.callback(_end, ray, posts)
     trainers = [post for post in posts if post.bundle.part == "trainer"]
     engines = [(post, EngineMachine(post.bundle.numbers, post.bundle.engine_node)) for post in posts if post not in trainers]
-    first, running = trainers[0].place, dict[str, Remote]()
+    running = dict[str, Remote]()
 
     def start(post: Post, launch: Launch) -> Process:
         shared = planning.environment(config, post.place.address, addresses, os.environ)
@@ -112,7 +112,7 @@ def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: 
             running[name].wait(STOP_GRACE_S)
 
     def master(epoch: int) -> tuple[str, int]:
-        return first.address, trainers[0].call("port") if epoch else first.port  # later starts meet at another port
+        return trainers[0].place.address, trainers[0].call("port")
 
     return commands.table(config, file, Launcher(engines, trainers, start, end, master))
 

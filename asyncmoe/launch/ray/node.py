@@ -27,12 +27,10 @@ class NodeFacts:
     Attributes:
         address: the address at which all other nodes of the cluster reach this node.
         host: host name.
-        port: a free TCP port.
     """
 
     address: str
     host: str
-    port: int
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,10 @@ class Node:
         self._children: dict[str, Child] = {}
 
     def place(self) -> NodeFacts:
-        """Return the node's address, host name and a free port."""
+        """Return the node's address and host name."""
         import ray
 
-        return NodeFacts(ray.util.get_node_ip_address(), socket.gethostname(), free_port(""))
+        return NodeFacts(ray.util.get_node_ip_address(), socket.gethostname())
 
     def port(self) -> int:
         """Return a free TCP port."""

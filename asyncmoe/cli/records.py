@@ -11,7 +11,7 @@ from asyncmoe.errors import DataError, UserError
 
 
 def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
-    """Show the Python stacks of every process of a run on this host, e.g. to see where it hangs. Needs py-spy, of the extra profile.
+    """Show every process of a run on this host, with the Python stacks of our own, e.g. to see where it hangs.
 
     The run's processes are those that it recorded in its directory, with
     their children. Of a run on several hosts, the end of the output names

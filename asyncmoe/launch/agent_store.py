@@ -6,6 +6,7 @@ nothing has to listen.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -15,7 +16,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
 
-from asyncmoe.errors import UserError
+from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.platform.file_store import open_store
 from asyncmoe.rpc.address import LOOPBACK_INTERFACE
 from asyncmoe.rpc.environment import RANKS_STORE
@@ -55,7 +56,7 @@ class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
         self._file = file
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises UserError if this machine, the first of several, does not have the address or the port is taken."""
+        """Raises UserError if this machine, the first of several, does not have the address, AsyncmoeError if the port is taken."""
         if self._store is None and self.world_size == 1:
             self._store = open_store(self._file)
             os.environ[RANKS_STORE] = str(self._file)
@@ -69,6 +70,8 @@ class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
         try:
             listener = socket.create_server((listen_on(self.master_addr, self.world_size), self.master_port))
         except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # no error of the user: the next start of a job or of its trainer takes another port
+                raise AsyncmoeError(f"{self.master_addr}:{self.master_port}, where trainer ranks meet, is in use") from error
             raise _unusable(f"{self.master_addr}:{self.master_port}", error) from error
         store = cast(Any, dist).TCPStore
         fd = listener.detach()
@@ -83,6 +86,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _unusable(where: str, error: OSError) -> UserError:
-    hint = "see cluster.network and ASYNCMOE_HOST, or what else listens there"
+    hint = "see cluster.network and ASYNCMOE_HOST"
     why = (error.strerror or str(error)).partition(" (")[0]  # Python repeats the address
     return UserError("address at which trainer ranks meet", got=f"{where} ({why})", expected="one of this machine", hint=hint)

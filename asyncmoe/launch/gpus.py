@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from asyncmoe import models
 from asyncmoe.config import Config, devices
@@ -77,13 +78,7 @@ def check(config: Config, index: int, gpus: int, hidden: int = 0) -> Sequence[in
         ConfigError: this machine has too few GPUs, or the engines' GPUs overlap the trainer's.
     """
     several = address.several(config.cluster.network)
-    if not several and index < config.engines.count:
-        (here,) = devices.wanted(config, several)
-        return devices.place(here, gpus, hidden).engines[index]
-    engines, first = config.engines, devices.first_gpu(config, several)
-    tp = engines.ranks_per_node if several else engines.tp
-    if (end := first + (index + 1) * tp) > gpus:
-        key = "engines.tp" if engines.nodes == 1 else "engines.tp / engines.nodes"
-        got = f"GPUs {end - tp} to {end - 1} for engine {index} of a machine with {devices.counted(gpus)}"
-        raise ConfigError(key, got=got, expected=f"GPUs below {gpus}", hint="start fewer engines here, or give engines.first_gpu")
-    return range(end - tp, end)
+    *_, here = devices.wanted(config, several)
+    if several or index >= config.engines.count:  # this machine has as many engines as are started on it, and none of the trainer's ranks
+        here = replace(here, ranks=0, engines=index + 1)
+    return devices.place(here, gpus, hidden).engines[index]

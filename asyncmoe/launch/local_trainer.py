@@ -11,15 +11,14 @@ from pathlib import Path
 from asyncmoe.config import Config
 from asyncmoe.launch.torchrun import free_port, torchrun
 from asyncmoe.telemetry import processes
-from asyncmoe.telemetry.heartbeats import TRAINER
 
 
-def kill_ranks(run_dir: Path) -> None:
-    """Send SIGKILL to every trainer rank of a run that still runs on this host."""
-    for rank in processes.read(run_dir):
-        if rank.role.startswith(TRAINER) and processes.runs(rank):
+def kill(run_dir: Path, *roles: str) -> None:
+    """Send SIGKILL to every process of a run that still runs on this host and whose role begins with one of `roles`."""
+    for one in processes.read(run_dir):
+        if one.role.startswith(roles) and processes.runs(one):
             with suppress(ProcessLookupError):  # it ended meanwhile
-                os.kill(rank.pid, signal.SIGKILL)
+                os.kill(one.pid, signal.SIGKILL)
 
 
 def trainer_command(config: Config, resolved: Path, module: str = "asyncmoe.trainer", *arguments: str) -> list[str]:

@@ -1,35 +1,29 @@
 """`asyncmoe stacks RUN`: what every process of a run on this host does at the moment, e.g. where it hangs.
 
-The processes are those that the run recorded (`asyncmoe.telemetry.processes`) and their descendants; none is found by its name. py-spy
-reads the Python stacks from outside, without the help of the process, which it stops for some milliseconds. Without py-spy, or without the
-permission to use it, the processes of ours write their own (`asyncmoe.telemetry.heartbeats`), but no engine, and no stopped process.
+The processes are those that the run recorded (`asyncmoe.telemetry.processes`) and their descendants; none is found by its name. The
+processes of ours write their own stacks (`asyncmoe.telemetry.heartbeats`); of others, SGLang's among them, and of one that is stopped, it
+shows the state.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncmoe import installed
 from asyncmoe.errors import UserError
+from asyncmoe.process import wait_until
 from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.telemetry.heartbeats import Beat
 from asyncmoe.telemetry.processes import Recorded
 
-_DUMP_S = 30.0
-_OWN_S, _LOOK_S = 3.0, 0.1
-_MOST_OWN = 1 << 20
-"""Bytes of stacks that a process of ours has written itself, from which on its file is emptied."""
+_OWN_S, _WRITES_S = 3.0, 0.1
+"""Seconds until a process begins to write its stacks, and for writing them, a line at a time."""
 _MOST_COMMAND = 120
-_MOST_OUTPUT = 200_000
-"""Characters of a process's stacks that are shown."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ def stacks(run_dir: Path) -> Iterator[str]:
     """Yield paragraphs: of each process its stacks, and at the end what is not covered.
 
     Raises:
-        UserError: no process of the run is on this host, or py-spy may not read the processes.
+        UserError: no process of the run is on this host.
     """
     if not any((run_dir / name).exists() for name in ("config.yaml", processes.FOLDER)):  # the directory of an engine that joins has one
         got = "a directory without config.yaml" if run_dir.is_dir() else "a file" if run_dir.exists() else "no such directory"
@@ -58,49 +52,27 @@ def stacks(run_dir: Path) -> Iterator[str]:
     if not found:
         hint = f"run the command on {elsewhere}" if elsewhere else None
         raise UserError("asyncmoe stacks", got=f"{run_dir}, which has no running process on this host", expected="a running run", hint=hint)
-    py_spy = _py_spy()
-    denied = 0
     beats = {beat.pid: beat for beat in heartbeats.read(run_dir).values()}
     for one in found:
-        text = "" if py_spy is None else _dump(py_spy, one.pid)
-        refused = "Permission Denied" in text or "Operation not permitted" in text
-        if (py_spy is None or refused) and (own := _own(run_dir, one, beats)) is not None:
-            text, refused = own, False
-        denied += refused
-        yield "\n".join(filter(None, (_heading(one), text.strip())))
-    if py_spy is None:
-        yield f"no stacks: py-spy is not installed; run: {installed.fix('profile')}"
+        yield "\n".join(filter(None, (_heading(one), _own(run_dir, one, beats))))
+    yield "of processes without stacks here, py-spy shows them: py-spy dump --pid PID, as root or with kernel.yama.ptrace_scope=0"
     if elsewhere:
         yield f"not covered: {elsewhere}; run the command there too"
-    if denied:
-        hint = "run the command as root, or allow it with: sysctl kernel.yama.ptrace_scope=0; in a container add the capability SYS_PTRACE"
-        raise UserError("asyncmoe stacks", got=f"no permission to read {denied} of {len(found)} processes", expected="ptrace", hint=hint)
 
 
 def tree(roots: Sequence[Recorded]) -> list[Found]:
     """Return processes and all their descendants, parents before children, each once."""
     import psutil
 
-    roles = {one.pid: one.role for one in roots}
-    found: dict[int, Found] = {}
-
-    def add(process: Any, above: str = "") -> None:
-        try:
-            if process.pid in found or process.status() == psutil.STATUS_ZOMBIE:
-                return
-            role = roles.get(process.pid, "")
-            found[process.pid] = _describe(process, role or f"child of {above}")
-            for child in process.children():
-                add(child, role or above)
-        except psutil.NoSuchProcess:
-            return  # it ended meanwhile
-
-    # The supervisor is the parent of most: begin with it, so that the order is that of the tree.
-    for one in sorted(roots, key=lambda one: one.started):
-        try:
-            add(psutil.Process(one.pid))
-        except psutil.NoSuchProcess:
-            continue
+    roles, found = {one.pid: one.role for one in roots}, dict[int, Found]()
+    # Of the recorded ancestors of a process the nearest started last, and gives it its role.
+    for root in sorted(roots, key=lambda one: one.started):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            process = psutil.Process(root.pid)
+            for one in (process, *process.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    if one.status() != psutil.STATUS_ZOMBIE:
+                        found[one.pid] = _describe(one, roles.get(one.pid, f"child of {root.role}"))
     return list(found.values())
 
 
@@ -123,48 +95,18 @@ def _elsewhere(recorded: Sequence[Recorded]) -> str:
     return "; ".join(f"{host} ({of})" for host, of in roles.items())
 
 
-def _own(run_dir: Path, one: Found, beats: Mapping[int, Beat]) -> str | None:
-    """Have a process write its own stacks, and return them; None if it is not one that does."""
+def _own(run_dir: Path, one: Found, beats: Mapping[int, Beat]) -> str:
+    """Have a process write its own stacks, and return them; nothing if it is not one that does."""
     beat = beats.get(one.pid)
     # The signal ends a process that has no handler for it: the pid alone may be another's by now.
     if beat is None or not beat.dumps or beat.role != one.role:
-        return None
+        return ""
     path = heartbeats.stacks_file(run_dir, beat.role)
-    before = path.stat().st_size if path.exists() else 0
-    try:
+    with suppress(FileNotFoundError):
+        os.truncate(path, 0)  # the process appends to it
+    with suppress(ProcessLookupError):  # it ended meanwhile
         os.kill(one.pid, heartbeats.DUMP_SIGNAL)
-    except ProcessLookupError:
-        return None
-    until = time.monotonic() + _OWN_S
-    while time.monotonic() < until:
-        time.sleep(_LOOK_S)
-        if path.exists() and path.stat().st_size > before:
-            time.sleep(_LOOK_S)  # it writes a line at a time
-            with path.open("rb") as file:
-                file.seek(before)
-                text = file.read(_MOST_OUTPUT).decode(errors="replace").strip()
-            if before > _MOST_OWN:
-                os.truncate(path, 0)  # the process appends to it
-            return text
-    return f"no stacks: it did not write its own within {_OWN_S:.0f} s, as when it is stopped"
-
-
-def _py_spy() -> str | None:
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.is_file() else shutil.which("py-spy")
-
-
-def _dump(py_spy: str, pid: int) -> str:
-    """Return the stacks of all threads of a process, or why there are none."""
-    try:
-        done = subprocess.run(
-            [py_spy, "dump", "--pid", str(pid)], capture_output=True, text=True, errors="replace", timeout=_DUMP_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"no stacks: py-spy took more than {_DUMP_S:.0f} s"
-    if done.returncode == 0:
-        # Its first lines repeat the pid and the command.
-        text = done.stdout.partition("\n\n")[2] or done.stdout
-        return text if len(text) <= _MOST_OUTPUT else f"{text[:_MOST_OUTPUT]}\n[cut at {_MOST_OUTPUT} characters]"
-    why = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return f"no stacks: {why[0] if why else f'py-spy ended with status {done.returncode}'}"
+    if not wait_until(lambda: path.exists() and path.stat().st_size > 0, _OWN_S):
+        return f"no stacks: it did not write its own within {_OWN_S:.0f} s, as when it is stopped"
+    time.sleep(_WRITES_S)
+    return path.read_text(errors="replace").strip()

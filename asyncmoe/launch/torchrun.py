@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncmoe import surroundings
-from asyncmoe.errors import RECURRING, AsyncmoeError, UserError
+from asyncmoe.errors import RECURRING, AsyncmoeError
 from asyncmoe.imports import uncollected
 from asyncmoe.process import KILLED, say
 from asyncmoe.rpc.environment import AGENT
@@ -43,14 +43,9 @@ def torchrun(ranks: int, master: tuple[str, int], module: str, *arguments: str, 
         module: Python module that each rank runs.
         node: index of this machine among the trainer's `nodes` machines.
     """
-    return ["-m", "asyncmoe.launch.torchrun", *arguments_of(ranks, master, module, *arguments, node=node, nodes=nodes)]
-
-
-def arguments_of(ranks: int, master: tuple[str, int], module: str, *arguments: str, node: int = 0, nodes: int = 1) -> list[str]:
-    """Return the arguments of torchrun; see `torchrun`."""
     where = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks)]
     meeting = ["--master-addr", master[0], "--master-port", str(master[1])]
-    return [*where, *meeting, "--max-restarts", "0", "-m", module, *arguments]
+    return ["-m", "asyncmoe.launch.torchrun", *where, *meeting, "--max-restarts", "0", "-m", module, *arguments]
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ def run(arguments: Sequence[str]) -> None:
             why = ", as when memory runs out" if number == signal.SIGKILL else ""
             say(AsyncmoeError(f"{KILLED} {number.name}{why}: rank {cause.rank} on {socket.gethostname()}"))
         sys.exit(status(cause.exitcode))
-    except UserError as error:
+    except AsyncmoeError as error:
         say(error)
         sys.exit(error.exit_code)
     except SignalException as received:

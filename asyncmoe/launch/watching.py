@@ -20,8 +20,6 @@ from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.heartbeats import TRAINER, BeatListener, Silence
 
 _KEPT = 20
-_DUMPING_S = 60.0
-"""Seconds that the stacks of all processes may take; those that come later are left out."""
 
 
 class ProcessSilent(AsyncmoeError):
@@ -143,7 +141,6 @@ def write_stacks(run_dir: Path, silent: list[Silence]) -> Path:
         StorageError: the file cannot be written.
     """
     path = run_dir / "logs" / f"stacks-{datetime.now(UTC):%Y%m%dT%H%M%S}.txt"
-    until = time.monotonic() + _DUMPING_S
     with writing("stacks of the run", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for old in sorted(path.parent.glob("stacks-*.txt"))[: -(_KEPT - 1)]:
@@ -153,9 +150,6 @@ def write_stacks(run_dir: Path, silent: list[Silence]) -> Path:
             try:
                 for paragraph in stacks.stacks(run_dir):
                     print(paragraph, file=file, flush=True)
-                    if time.monotonic() > until:
-                        print(f"[the rest is left out after {_DUMPING_S:.0f} s]", file=file)
-                        break
-            except AsyncmoeError as error:  # e.g. no permission: it says so at the end
+            except AsyncmoeError as error:  # none runs any more
                 print(error, file=file)
     return path

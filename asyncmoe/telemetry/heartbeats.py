@@ -53,7 +53,7 @@ class Heart:
 
     def hears_signals(self, file: Path) -> None:
         """Write this process's stacks to `file` at each `DUMP_SIGNAL`, even while it hangs in native code."""
-        with suppress(OSError):  # then it has no stacks without py-spy, which `asyncmoe stacks` says
+        with suppress(OSError):  # then `asyncmoe stacks` shows its state only
             file.parent.mkdir(parents=True, exist_ok=True)
             self._stacks = file.open("a")
             faulthandler.register(DUMP_SIGNAL, self._stacks, all_threads=True, chain=False)

@@ -103,11 +103,11 @@ def test_a_job_whose_trainer_is_killed_goes_on_from_its_checkpoint(jobs: Jobs) -
     jobs.wait(job, "a checkpoint", START_S, lambda: checkpoints.newest(jobs.run) is not None)
     kept = checkpoints.newest(jobs.run)
     assert kept is not None
-    jobs.slurm.call("scancel", "--signal=KILL", jobs.slurm.steps(job)["trainer"])
+    jobs.slurm.call("scancel", "--signal=KILL", jobs.slurm.steps(job)["trainer.0"])
     assert jobs.ended(job) == "COMPLETED", jobs.everything()
     assert jobs.slurm.fact(job, "Restarts") == "1"
     story = jobs.story(job)
-    assert "trainer on n" in story
+    assert "trainer.0 on n2" in story
     assert "SIGKILL" in story
     assert "is requeued, 1 of at most 1 times" in story
     (start, before), (again, after) = jobs.sessions()
@@ -124,10 +124,10 @@ def test_a_run_over_three_nodes_outlives_its_trainer_and_its_controller_in_the_s
     job = jobs.train(3, *OVER_THREE, f"run.steps={steps}", "trainer.checkpoint_every=10")
     jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > 6)
     assert nccl_settings(jobs.run, jobs.mark) == {"NCCL_CUMEM_ENABLE": "0"}
-    before = {step: number for step, number in jobs.slurm.steps(job).items() if step != "trainer"}
-    jobs.slurm.call("scancel", "--signal=KILL", jobs.slurm.steps(job)["trainer"])
+    before = {step: number for step, number in jobs.slurm.steps(job).items() if not step.startswith("trainer")}
+    jobs.slurm.call("scancel", "--signal=KILL", jobs.slurm.steps(job)["trainer.0"])
     jobs.wait(job, "another start", START_S, lambda: len(jobs.sessions()) == 2)
-    assert {step: number for step, number in jobs.slurm.steps(job).items() if step != "trainer"} == before
+    assert {step: number for step, number in jobs.slurm.steps(job).items() if not step.startswith("trainer")} == before
     done = len(metrics(jobs.run))
     jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > done)
     before = {step: number for step, number in jobs.slurm.steps(job).items() if step.startswith("engine")}
@@ -138,7 +138,7 @@ def test_a_run_over_three_nodes_outlives_its_trainer_and_its_controller_in_the_s
     assert {step: number for step, number in jobs.slurm.steps(job).items() if step.startswith("engine")} == before
     assert jobs.ended(job) == "COMPLETED", jobs.everything()
     assert jobs.slurm.fact(job, "Restarts") == "0"
-    assert "the trainer starts again, restart 1 of 2 without a new step: trainer on n" in jobs.story(job)
+    assert "the trainer starts again, restart 1 of 2 without a new step: trainer.0 on n2" in jobs.story(job)
     assert "the controller starts again, restart 1 of 2 without a new step: controller on n" in jobs.story(job)
     *_, (again, after) = jobs.sessions()
     assert after == list(range(again + 1, steps + 5))
@@ -146,7 +146,7 @@ def test_a_run_over_three_nodes_outlives_its_trainer_and_its_controller_in_the_s
     assert (jobs.run / "report.html").exists()
     assert generated(jobs.run) == {"engine.0"}
     found = {path.name for path in (jobs.run / "logs").glob("*.n?.log")}
-    assert found == {"controller.n1.log", "engine.0.n1.log", "trainer.n2.log", "trainer.n3.log"}
+    assert found == {"controller.n1.log", "engine.0.n1.log", "trainer.0.n2.log", "trainer.1.n3.log"}
     assert "controller on n1; engines on n1 (1); 1 trainer rank(s) on each of n2, n3" in jobs.story(job)
 
 
@@ -156,7 +156,7 @@ def test_engines_of_another_job_join_and_leave_and_time_limit_and_preemption_req
     more = jobs.submit(1, "slurm/rollout.sbatch", str(jobs.run))
     name = f"engine.job{more}.n3.0"
     jobs.wait(more, "the other engine", START_S, lambda: name in generated(jobs.run))
-    jobs.slurm.call("scancel", "--batch", "--signal=TERM", str(more))
+    jobs.slurm.call("scancel", "--signal=URG", str(more))
     assert jobs.slurm.ended(more, 60) == "COMPLETED", jobs.everything()
     assert f"{name} has left" in (jobs.run / "logs" / "controller.n1.log").read_text()
     steps = len(metrics(jobs.run))
@@ -199,7 +199,7 @@ def test_steps_have_what_the_batch_script_has_and_nothing_else_changes_them(jobs
     options = ("--parsable", "--export=NONE", "--exclusive", "--mem=0", "--nodes=2", f"--output={jobs.tmp}/%j.log")
     job = int(jobs.slurm.call("sbatch", *options, str(script), "examples/demo.yaml", *places, *SMALL, "run.steps=20").stdout)
     jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > 4)
-    parts = ("task .* rollout ", "task .* engine ", "task .* trainer ", "asyncmoe.platform.sglang", "-m asyncmoe.trainer ")
+    parts = ("task .* rollout ", "task .* engine ", "task .*launch.torchrun ", "asyncmoe.platform.sglang", "-m asyncmoe.trainer ")
     lines = marked(jobs.mark)
     assert all(any(re.search(part, line) for line in lines) for part in parts), lines
     assert nccl_settings(jobs.run, jobs.mark) == {"NCCL_CUMEM_ENABLE": "1"}

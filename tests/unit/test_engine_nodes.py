@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,9 +18,9 @@ from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.engine_machines import engine_machines
 from asyncmoe.launch.ray import planning
 from asyncmoe.launch.slurm import join, steps
-from tests.unit.test_slurm_steps import config, job
+from tests.unit.test_slurm_steps import config, job, steps_of
 
-OUTSIDE = steps.Container(None, None, "python")
+OUTSIDE = steps.Program("python")
 TCP, FILE = NodePlace(1, "tcp://10.0.0.1:29500"), NodePlace(1, "file:///tmp/asyncmoe-x/ranks")
 
 
@@ -161,35 +160,32 @@ def test_machines_that_are_no_multiple_of_an_engines_are_refused() -> None:
 SPREAD = ("engines.tp=4", "engines.nodes=2", "engines.count=4", "cluster.engine_nodes=4", "trainer.ranks=2", "cluster.network=ib0")
 
 
-def test_slurm_starts_a_step_for_every_node_of_an_engine() -> None:
+def test_slurm_starts_a_step_for_every_node_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     made = config(*SPREAD)
-    placed = steps.place(job(5), made)
-    planned = [one(0) for one in steps.engines(job(5), placed, made, Path("c"), OUTSIDE).values()]
-    names = [(step.name, step.nodes, step.command[-5:-1]) for step in planned if step.name.startswith(("engine.0", "engine.3"))]
-    assert names == [
-        ("engine.0", ("n1",), ("c", "engine.0", "0", "0")),
-        ("engine.0.node1", ("n2",), ("c", "engine.0", "0", "1")),
-        ("engine.3", ("n3",), ("c", "engine.3", "1", "0")),
-        ("engine.3.node1", ("n4",), ("c", "engine.3", "1", "1")),
-    ]
+    placed, found = steps.place(job(5), made), [one.step for one in steps_of(job(5), made, monkeypatch)]
+    commands = {one.name: (one.node, " ".join(one.command).partition(" --name ")[2]) for one in found}
+    assert commands["engine.0"] == ("n1", "engine.0 --index 0")
+    assert commands["engine.0.node1"] == ("n2", "engine.0 --index 0 --node 1")
+    assert commands["engine.3"] == ("n3", "engine.3 --index 1")
+    assert commands["engine.3.node1"] == ("n4", "engine.3 --index 1 --node 1")
     assert (placed.controller, placed.trainers) == ("n1", ("n5",))
     steps.check_gpus(placed, made, 4)
     with pytest.raises(ConfigError, match=r"GPUs of this machine: got 3, expected 4: 2 x engines\.tp / engines\.nodes 2 from GPU 0 on"):
         steps.check_gpus(placed, made, 3)
 
 
-def test_slurm_joins_with_engines_over_neighbouring_nodes() -> None:
-    made = config(*SPREAD)
-    planned = join.plan(job(4), made, Path("c"), 1, OUTSIDE)
-    assert [(step.name, *step.nodes) for step in planned] == [
-        ("engine.job12.n1.0", "n1"),
-        ("engine.job12.n1.0.node1", "n2"),
-        ("engine.job12.n3.0", "n3"),
-        ("engine.job12.n3.0.node1", "n4"),
-    ]
+@pytest.mark.parametrize(("place", "name", "node"), [(0, "group0", 0), (1, "group0", 1), (2, "group1", 0), (3, "group1", 1)])
+def test_slurm_joins_with_engines_over_neighbouring_nodes(place: int, name: str, node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, given = config(*SPREAD, "engines.join=true"), list[object]()
+    assert join.step(job(4), made, Path("c"), 1, OUTSIDE)[-2:] == ("c", "2")
     assert join.engines_each(made) == 2
     with pytest.raises(UserError, match=r"nodes of job 12: got 3, expected a multiple of engines\.nodes = 2; sbatch --nodes=2"):
-        join.plan(job(3), made, Path("c"), 1, OUTSIDE)
+        join.step(job(3), made, Path("c"), 1, OUTSIDE)
+    for variable, value in {"SLURM_JOB_ID": "12", "SLURM_NODEID": str(place), "SLURM_LOCALID": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(join.part, "engine", lambda file, **keys: given.append(keys))
+    join._task("c", "2")
+    assert given == [{"name": f"engine.job12.{name}.1", "index": 1, "node": node}]
 
 
 def test_ray_starts_a_process_for_every_node_of_an_engine() -> None:
@@ -197,6 +193,3 @@ def test_ray_starts_a_process_for_every_node_of_an_engine() -> None:
     bundles = [one for one in planning.bundles(made, gpus=True) if one.part == "engines"]
     assert [one.engine_node for one in bundles] == [machine.node for machine in engine_machines(made)]
     assert [(one.node, one.numbers, one.gpus) for one in bundles] == [(0, (0, 1), 4), (1, (0, 1), 4), (2, (2, 3), 4), (3, (2, 3), 4)]
-    second: Any = planning.launches(made, Path("c"), bundles[1], ("10.0.0.9", 1), {})
-    assert [one.name for one in second] == ["engine.0.node1", "engine.1.node1"]
-    assert second[1].arguments[-6:] == ("--name", "engine.1", "--index", "1", "--node", "1")

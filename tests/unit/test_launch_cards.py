@@ -247,7 +247,7 @@ def test_an_engine_is_bounded_by_what_torch_says_where_nvidia_smi_does_not_know(
 
 
 def test_an_engine_whose_torch_sees_no_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"of a machine with 0 GPUs, expected"):
+    with pytest.raises(ConfigError, match=r"GPUs of this machine: got 0, expected 4: 1 x"):
         bounds(monkeypatch, "cluster/qwen3-30b-a3b.yaml", Nvidia(1, "580.65", (SLICED,)))
 
 

@@ -128,11 +128,11 @@ def test_what_sharing_rules_out_is_refused(name: str, overrides: tuple[str, ...]
 def test_an_engine_that_joins_has_gpus_of_its_machine() -> None:
     config, _ = configured("cluster/qwen3-30b-a3b.yaml")
     gpus.check(config, 1, 8)
-    with pytest.raises(ConfigError, match=r"engines.tp: got GPUs 8 to 11 for engine 2 of a machine with 8 GPUs, expected GPUs below 8"):
+    with pytest.raises(ConfigError, match=r"GPUs of this machine: got 8, expected 12: 3 x engines\.tp 4 from GPU 0 on"):
         gpus.check(config, 2, 8)
     over, _ = configured("cluster/qwen3-30b-a3b.yaml", "engines.nodes=2", "cluster.network=ib0")
     assert list(gpus.check(over, 3, 8)) == [6, 7]
-    with pytest.raises(ConfigError, match=r"engines.tp / engines.nodes: got GPUs 8 to 9 for engine 4 of a machine with 8 GPUs"):
+    with pytest.raises(ConfigError, match=r"GPUs of this machine: got 8, expected 10: 5 x engines\.tp / engines\.nodes 2 from GPU 0 on"):
         gpus.check(over, 4, 8)
 
 

@@ -1,23 +1,21 @@
-"""Which nodes a run asks of Ray, what is started on each, which failure is told, and what is said without a cluster."""
+"""Which nodes a run asks of Ray, what every launcher starts on each, and what is said without a cluster."""
 
 from __future__ import annotations
 
-import signal
 import socket
-import sys
 from pathlib import Path
-from signal import Signals
 from typing import Any
 
 import pytest
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.launch.failures import certain, failure
+from asyncmoe.launch.commands import Launch, Launcher, table
+from asyncmoe.launch.engine_machines import engine_machines, spread
 from asyncmoe.launch.ray import cluster
-from asyncmoe.launch.ray.planning import bundles, environment, joining, launches, spread, strategy
+from asyncmoe.launch.ray.planning import bundles, environment, joining, strategy
 from asyncmoe.launch.torchrun import trainer_environment
-from asyncmoe.process import Child
+from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -69,35 +67,53 @@ def test_what_cannot_be_spread_is_refused(sections: dict[str, dict[str, Any]], w
         bundles(config(**sections), gpus=False)
 
 
+class Launched:
+    """What a launcher starts, of which nothing runs."""
+
+    returncode = 0
+
+    def __init__(self, place: str, launch: Launch) -> None:
+        self.place, self.launch = place, launch
+
+
+def launched(options: Config, trainers: int = 2, before: int = 0) -> list[Launched]:
+    engines = [(f"e{node}", machine) for node, machine in enumerate(engine_machines(options))]
+    places = [f"t{node}" for node in range(trainers)]
+    by: Any = Launcher(engines, places, Launched, lambda name: None, lambda epoch: ("10.0.0.3", 4000 + epoch))  # type: ignore[arg-type]
+    made: Any = [one for part in table(options, FILE, by).parts.values() for one in part.start(before)]
+    return list(made)
+
+
+FILE = Path("/shared/run/config.yaml")
+
+
 def test_every_node_starts_the_processes_of_its_part() -> None:
-    file, master = Path("/shared/run/config.yaml"), ("10.0.0.3", 4000)
-    first, second, trainer, other = (
-        launches(SPREAD, file, bundle, master, {"NCCL_DEBUG": "INFO"}) for bundle in bundles(SPREAD, gpus=True)
-    )
-    assert [launch.name for launch in first] == ["controller", "engine.0", "engine.1"]
-    assert [launch.arguments[2:] for launch in first] == [
-        ("rollout", str(file)),
-        ("engine", str(file), "--name", "engine.0", "--index", "0"),
-        ("engine", str(file), "--name", "engine.1", "--index", "1"),
+    found = launched(SPREAD, before=2)
+    assert [(one.place, one.launch.name) for one in found] == [
+        *(("e0", "controller"), ("e0", "engine.0"), ("e0", "engine.1"), ("e1", "engine.2"), ("t0", "trainer.0"), ("t1", "trainer.1"))
     ]
-    # Of this node it is the first again, and takes the first of the GPUs that Ray shows it.
-    assert second[0].arguments[2:] == ("engine", str(file), "--name", "engine.2", "--index", "0")
-    words = " ".join(other[0].arguments)
-    assert "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr 10.0.0.3 --master-port 4000 --max-restarts 0" in words
-    assert words.endswith(f"-m asyncmoe.trainer {file}")
-    assert [launch.name for launch in (*trainer, *other)] == ["trainer.0", "trainer.1"]
-    every = [*first, *second, *trainer, *other]
+    assert [one.launch.arguments[2:] for one in found[:4]] == [
+        ("rollout", str(FILE)),
+        ("engine", str(FILE), "--name", "engine.0", "--index", "0"),
+        ("engine", str(FILE), "--name", "engine.1", "--index", "1"),
+        # Of this node it is the first again, and takes the first of the GPUs that Ray shows it.
+        ("engine", str(FILE), "--name", "engine.2", "--index", "0"),
+    ]
+    words = " ".join(found[-1].launch.arguments)
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr 10.0.0.3 --master-port 4002 --max-restarts 0" in words
+    assert words.endswith(f"-m asyncmoe.trainer {FILE}")
     # What the server of an engine writes has a file of its own, engine-0.log.
-    logs = {"controller", "engine-0-joins", "engine-1-joins", "engine-2-joins", "trainer-0", "trainer-1"}
-    assert {launch.log for launch in every} == {Path(f"/shared/run/logs/{name}.log") for name in logs}
-    assert all(launch.environment["NCCL_DEBUG"] == "INFO" for launch in every)
+    logs = ["controller", "engine-0-joins", "engine-1-joins", "engine-2-joins", "trainer-0", "trainer-1"]
+    assert [one.launch.log for one in found] == [Path(f"/shared/run/logs/{name}.log") for name in logs]
+    variables = [TRAINER_EPOCH, STARTS, STARTS, STARTS, TRAINER_EPOCH, TRAINER_EPOCH]
+    assert [one.launch.environment[name] for one, name in zip(found, variables, strict=True)] == ["2"] * 6
 
 
-def test_a_users_number_of_threads_is_the_trainers() -> None:
+def test_a_users_number_of_threads_is_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer_environment({}) == {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     assert trainer_environment({"OMP_NUM_THREADS": "8", "HOME": "x"})["OMP_NUM_THREADS"] == "8"
-    told = [launches(SPREAD, Path("c.yaml"), bundle, ("a", 1), {"OMP_NUM_THREADS": "4"}) for bundle in bundles(SPREAD, gpus=True)]
-    assert [one[0].environment["OMP_NUM_THREADS"] for one in told] == ["4"] * 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert [one.launch.environment.get("OMP_NUM_THREADS") for one in launched(SPREAD)] == [None] * 4 + ["4"] * 2
 
 
 def test_processes_of_several_machines_do_not_meet_on_loopback() -> None:
@@ -112,67 +128,6 @@ def test_processes_of_several_machines_do_not_meet_on_loopback() -> None:
     assert environment(SPREAD, "10.0.0.4", two, ours) == {"NCCL_SOCKET_IFNAME": "ib0"}
 
 
-class Ended:
-    """A process that has ended."""
-
-    log = Path("log")
-
-    def __init__(self, name: str, returncode: int, reason: str | None) -> None:
-        self.name, self.returncode, self.reason = name, returncode, reason
-
-    def signal(self, number: Signals) -> None:
-        raise AssertionError
-
-    def wait(self, seconds: float) -> bool:
-        return True
-
-    def why(self) -> str:
-        return f"{self.name}: {self.reason or self.returncode}"
-
-
-def test_the_first_cause_is_told_and_a_mistake_of_the_user_is_marked() -> None:
-    silent = Ended("trainer.0", 1, None)
-    waited = Ended("trainer.1", 1, "waited 30.0 s for the controller: ask")
-    ended = Ended("engine.0", 1, "engine.0 was ended by the controller: the run has failed: no engine is left")
-    mistake = Ended("controller", 2, "port 30000: got in use, expected a free port")
-    assert str(failure([silent, waited, ended, mistake])) == "controller: port 30000: got in use, expected a free port"
-    assert failure([silent, mistake]).exit_code == UserError.exit_code
-    assert str(failure([silent, waited])) == "trainer.0: 1"
-    assert failure([silent, waited]).exit_code == 1
-    wrong = Ended("trainer.1", 3, "the loss is nan")
-    assert (str(failure([silent, waited, wrong])), failure([silent, waited, wrong]).exit_code) == ("trainer.1: the loss is nan", 3)
-    assert not certain([silent, waited, wrong])
-    lost, killed = Ended("trainer.0", 1, "from rank 0 to rank 1: lost"), Ended("trainer.1", 1, "a rank was ended by SIGKILL")
-    assert str(failure([silent, lost, killed, waited])) == "trainer.1: a rank was ended by SIGKILL"
-    assert str(failure([lost, Ended("engine.0", -9, None)])) == "engine.0: -9"
-    mute, full = Ended("trainer", 2, None), Ended("controller", 2, "the log: cannot write ...: No space left on device")
-    assert str(failure([mute, full])) == f"controller: {full.reason}", "a full disk kept the trainer's reason out of its log"
-    assert not certain([mute])
-    assert failure([mute]).exit_code == UserError.exit_code
-    assert certain([lost, killed])
-    assert certain([lost, mistake])
-    assert str(failure([silent, lost])) == "trainer.0: from rank 0 to rank 1: lost"
-
-
-@pytest.mark.parametrize("name", ["controller", "controller on 10.0.0.4 (n1)"])
-@pytest.mark.parametrize("status", [1, 139, -11])
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_rank_that_crashes_as_the_controller_fails_does_not_hide_its_reason(name: str, status: int, order: int) -> None:
-    began = Ended(name, 1, "engine.0 did not start: unrecognized arguments: --no-such-argument")
-    crashed = Ended("trainer", status, "a rank was ended by SIGSEGV: rank 0 on n1")
-    assert str(failure([began, crashed][::order])) == f"{name}: {began.reason}"
-    for other in (
-        Ended(name, 1, "waited 30.0 s for the trainer: a lease"),
-        Ended(name, 1, "no engine is left: engine.0: the sender is gone"),
-        Ended(name, 1, None),
-        Ended("trainer.1", 1, "from rank 0 to rank 1: lost"),
-    ):
-        assert str(failure([other, crashed][::order])) == "trainer: a rank was ended by SIGSEGV: rank 0 on n1"
-    assert str(failure([began, Ended("trainer", -11, None)][::order])) == f"{name}: {began.reason}"
-    for killed in (Ended("trainer", 137, "a rank was ended by SIGKILL: rank 0 on n1"), Ended("engine.1", -9, None)):
-        assert str(failure([began, killed][::order])) == killed.why()
-
-
 def test_what_ray_start_has_left_here_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -182,34 +137,3 @@ def test_what_ray_start_has_left_here_is_found(monkeypatch: pytest.MonkeyPatch, 
         (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{bound.getsockname()[1]}")
         with pytest.raises(UserError, match=f"Ray's head at 127.0.0.1:{bound.getsockname()[1]}: got no answer"), cluster.connected():
             pass
-
-
-@pytest.mark.thorough
-def test_a_rank_that_a_signal_ended_is_the_reason_of_its_torchrun(tmp_path: Path) -> None:
-    ended = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    (tmp_path / "rank.py").write_text(ended)
-    torchrun = [sys.executable, "-m", "asyncmoe.launch.torchrun", "--standalone", "--max-restarts", "0", str(tmp_path / "rank.py")]
-    child = Child("trainer", torchrun, tmp_path / "log")
-    assert child.wait(60)
-    assert child.returncode == 128 + signal.SIGKILL
-    assert child.why() == f"a rank was ended by SIGKILL, as when memory runs out: rank 0 on {socket.gethostname()}"
-
-
-def test_the_rank_that_was_killed_is_named_and_not_the_survivor(tmp_path: Path) -> None:
-    """The other one is ended by torchrun, with SIGTERM."""
-    program = "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
-    (tmp_path / "rank.py").write_text(program)
-    arguments = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "0", str(tmp_path / "rank.py")]
-    child = Child("trainer", [sys.executable, "-m", "asyncmoe.launch.torchrun", *arguments], tmp_path / "log")
-    assert child.wait(60)
-    assert child.why().startswith("a rank was ended by SIGKILL, as when memory runs out: rank 1 on ")
-
-
-def test_a_users_mistake_is_the_status_of_its_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text("import sys; print('error: sync.transport: got nccl, expected shm'); sys.exit(2)")
-    arguments = ["--standalone", "--max-restarts", "0", str(tmp_path / "rank.py")]
-    child = Child("trainer", [sys.executable, "-m", "asyncmoe.launch.torchrun", *arguments], tmp_path / "log")
-    assert child.wait(60)
-    assert child.returncode == 2
-    assert failure([child]).exit_code == 2
-    assert str(failure([child])) == "sync.transport: got nccl, expected shm"

@@ -143,7 +143,7 @@ def test_a_part_that_hangs_is_killed_and_started_again(configured: Config, tmp_p
     ("settings", "engines"),
     [
         (["engines.count=2"], ["engine.0", "engine.1"]),
-        (["engines.count=2", "engines.tp=2", "engines.nodes=2"], ["engine.0", "engine.0.node1", "engine.1", "engine.1.node1"]),
+        (["engines.count=2", "engines.tp=2", "engines.nodes=2"], ["engine.0", "engine.1", "engine.0.node1", "engine.1.node1"]),
         (["engines.join=true"], []),
     ],
 )

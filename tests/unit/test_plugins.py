@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import signal
 import subprocess
@@ -317,9 +316,7 @@ def catches(rows):
 """
 
 
-def test_whatever_the_code_does_the_launcher_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_the_code_does_the_launcher_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(doc_pages.ROOT))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plugins, "IMPORT_S", 2.0)
@@ -327,15 +324,18 @@ def test_whatever_the_code_does_the_launcher_goes_on(
     monkeypatch.setattr(plugin_probe, "_GRACE_S", 0.5)
     (tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
     (tmp_path / "stubborn.py").write_text(STUBBORN)
-    config = prepared(tmp_path, family="ends:F", loss="stubborn:catches", correction={"weight": "stubborn:exits"})
-    with caplog.at_level(logging.DEBUG), pytest.raises(ConfigError) as caught:
-        plugin_probe.check(config)
-    assert not [record for record in caplog.records if record.levelno > logging.DEBUG], "a command prints what INFO says"
-    assert "trying objective.loss stubborn:catches: at most 2 s for its import, 0.5 s for its trial" in caplog.text
-    family, loss, weight = str(caught.value).splitlines()
-    assert family.startswith("model.family: got ends:F: the process that tried it ended with status 0, expected code that returns")
-    assert re.match(r"objective\.loss: got stubborn:catches: it did not end in time, at stubborn\.py:(9|10|11|12), expected code", loss)
+    with pytest.raises(ConfigError) as caught:
+        plugin_probe.check(prepared(tmp_path, loss="stubborn:catches", correction={"weight": "stubborn:exits"}))
+    assert re.match(
+        r"objective\.loss: got stubborn:catches: it did not end in time, at stubborn\.py:(9|10|11|12), expected code", str(caught.value)
+    )
+    with pytest.raises(ConfigError) as caught:
+        plugin_probe.check(prepared(tmp_path, family="no.such:F", correction={"weight": "stubborn:exits"}))
+    family, weight = str(caught.value).splitlines()
+    assert family.startswith("model.family: got no.such:F: ModuleNotFoundError")
     assert re.search(r"got SystemExit: 3 at stubborn\.py:6 from stubborn:exits \(stubborn\.py:6\), expected a result", weight)
+    with pytest.raises(ConfigError, match=r"^model\.family: got ends:F: the process that tried it ended with status 0, expected code that"):
+        plugin_probe.check(prepared(tmp_path, family="ends:F"))
 
 
 GOOD: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,11 @@ import pytest
 from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, ConfigError, Interrupted
+from asyncmoe.errors import AsyncmoeError, ConfigError, Interrupted, InvariantBroken
 from asyncmoe.launch.slurm import control, outcome
-from asyncmoe.launch.slurm.allocation import Allocation, JobComponent
+from asyncmoe.launch.slurm.allocation import Allocation
 
-WHERE = Allocation(12, "12_3", 0, (JobComponent("12_3", ("n1",)),))
+WHERE = Allocation(12, "12_3", 0, ("n1",))
 DEAD = AsyncmoeError("trainer on n3: was ended by SIGKILL")
 MISTAKE = ConfigError("controller on n1: scoring.scorer", got="x", expected="y")
 
@@ -94,10 +95,11 @@ def test_a_preemption_is_no_loss(job: Job, capsys: pytest.CaptureFixture[str]) -
     assert outcome.lost_before(job.config.run.dir / outcome._LOST, "12_3") == 0
 
 
-def test_a_mistake_ends_it_with_its_own_status(job: Job) -> None:
-    with pytest.raises(AsyncmoeError, match=r"^controller on n1: scoring.scorer: got x") as raised:
-        job.conclude(Asked(), MISTAKE)
-    assert raised.value.exit_code == 2
+@pytest.mark.parametrize("cause", [MISTAKE, InvariantBroken("numbers that would be wrong again")])
+def test_what_would_recur_ends_it_with_its_own_status(job: Job, cause: AsyncmoeError) -> None:
+    with pytest.raises(AsyncmoeError, match=f"^{re.escape(str(cause))}$") as raised:
+        job.conclude(Asked(), cause)
+    assert raised.value.exit_code == cause.exit_code
     assert job.requeued == []
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,23 +16,15 @@ from hypothesis import strategies as st
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.engine_machines import EngineMachine
-from asyncmoe.launch.slurm import allocation, control, join, steps, sweep
-from asyncmoe.launch.slurm.allocation import Allocation, JobComponent
+from asyncmoe.launch.slurm import allocation, control, join, parts, steps, supervise
+from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 BATCH = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-3]"}
-HETEROGENEOUS = {
-    "SLURM_JOB_ID": "5",
-    "SLURM_JOB_NODELIST": "a1",
-    "SLURM_HET_SIZE": "2",
-    "SLURM_JOB_ID_HET_GROUP_0": "5",
-    "SLURM_JOB_ID_HET_GROUP_1": "6",
-    "SLURM_JOB_NODELIST_HET_GROUP_0": "a1",
-    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
-}
-OUTSIDE = steps.Container(None, None, "python")
+OUTSIDE = steps.Program("python")
 
 
 def expand(nodelist: str) -> tuple[str, ...]:
@@ -42,30 +38,25 @@ def config(*overrides: str) -> Config:
 
 
 def job(nodes: int) -> Allocation:
-    return Allocation(12, "12", 0, (JobComponent("12", tuple(f"n{number}" for number in range(1, nodes + 1))),))
+    return Allocation(12, "12", 0, tuple(f"n{number}" for number in range(1, nodes + 1)))
 
 
 def test_the_variables_of_a_batch_script() -> None:
     found = allocation.read(BATCH, expand)
-    assert found == Allocation(12, "12", 0, (JobComponent("12", ("n1", "n2", "n3")),))
+    assert found == Allocation(12, "12", 0, ("n1", "n2", "n3"))
     assert allocation.read({**BATCH, "SLURM_RESTART_COUNT": "2"}, expand).restarts == 2
 
 
 def test_the_last_task_of_an_array_is_not_taken_for_the_whole_array() -> None:
     found = allocation.read({**BATCH, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, expand)
-    assert (found.job, found.name, found.groups[0].job) == (12, "12_3", "12_3")
-
-
-def test_a_heterogeneous_job_has_a_group_of_nodes_for_each_component() -> None:
-    found = allocation.read(HETEROGENEOUS, expand)
-    assert found.groups == (JobComponent("5", ("a1",), 0), JobComponent("6", ("n2", "n3"), 1))
-    assert found.name == "5"
-    assert found.nodes == ("a1", "n2", "n3")
+    assert (found.job, found.name) == (12, "12_3")
 
 
 def test_outside_of_slurm_the_command_that_works_is_named() -> None:
     with pytest.raises(UserError, match=r"SLURM_JOB_ID: got no such variable.*sbatch.*asyncmoe run"):
         allocation.read({}, expand)
+    with pytest.raises(UserError, match=r"job: got a heterogeneous one, expected one component; .*rollout\.sbatch"):
+        allocation.read({**BATCH, "SLURM_HET_SIZE": "2"}, expand)
 
 
 def test_engines_come_first_and_the_controller_is_beside_them() -> None:
@@ -73,11 +64,6 @@ def test_engines_come_first_and_the_controller_is_beside_them() -> None:
     assert placed.engines == (("n1", EngineMachine((0, 1))), ("n2", EngineMachine((2, 3))))
     assert placed.controller == "n1"
     assert (placed.trainers, placed.ranks, placed.unused) == (("n3", "n4"), 1, ("n5",))
-
-
-def test_of_a_heterogeneous_job_the_second_component_trains() -> None:
-    placed = steps.place(allocation.read(HETEROGENEOUS, expand), config("cluster.trainer_nodes=2"))
-    assert (placed.controller, placed.trainers) == ("a1", ("n2", "n3"))
 
 
 def test_one_node_is_shared() -> None:
@@ -97,14 +83,6 @@ def test_one_node_is_shared() -> None:
 def test_what_does_not_fit_is_named(nodes: int, overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError, match=words):
         steps.place(job(nodes), config(*overrides))
-
-
-def test_a_component_with_too_few_nodes_is_named() -> None:
-    with pytest.raises(UserError, match=r"nodes of component 1 of job 5: got 2 .*expected at least cluster.trainer_nodes 4"):
-        steps.place(allocation.read(HETEROGENEOUS, expand), config("trainer.ranks=4", "cluster.trainer_nodes=4"))
-    three = Allocation(5, "5", 0, tuple(JobComponent(str(5 + index), (f"n{index}",), index) for index in range(3)))
-    with pytest.raises(UserError, match="components of heterogeneous job 5: got 3, expected 2"):
-        steps.place(three, config())
 
 
 def test_several_nodes_are_reached_by_their_names_unless_told_otherwise() -> None:
@@ -146,80 +124,81 @@ def test_a_job_that_starts_again_meets_at_another_port(number: int, restarts: in
     assert len({steps.master_port(number, restarts, epoch) for epoch in range(4)} | {next_port}) == 5
 
 
-def test_every_part_is_a_step_of_its_own() -> None:
-    options = config("engines.count=2", "cluster.trainer_nodes=2")
-    where = job(3)
-    placed, file = steps.place(where, options), Path("/runs/mine/config.yaml")
-    again = steps.trainer(where, placed, options, file, ("10.0.0.2", 23456), OUTSIDE, epoch=2)
-    started = (one(0) for one in steps.engines(where, placed, options, file, OUTSIDE).values())
-    planned = [steps.controller(where, placed, options, file, OUTSIDE), *started, again]
-    assert [step.name for step in planned] == ["controller", "engine.0", "engine.1", "trainer"]
-    controller, first, second, trainer = planned
-    for step in planned:
-        assert step.command[:3] == ("srun", f"--job-name={step.name}", "--overlap")
-        assert {"--kill-on-bad-exit=1", "--mpi=none", f"--nodes={len(step.nodes)}", f"--ntasks={len(step.nodes)}"} <= set(step.command)
-        assert not any(flag.startswith(("--het-group", "--container")) for flag in step.command)
-    start = ("python", "-m", "asyncmoe.launch.slurm.task", "/runs/mine/logs")
-    assert controller.command[-8:] == (*start, "controller", "rollout", "/runs/mine/config.yaml", "0")
-    assert second.command[-11:] == (*start, "engine.1", "engine", "/runs/mine/config.yaml", "engine.1", "1", "0", "0")
-    assert first.nodes == second.nodes == ("n1",)
-    assert steps.engines(where, placed, options, file, OUTSIDE)["engine.1"](2).command[-1] == "2", "starts before"
-    assert trainer.nodes == ("n2", "n3")
-    assert "--nodelist=n2,n3" in trainer.command
-    assert trainer.command[-12:] == (*start, "trainer", "trainer", "/runs/mine/config.yaml", "n2,n3", "1", "10.0.0.2", "23456", "2")
-    assert trainer.logs == {"n2": Path("/runs/mine/logs/trainer.n2.log"), "n3": Path("/runs/mine/logs/trainer.n3.log")}
+class Started:
+    """In place of a step that runs."""
+
+    def __init__(self, step: steps.JobStep, environment: Mapping[str, str]) -> None:
+        self.step, self.environment, self.returncode = step, environment, 0
 
 
-def test_steps_of_the_second_component_say_so() -> None:
-    options = config("cluster.trainer_nodes=2")
-    where = allocation.read(HETEROGENEOUS, expand)
-    placed, file = steps.place(where, options), Path("c")
-    trainer = steps.trainer(where, placed, options, file, ("10.0.0.2", 23456), OUTSIDE)
-    started = (one(0) for one in steps.engines(where, placed, options, file, OUTSIDE).values())
-    planned = [steps.controller(where, placed, options, file, OUTSIDE), *started, trainer]
-    assert [(step.name, step.job) for step in planned] == [("controller", "5"), ("engine.0", "5"), ("trainer", "6")]
-    assert ["--het-group=0" in step.command for step in planned] == [True, True, False]
-    assert "--het-group=1" in planned[-1].command
+def steps_of(where: Allocation, options: Config, monkeypatch: pytest.MonkeyPatch, before: int = 0) -> list[Started]:
+    """What a job starts, each with `before` starts before it."""
+    monkeypatch.setattr(supervise, "Part", Started)
+    made: list[Any] = []
+    with ExitStack() as ending:
+        file = Path("/runs/mine/config.yaml")
+        table = supervise._table(where, steps.place(where, options), options, file, "10.0.0.2", made, ending)
+        for one in table.parts.values():
+            one.start(before)
+    return made
+
+
+def test_every_process_is_a_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = steps_of(job(3), config("engines.count=2", "cluster.trainer_nodes=2"), monkeypatch, 2)
+    assert [(one.step.name, one.step.node) for one in found] == [
+        *(("controller", "n1"), ("engine.0", "n1"), ("engine.1", "n1"), ("trainer.0", "n2"), ("trainer.1", "n3"))
+    ]
+    task, file = (sys.executable, "-m", "asyncmoe.launch.slurm.task", "-m"), "/runs/mine/config.yaml"
+    for one in found:
+        assert one.step.command[:3] == ("srun", f"--job-name={one.step.name}", "--overlap")
+        assert {"--mpi=none", "--nodes=1", "--ntasks=1", f"--nodelist={one.step.node}"} <= set(one.step.command)
+        assert one.step.log == Path(f"/runs/mine/logs/{one.step.name}.{one.step.node}.log")
+    controller, _, engine, _, trainer = (one.step.command[one.step.command.index(sys.executable) :] for one in found)
+    assert controller == (*task, "asyncmoe", "rollout", file)
+    assert engine == (*task, "asyncmoe", "engine", file, "--name", "engine.1", "--index", "1")
+    assert trainer[:5] == (*task, "asyncmoe.launch.torchrun")
+    port = steps.master_port(12, 0, 2)
+    words = f"--nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr 10.0.0.2 --master-port {port} --max-restarts 0 -m asyncmoe.trainer"
+    assert " ".join(trainer[5:]) == f"{words} {file}"
+    assert [one.environment.get(TRAINER_EPOCH) or one.environment.get(STARTS) for one in found] == ["2"] * 5
 
 
 def test_containers_come_from_the_environment() -> None:
-    assert steps.container({}, "/venv/bin/python") == steps.Container(None, None, "/venv/bin/python")
+    assert steps.program({}, "/venv/bin/python") == steps.Program("/venv/bin/python")
     given = {"ASYNCMOE_CONTAINER_IMAGE": "/images/a.sqsh", "ASYNCMOE_CONTAINER_MOUNTS": "/shared:/shared"}
-    made = steps.container(given, "/venv/bin/python")
-    assert made.python == "python3"
-    command = steps.srun(job(1), "x", ["n1"], Path("logs"), made, ["rollout"]).command
-    assert {"--container-image=/images/a.sqsh", "--container-mounts=/shared:/shared"} <= set(command)
-    assert command[command.index("-m") - 1] == "python3"
-    assert steps.container({**given, "ASYNCMOE_CONTAINER_PYTHON": "/opt/python"}, "p").python == "/opt/python"
+    made = steps.program(given, "/venv/bin/python")
+    command = steps.srun(["n1"], 1, made, "x", ["-m", "asyncmoe"])
+    assert command[-5:] == ("--container-image=/images/a.sqsh", "--container-mounts=/shared:/shared", "python3", "-m", "asyncmoe")
+    assert steps.program({**given, "ASYNCMOE_CONTAINER_PYTHON": "/opt/python"}, "p").python == "/opt/python"
 
 
-def test_engines_that_join_have_names_no_other_job_gives() -> None:
-    planned = join.plan(job(2), config("engines.count=4", "cluster.engine_nodes=2"), Path("c"), 2, OUTSIDE)
-    assert [step.name for step in planned] == [f"engine.job12.{node}.{index}" for node in ("n1", "n2") for index in (0, 1)]
-    assert join.number("8") == 8
-    with pytest.raises(UserError, match=r"ENGINES_PER_NODE: got 'many', expected a number of at least 1"):
-        join.number("many")
-    assert join.engines_each(config("engines.count=5", "cluster.engine_nodes=2")) == 3
+def test_engines_that_join_are_tasks_of_one_step() -> None:
+    options = config("engines.count=5", "cluster.engine_nodes=2", "engines.join=true")
+    assert join.engines_each(options) == 3
+    command = join.step(job(2), options, Path("c"), 3, OUTSIDE)
+    assert {"--nodelist=n1,n2", "--ntasks=6", "--ntasks-per-node=3", "--kill-on-bad-exit=0", "--label"} <= set(command)
+    assert command[-6:] == ("python", "-m", "asyncmoe.launch.slurm.join", "--task", "c", "1")
+    with pytest.raises(ConfigError, match=r"c: engines\.join: got false"):
+        join.step(job(2), config(), Path("c"), 1, OUTSIDE)
+    with pytest.raises(UserError, match=r"arguments: got runs/a many, expected a run directory, and perhaps a number of engines"):
+        join.run(["runs/a", "many"])
 
 
-SWEEP = "# learning rates\ntrainer.optimizer.lr=1e-6\n\n  # and staleness\ntrainer.optimizer.lr=3e-6 'engines.args=[\"--a b\"]'\n"
+def test_slurm_says_why_a_step_has_no_word_of_its_own(tmp_path: Path) -> None:
+    def ended(text: str, status: int) -> parts.Part:
+        command = ("sh", "-c", 'printf "%s" "$1"; exit $2', "sh", text, str(status))
+        made = parts.Part(steps.JobStep("trainer.1", "12", "n3", command, tmp_path / "log"), {})
+        assert made.wait(20)
+        return made
 
-
-def test_an_array_task_takes_its_line_of_overrides() -> None:
-    assert sweep.line(SWEEP, 1, "f") == ["trainer.optimizer.lr=1e-6"]
-    assert sweep.line(SWEEP, 2, "f") == ["trainer.optimizer.lr=3e-6", 'engines.args=["--a b"]']
-    with pytest.raises(DataError, match=r"f: got array task 3, expected 1 to 2"):
-        sweep.line(SWEEP, 3, "f")
-    with pytest.raises(DataError, match=r"f, run 1: got .*No closing quotation"):
-        sweep.line("run.dir='x", 1, "f")
-
-
-def test_every_run_of_a_sweep_has_a_directory_of_its_own() -> None:
-    assert sweep.directory(Path("runs/a"), ["x=1"], 2) == ["x=1", "run.dir=runs/a/run-2"]
-    assert sweep.directory(Path("runs/b"), ["run.dir=runs/b"], 2) == ["run.dir=runs/b"]
-    assert sweep.task({"SLURM_ARRAY_TASK_ID": "7"}) == 7
-    with pytest.raises(UserError, match=r"SLURM_ARRAY_TASK_ID.*sbatch --array"):
-        sweep.task({})
+    killed = ended("srun: error: n3: task 0: Killed\n", 137)
+    assert (killed.returncode, killed.reason) == (-9, None)
+    assert killed.why().startswith("trainer.1 on n3: was ended by SIGKILL, as when memory runs out; look at `sacct -j`")
+    refused = "srun: error: Unable to create step for job 3: Requested node configuration is not available"
+    assert ended(f"{refused}\nsrun: error: n3: task 0: Exited with exit code 1\n", 1).why() == f"trainer.1 on n3: {refused}"
+    assert ended("slurmstepd: error: *** STEP 3.0 ON n2 CANCELLED AT 2026-11-22T03:41:00 ***\n", 1).reason is None
+    own = ended("error: trainer.3 on n3: x: got y\nsrun: error: n3: task 0: Exited with exit code 2\n", 2)
+    assert (own.returncode, own.why()) == (2, "trainer.3 on n3: x: got y")
 
 
 @pytest.mark.parametrize(
@@ -230,6 +209,13 @@ def test_the_time_that_is_left(text: str, seconds: float | None) -> None:
     assert control.parse_left(f"{text}\n") == seconds
 
 
-def test_a_node_is_reached_at_the_address_that_slurm_has() -> None:
-    assert control.address_in("NodeName=n2 Arch=x86_64 NodeAddr=10.1.0.2 NodeHostName=n2 Version=22.05.8") == "10.1.0.2"
-    assert control.address_in("NodeName=n2 NodeAddr=(null)") is None
+def test_a_node_is_reached_at_the_address_that_slurm_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = "NodeName=n2 Arch=x86_64 NodeAddr=10.1.0.2 NodeHostName=n2 Version=22.05.8"
+    monkeypatch.setattr(control, "_run", lambda *command: shown)
+    assert control.address("n2") == "10.1.0.2"
+    shown = "NodeName=n2 NodeAddr=(null)"
+    assert control.address("n2") == "n2"
+    shown = "JobId=1 JobState=RUNNING PreemptTime=None EndTime=Unknown"
+    assert (control.running("1"), control.preempted("1")) == (True, False)
+    shown = "JobId=1 JobState=CANCELLED PreemptTime=2026-11-22T03:41:00"
+    assert (control.running("1"), control.preempted("1")) == (False, True)

@@ -95,8 +95,7 @@ def test_damaged_and_foreign_files_are_no_heartbeats_and_a_disk_that_fails_ends_
     heartbeats.forget(tmp_path / "none")
 
 
-def test_a_process_that_hangs_writes_its_own_stacks_without_py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_py_spy", lambda: None)
+def test_a_process_that_hangs_writes_its_own_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hanging(tmp_path) as process:
         (first, *_) = stacks.stacks(tmp_path)
         assert first.startswith(f"== trainer.0, pid {process.pid}: ")
@@ -109,7 +108,6 @@ def test_a_process_that_hangs_writes_its_own_stacks_without_py_spy(tmp_path: Pat
 
 
 def test_a_process_that_does_not_say_so_gets_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_py_spy", lambda: None)
     with hanging(tmp_path) as process:
         path = heartbeats.path_of(tmp_path, "trainer.0")
         path.write_bytes(path.read_bytes().replace(b'"dumps":true', b'"dumps":false'))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,8 +104,9 @@ def result(ray: Any, reference: Any, whom: str, what: str, waited_s: float, wait
 
 
 def _there(ray: Any) -> str:
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return planning.nodes_words(alive, ray.available_resources())
+    """Describe the cluster: "nodes with 2 CPUs, 1 CPU; free: 3 CPUs"."""
+    nodes = [planning.resources_words(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return f"nodes with {', '.join(sorted(nodes, reverse=True)) or 'nothing'}; free: {planning.resources_words(ray.available_resources())}"
 
 
 def _module() -> Any:
@@ -135,10 +135,10 @@ def _address(environment: Mapping[str, str]) -> tuple[str, int] | None:
     if given.startswith("ray://"):
         hint = "start asyncmoe on a node of the cluster, for instance with ray job submit"
         raise UserError("RAY_ADDRESS", got=given, expected="HOST:PORT of the head", hint=hint)
-    matched = re.fullmatch(r"\[?([^\s\[\]/]+?)\]?:(\d{1,5})", given)
-    if matched is None or not 0 < int(matched[2]) < 1 << 16:
+    host, _, port = given.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError("RAY_ADDRESS", got=repr(given), expected="HOST:PORT of the head, or auto", hint=_START)
-    return matched[1], int(matched[2])
+    return host.strip("[]"), int(port)
 
 
 def _check_answers(host: str, port: int) -> None:

@@ -12,8 +12,9 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,16 @@ from typing import Any
 from asyncmoe import storage
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
-from asyncmoe.launch import local, rule
+from asyncmoe.launch import commands, local
+from asyncmoe.launch.commands import Launch, Launcher
+from asyncmoe.launch.engine_machines import EngineMachine
 from asyncmoe.launch.ray import cluster, planning
 from asyncmoe.launch.ray.node import Node
-from asyncmoe.launch.ray.planning import Bundle, Launch
+from asyncmoe.launch.ray.planning import Bundle
 from asyncmoe.launch.ray.post import Post, Remote
-from asyncmoe.launch.rule import CONTROLLER, TRAINER
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunPart, RunParts
+from asyncmoe.launch.rule import TRAINER
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts
 from asyncmoe.launch.watch import supervise
-from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
 _say = partial(print, flush=True)
 _END_S = STOP_GRACE_S + 15.0
@@ -91,39 +93,28 @@ def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: 
     addresses = [post.place.address for post in posts]
     _say(f"logs: {config.run.dir / 'logs'}; " + ", ".join(post.title for post in posts))
     ending.callback(_end, ray, posts)
-    trainers, others = ([post for post in posts if (post.bundle.part == "trainer") is trains] for trains in (True, False))
-    first, running = trainers[0].place, dict[str, Remote]()
+    trainers = [post for post in posts if post.bundle.part == "trainer"]
+    engines = [(post, EngineMachine(post.bundle.numbers, post.bundle.engine_node)) for post in posts if post not in trainers]
+    running = dict[str, Remote]()
 
-    def planned(post: Post, master: tuple[str, int], variable: str, before: int) -> tuple[Launch, ...]:
-        variables = planning.environment(config, post.place.address, addresses, os.environ) | {variable: str(before)}
-        return planning.launches(config, file, post.bundle, master, variables)
+    def start(post: Post, launch: Launch) -> Process:
+        shared = planning.environment(config, post.place.address, addresses, os.environ)
+        launch = replace(launch, environment=shared | dict(launch.environment))
+        post.start(launch)
+        running[launch.name] = Remote(post, launch)
+        return running[launch.name]
 
-    def trainer(epoch: int) -> tuple[Process, ...]:
-        master = first.address, trainers[0].call("port") if epoch else first.port  # later starts meet at another port
-        return tuple(remote for post in trainers for remote in _started(post, planned(post, master, TRAINER_EPOCH, epoch)))
+    def end(name: str) -> None:
+        if name == TRAINER:
+            _end(ray, trainers)
+        else:
+            running[name].signal(signal.SIGKILL)
+            running[name].wait(STOP_GRACE_S)
 
-    def alone(post: Post, place: int, name: str) -> Callable[[int], tuple[Process, ...]]:
-        def start(before: int) -> tuple[Process, ...]:
-            variable = TRAINER_EPOCH if name == CONTROLLER else STARTS
-            launch = planned(post, (first.address, first.port), variable, before)[place]
-            (running[name],) = _started(post, (launch,))
-            return (running[name],)
+    def master(epoch: int) -> tuple[str, int]:
+        return trainers[0].place.address, trainers[0].call("port")
 
-        return start
-
-    def kill(name: str) -> None:
-        running[name].signal(signal.SIGKILL)
-        running[name].wait(STOP_GRACE_S)
-
-    made = [(post, place, one.name) for post in others for place, one in enumerate(planned(post, ("", 0), STARTS, 0))]
-    rules = rule.table(config, [name for _, _, name in made if name != CONTROLLER])
-    found = {name: RunPart(rules[name], alone(post, place, name), partial(kill, name)) for post, place, name in made}
-    return RunParts({**found, TRAINER: RunPart(rules[TRAINER], trainer, lambda: _end(ray, trainers))})
-
-
-def _started(post: Post, launches: tuple[Launch, ...]) -> tuple[Remote, ...]:
-    post.start(launches)
-    return tuple(Remote(post, launch) for launch in launches)
+    return commands.table(config, file, Launcher(engines, trainers, start, end, master))
 
 
 def _check_shared(posts: Sequence[Post], run_dir: Path) -> None:

@@ -10,11 +10,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncmoe.launch.ray.planning import Launch
+from asyncmoe.launch.commands import Launch
 from asyncmoe.launch.torchrun import free_port
 from asyncmoe.process import Child
 
@@ -28,12 +27,10 @@ class NodeFacts:
     Attributes:
         address: the address at which all other nodes of the cluster reach this node.
         host: host name.
-        port: a free TCP port.
     """
 
     address: str
     host: str
-    port: int
 
 
 @dataclass(frozen=True)
@@ -51,10 +48,10 @@ class Node:
         self._children: dict[str, Child] = {}
 
     def place(self) -> NodeFacts:
-        """Return the node's address, host name and a free port."""
+        """Return the node's address and host name."""
         import ray
 
-        return NodeFacts(ray.util.get_node_ip_address(), socket.gethostname(), free_port(""))
+        return NodeFacts(ray.util.get_node_ip_address(), socket.gethostname())
 
     def port(self) -> int:
         """Return a free TCP port."""
@@ -68,15 +65,14 @@ class Node:
             return False
         return Path(file).exists()
 
-    def start(self, launches: Sequence[Launch]) -> None:
-        """Start the processes in order."""
+    def start(self, launch: Launch) -> None:
+        """Start a process."""
         # Ray sets OMP_NUM_THREADS to the bundle's CPUs. A value of the user's is in the launches' environment.
         os.environ.pop("OMP_NUM_THREADS", None)
         # Ray blocks SIGINT in its worker processes, and child processes inherit the signal mask.
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, _LET_THROUGH)
         try:
-            for launch in launches:
-                self._children[launch.name] = Child(launch.name, [sys.executable, *launch.arguments], launch.log, launch.environment)
+            self._children[launch.name] = Child(launch.name, [sys.executable, *launch.arguments], launch.log, launch.environment)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -1,21 +1,16 @@
-"""The nodes that a run needs of a Ray cluster, their resources, and the processes to start on each. Pure."""
+"""The nodes that a run needs of a Ray cluster, their resources, and the variables of their processes. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from asyncmoe.config import Config
-from asyncmoe.engines.nodes import process_name
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch.engine_machines import engine_machines, spread
-from asyncmoe.launch.torchrun import torchrun, trainer_environment
 from asyncmoe.rpc import address
 
-CONTROLLER = "controller"
 _PASSED = ("ASYNCMOE_", "NCCL_", "GLOO_", "UCX_", "SGLANG_", "TORCH_", "HF_", "OMP_")
 """Prefixes of the environment variables that all nodes share: they configure the run, not the node."""
 
@@ -51,23 +46,6 @@ class Bundle:
         if self.part == "trainer":
             return f"trainer rank {numbers}"
         return f"{'controller and ' if self.node == 0 else ''}engine {numbers}"
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A process to start on a node.
-
-    Attributes:
-        name: name of the process in messages.
-        arguments: arguments of the node's Python.
-        log: file for the process's output.
-        environment: variables added to the node's environment.
-    """
-
-    name: str
-    arguments: tuple[str, ...]
-    log: Path
-    environment: Mapping[str, str]
 
 
 def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
@@ -131,53 +109,14 @@ def environment(config: Config, node: str, addresses: Sequence[str], ours: Mappi
     return passed | ({address.VARIABLE: node} if several else {})
 
 
-def launches(config: Config, file: Path, bundle: Bundle, master: tuple[str, int], variables: Mapping[str, str]) -> tuple[Launch, ...]:
-    """Return the processes to start on a node, in order.
-
-    Args:
-        file: the configuration file that all processes read.
-        master: rendezvous address and port of the trainer's ranks.
-        variables: result of `environment`.
-    """
-
-    def launch(name: str, arguments: Sequence[str], suffix: str = "", **more: str) -> Launch:
-        # The suffix keeps this log apart from engine-0.log, which the server writes.
-        log = config.run.dir.absolute() / "logs" / f"{name.replace('.', '-')}{suffix}.log"
-        return Launch(name, tuple(arguments), log, {**variables, **more})
-
-    if bundle.part == "trainer":
-        nodes = config.cluster.trainer_nodes
-        arguments = torchrun(len(bundle.numbers), master, "asyncmoe.trainer", str(file), node=bundle.node, nodes=nodes)
-        name = "trainer" if nodes == 1 else f"trainer.{bundle.node}"
-        return (launch(name, arguments, **trainer_environment(variables)),)
-    controller = [launch(CONTROLLER, ["-m", "asyncmoe", "rollout", str(file)])] if bundle.node == 0 else []
-    engines, part = [], bundle.engine_node
-    for index, number in enumerate(bundle.numbers):
-        arguments = ["-m", "asyncmoe", "engine", str(file), "--name", f"engine.{number}", "--index", str(index)]
-        arguments += ["--node", str(part)] if part else []
-        engines.append(launch(process_name(f"engine.{number}", part), arguments, "-joins"))
-    return (*controller, *engines)
-
-
 def wanted_words(wanted: Sequence[Bundle]) -> str:
     """Describe the reservation: "3 nodes: 2 CPUs for controller and engine 0, 1 CPU for trainer rank 0, ..."."""
-    parts = ", ".join(f"{_resources(bundle.resources)} for {bundle.title}" for bundle in wanted)
+    parts = ", ".join(f"{resources_words(bundle.resources)} for {bundle.title}" for bundle in wanted)
     where = f"{len(wanted)} nodes" if strategy(wanted) == "STRICT_SPREAD" else "1 node, or 2"
     return f"{where}: {parts}"
 
 
-def nodes_words(nodes: Sequence[Mapping[str, float]], free: Mapping[str, float]) -> str:
-    """Describe a cluster's resources: "1 node with 8 CPUs, 2 nodes with 4 CPUs; free: 9 CPUs"."""
-    largest = sorted(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)), reverse=True)
-    alike = Counter(_resources(node) for node in largest)
-    each = ", ".join(f"{_counted(count, 'node')} with {what}" for what, count in alike.items()) or "no node"
-    return f"{each}; free: {_resources(free)}"
-
-
-def _resources(amounts: Mapping[str, float]) -> str:
-    gpus = amounts.get("GPU", 0.0)
-    return _counted(amounts.get("CPU", 0.0), "CPU") + (f" and {_counted(gpus, 'GPU')}" if gpus else "")
-
-
-def _counted(amount: float, what: str) -> str:
-    return f"{amount:g} {what}{'' if amount == 1 else 's'}"
+def resources_words(amounts: Mapping[str, float]) -> str:
+    """Describe resources: "8 CPUs and 1 GPU"."""
+    counts = {what: amounts.get(what, 0.0) for what in ("CPU", "GPU")}
+    return " and ".join(f"{count:g} {what}{'' if count == 1 else 's'}" for what, count in counts.items() if count or what == "CPU")

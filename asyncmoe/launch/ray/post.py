@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from asyncmoe.launch.commands import Launch
 from asyncmoe.launch.ray import cluster
 from asyncmoe.launch.ray.cluster import Unreachable
 from asyncmoe.launch.ray.node import End, NodeFacts
-from asyncmoe.launch.ray.planning import Bundle, Launch
+from asyncmoe.launch.ray.planning import Bundle
 from asyncmoe.process import wait_until
 
 
@@ -70,13 +71,13 @@ class Post:
                 raise
         return self._ended
 
-    def start(self, launches: Sequence[Launch]) -> None:
-        """Start processes on the node. Ends of earlier processes with their names are forgotten.
+    def start(self, launch: Launch) -> None:
+        """Start a process on the node. The end of an earlier process with its name is forgotten.
 
         Raises:
             AsyncmoeError: see `call`.
         """
-        self.call("start", launches)
+        self.call("start", launch)
         # An unanswered question of before would be answered with those ends, and its time was spent on ending them.
         self._ended, self._asked, self._since = {}, None, 0.0
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
 from asyncmoe.errors import UserError
-from asyncmoe.launch.slurm.command import Stop, main
+from asyncmoe.launch import part
+from asyncmoe.launch.slurm.command import Stop, forget_options
+from asyncmoe.process import unbroken_output
 
 
-def run(arguments: Sequence[str], stop: Stop) -> None:
-    """Run a configuration in this allocation."""
-    from asyncmoe.launch.slurm import supervise  # imports for seconds, so only after the signal handlers are set
+def main() -> None:
+    """Run a configuration in this allocation. Signals are heard before the long imports: an unhandled one ends the process."""
+    stop = Stop()
+    unbroken_output()
+    forget_options()
+    part.main(lambda: _run(sys.argv[1:], stop))
+
+
+def _run(arguments: list[str], stop: Stop) -> None:
+    from asyncmoe.launch.slurm import supervise
 
     if not arguments:
         hint = "sbatch --nodes=N slurm/train.sbatch CONFIG [key=value ...]"
@@ -20,4 +29,4 @@ def run(arguments: Sequence[str], stop: Stop) -> None:
 
 
 if __name__ == "__main__":
-    main(run)
+    main()

@@ -12,21 +12,6 @@ Expand = Callable[[str], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class JobComponent:
-    """One component of a heterogeneous job, or the whole of any other job.
-
-    Attributes:
-        job: job number that `squeue --steps` shows: "12", "12_3" for an array task, or a heterogeneous component's own number.
-        nodes: SLURM's node names, in SLURM's order.
-        index: index for `srun --het-group`; None if the job has no components.
-    """
-
-    job: str
-    nodes: tuple[str, ...]
-    index: int | None = None
-
-
-@dataclass(frozen=True)
 class Allocation:
     """The allocation of a running job.
 
@@ -35,45 +20,27 @@ class Allocation:
         name: the job's name for SLURM commands. The last task of an array has the number of the whole array, so tasks are named
             "ARRAY_TASK" (https://slurm.schedmd.com/job_array.html).
         restarts: how often the job was requeued.
-        groups: the components of the job.
+        nodes: SLURM's node names, in SLURM's order.
     """
 
     job: int
     name: str
     restarts: int
-    groups: tuple[JobComponent, ...]
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        return tuple(node for group in self.groups for node in group.nodes)
-
-    def group_of(self, node: str) -> JobComponent:
-        """Return the component that a node belongs to."""
-        return next(group for group in self.groups if node in group.nodes)
+    nodes: tuple[str, ...]
 
 
 def read(environ: Mapping[str, str], expand: Expand) -> Allocation:
     """Read the allocation from SLURM's variables.
 
     Raises:
-        UserError: this process is not in a SLURM job.
+        UserError: this process is not in a SLURM job, or in one of several components.
     """
     if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
         hint = "start it with: sbatch --nodes=N slurm/train.sbatch CONFIG; on a machine without SLURM: asyncmoe run CONFIG"
         raise UserError("SLURM_JOB_ID", got="no such variable", expected="a SLURM job", hint=hint)
-    job = int(environ["SLURM_JOB_ID"])
-    array = environ.get("SLURM_ARRAY_JOB_ID")
-    name = f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else str(job)
-    size = int(environ.get("SLURM_HET_SIZE", "1"))
-    if size > 1:
-        groups = tuple(
-            JobComponent(
-                job=environ[f"SLURM_JOB_ID_HET_GROUP_{index}"],
-                nodes=expand(environ[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"]),
-                index=index,
-            )
-            for index in range(size)
-        )
-    else:
-        groups = (JobComponent(name, expand(environ["SLURM_JOB_NODELIST"])),)
-    return Allocation(job, name, int(environ.get("SLURM_RESTART_COUNT", "0")), groups)
+    if "SLURM_HET_SIZE" in environ:
+        hint = "nodes of another kind join with slurm/rollout.sbatch"
+        raise UserError("job", got="a heterogeneous one", expected="one component", hint=hint)
+    job = environ["SLURM_JOB_ID"]
+    name = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}" if "SLURM_ARRAY_JOB_ID" in environ else job
+    return Allocation(int(job), name, int(environ.get("SLURM_RESTART_COUNT", "0")), expand(environ["SLURM_JOB_NODELIST"]))

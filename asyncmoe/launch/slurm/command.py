@@ -1,16 +1,11 @@
-"""What this package's commands share: the signals that stop a batch script, and a main function that reports errors in one line."""
+"""What a batch script hears from SLURM: the signals that stop it, and the variables that would change its steps."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import sys
-from collections.abc import Callable, Sequence
 from types import FrameType
-
-from asyncmoe.launch import part
-from asyncmoe.process import unbroken_output
 
 _READ_BY_SRUN = re.compile(
     r"SRUN_\w+|SLURM_(BCAST\w*|CLUSTERS|COMPRESS|CONSTRAINT|CONTAINER|CORE_SPEC|CPUS_PER_GPU|DEBUG|DELAY_BOOT|DEPENDENCY|DISABLE_STATUS|DIST\w+"
@@ -42,10 +37,7 @@ class Stop:
         self.now |= number == signal.SIGTERM
 
 
-def main(run: Callable[[Sequence[str], Stop], None]) -> None:
-    """Install the signal handlers, then call `run` with the arguments of the command, as `part.main` does."""
-    stop = Stop()
-    unbroken_output()
+def forget_options() -> None:
+    """Remove the variables by which srun would do something else than its arguments say: `steps.srun` says all that there is to say."""
     for name in filter(_READ_BY_SRUN.fullmatch, [*os.environ]):
-        del os.environ[name]  # `steps.srun` says all that there is to say
-    part.main(lambda: run(sys.argv[1:], stop))
+        del os.environ[name]

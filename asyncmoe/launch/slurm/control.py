@@ -19,14 +19,14 @@ def hostnames(nodelist: str) -> tuple[str, ...]:
 
 def address(node: str) -> str:
     """Return the address at which SLURM reaches a node, whose name need not resolve."""
-    found = address_in(_run("scontrol", "--oneliner", "show", "node", node))
-    return found or node
+    found = fact("node", node, "NodeAddr")
+    return node if found in ("", "(null)") else found
 
 
-def address_in(shown: str) -> str | None:
-    """Return NodeAddr from the output of `scontrol --oneliner show node`."""
-    match = re.search(r"\bNodeAddr=(\S+)", shown)
-    return None if match is None or match[1] == "(null)" else match[1]
+def fact(kind: str, name: str, key: str) -> str:
+    """Return a value of `scontrol show job` or `show node`; empty: it has none."""
+    match = re.search(rf"(?:^|\s){key}=(\S*)", _run("scontrol", "--oneliner", "show", kind, name))
+    return "" if match is None else match[1]
 
 
 def steps(job: str) -> dict[str, str]:
@@ -57,13 +57,13 @@ def requeue(name: str) -> None:
 
 
 def running(name: str) -> bool:
-    """Return false if a job was cancelled or reached its time limit. A heterogeneous job has a state for each component."""
-    return set(_run("squeue", "--noheader", f"--jobs={name}", "--format=%T").split()) == {"RUNNING"}
+    """Return false if a job was cancelled or reached its time limit."""
+    return fact("job", name, "JobState") == "RUNNING"
 
 
 def preempted(name: str) -> bool:
     """Return whether SLURM has chosen to preempt a job, whose steps it warns by SIGTERM if its partition has a grace time."""
-    return re.search(r"\bPreemptTime=\d", _run("scontrol", "--oneliner", "show", "job", name)) is not None
+    return fact("job", name, "PreemptTime")[:1].isdigit()
 
 
 def seconds_left(name: str) -> float | None:
@@ -73,13 +73,11 @@ def seconds_left(name: str) -> float | None:
 
 def parse_left(text: str) -> float | None:
     """Return the seconds in "1-02:03:04", "03:04" or "4"; None for words such as "UNLIMITED"."""
-    line = text.split()[0] if text.split() else ""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)", line)
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text.strip())
     if match is None:
         return None
-    days = int(match[1] or 0)
-    parts = [int(part) for part in line.partition("-")[2].split(":")] if match[1] else [int(part) for part in line.split(":")]
-    return float(days * 86400 + sum(part * 60**power for power, part in enumerate(reversed(parts))))
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _run(*command: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -16,7 +15,6 @@ from asyncmoe.launch.slurm import control
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
 
-Action = Literal["requeue", "fail"]
 _LOST = "slurm-lost.json"
 
 
@@ -94,7 +92,7 @@ def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
     """
     path, limit = config.run.dir / _LOST, config.cluster.requeues
     count = lost_before(path, where.name)
-    if decide(cause.exit_code, count, limit) == "requeue":
+    if cause.exit_code not in RECURRING and count < limit:
         with storage.writing("count of the job's losses", path):
             path.write_bytes(msgspec.json.encode(Lost(where.name, count + 1)))
         _say(f"{cause}; job {where.name} is requeued, {count + 1} of at most {limit} times (cluster.requeues)")
@@ -103,17 +101,6 @@ def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
     if cause.exit_code == AsyncmoeError.exit_code and limit:
         raise AsyncmoeError(f"{cause}; the job was lost {count + 1} times, cluster.requeues allows {limit}")
     raise cause
-
-
-def decide(exit_code: int, lost: int, requeues: int) -> Action:
-    """Decide whether a failed job is requeued.
-
-    Args:
-        exit_code: exit code of the root cause.
-        lost: number of requeues so far because of a lost process.
-        requeues: highest number of such requeues.
-    """
-    return "fail" if exit_code in RECURRING or lost >= requeues else "requeue"
 
 
 def lost_before(path: Path, job: str) -> int:

@@ -1,20 +1,17 @@
-"""The plan of a run: the nodes of every part, and its `srun` command. Pure: this module starts nothing."""
+"""The plan of a run: the nodes of every part, and the `srun` command of every process. Pure: this module starts nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from asyncmoe.config import Config, devices
-from asyncmoe.engines.nodes import process_name
 from asyncmoe.errors import UserError
+from asyncmoe.launch.commands import Launch
 from asyncmoe.launch.engine_machines import EngineMachine, engine_machines
 from asyncmoe.launch.slurm.allocation import Allocation
-from asyncmoe.launch.slurm.task import log_of
 
-CONTROLLER, TRAINER = "controller", "trainer"
 _PORTS = range(20000, 32000)
 """Below Linux's ephemeral ports (32768 and above)."""
 
@@ -42,82 +39,51 @@ class Placement:
 
 @dataclass(frozen=True)
 class JobStep:
-    """One job step.
+    """One job step, a process on a node.
 
     Attributes:
         name: "controller", "trainer", "engine.0"; also the step's name in `squeue --steps`.
-        job: job number that `squeue --steps` shows, see `allocation.JobComponent`.
-        nodes: nodes of the step, one task on each.
+        job: name of its job for SLURM's commands.
         command: the whole `srun` command.
-        output: output file of srun, and of a task until it opens its log.
-        logs: log of each node's task, see `asyncmoe.launch.slurm.task.log_of`.
+        log: file for what the process writes, and srun.
     """
 
     name: str
     job: str
-    nodes: tuple[str, ...]
+    node: str
     command: tuple[str, ...]
-    output: Path
-    logs: Mapping[str, Path]
+    log: Path
 
 
 @dataclass(frozen=True)
-class Container:
-    """Container flags that Pyxis adds to `srun` on sites with enroot (https://github.com/NVIDIA/pyxis).
+class Program:
+    """The interpreter that has asyncmoe where steps run, and the flags by which srun starts it in a container.
 
-    Attributes:
-        image: value of --container-image; None: no container.
-        mounts: value of --container-mounts; the checkout, the run directory and the model must have the same paths in the container.
-        python: the interpreter that has asyncmoe where steps run.
+    Pyxis adds these to srun on sites with enroot (https://github.com/NVIDIA/pyxis). The checkout, the run directory and the model must have
+    the same paths in the container.
     """
 
-    image: str | None
-    mounts: str | None
     python: str
-
-    @property
-    def flags(self) -> list[str]:
-        image = [] if self.image is None else [f"--container-image={self.image}"]
-        return image + ([] if self.mounts is None else [f"--container-mounts={self.mounts}"])
+    flags: tuple[str, ...] = ()
 
 
 def place(allocation: Allocation, config: Config) -> Placement:
-    """Place the engines on the first nodes and the trainer on the next ones; in a heterogeneous job, the engines on the first component
-    and the trainer on the second. Both share the node of a one-node job.
+    """Place the engines on the first nodes and the trainer on the next ones. Both share the node of a one-node job.
 
     Raises:
-        UserError: too few nodes, or a number of components that is not two.
+        UserError: too few nodes.
         ConfigError: engines that cannot be spread over their nodes.
     """
-    cluster, machines = config.cluster, engine_machines(config)
-    engines, trainers, unused = _split(allocation, cluster.engine_nodes, cluster.trainer_nodes)
-    return Placement(tuple(zip(engines, machines, strict=True)), trainers, config.trainer.ranks // cluster.trainer_nodes, unused)
-
-
-def _split(allocation: Allocation, engines: int, trainers: int) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    groups = allocation.groups
-    if len(groups) == 1:
-        nodes = groups[0].nodes
-        if len(nodes) == 1 and (engines, trainers) == (1, 1):
-            return nodes, nodes, ()
-        wanted = f"{engines + trainers} = cluster.engine_nodes {engines} + cluster.trainer_nodes {trainers}"
-        hint = f"sbatch --nodes={engines + trainers} ..., or lower cluster.engine_nodes or cluster.trainer_nodes"
-        _check(f"nodes of job {allocation.name}", nodes, engines + trainers, wanted, hint)
-        return nodes[:engines], nodes[engines : engines + trainers], nodes[engines + trainers :]
-    if len(groups) != 2:
-        raise UserError(
-            f"components of heterogeneous job {allocation.name}", got=len(groups), expected="2: the engines' and then the trainer's"
-        )
-    for group, what, number in zip(groups, ("engine", "trainer"), (engines, trainers), strict=True):
-        hint = f"raise --nodes of that component, or lower cluster.{what}_nodes"
-        _check(f"nodes of component {group.index} of job {allocation.name}", group.nodes, number, f"cluster.{what}_nodes {number}", hint)
-    first, second = groups
-    return first.nodes[:engines], second.nodes[:trainers], (*first.nodes[engines:], *second.nodes[trainers:])
-
-
-def _check(what: str, nodes: Sequence[str], wanted: int, expected: str, hint: str) -> None:
+    cluster, machines, nodes = config.cluster, engine_machines(config), allocation.nodes
+    engines, wanted = cluster.engine_nodes, cluster.engine_nodes + cluster.trainer_nodes
+    ranks = config.trainer.ranks // cluster.trainer_nodes
+    if len(nodes) == 1 and wanted == 2:
+        return Placement(((nodes[0], machines[0]),), nodes, ranks)
     if len(nodes) < wanted:
-        raise UserError(what, got=f"{len(nodes)} ({', '.join(nodes)})", expected=f"at least {expected}", hint=hint)
+        expected = f"at least {wanted} = cluster.engine_nodes {engines} + cluster.trainer_nodes {cluster.trainer_nodes}"
+        hint = f"sbatch --nodes={wanted} ..., or lower cluster.engine_nodes or cluster.trainer_nodes"
+        raise UserError(f"nodes of job {allocation.name}", got=f"{len(nodes)} ({', '.join(nodes)})", expected=expected, hint=hint)
+    return Placement(tuple(zip(nodes[:engines], machines, strict=True)), nodes[engines:wanted], ranks, nodes[wanted:])
 
 
 def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
@@ -150,78 +116,30 @@ def master_port(job: int, restarts: int, epoch: int = 0) -> int:
     return _PORTS[(job * 7 + restarts * 1009 + epoch * 3001) % len(_PORTS)]
 
 
-def container(environ: Mapping[str, str], executable: str) -> Container:
+def program(environ: Mapping[str, str], executable: str) -> Program:
     """Read ASYNCMOE_CONTAINER_IMAGE, ASYNCMOE_CONTAINER_MOUNTS and ASYNCMOE_CONTAINER_PYTHON; without an image, `executable` runs."""
-    image = environ.get("ASYNCMOE_CONTAINER_IMAGE") or None
-    if image is None:
-        return Container(None, None, executable)
-    return Container(image, environ.get("ASYNCMOE_CONTAINER_MOUNTS") or None, environ.get("ASYNCMOE_CONTAINER_PYTHON") or "python3")
+    if not (image := environ.get("ASYNCMOE_CONTAINER_IMAGE")):
+        return Program(executable)
+    mounts = environ.get("ASYNCMOE_CONTAINER_MOUNTS")
+    flags = (f"--container-image={image}", *([f"--container-mounts={mounts}"] if mounts else []))
+    return Program(environ.get("ASYNCMOE_CONTAINER_PYTHON") or "python3", flags)
 
 
-def srun(allocation: Allocation, name: str, nodes: Sequence[str], logs: Path, where: Container, arguments: Sequence[str]) -> JobStep:
-    """Return a step that runs one `asyncmoe.launch.slurm.task` on each of `nodes`, all of one component.
+def srun(nodes: Sequence[str], tasks: int, where: Program, name: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of a step that runs the Python arguments in `tasks` tasks on each of `nodes`.
 
     - `--overlap`: engines and the controller share a node, but by default a step has exclusive use of its CPUs and GPUs.
     - `--cpu-bind=none`: a task would be bound to one core, but starts many processes.
     - `--mpi=none`: tasks do not use MPI, so SLURM need not start a PMIx server.
-    - `--kill-on-bad-exit`: otherwise ranks wait long for the ranks of a node whose task has ended.
-    - `--wait=0`: the tasks of other nodes may end as late as they like after the first.
+    - `--wait=0`, `--kill-on-bad-exit=0`: engines that join do not affect each other.
     - `--export=ALL`: a step has the batch script's variables also where `sbatch --export=NONE` started that without the user's.
     """
-    group = allocation.group_of(nodes[0])
-    flags = [f"--job-name={name}", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-    flags += [f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=1", "--wait=0", "--cpu-bind=none", "--mpi=none"]
-    flags += ["--export=ALL", *where.flags]
-    if group.index is not None:
-        flags.append(f"--het-group={group.index}")
-    program = [where.python, "-m", "asyncmoe.launch.slurm.task", str(logs), name, *arguments]
-    files = {node: log_of(logs, name, node) for node in nodes}
-    return JobStep(name, group.job, tuple(nodes), ("srun", *flags, *program), logs / f"srun.{name}.log", files)
+    flags = [f"--job-name={name}", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={tasks * len(nodes)}", f"--ntasks-per-node={tasks}"]
+    flags += [f"--nodelist={','.join(nodes)}", "--wait=0", "--kill-on-bad-exit=0", "--cpu-bind=none", "--mpi=none", "--export=ALL"]
+    return ("srun", *flags, *where.flags, where.python, *arguments)
 
 
-def controller(allocation: Allocation, placement: Placement, config: Config, resolved: Path, where: Container, epoch: int = 0) -> JobStep:
-    """Return the step of the controller. `epoch`: how often the trainer was started before."""
-    arguments = ["rollout", str(resolved), str(epoch)]
-    return srun(allocation, CONTROLLER, [placement.controller], config.run.dir / "logs", where, arguments)
-
-
-def engines(
-    allocation: Allocation, placement: Placement, config: Config, resolved: Path, where: Container
-) -> dict[str, Callable[[int], JobStep]]:
-    """Return the steps of the engines by name, each of a start with the number of those before it."""
-    found, logs = dict[str, Callable[[int], JobStep]](), config.run.dir / "logs"
-    for node, machine in placement.engines:
-        for index, number in enumerate(machine.numbers):
-            name, part = f"engine.{number}", machine.node
-            step, task = process_name(name, part), engine(resolved, name, index, part)
-            found[step] = partial(_again, partial(srun, allocation, step, [node], logs, where), task)
-    return found
-
-
-def _again(step: Callable[[Sequence[str]], JobStep], task: Sequence[str], starts: int) -> JobStep:
-    return step([*task, str(starts)])
-
-
-def trainer(
-    allocation: Allocation,
-    placement: Placement,
-    config: Config,
-    resolved: Path,
-    master: tuple[str, int],
-    where: Container,
-    epoch: int = 0,
-) -> JobStep:
-    """Return the step of the trainer.
-
-    Args:
-        master: rendezvous address and port of the trainer's ranks.
-        epoch: how often the trainer was started before.
-    """
-    address, port = master
-    shape = [",".join(placement.trainers), str(placement.ranks), address, str(port), str(epoch)]
-    return srun(allocation, TRAINER, placement.trainers, config.run.dir / "logs", where, ["trainer", str(resolved), *shape])
-
-
-def engine(resolved: Path, name: str, index: int, node: int = 0) -> list[str]:
-    """Return the task arguments of an engine, the `index`-th of its machine, or of one node of it; the number of earlier starts follows."""
-    return ["engine", str(resolved), name, str(index), str(node)]
+def step(allocation: Allocation, node: str, launch: Launch, where: Program) -> JobStep:
+    """Return the step of a process of the run. Its log is named after the process and the node."""
+    command = srun([node], 1, where, launch.name, ["-m", "asyncmoe.launch.slurm.task", *launch.arguments])
+    return JobStep(launch.name, allocation.name, node, command, launch.log.with_name(f"{launch.name}.{node}.log"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,10 @@ from asyncmoe import checkpoints
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
-from asyncmoe.launch import local, rule, watch
-from asyncmoe.launch.run_processes import RunPart, RunParts
+from asyncmoe.launch import commands, local, watch
+from asyncmoe.launch.commands import Launch, Launcher
+from asyncmoe.launch.rule import CONTROLLER, TRAINER
+from asyncmoe.launch.run_processes import RunParts
 from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
@@ -73,35 +75,23 @@ def _describe(where: Allocation, placed: steps.Placement, config: Config, newest
 def _table(
     where: Allocation, placed: steps.Placement, config: Config, file: Path, address: str, started: list[Part], ending: ExitStack
 ) -> RunParts:
-    """Return the parts, which are steps; each is appended to `started` so that those are known if a later one fails to start."""
+    """Return the parts, whose processes are steps; each is appended to `started` so that those are known if a later one fails to start."""
     ending.callback(parts.end_all, started)
-    program = steps.container(os.environ, sys.executable)
+    program = steps.program(os.environ, sys.executable)
 
-    def trainer(epoch: int) -> steps.JobStep:
-        master = (address, steps.master_port(where.job, where.restarts, epoch))
-        return steps.trainer(where, placed, config, file, master, program, epoch)
+    def start(node: str, launch: Launch) -> Part:
+        started.append(Part(steps.step(where, node, launch, program), launch.environment))
+        return started[-1]
 
-    def controller(epoch: int) -> steps.JobStep:
-        return steps.controller(where, placed, config, file, program, epoch)
+    def end(name: str) -> None:
+        parts.end_all(
+            [part for part in started if part.step.name == name or (name == TRAINER and part.step.name.startswith(f"{TRAINER}."))]
+        )
 
-    def begin(step: Callable[[int], steps.JobStep]) -> Callable[[int], tuple[Part, ...]]:
-        def start(before: int) -> tuple[Part, ...]:
-            started.append(Part(step(before)))
-            return (started[-1],)
+    def master(epoch: int) -> tuple[str, int]:
+        return address, steps.master_port(where.job, where.restarts, epoch)
 
-        return start
-
-    def end(name: str) -> Callable[[], None]:
-        return lambda: parts.end_all(_named(started, name))
-
-    engines = steps.engines(where, placed, config, file, program)
-    made = {steps.CONTROLLER: controller, **engines, steps.TRAINER: trainer}
-    rules = rule.table(config, list(engines))
-    return RunParts({name: RunPart(rules[name], begin(step), end(name)) for name, step in made.items()}, parts.SETTLE_S)
-
-
-def _named(started: Sequence[Part], name: str) -> list[Part]:
-    return [part for part in started if part.name == name]
+    return commands.table(config, file, Launcher(placed.engines, placed.trainers, start, end, master, settle_s=parts.SETTLE_S))
 
 
 def _stopping(where: Allocation, stop: Stop, started: Sequence[Part]) -> Stopping:
@@ -109,7 +99,7 @@ def _stopping(where: Allocation, stop: Stop, started: Sequence[Part]) -> Stoppin
         asked=lambda: stop.save or stop.now,
         hurried=lambda: int(stop.now),
         at_once=lambda: outcome.told_to_end(where) if stop.now else None,
-        tell=lambda _: parts.ask_to_stop(_named(started, steps.CONTROLLER)[-1:]),
+        tell=lambda _: parts.ask_to_stop([part for part in started if part.step.name == CONTROLLER][-1:]),
         seconds=lambda: _time_to_save(where),
     )
 

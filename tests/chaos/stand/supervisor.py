@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from asyncmoe.__main__ import main
-from asyncmoe.config import Config
-from asyncmoe.launch import local_trainer
+from asyncmoe.launch import commands
 
 
-def trainer_command(config: Config, resolved: Path, module: str = "", *arguments: str) -> list[str]:
-    """Return the command that starts the ranks."""
-    return [sys.executable, "-m", "tests.chaos.stand.agent", str(resolved), str(config.trainer.ranks)]
+def torchrun(ranks: int, master: tuple[str, int], module: str, *arguments: str, node: int = 0, nodes: int = 1) -> list[str]:
+    """Return the arguments of the Python that starts the ranks."""
+    return ["-m", "tests.chaos.stand.agent", *arguments, str(ranks)]
 
 
 if __name__ == "__main__":
-    local_trainer.trainer_command = trainer_command
+    commands.torchrun = torchrun
     main()

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from asyncmoe import scratch
 from asyncmoe.config.model import MadeModel
 from asyncmoe.log.files import scan
 from asyncmoe.models.make import make_model
@@ -264,7 +265,9 @@ class World:
             return []
 
     def leftovers(self) -> list[str]:
-        """Return temporary files of processes that have ended."""
+        """Return temporary files of processes that have ended, which the next one would not remove."""
+        for path in self.temporary.glob(scratch._NAME):
+            scratch._remove_if_left(path)
         return [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
 

@@ -1,4 +1,8 @@
-"""A kernel that refuses what a run can do without: `python -m tests.system.refusing PROGRAM ...` executes the program under a filter."""
+"""A kernel that refuses what a run can do without: `python -m tests.system.refusing PROGRAM ...` executes the program under a filter.
+
+The filter is a classic BPF program over `struct seccomp_data` (linux/seccomp.h, linux/filter.h). Numbers are those of Linux's tables
+(arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h).
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,48 @@ import ctypes
 import errno
 import os
 import platform
+import struct
 import sys
 
-from asyncmoe.rollout.episodes.tools import guard, seccomp
+REFUSED = {
+    "x86_64": {
+        "memfd_create": 319,
+        "setpriority": 141,
+        "sched_setaffinity": 203,
+        "ptrace": 101,
+        "unshare": 272,
+        "setns": 308,
+        "mount": 165,
+    },
+    "aarch64": {"memfd_create": 279, "setpriority": 140, "sched_setaffinity": 122, "ptrace": 117, "unshare": 97, "setns": 268, "mount": 40},
+}
+EVERYWHERE = {"pidfd_open": 434, "io_uring_setup": 425}
+PRCTL = {"x86_64": 157, "aarch64": 167}
+SET_PDEATHSIG, SET_SECCOMP, MODE_FILTER = 1, 22, 2
+LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
+NUMBER_AT, ARGUMENT_AT = 0, 16
+ALLOW, NO = 0x7FFF0000, 0x00050000 | errno.EPERM
 
-REFUSED = {"memfd_create", "setpriority", "sched_setaffinity", "ptrace", "unshare", "setns", "mount", "pidfd_open", "io_uring_setup"}
+
+class Filter(ctypes.Structure):
+    """`struct sock_fprog`."""
+
+    _fields_ = (("count", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def program() -> bytes:
-    """The filter, as `asyncmoe.rollout.episodes.tools.seccomp` explains: the calls above, and PR_SET_PDEATHSIG."""
-    machine, no = platform.machine(), seccomp._refuse(errno.EPERM)
-    made = [seccomp._do(seccomp._LOAD, seccomp._NUMBER_AT)]
-    for name, number in (seccomp._REFUSED[machine] | seccomp._REFUSED_EVERYWHERE).items():
-        made += seccomp._when(seccomp._EQUAL, number, no) if name in REFUSED else []
-    made += [seccomp._jump(seccomp._EQUAL, seccomp._PRCTL[machine], 0, 3), seccomp._do(seccomp._LOAD, seccomp._FIRST_ARGUMENT_AT)]
-    made += seccomp._when(seccomp._EQUAL, seccomp._SET_PARENT_DEATH_SIGNAL, no)
-    return b"".join((*made, seccomp._do(seccomp._RETURN, seccomp._ALLOW)))
+    """The filter: the calls above, and PR_SET_PDEATHSIG."""
+    machine = platform.machine()
+    made = [(LOAD, 0, 0, NUMBER_AT)]
+    for number in {**REFUSED[machine], **EVERYWHERE}.values():
+        made += [(EQUAL, 0, 1, number), (RETURN, 0, 0, NO)]
+    made += [(EQUAL, 0, 3, PRCTL[machine]), (LOAD, 0, 0, ARGUMENT_AT), (EQUAL, 0, 1, SET_PDEATHSIG), (RETURN, 0, 0, NO)]
+    return b"".join(struct.pack("=HBBI", *one) for one in [*made, (RETURN, 0, 0, ALLOW)])
 
 
 if __name__ == "__main__":
     instructions = program()
-    filtered = guard._Filter(len(instructions) // 8, instructions)
-    guard._prctl(guard._PR_SET_SECCOMP, guard._SECCOMP_MODE_FILTER, ctypes.addressof(filtered))
+    filtered, libc = Filter(len(instructions) // 8, instructions), ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(SET_SECCOMP, MODE_FILTER, ctypes.c_ulong(ctypes.addressof(filtered)), 0, 0):
+        raise OSError(ctypes.get_errno(), "no filter")
     os.execv(sys.argv[1], sys.argv[1:])

@@ -79,7 +79,7 @@ def test_a_healthy_run_breaks_no_rule_and_every_process_ends_its_heartbeats(fini
     assert not any("anomaly" in (finished / "logs" / f"{name}.log").read_text() for name in ("controller", "trainer"))
     beats = heartbeats.read(finished)
     assert {role: beat.does for role, beat in beats.items()} == dict.fromkeys(
-        ("controller", "engine.0", "trainer.0", "trainer.1"), heartbeats.ENDED
+        ("controller", "engine.0", "rollout.1", "trainer.0", "trainer.1"), heartbeats.ENDED
     )
 
 

@@ -72,20 +72,18 @@ def write(directory: Path, manifest: Manifest) -> None:
         os.fsync(file.fileno())
 
 
-def read(directory: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint; None if it has none.
+def read(directory: Path) -> Manifest:
+    """Return the manifest of a checkpoint.
 
     Raises:
-        DataError: it is damaged.
+        DataError: it is missing or damaged.
         UserError: it is of a later format, or cannot be read here although it may be whole.
     """
     path = directory / MANIFEST
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise _damaged(path, f"{size} bytes")
-        return _parsed(path, path.read_bytes())
-    except FileNotFoundError:
-        return None
+        return parse(path.read_bytes(), path)
     except OSError as error:
         raise _damaged(path, unreadable(path, error)) from error
 
@@ -101,11 +99,6 @@ def unreadable(path: Path, error: OSError) -> str:
     raise UserError(
         str(path), got=error.strerror, expected="a file that can be read", hint="nothing was changed; start again then"
     ) from error
-
-
-def parse(text: bytes, path: Path) -> Manifest:
-    """Return a manifest from its text, such as that of a copy. `path` names it in errors. Raises DataError as `read`."""
-    return _parsed(path, text)
 
 
 def names_in(directory: Path) -> list[str]:
@@ -160,7 +153,8 @@ def share(manifest: Manifest, rank: int, world: int) -> list[str]:
     return mine
 
 
-def _parsed(path: Path, text: bytes) -> Manifest:
+def parse(text: bytes, path: Path) -> Manifest:
+    """Return a manifest from its text, such as that of a copy. `path` names it in errors. Raises as `read`."""
     try:
         values = json.loads(text)
         if not isinstance(values, dict):

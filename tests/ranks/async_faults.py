@@ -21,13 +21,14 @@ import torch.distributed as dist
 from asyncmoe import checkpoints, models
 from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError
+from asyncmoe.platform.megatron.writer import Planned
 from asyncmoe.process import die_with_parent
-from asyncmoe.trainer.model import checkpoint, checkpoint_files, gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from tests.ranks import group
 from tests.ranks.storage import BYTES
 
-_write = checkpoint_files.write_shards
+_write = Planned.write
 
 
 def main(result: Path, path: Path) -> None:
@@ -46,9 +47,9 @@ def main(result: Path, path: Path) -> None:
     failures: dict[str, Any] = {}
     for step, rank in ((2, 1), (3, 0)):
         failures[str(step)] = group.everyone(limited(saver, step, rank))
-    checkpoint_files.write_shards = broken if place.rank == 1 else _write
+    Planned.write = broken if place.rank == 1 else _write  # type: ignore[method-assign]
     failures["bug"] = group.everyone(failed(saver, 4))
-    checkpoint_files.write_shards = _write
+    Planned.write = _write  # type: ignore[method-assign]
     kept = names(run)
     loaded = checkpoint.load(checkpoints.directory(run, 1), config, built, adam)
     saver.save(5)
@@ -59,7 +60,7 @@ def main(result: Path, path: Path) -> None:
     saved = names(run)
     pids = group.everyone(str(os.getpid()))
     half = threading.Event()
-    checkpoint_files.write_shards = lambda *given: _write(*given[:-1], lambda: stopped(half))
+    Planned.write = lambda planned: stopped(planned, half)  # type: ignore[method-assign]
     saver.save(7)
     half.wait(60)
     dist.barrier()
@@ -70,8 +71,10 @@ def main(result: Path, path: Path) -> None:
     saver.settle()
 
 
-def stopped(half: threading.Event) -> None:
+def stopped(planned: Planned, half: threading.Event) -> None:
     """Never return, when some bytes of the file are written."""
+    for path in planned.paths:
+        path.write_bytes(b"half of a file")
     half.set()
     threading.Event().wait()
 

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -133,24 +134,14 @@ def changed(directory: Path, manifest: Manifest, names: Iterable[str]) -> str | 
 
 def smallest(manifest: Manifest, most_bytes: int) -> list[str]:
     """Return the names of the smallest files that have at most `most_bytes` together."""
-    chosen, total = [], 0
-    for name, sealed in sorted(manifest.items(), key=lambda item: (item[1].nbytes, item[0])):
-        if (total := total + sealed.nbytes) > most_bytes:
-            break
-        chosen.append(name)
-    return chosen
+    names = sorted(manifest, key=lambda name: (manifest[name].nbytes, name))
+    totals = accumulate(manifest[name].nbytes for name in names)
+    return [name for name, total in zip(names, totals, strict=True) if total <= most_bytes]
 
 
 def share(manifest: Manifest, rank: int, world: int) -> list[str]:
     """Return the names of the files that a rank verifies: together the ranks verify every file, each about as many bytes."""
-    left = [0] * world
-    mine = []
-    for name, sealed in sorted(manifest.items(), key=lambda item: (-item[1].nbytes, item[0])):
-        least = left.index(min(left))
-        left[least] += sealed.nbytes
-        if least == rank:
-            mine.append(name)
-    return mine
+    return sorted(manifest, key=lambda name: (-manifest[name].nbytes, name))[rank::world]
 
 
 def parse(text: bytes, path: Path) -> Manifest:

@@ -1,4 +1,5 @@
-"""Worker: asynchronous saves that fail on one rank, and one in which the test kills a rank. `async_faults.py RESULT MODEL`, on two ranks.
+"""Worker: saves that fail on one rank, asynchronous or not, and one in which the test kills a rank.
+`async_faults.py RESULT MODEL`, on two ranks.
 
 The result is written when the last save is half written, which does not end.
 """
@@ -11,7 +12,6 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from asyncmoe.process import die_with_parent
 from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from tests.ranks import group
-from tests.ranks.storage import BYTES
 
+BYTES = 64 << 10
 _write = Planned.write
 
 
@@ -44,9 +44,12 @@ def main(result: Path, path: Path) -> None:
     saver = Saver(config, built, adam)
     saver.save(1)
     saver.settle()
+    (run / "checkpoints" / "step-00000007.writing").mkdir(exist_ok=True)  # as a killed save leaves it
     failures: dict[str, Any] = {}
-    for step, rank in ((2, 1), (3, 0)):
-        failures[str(step)] = group.everyone(limited(saver, step, rank))
+    trainer_section = config.trainer.model_copy(update={"async_save": False})
+    standing = Saver(config.model_copy(update={"trainer": trainer_section}), built, adam)
+    for step, rank, by in ((2, 1, saver), (3, 0, standing)):
+        failures[str(step)] = group.everyone(limited(by, step, rank))
     Planned.write = broken if place.rank == 1 else _write  # type: ignore[method-assign]
     failures["bug"] = group.everyone(failed(saver, 4))
     Planned.write = _write  # type: ignore[method-assign]
@@ -95,13 +98,9 @@ def limited(saver: Saver, step: int, rank: int) -> str:
 
 
 def failed(saver: Saver, step: int) -> str:
-    saver.save(step)
-    return told(saver.settle)
-
-
-def told(act: Callable[[], None]) -> str:
     try:
-        act()
+        saver.save(step)
+        saver.settle()
     except AsyncmoeError as error:
         return f"{type(error).__name__}: {error}"
     return "saved"

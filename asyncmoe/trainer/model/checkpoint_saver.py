@@ -50,25 +50,24 @@ class Stood:
 
 class _Report(NamedTuple):
     """How far a rank is: the bytes in its files, and when it has `ended` what `checkpoints.finish` wants to know of them, or why there are
-    none. `storage`: the failure is one of storage, and says to the user what to do."""
+    none."""
 
     nbytes: int
     ended: bool
     sealed: Manifest
-    failure: str = ""
-    storage: bool = False
+    failure: AsyncmoeError | None
 
 
 class _SaveThread(threading.Thread):
     """Writes a rank's files, syncs and digests them."""
 
-    def __init__(self, config: Config, step: int, planned: Planned) -> None:
+    def __init__(self, config: Config, step: int, rank: int, planned: Planned) -> None:
         super().__init__(name=f"checkpoint of step {step}", daemon=True)
         self.step, self.begun = step, time.monotonic()
-        self.planned, self._config = planned, config
+        self.planned, self._config, self._rank = planned, config, rank
         self._sealed: Manifest = {}
         self.failure: Exception | None = None
-        self._said = ("", False)
+        self._told: AsyncmoeError | None = None
 
     def run(self) -> None:
         try:
@@ -77,14 +76,15 @@ class _SaveThread(threading.Thread):
         except Exception as error:  # noqa: BLE001  reported to all ranks, and raised there
             # Before anything is removed: torch may give no reason, so the disk is asked, and the free space is part of what is said.
             explained = storage.explain(error, *checkpoint.target(self._config, self.step))
-            self._said = (str(explained or f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"), explained is not None)
+            told = f"{self.name}: trainer rank {self._rank}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            self._told = explained or AsyncmoeError(told)
             self.failure = error
 
     def report(self) -> _Report:
         """Return how far it is."""
         ended = not self.is_alive()
         nbytes = sum(path.stat().st_size for path in self.planned.paths if path.exists())
-        return _Report(nbytes, ended, self._sealed, *self._said) if ended else _Report(nbytes, ended, {})
+        return _Report(nbytes, ended, self._sealed, self._told) if ended else _Report(nbytes, ended, {}, None)
 
 
 class Saver:
@@ -108,7 +108,7 @@ class Saver:
         waited = time.monotonic() - begin
         gather_weights(self._model)
         with storage.writing(*checkpoint.target(self._config, step)):
-            self._under_way = _SaveThread(self._config, step, self._plan(step))
+            self._under_way = _SaveThread(self._config, step, self._model.mesh.rank, self._plan(step))
         self._under_way.start()
         if not self._config.trainer.async_save:
             self.settle()
@@ -169,25 +169,22 @@ class Saver:
 
     def _check(self, thread: _SaveThread, reports: list[_Report]) -> None:
         """Raise what ended a save: storage's failure before others, because others may follow from it; then the lowest rank's."""
-        failed = min(((not one.storage, rank) for rank, one in enumerate(reports) if one.failure), default=None)
-        if failed is None:
-            return
-        other, rank = failed
-        if self._model.mesh.rank == 0:
-            checkpoints.give_up(self._config.run.dir)
-        if not other:
-            raise StorageError(reports[rank].failure) from thread.failure
-        raise AsyncmoeError(f"checkpoint of step {thread.step}: trainer rank {rank}: {reports[rank].failure}") from thread.failure
+        failures = sorted((one.failure for one in reports if one.failure), key=lambda failure: not isinstance(failure, StorageError))
+        if failures:
+            if self._model.mesh.rank == 0:
+                checkpoints.give_up(self._config.run.dir)
+            raise failures[0] from thread.failure
 
     def _publish(self, step: int, sealed: Manifest) -> None:
-        config, section, failure = self._config, self._config.trainer, ""
+        config, section = self._config, self._config.trainer
+        failure: StorageError | None = None
         if self._model.mesh.rank == 0:
             facts = checkpoint.facts_now(config, step, self._model)
             try:
                 with storage.writing(*checkpoint.target(config, step)):
                     checkpoints.finish(config.run.dir, step, facts, section.keep_checkpoints, section.keep_every, sealed)
             except StorageError as error:
-                failure = str(error)
+                failure = error
                 checkpoints.give_up(config.run.dir)
         if told := collectives.everyones(failure)[0]:
-            raise StorageError(told)
+            raise told

@@ -60,11 +60,9 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
         DataError: it lacks a part of the optimizer's state, or
             the trained parameters differ from the configuration's, or a file cannot be read or holds anything but tensors and plain values.
     """
-    checkpoints.check_family(checkpoint, family_of(model.hf).name)
-    facts = checkpoints.facts(checkpoint)
-    if optimizer is not None:
-        for fault in checkpoints.kind_faults(checkpoint, config.checkpoint_kind):
-            raise fault
+    facts, kind = checkpoints.facts(checkpoint), {} if optimizer is None else config.checkpoint_kind
+    for fault in checkpoints.kind_faults(checkpoint, {"family": family_of(model.hf).name, **kind}):
+        raise fault
     state, asked = _read(checkpoint, sharded_state(model, optimizer, loading=True), optimizer)
     for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
         trained(chunk).load_state_dict(state[name])

@@ -51,13 +51,12 @@ def run() -> dict[str, Any]:
 def measure(folder: Path) -> dict[str, Any]:
     """See `run`."""
     import torch
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     from asyncmoe.config import parse
     from asyncmoe.config.model import MadeModel
     from asyncmoe.models import load_hf_config
     from asyncmoe.models.make import make_model
+    from asyncmoe.platform.megatron.patch import module
     from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
     from asyncmoe.trainer.model.checkpoint_saver import Saver
 
@@ -83,8 +82,9 @@ def measure(folder: Path) -> dict[str, Any]:
     assert saver._under_way is not None
     copied = saver._under_way.planned.nbytes
     saver.settle()
-    parts = nested_values(checkpoint.sharded_state(built, adam, loading=False))
-    live = [part.data for part in parts if isinstance(part, (ShardedTensor, ShardedTensorFactory))]
+    dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
+    parts = dicts.nested_values(checkpoint.sharded_state(built, adam, loading=False))
+    live = [part.data for part in parts if isinstance(part, (mapping.ShardedTensor, mapping.ShardedTensorFactory))]
     others = [torch.ones_like(tensor) for tensor in live]
 
     def plain() -> None:

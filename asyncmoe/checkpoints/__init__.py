@@ -9,11 +9,10 @@
 from __future__ import annotations
 
 from asyncmoe.checkpoints.directories import directory, finish, give_up, newest, set_aside, start, temporary
-from asyncmoe.checkpoints.facts_file import check_family, facts, kind_faults
+from asyncmoe.checkpoints.facts_file import facts, kind_faults
 from asyncmoe.checkpoints.intact import survey
 
 __all__ = [
-    "check_family",
     "directory",
     "facts",
     "finish",

@@ -14,7 +14,6 @@ from typing import TypeVar
 from asyncmoe import storage
 from asyncmoe.checkpoints import copies, directories
 from asyncmoe.checkpoints.copies import KEY, SecondPlace
-from asyncmoe.checkpoints.manifest import Sealed
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, WaitTimeout
 
@@ -124,7 +123,7 @@ class Copier:
                 self._ending.wait(_POLL_S)
 
     def _copy(self, checkpoint: Path, place: SecondPlace) -> None:
-        sent: dict[str, Sealed] = {}
+        sent: set[str] = set()
         begin = time.monotonic()
         for attempt in range(1, _TRIES + 1):
             try:

@@ -1,26 +1,25 @@
 """Copies of checkpoints in a second place, which fsspec names by a URL: `URL/NAME OF THE RUN'S DIRECTORY/step-00000012/`.
 
 Object stores cannot rename. The manifest is therefore written last and deleted first: a copy with its manifest is complete, and any other
-is absent. All bytes are digested while they are sent and while they are brought back.
+is absent. Files are digested before they are sent and after they were brought back.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from asyncmoe import installed, storage
 from asyncmoe.checkpoints import directories, intact, manifest
-from asyncmoe.checkpoints.manifest import MANIFEST, Manifest, Sealed
+from asyncmoe.checkpoints.manifest import MANIFEST, Manifest
 from asyncmoe.errors import AsyncmoeError, DataError, UserError
 
 KEY = "trainer.checkpoint_copy"
-_PIECE_BYTES = 8 << 20
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "obs", "r2"))
 """fsspec's names of stores without folders."""
 
@@ -83,30 +82,29 @@ def complete(place: SecondPlace) -> list[int]:
     return [step for step in steps if place.files.exists(f"{place.folder(step)}/{MANIFEST}")]
 
 
-def send(checkpoint: Path, place: SecondPlace, sent: dict[str, Sealed]) -> None:
+def send(checkpoint: Path, place: SecondPlace, sent: set[str]) -> None:
     """Copy a checkpoint.
 
     Args:
         sent: files that an earlier attempt has sent; this one adds its own.
 
     Raises:
-        DataError: the checkpoint is damaged, or of before manifests; its copy is then incomplete.
+        DataError: the checkpoint is damaged; its copy is then incomplete.
         Exception: what the file system raises.
     """
-    listed = intact.listing(checkpoint)
-    step = directories.step_of(checkpoint.name)
-    if listed is None or step is None:
-        raise DataError(str(checkpoint), got="a checkpoint without a manifest", expected="one that can be verified")
-    folder = place.folder(step)
+    listed = manifest.read(checkpoint)
+    folder = f"{place.root}/{checkpoint.name}"
     _remove(place, f"{folder}/{MANIFEST}")
-    for name, sealed in sorted(listed.items()):
-        if sent.get(name) != sealed:
-            _send_file(checkpoint / name, place, f"{folder}/{name}", sealed)
-            sent[name] = sealed
+    for name in sorted(listed.keys() - sent):
+        if (fault := manifest.changed(checkpoint, listed, [name])) is not None:
+            raise DataError(str(checkpoint), got=fault, expected="files as they were written")
+        _make_folder(place, f"{folder}/{name}")
+        place.files.put_file(str(checkpoint / name), f"{folder}/{name}")
+        sent.add(name)
     place.files.invalidate_cache()
     for name, sealed in listed.items():
         if (size := place.files.info(f"{folder}/{name}")["size"]) != sealed.nbytes:
-            sent.pop(name)
+            sent.remove(name)
             raise DataError(f"{place.shown}/{checkpoint.name}/{name}", got=f"{size} bytes", expected=sealed.nbytes)
     with place.files.open(f"{folder}/{MANIFEST}", "wb") as file:
         file.write(manifest.text_of(listed))
@@ -148,7 +146,12 @@ def restore(url: str, run_dir: Path, step: int | None = None) -> Path:
         shutil.rmtree(written, ignore_errors=True)
         written.mkdir(parents=True)
         for name, sealed in sorted(listed.items()):
-            _fetch_file(place, f"{place.folder(step)}/{name}", written / name, sealed)
+            (written / name).parent.mkdir(parents=True, exist_ok=True)
+            _asked(place, partial(place.files.get_file, f"{place.folder(step)}/{name}", str(written / name)))
+            if (found := manifest.seal(written / name, sync=True)) != sealed:
+                got = f"{found.nbytes} bytes of CRC-32C {found.crc32c:08x}"
+                expected = f"{sealed.nbytes} bytes of {sealed.crc32c:08x}, as its manifest says"
+                raise DataError(f"{place.shown}/{final.name}/{name}", got=got, expected=expected)
         directories.publish(written, final, listed)
     return final
 
@@ -174,12 +177,6 @@ def _manifest(place: SecondPlace, step: int) -> Manifest:
     return manifest.parse(place.files.cat_file(path), Path(path))
 
 
-def _send_file(source: Path, place: SecondPlace, target: str, sealed: Sealed) -> None:
-    _make_folder(place, target)
-    with source.open("rb", buffering=0) as read, place.files.open(target, "wb") as write:
-        _compare(source, _piped(read.read, write, sealed.nbytes), sealed)
-
-
 def _make_folder(place: SecondPlace, target: str) -> None:
     """Make the folder of a file where there are folders; in a bucket it would only make a bucket of a mistyped name."""
     kinds = (place.files.protocol,) if isinstance(place.files.protocol, str) else place.files.protocol
@@ -197,34 +194,6 @@ def try_to_write(place: SecondPlace) -> None:
     with place.files.open(path, "wb") as file:
         file.write(b"asyncmoe tried to write here\n")
     place.files.rm_file(path)
-
-
-def _fetch_file(place: SecondPlace, source: str, target: Path, sealed: Sealed) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("wb") as write:
-        with _asked(place, lambda: place.files.open(source, "rb")) as read:
-            found = _piped(lambda size: bytes(_asked(place, lambda: read.read(size))), write, sealed.nbytes)
-        write.flush()
-        os.fsync(write.fileno())
-    _compare(Path(source), found, sealed)
-
-
-def _piped(read: Callable[[int], bytes], write: BinaryIO, most_bytes: int) -> Sealed:
-    """Copy at most one byte more than there should be, and return size and digest."""
-    from asyncmoe.trajectory.native import crc32c
-
-    total = digest = 0
-    while piece := read(min(_PIECE_BYTES, most_bytes + 1 - total)):
-        digest = crc32c(piece, digest)
-        total += len(piece)
-        write.write(piece)
-    return Sealed(total, digest)
-
-
-def _compare(path: Path, found: Sealed, sealed: Sealed) -> None:
-    if found != sealed:
-        got = f"{found.nbytes} bytes of CRC-32C {found.crc32c:08x}"
-        raise DataError(str(path), got=got, expected=f"{sealed.nbytes} bytes of {sealed.crc32c:08x}, as its manifest says")
 
 
 def _remove(place: SecondPlace, path: str) -> None:

@@ -79,7 +79,7 @@ def finish(run_dir: Path, step: int, facts: Mapping[str, Any], keep: int, keep_e
         OSError: a file cannot be read, written or synced; the checkpoint is then not visible.
     """
     written = temporary(run_dir, step)
-    (written / FACTS).write_text(json.dumps({**facts, "manifest": 1}, indent=1))
+    (written / FACTS).write_text(json.dumps(dict(facts), indent=1))
     publish(written, directory(run_dir, step), sealed)
     prune(run_dir, keep, keep_every)
     return directory(run_dir, step)

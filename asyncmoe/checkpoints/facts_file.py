@@ -12,6 +12,8 @@ from asyncmoe.errors import ConfigError, DataError
 
 FACTS = "asyncmoe.json"
 _MOST_BYTES = 1 << 20
+_KEYS = {"family": "model.family"}
+"""Settings that facts call otherwise."""
 
 
 def facts(checkpoint: Path) -> dict[str, Any]:
@@ -35,40 +37,23 @@ def facts(checkpoint: Path) -> dict[str, Any]:
     return values
 
 
-def check_family(checkpoint: Path, family: str) -> None:
-    """Refuse a checkpoint that another model family made; checkpoints of before families were recorded are accepted.
+def kind_faults(checkpoint: Path, now: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yield an error, which names the key, for each setting by which a checkpoint is of another model family or kind of training.
 
     Args:
-        family: name of the run's family, which is a `model_type`.
-
-    Raises:
-        ConfigError: another family made it.
-        DataError: as `facts`.
-    """
-    made = facts(checkpoint).get("family", family)
-    if made != family:
-        hint = "set model.path and model.family as in the run that made it, or choose another run.dir"
-        raise ConfigError("model.family", got=family, expected=f"{made}, as {checkpoint.name} has it", hint=hint)
-
-
-def kind_faults(checkpoint: Path, now: Mapping[str, Any], *, recorded: bool = False) -> Iterator[ConfigError]:
-    """Yield an error, which names the key, for each setting by which a checkpoint is of another kind of training.
-
-    Args:
-        now: settings that say what is trained, as `finish` stored those of the run that wrote it; of a section, those that both have.
-        recorded: compare only settings that the checkpoint has; otherwise one that it lacks differs.
+        now: settings that say what is trained, as `finish` stored those of the run that wrote it; those that both have are compared.
 
     Raises:
         DataError: as `facts`.
     """
     saved = facts(checkpoint)
-    for name, value in now.items():
-        told = saved.get(name)
-        both = {name: (told, value)}
+    for name in [name for name in now if name in saved]:
+        told, value = saved[name], now[name]
+        both = {_KEYS.get(name, name): (told, value)}
         if isinstance(told, dict):
             both = {f"{name}.{key}": (told[key], value[key]) for key in value if key in told}
         for key, (then, got) in both.items():
-            if then != got and not (recorded and name not in saved):
+            if then != got:
                 here, there = (one if isinstance(one, str) else json.dumps(one) for one in (got, then))
                 hint = f"set {key}={there}, or choose another run.dir"
                 yield ConfigError(key, got=here, expected=f"{there}, as {checkpoint.name} has it", hint=hint)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncmoe.checkpoints import directories, manifest
-from asyncmoe.checkpoints.facts_file import facts
+from asyncmoe.checkpoints.manifest import Manifest
 from asyncmoe.errors import DataError
 
 QUICK_BYTES = 2 << 30
@@ -32,22 +32,17 @@ class Survey:
     Attributes:
         newest: the newest without a fault; None if the run has no checkpoint.
         damaged: those newer than `newest`, the newest first.
-        verifiable: `newest` has a manifest; checkpoints of before manifests have none.
     """
 
     newest: Path | None
     damaged: Sequence[Damaged] = ()
-    verifiable: bool = True
 
     @property
     def lines(self) -> list[str]:
         """What the user should know, before a run resumes."""
         if self.newest is None:
             return []
-        told = [f"checkpoint {one}; the run resumes from {self.newest.name}" for one in self.damaged]
-        if not self.verifiable:
-            told.append(f"checkpoint {self.newest.name} cannot be verified: it was saved by an asyncmoe that wrote no {manifest.MANIFEST}")
-        return told
+        return [f"checkpoint {one}; the run resumes from {self.newest.name}" for one in self.damaged]
 
 
 def survey(run_dir: Path, most_bytes: int | None = QUICK_BYTES) -> Survey:
@@ -63,7 +58,7 @@ def survey(run_dir: Path, most_bytes: int | None = QUICK_BYTES) -> Survey:
     for path in reversed(directories.complete(run_dir)):
         found = fault(path, most_bytes)
         if found is None:
-            return Survey(path, tuple(damaged), manifest.read(path) is not None)
+            return Survey(path, tuple(damaged))
         damaged.append(Damaged(path, found))
     if damaged:
         raise none_left(damaged)
@@ -79,25 +74,12 @@ def fault(checkpoint: Path, most_bytes: int | None = None) -> str | None:
     Raises:
         UserError: the checkpoint may be whole, but cannot be read here.
     """
-    try:
-        listed = listing(checkpoint)
-        if listed is None:
-            return None
-        names = sorted(listed) if most_bytes is None else manifest.smallest(listed, most_bytes)
-        return manifest.missing_or_cut(checkpoint, listed) or manifest.changed(checkpoint, listed, names)
-    except DataError as error:
-        return _of(checkpoint, error)
+    return _fault(checkpoint, lambda listed: sorted(listed) if most_bytes is None else manifest.smallest(listed, most_bytes))
 
 
 def fault_in_share(checkpoint: Path, rank: int, world: int) -> str | None:
     """Like `fault`, for the files that one of `world` ranks verifies; together they read every file."""
-    try:
-        listed = listing(checkpoint)
-        if listed is None:
-            return None
-        return manifest.missing_or_cut(checkpoint, listed) or manifest.changed(checkpoint, listed, manifest.share(listed, rank, world))
-    except DataError as error:
-        return _of(checkpoint, error)
+    return _fault(checkpoint, lambda listed: manifest.share(listed, rank, world))
 
 
 def chosen(run_dir: Path, step: int | None) -> Path:
@@ -124,18 +106,6 @@ def refused(checkpoint: Path, fault: str) -> DataError:
     return DataError(str(checkpoint), got=f"a damaged checkpoint: {fault}", expected="files as they were written", hint=hint)
 
 
-def listing(checkpoint: Path) -> manifest.Manifest | None:
-    """Return the manifest; None for a checkpoint of before manifests.
-
-    Raises:
-        DataError: facts or manifest are damaged, or the manifest is missing although the facts say that it was written.
-    """
-    listed = manifest.read(checkpoint)
-    if listed is None and "manifest" in facts(checkpoint):
-        raise DataError(str(checkpoint / manifest.MANIFEST), got="no such file", expected="the manifest of the checkpoint")
-    return listed
-
-
 def none_left(damaged: Sequence[Damaged]) -> DataError:
     """Return the error of a run all of whose checkpoints are damaged; the first of them is the newest."""
     folder = damaged[0].path.parent
@@ -147,6 +117,10 @@ def none_left(damaged: Sequence[Damaged]) -> DataError:
     )
 
 
-def _of(checkpoint: Path, error: DataError) -> str:
-    """Say an error about a file of the checkpoint, without the path of the checkpoint."""
-    return f"{error.what.removeprefix(f'{checkpoint}/')}: got {error.got}"
+def _fault(checkpoint: Path, choose: Callable[[Manifest], Iterable[str]]) -> str | None:
+    """Compare the sizes of all files, and read those that are chosen."""
+    try:
+        listed = manifest.read(checkpoint)
+        return manifest.missing_or_cut(checkpoint, listed) or manifest.changed(checkpoint, listed, choose(listed))
+    except DataError as error:  # of the manifest; said without the path of the checkpoint
+        return f"{error.what.removeprefix(f'{checkpoint}/')}: got {error.got}"

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -72,20 +73,18 @@ def write(directory: Path, manifest: Manifest) -> None:
         os.fsync(file.fileno())
 
 
-def read(directory: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint; None if it has none.
+def read(directory: Path) -> Manifest:
+    """Return the manifest of a checkpoint.
 
     Raises:
-        DataError: it is damaged.
+        DataError: it is missing or damaged.
         UserError: it is of a later format, or cannot be read here although it may be whole.
     """
     path = directory / MANIFEST
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise _damaged(path, f"{size} bytes")
-        return _parsed(path, path.read_bytes())
-    except FileNotFoundError:
-        return None
+        return parse(path.read_bytes(), path)
     except OSError as error:
         raise _damaged(path, unreadable(path, error)) from error
 
@@ -101,11 +100,6 @@ def unreadable(path: Path, error: OSError) -> str:
     raise UserError(
         str(path), got=error.strerror, expected="a file that can be read", hint="nothing was changed; start again then"
     ) from error
-
-
-def parse(text: bytes, path: Path) -> Manifest:
-    """Return a manifest from its text, such as that of a copy. `path` names it in errors. Raises DataError as `read`."""
-    return _parsed(path, text)
 
 
 def names_in(directory: Path) -> list[str]:
@@ -140,27 +134,18 @@ def changed(directory: Path, manifest: Manifest, names: Iterable[str]) -> str | 
 
 def smallest(manifest: Manifest, most_bytes: int) -> list[str]:
     """Return the names of the smallest files that have at most `most_bytes` together."""
-    chosen, total = [], 0
-    for name, sealed in sorted(manifest.items(), key=lambda item: (item[1].nbytes, item[0])):
-        if (total := total + sealed.nbytes) > most_bytes:
-            break
-        chosen.append(name)
-    return chosen
+    names = sorted(manifest, key=lambda name: (manifest[name].nbytes, name))
+    totals = accumulate(manifest[name].nbytes for name in names)
+    return [name for name, total in zip(names, totals, strict=True) if total <= most_bytes]
 
 
 def share(manifest: Manifest, rank: int, world: int) -> list[str]:
     """Return the names of the files that a rank verifies: together the ranks verify every file, each about as many bytes."""
-    left = [0] * world
-    mine = []
-    for name, sealed in sorted(manifest.items(), key=lambda item: (-item[1].nbytes, item[0])):
-        least = left.index(min(left))
-        left[least] += sealed.nbytes
-        if least == rank:
-            mine.append(name)
-    return mine
+    return sorted(manifest, key=lambda name: (-manifest[name].nbytes, name))[rank::world]
 
 
-def _parsed(path: Path, text: bytes) -> Manifest:
+def parse(text: bytes, path: Path) -> Manifest:
+    """Return a manifest from its text, such as that of a copy. `path` names it in errors. Raises as `read`."""
     try:
         values = json.loads(text)
         if not isinstance(values, dict):

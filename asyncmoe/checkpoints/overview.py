@@ -1,4 +1,4 @@
-"""What `asyncmoe checkpoints RUN` shows: every checkpoint of a run, what is in it, and whether it is as it was written."""
+"""What `asyncmoe checkpoints RUN` shows: every checkpoint of a run, its size, and whether it is as it was written."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from asyncmoe.checkpoints import directories, intact
-from asyncmoe.checkpoints.facts_file import FACTS, facts
+from asyncmoe.checkpoints.facts_file import facts
 from asyncmoe.errors import DataError, gibibytes
 
-State = Literal["verified", "complete", "unverifiable", "damaged", "unfinished"]
+State = Literal["verified", "complete", "damaged", "unfinished"]
 _MEANINGS: dict[State, str] = {
     "verified": "all files are as they were written",
     "complete": "all files have their sizes; --verify reads them",
-    "unverifiable": "complete, but of before manifests",
     "damaged": "",
     "unfinished": "being written, or left by a killed save",
 }
@@ -30,7 +29,6 @@ class CheckpointLine:
     Attributes:
         step: None if the name tells none.
         saved: Unix time; None if unknown.
-        parts: what it covers, such as "weights", "optimizer"; empty if unknown.
         fault: the damaged file and how it differs; "" unless `state` is damaged.
     """
 
@@ -38,7 +36,6 @@ class CheckpointLine:
     step: int | None
     saved: float | None
     nbytes: int
-    parts: tuple[str, ...]
     state: State
     fault: str = ""
 
@@ -47,7 +44,7 @@ class CheckpointLine:
         """The line of a table."""
         when = "?" if self.saved is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.saved))
         told = self.fault or _MEANINGS[self.state]
-        return (self.name, when, gibibytes(self.nbytes), ", ".join(self.parts) or "?", f"{self.state}: {told}")
+        return (self.name, when, gibibytes(self.nbytes), f"{self.state}: {told}")
 
 
 def overview(run_dir: Path, *, verify: bool = False) -> list[CheckpointLine]:
@@ -69,7 +66,7 @@ def overview(run_dir: Path, *, verify: bool = False) -> list[CheckpointLine]:
 
 def table(lines: Sequence[CheckpointLine]) -> str:
     """Return lines as a table for people, in columns of equal width."""
-    rows = [("checkpoint", "saved", "size", "covers", "state"), *(line.cells for line in lines)]
+    rows = [("checkpoint", "saved", "size", "state"), *(line.cells for line in lines)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)), row[-1]]) for row in rows)
 
@@ -77,16 +74,15 @@ def table(lines: Sequence[CheckpointLine]) -> str:
 def _line(path: Path, verify: bool) -> CheckpointLine:
     step = directories.step_of(path.name.partition(".")[0])
     nbytes = sum(map(_size, path.rglob("*")))
-    saved, parts = _told(path)
+    saved = _saved(path)
     if directories.DAMAGED in path.name:
         fault = intact.fault(path, None if verify else 0) or "set aside because a file was damaged"
-        return CheckpointLine(path.name, step, saved, nbytes, parts, "damaged", fault)
+        return CheckpointLine(path.name, step, saved, nbytes, "damaged", fault)
     if directories.step_of(path.name) is None:
-        return CheckpointLine(path.name, step, saved, nbytes, parts, "unfinished")
+        return CheckpointLine(path.name, step, saved, nbytes, "unfinished")
     if (found := intact.fault(path, None if verify else 0)) is not None:
-        return CheckpointLine(path.name, step, saved, nbytes, parts, "damaged", found)
-    state: State = "unverifiable" if intact.listing(path) is None else "verified" if verify else "complete"
-    return CheckpointLine(path.name, step, saved, nbytes, parts, state)
+        return CheckpointLine(path.name, step, saved, nbytes, "damaged", found)
+    return CheckpointLine(path.name, step, saved, nbytes, "verified" if verify else "complete")
 
 
 def _size(path: Path) -> int:
@@ -98,15 +94,10 @@ def _size(path: Path) -> int:
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
-def _told(path: Path) -> tuple[float | None, tuple[str, ...]]:
-    """Return when a checkpoint was saved and what it covers, as its facts say; of before facts said so, as its files do."""
+def _saved(path: Path) -> float | None:
+    """Return when a checkpoint was saved, as its facts say."""
     try:
-        told = facts(path)
-        written = (path / FACTS).stat().st_mtime
-    except (DataError, OSError):
-        return None, ()
-    saved, parts = told.get("time", written), told.get("parts")
-    if not isinstance(parts, list):
-        trained = "adapter" if told.get("train") == "lora" else "weights"
-        parts = [trained, "optimizer"]
-    return float(saved) if isinstance(saved, int | float) else written, tuple(map(str, parts))
+        saved = facts(path).get("time")
+    except DataError:
+        return None
+    return float(saved) if isinstance(saved, int | float) else None

@@ -28,8 +28,6 @@ def checkpoints(
 
     - verified: with --verify, which reads them, at the speed of the disk
 
-    - unverifiable: saved before checkpoints had manifests
-
     - damaged: the line names the file. A run that resumes takes the one before
 
     - unfinished: being written now, or left by a save that was killed
@@ -57,7 +55,7 @@ def checkpoints(
             typer.echo(f"brought back {copies.restore(restore, run_dir, step)}")
     lines = overview.overview(run_dir, verify=verify)
     for line in lines if as_json else ():
-        typer.echo(json.dumps({name: getattr(line, name) for name in ("name", "step", "saved", "nbytes", "parts", "state", "fault")}))
+        typer.echo(json.dumps({name: getattr(line, name) for name in ("name", "step", "saved", "nbytes", "state", "fault")}))
     if not as_json:
         typer.echo(overview.table(lines) if lines else f"no checkpoint in {run_dir / 'checkpoints'}")
     if any(line.state == "damaged" for line in lines):

@@ -140,7 +140,7 @@ class TrainerSection(Section):
     async_save: bool = Field(
         False,
         description="Write checkpoints while training goes on: it stands still only while a rank copies what it saves to host memory. Off "
-        "by default, because the copy stays in host memory between saves, as much as a rank's checkpoint files (see `asyncmoe plan`).",
+        "by default, because the copy takes host memory, as much as a rank's checkpoint files (see `asyncmoe plan`).",
     )
     keep_checkpoints: Positive = Field(2, description="Newest checkpoints kept on disk; older ones are deleted, except as keep_every says.")
     keep_every: NonNegative = Field(

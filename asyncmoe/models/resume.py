@@ -52,11 +52,7 @@ def differing(checkpoint: Path, config: Config, hf: Mapping[str, Any]) -> Iterat
         DataError: the checkpoint's facts cannot be read.
     """
     saved, name = checkpoints.facts(checkpoint), checkpoint.name
-    try:
-        checkpoints.check_family(checkpoint, family_of(hf).name)
-    except ConfigError as error:
-        yield error
-    yield from checkpoints.kind_faults(checkpoint, config.checkpoint_kind, recorded=True)
+    yield from checkpoints.kind_faults(checkpoint, {"family": family_of(hf).name, **config.checkpoint_kind})
     sizes, here = saved.get("model", {}), sizes_of(hf)
     if others := [what for what, now in here.items() if sizes.get(what, now) != now]:
         got, then = (", ".join(f"{what} {of[what]}" for what in others) for of in (here, sizes))

@@ -247,7 +247,6 @@ class Trainer:
         self._behind = False
 
     def _before_update(self) -> None:
-        self._saver.before_update()
         with self._waiting_for_sync(), mark("wait for weight sync"):
             self._sync.wait_sent()
 

@@ -17,6 +17,7 @@ from asyncmoe.errors import DataError
 from asyncmoe.models.make import make_model
 from asyncmoe.platform.megatron import any_layout
 from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
+from tests.saving import save
 
 
 def group(expert: bool, decay: float, **more: Any) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def test_a_checkpoint_without_a_part_of_the_state_is_one_line(tmp_path: Path) ->
     place = mesh.start(config.trainer)
     try:
         built = gpt.build(models.load_hf_config(tmp_path / "model"), config, place)
-        saved = checkpoint.save(config, 1, built, optimizer.build(config, built))
+        saved = save(config, 1, built, optimizer.build(config, built))
         found = pickle.loads((saved / ".metadata").read_bytes())  # noqa: S301  our own
         name = next(name for name in found.state_dict_metadata if "exp_avg_sq" in name)
         del found.state_dict_metadata[name]

@@ -19,6 +19,7 @@ from asyncmoe.errors import DataError
 from asyncmoe.models.make import make_model
 from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from tests.hostile import Hostile
+from tests.saving import save
 
 Load = Callable[[Path], int]
 
@@ -32,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Load
     config = parse(run)
     built = gpt.build(models.load_hf_config(path / "model"), config, mesh.start(config.trainer))
     adam = optimizer.build(config, built)
-    yield checkpoint.save(config, 1, built, adam), lambda folder: checkpoint.load(folder, config, built, None)
+    yield save(config, 1, built, adam), lambda folder: checkpoint.load(folder, config, built, None)
     mesh.stop()
 
 

@@ -115,7 +115,7 @@ def test_a_run_copies_its_checkpoints_and_one_comes_back(tmp_path: Path) -> None
 def test_a_copy_without_its_manifest_is_absent_and_a_changed_one_refused(tmp_path: Path) -> None:
     run = tmp_path / "cut"
     path = saved(run, 7)
-    copies.send(path, copies.place_of(URL, run), {})
+    copies.send(path, copies.place_of(URL, run), set())
     path.rename(tmp_path / "lost")
     bucket().put_object(Bucket="backups", Key="asyncmoe/cut/step-00000007/__0_0.distcp", Body=BIG[:-1] + b"x")
     with pytest.raises(DataError, match=r"__0_0\.distcp: got 12582912 bytes of CRC-32C"):

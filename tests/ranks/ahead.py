@@ -31,6 +31,7 @@ from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, encode_routes
 from tests.ranks import case, group
 from tests.ranks.leaving import leave
+from tests.saving import save
 from tests.unit.putting import Holding
 
 STEPS, GROUPS, SIZE = 4, 3, 2
@@ -157,7 +158,7 @@ def trained(config: Config, path: Path, ahead: bool, stopped: int | None = None)
             controller.put(number + 1, number)
         dist.barrier()
         if number == stopped:
-            saved = checkpoint.save(config, number, built, adam)
+            saved = save(config, number, built, adam)
             built, adam = started(config, path)
             checkpoint.load(saved, config, built, adam)
             learner = Learner(config, built, adam, client, loop.replay(config, built), NO_PLUGINS, samples)

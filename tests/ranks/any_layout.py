@@ -2,8 +2,7 @@
 `any_layout.py RESULT REFERENCES JOB...`
 
 A job is "VARIANT: SAVED" or, after that, "VARIANT: SAVED > LOADED", perhaps on another number of ranks. A layout is a list of the trainer's
-settings, such as "tp=2,ep=2,distributed=1,ranks=4"; with prefixed=1 it is saved under the names that Megatron gives if nobody asks for
-others, as asyncmoe did before.
+settings, such as "tp=2,ep=2,distributed=1,ranks=4".
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -25,6 +23,7 @@ from asyncmoe.weights.sender.gather import Gatherer, tensors_in
 from tests.ranks import case, group
 from tests.ranks.leaving import leave
 from tests.ranks.parity import Job, worst
+from tests.saving import save
 
 FIRST = 2
 """Steps before the save; afterwards as many as are left of `STEPS`."""
@@ -50,10 +49,7 @@ def tried(path: Path, job: str) -> dict[str, Any]:
         assert state.load(checkpoints.directory(run, FIRST), begun.config, built, adam) == FIRST
     else:
         train(begun, built, adam, FIRST)
-        with pytest.MonkeyPatch.context() as patch:
-            if "prefixed=1" in saved:
-                patch.setattr(state, "AVOID_PREFIX", {})
-            state.save(begun.config, FIRST, built, adam)
+        save(begun.config, FIRST, built, adam)
     losses, weights = train(begun, built, adam, STEPS - FIRST), gathered(begun, built)
     leave()
     if not loaded:
@@ -75,7 +71,6 @@ def begin(folder: Path, run: Path, layout: str) -> Job:
     settings: dict[str, Any] = {}
     for key, _, value in (part.partition("=") for part in layout.split(",")):
         settings[key] = int(value) if value.isdecimal() else value
-    settings.pop("prefixed", None)
     distributed = {"distributed": bool(settings.pop("distributed"))} if "distributed" in settings else {"distributed": None}
     assert settings["ranks"] == dist.get_world_size()
     config = case.config(folder, pack=True, optimizer=distributed, router_bias_rate=case.BIAS_RATE, **settings)

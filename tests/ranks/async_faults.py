@@ -1,4 +1,5 @@
-"""Worker: asynchronous saves that fail on one rank, and one in which the test kills a rank. `async_faults.py RESULT MODEL`, on two ranks.
+"""Worker: saves that fail on one rank, asynchronous or not, and one in which the test kills a rank.
+`async_faults.py RESULT MODEL`, on two ranks.
 
 The result is written when the last save is half written, which does not end.
 """
@@ -11,7 +12,6 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ import torch.distributed as dist
 from asyncmoe import checkpoints, models
 from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError
+from asyncmoe.platform.megatron.writer import Planned
 from asyncmoe.process import die_with_parent
-from asyncmoe.trainer.model import checkpoint, checkpoint_files, gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from tests.ranks import group
-from tests.ranks.storage import BYTES
 
-_write = checkpoint_files.write_shards
+BYTES = 64 << 10
+_write = Planned.write
 
 
 def main(result: Path, path: Path) -> None:
@@ -43,12 +44,15 @@ def main(result: Path, path: Path) -> None:
     saver = Saver(config, built, adam)
     saver.save(1)
     saver.settle()
+    (run / "checkpoints" / "step-00000007.writing").mkdir(exist_ok=True)  # as a killed save leaves it
     failures: dict[str, Any] = {}
-    for step, rank in ((2, 1), (3, 0)):
-        failures[str(step)] = group.everyone(limited(saver, step, rank))
-    checkpoint_files.write_shards = broken if place.rank == 1 else _write
+    trainer_section = config.trainer.model_copy(update={"async_save": False})
+    standing = Saver(config.model_copy(update={"trainer": trainer_section}), built, adam)
+    for step, rank, by in ((2, 1, saver), (3, 0, standing)):
+        failures[str(step)] = group.everyone(limited(by, step, rank))
+    Planned.write = broken if place.rank == 1 else _write  # type: ignore[method-assign]
     failures["bug"] = group.everyone(failed(saver, 4))
-    checkpoint_files.write_shards = _write
+    Planned.write = _write  # type: ignore[method-assign]
     kept = names(run)
     loaded = checkpoint.load(checkpoints.directory(run, 1), config, built, adam)
     saver.save(5)
@@ -59,7 +63,7 @@ def main(result: Path, path: Path) -> None:
     saved = names(run)
     pids = group.everyone(str(os.getpid()))
     half = threading.Event()
-    checkpoint_files.write_shards = lambda *given: _write(*given[:-1], lambda: stopped(half))
+    Planned.write = lambda planned: stopped(planned, half)  # type: ignore[method-assign]
     saver.save(7)
     half.wait(60)
     dist.barrier()
@@ -70,8 +74,10 @@ def main(result: Path, path: Path) -> None:
     saver.settle()
 
 
-def stopped(half: threading.Event) -> None:
+def stopped(planned: Planned, half: threading.Event) -> None:
     """Never return, when some bytes of the file are written."""
+    for path in planned.paths:
+        path.write_bytes(b"half of a file")
     half.set()
     threading.Event().wait()
 
@@ -92,13 +98,9 @@ def limited(saver: Saver, step: int, rank: int) -> str:
 
 
 def failed(saver: Saver, step: int) -> str:
-    saver.save(step)
-    return told(saver.settle)
-
-
-def told(act: Callable[[], None]) -> str:
     try:
-        act()
+        saver.save(step)
+        saver.settle()
     except AsyncmoeError as error:
         return f"{type(error).__name__}: {error}"
     return "saved"

@@ -21,7 +21,7 @@ from asyncmoe import checkpoints
 from asyncmoe.checkpoints import manifest
 from asyncmoe.plan import budget, host
 from asyncmoe.platform import collectives
-from asyncmoe.platform.megatron import snapshot
+from asyncmoe.platform.megatron import any_layout
 from asyncmoe.trainer import losses, step
 from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
@@ -43,13 +43,14 @@ def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
     adam = optimizer.build(job.config, built)
     saver = Saver(job.config, built, adam)
     differ: list[str] = []
-    plans, plain = [], run / "plain"
+    plain, copied = run / "plain", 0
     for number in (1, 2, 3):
         train(job, built, adam)
-        checkpoint.save(moved(job, plain), number, built, adam)
+        plainly(moved(job, plain), number, built, adam)
         saver.save(number)
-        plans.append(saver._planned)
-        train(job, built, adam, saver)  # every parameter changes while the thread writes
+        assert saver._under_way is not None
+        copied = max(collectives.everyones(saver._under_way.planned.nbytes))
+        train(job, built, adam)  # every parameter changes while the thread writes
         saver.settle()
         differ += [f"{number}: saved {saved}" for saved in [saver.saved()] if [step for step, _ in saved] != [number]]
         differ += different(checkpoints.directory(plain, number), checkpoints.directory(run, number))
@@ -63,12 +64,11 @@ def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
     settings = budget.training(job.config, built.hf, cpu=True)
     settings = replace(settings, microbatch=replace(settings.microbatch, dtype=str(built.dtype).removeprefix("torch.")))
     planned = host.checkpoint_copy(built.hf, built.parallel, settings)
-    copied = max(collectives.everyones(sum(copy.nbytes for copy in saver._buffers.copies) if saver._buffers is not None else 0))
     leave()
     return {
         "differ": differ,
         "copied_over_planned": copied / planned,
-        "planned_once": all(one is plans[0] for one in plans),
+        "planned_once": saver._planner._strategy.validated_cache_reuse,
         "names": sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"],
     }
 
@@ -93,9 +93,20 @@ def moved(job: Any, run: Path) -> Any:
     return job.config.model_copy(update={"run": job.config.run.model_copy(update={"dir": run})})
 
 
-def train(job: Any, built: gpt.Model, adam: Any, saver: Saver | None = None) -> None:
-    before = (lambda: None) if saver is None else saver.before_update
-    step.train_step(built, adam, job.microbatches("token_mean"), losses.SupervisedLoss(), lr=case.LR, before_update=before)
+def plainly(config: Any, number: int, built: gpt.Model, adam: Any) -> None:
+    """Save as Megatron does, while training stands still."""
+    if dist.get_rank() == 0:
+        checkpoints.start(config.run.dir, number)
+    dist.barrier()
+    state = checkpoint.sharded_state(built, adam, loading=False)
+    checkpoint.dist_checkpointing.save(state, str(checkpoints.temporary(config.run.dir, number)))
+    if dist.get_rank() == 0:
+        checkpoints.finish(config.run.dir, number, checkpoint.facts_now(config, number, built), keep=2)
+    dist.barrier()
+
+
+def train(job: Any, built: gpt.Model, adam: Any) -> None:
+    step.train_step(built, adam, job.microbatches("token_mean"), losses.SupervisedLoss(), lr=case.LR)
 
 
 def different(one: Path, other: Path) -> list[str]:
@@ -111,10 +122,28 @@ def different(one: Path, other: Path) -> list[str]:
             if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
                 found.append(f"{one.name}: {name}")
     common = [torch.load(path / "common.pt", weights_only=True) for path in (one, other)]
-    if not snapshot._same(*common):
+    if not same(*common):
         found.append(f"{one.name}: common")
     if not ours:
         found.append("nothing is compared")
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def memory(built: gpt.Model, adam: Any) -> list[torch.Tensor]:
+    """All tensors that a checkpoint is loaded into: the trained weights, and what the optimizers keep."""
+    states = [checkpoint.trained(chunk).state_dict() for chunk in built.chunks]
+    found = [tensor for state in states for tensor in state.values() if isinstance(tensor, torch.Tensor)]
+    for one in any_layout.optimizers(adam):
+        found += [weight for group in one.optimizer.param_groups for weight in group["params"]]
+        found += [value for state in one.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     return found
 
 
@@ -154,7 +183,7 @@ def loaded(job: Any, plain: Path, run: Path) -> list[str]:
         built = job.model()
         adam = optimizer.build(job.config, built)
         assert checkpoint.load(checkpoints.directory(place, 3), job.config, built, adam) == 3
-        states.append([tensor.clone() for tensor in snapshot._memory([checkpoint.trained(c) for c in built.chunks], adam)])
+        states.append([tensor.clone() for tensor in memory(built, adam)])
     same = len(states[0]) == len(states[1]) > 0 and all(torch.equal(a, b) for a, b in zip(*states, strict=True))
     return [] if all(collectives.everyones(same)) else ["loaded"]
 

@@ -22,6 +22,7 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.process import die_with_parent
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh, optimizer
 from tests.ranks import group
+from tests.saving import save
 
 
 def flip(path: Path) -> None:
@@ -62,7 +63,7 @@ def main(result: Path, path: Path) -> None:
     for step in (1, 2):
         for parameter in built.weights().values():
             parameter.data.fill_(float(step))
-        checkpoint.save(config, step, built, adam)
+        save(config, step, built, adam)
     sealed = sorted(json.loads((original / "checkpoints/step-00000002/manifest.json").read_text())["files"])
     present = sorted(file.name for file in (original / "checkpoints/step-00000002").iterdir())
     found: dict[str, object] = {"sealed": sealed, "present": present}

@@ -12,7 +12,6 @@ FOUR, TWO = "ranks=4,tp=2,ep=2", "ranks=2,tp=2,ep=2"
 RESUMED = {
     f"plain: {TWO}": ["ranks=1", "ranks=4,ep=4"],
     "plain: ranks=2,pp=2,distributed=1": ["ranks=2,ep=2,distributed=0"],
-    "plain: ranks=2,ep=2,prefixed=1": ["ranks=2,pp=2"],
 }
 """By what was saved, what it goes on in."""
 THOROUGH = {
@@ -28,7 +27,6 @@ THOROUGH = {
     ],
     f"plain: {FOUR}": ["ranks=2,pp=2", "ranks=2,cp=2", "ranks=4,ep=4", "ranks=4,tp=2,ep=2,etp=2", "ranks=1", "ranks=4,distributed=0"],
     "plain: ranks=2,pp=2,distributed=1": ["ranks=2,pp=2,vpp=2", "ranks=1", "ranks=4,tp=2,cp=2", "ranks=4,tp=2,ep=2,etp=2"],
-    "plain: ranks=2,tp=2,ep=2,prefixed=1": ["ranks=2,ep=2", "ranks=2"],
     "plain: ranks=4,pp=2,vpp=2,ep=2": ["ranks=2,tp=2", "ranks=1", "ranks=2,ep=2"],
     "deepseek: ranks=2,ep=2": ["ranks=2,pp=2", "ranks=1", "ranks=2,tp=2"],
     "tied: ranks=2,tp=2": ["ranks=2,pp=2", "ranks=2,ep=2", "ranks=4,pp=2,ep=2"],

@@ -43,7 +43,7 @@ def test_a_copy_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
     path = saved(run, 7, files={**FILES, "part/of a folder": b"x" * 9, "empty": b""})
     before = contents(path)
     place = copies.place_of(url, run)
-    copies.send(path, place, {})
+    copies.send(path, place, set())
     assert copies.complete(place) == [7]
     path.rename(tmp_path / "lost")
     assert copies.restore(url, run) == path
@@ -62,7 +62,7 @@ def test_a_copy_that_is_not_whole_is_never_brought_back(lost: str, url: str, tmp
     run = tmp_path / "run"
     path = saved(run, 3)
     place = copies.place_of(url, run)
-    copies.send(path, place, {})
+    copies.send(path, place, set())
     place.files.rm_file(f"{place.folder(3)}/{lost}")
     path.rename(tmp_path / "lost")
     with pytest.raises(AsyncmoeError, match="no complete copy" if lost == "manifest.json" else "common.pt|No such file"):
@@ -74,13 +74,13 @@ def test_a_changed_copy_is_refused_with_the_files_name(url: str, tmp_path: Path)
     run = tmp_path / "run"
     path = saved(run, 3)
     place = copies.place_of(url, run)
-    copies.send(path, place, {})
+    copies.send(path, place, set())
     place.files.pipe_file(f"{place.folder(3)}/common.pt", b"d" * 900)
     path.rename(tmp_path / "lost")
     with pytest.raises(DataError, match=r"common\.pt: got 900 bytes of CRC-32C"):
         copies.restore(url, run)
     place.files.pipe_file(f"{place.folder(3)}/common.pt", b"d" * 10**6)
-    with pytest.raises(DataError, match="got 901 bytes"):
+    with pytest.raises(DataError, match="got 1000000 bytes"):
         copies.restore(url, run)
     assert checkpoints.newest(run) is None
 
@@ -89,8 +89,8 @@ def test_a_damaged_checkpoint_is_not_copied(url: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "run", 3)
     flip(path / "__0_0.distcp")
     place = copies.place_of(url, tmp_path / "run")
-    with pytest.raises(DataError, match=r"__0_0\.distcp: got 10240 bytes of CRC-32C"):
-        copies.send(path, place, {})
+    with pytest.raises(DataError, match=r"__0_0\.distcp has other content"):
+        copies.send(path, place, set())
     assert copies.complete(place) == []
 
 
@@ -211,7 +211,7 @@ def test_a_new_run_does_not_mix_its_copies_with_those_of_another(url: str, tmp_p
     run = tmp_path / "run"
     path = saved(run, 3)
     copier.check(config(run, url))
-    copies.send(path, copies.place_of(url, run), {})
+    copies.send(path, copies.place_of(url, run), set())
     copier.check(config(run, url))
     copier.check(config(run, None))
     path.rename(tmp_path / "lost")
@@ -224,7 +224,7 @@ def test_a_new_run_does_not_mix_its_copies_with_those_of_another(url: str, tmp_p
 def test_the_command_brings_a_copy_back_and_lists_it(tmp_path: Path) -> None:
     run, url = tmp_path / "run", f"file://{tmp_path}/place"
     path = saved(run, 3)
-    copies.send(path, copies.place_of(url, run), {})
+    copies.send(path, copies.place_of(url, run), set())
     path.rename(tmp_path / "lost")
     asked = CliRunner().invoke(cli.app, ["checkpoints", str(run), "--restore", url, "--verify"])
     assert asked.exit_code == 0, asked.output
@@ -236,7 +236,7 @@ def test_the_command_brings_a_copy_back_and_lists_it(tmp_path: Path) -> None:
     asked = CliRunner().invoke(cli.app, ["checkpoints", str(run), "--verify", "--json"])
     assert asked.exit_code == 1
     told = json.loads(asked.output)
-    assert (told["step"], told["state"], told["parts"]) == (3, "damaged", ["weights", "optimizer"])
+    assert (told["step"], told["state"]) == (3, "damaged")
     assert told["fault"].startswith("common.pt has other content")
     with local.claim(run), pytest.raises(UserError, match="in use by another run"):
         CliRunner().invoke(cli.app, ["checkpoints", str(run), "--restore", url], catch_exceptions=False)

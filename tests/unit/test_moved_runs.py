@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from asyncmoe import config as configuration
-from asyncmoe.checkpoints import intact, overview
+from asyncmoe.checkpoints import intact, manifest, overview
 from asyncmoe.config import Config, moved
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch import export
@@ -146,7 +146,7 @@ def test_an_adapter_is_merged_into_the_weights_it_was_trained_on_only(tmp_path: 
     (tmp_path / "a" / "model" / "model.safetensors").write_text("one")
     checkpoint = saved(tmp_path / "a", 3)
     (checkpoint / "asyncmoe.json").write_text(json.dumps({"step": 3, "origin": origin.origin_of(config)}))
-    (checkpoint / "manifest.json").unlink()
+    manifest.write(checkpoint, {name: manifest.seal(checkpoint / name) for name in manifest.names_in(checkpoint)})
     origin.check_weights(config, checkpoint)
     (tmp_path / "a" / "model" / "model.safetensors").write_text("two")
     with pytest.raises(ConfigError, match=r"model.path weights: got 3 bytes .*, expected 3 bytes .*, as step-00000003 has it"):
@@ -202,19 +202,15 @@ def test_a_resume_that_cannot_succeed_is_refused_before_a_process_starts(
 def test_what_a_list_of_checkpoints_shows(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     flip(saved(tmp_path, 2) / "common.pt")
-    old = saved(tmp_path, 3)
-    (old / "manifest.json").unlink()
-    (old / "asyncmoe.json").write_text(json.dumps({"step": 3, "train": "lora", "time": 0.0}))
+    (saved(tmp_path, 3) / "manifest.json").unlink()
     (tmp_path / "checkpoints/step-00000004.writing").mkdir()
     states = [(line.step, line.state) for line in overview.overview(tmp_path)]
-    assert states == [(1, "complete"), (2, "complete"), (3, "unverifiable"), (4, "unfinished")]
+    assert states == [(1, "complete"), (2, "complete"), (3, "damaged"), (4, "unfinished")]
     lines = overview.overview(tmp_path, verify=True)
-    assert [line.state for line in lines] == ["verified", "damaged", "unverifiable", "unfinished"]
+    assert [line.state for line in lines] == ["verified", "damaged", "damaged", "unfinished"]
     assert lines[1].fault.startswith("common.pt has other content")
-    assert lines[2].parts == ("adapter", "optimizer")
-    assert lines[2].saved == 0
     head, *rows = overview.table(lines).splitlines()
-    assert head.split() == ["checkpoint", "saved", "size", "covers", "state"]
+    assert head.split() == ["checkpoint", "saved", "size", "state"]
     assert {row.index(line.state, 30) for row, line in zip(rows, lines, strict=True)} == {head.index("state")}
     with pytest.raises(DataError, match=r"RUN: got .*none: no such directory"):
         overview.overview(tmp_path / "none")

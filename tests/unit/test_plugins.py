@@ -441,9 +441,8 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
     config = prepared(tmp_path)
     config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 3})})
     for family, refused in (({}, False), ({"family": "qwen3_moe"}, False), ({"family": "my_moe"}, True)):
-        path = checkpoints.directory(config.run.dir, 3)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "asyncmoe.json").write_text(json.dumps({"step": 3, **family}))
+        checkpoints.start(config.run.dir, 3)
+        checkpoints.finish(config.run.dir, 3, {"step": 3, **family}, keep=1)
         if refused:
             with pytest.raises(ConfigError, match=r"model\.family: got qwen3_moe, expected my_moe, as step-00000003 has it"):
                 local.prepare(config)

@@ -12,9 +12,10 @@ incompatible upgrade fails at startup instead of producing wrong numbers. With C
         adam         the distributed optimizer's state with torch's Adam
     everywhere, installed by `asyncmoe.trainer.model.checkpoint` and `asyncmoe.trainer.model.layers` respectively
         writer       writes checkpoints without processes that outlive a rank
+        reader       reads checkpoints without running what is in them
         rope         rotary angles of packed sequences without device synchronization
 
-`snapshot` and `state_boxes` use Megatron's planning of a checkpoint for saves of asyncmoe's own, and change nothing for longer than a call.
+`state_boxes` changes how Megatron describes the distributed optimizer's state, for no longer than a save is planned.
 
 `packed_attention`, `grouped_experts` and `local_layers` patch nothing: they are layers that take the place of Transformer Engine's, and are
 imported after `prepare()`.

@@ -3,18 +3,18 @@
 Tensors have the shapes and names of the model's parameters in every layout, but a checkpoint also says how the run was laid out
 (optimizer/optimizer.py, `ChainedOptimizer`, 0.16.1 and 0.19.2):
 
-    names         with expert parallelism there are two optimizers, the second for experts, and they may prefix theirs: `chained_1.`
-    common state  one mapping with groups of parameters, or one for each optimizer; the step in the groups, or beside them
+    common state  one mapping with groups of parameters, or one for each optimizer, of which there are two with expert parallelism; the step
+                  in the groups, or beside them
     masters       `optimizer.state.param.` if the state is sharded, `optimizer.state.fp32_param.` with bfloat16 if it is not; with float32
                   that is not sharded the weights themselves
 
-Here what is loaded takes the names that the checkpoint has, and the common state is put as this layout has it. Saves avoid the prefix.
+Here what is loaded takes the names that the checkpoint has, and the common state is put as this layout has it. Saves avoid the
+prefix that Megatron gives the names of the second optimizer.
 """
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from asyncmoe.platform.megatron.patch import module
 AVOID_PREFIX = {"chained_optim_avoid_prefix": True}
 """Of Megatron's metadata of a save: both optimizers save under the names that a single one has."""
 _SHARDED = "param_state"
-_PREFIX = re.compile(r"^chained_\d+\.")
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 """What precedes a parameter's name in that of its master, in each kind of optimizer that has masters."""
 _OF_LAYOUT = ("params", "is_expert_parallel")
@@ -59,17 +58,16 @@ def take_names_of(state: Any, saved: Collection[str]) -> AskedState:
         saved: names of all tensors in the checkpoint.
     """
     dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
-    chained = ["", *sorted({found[0] for name in saved if (found := _PREFIX.match(name))})]
     lacking: list[str] = []
     without: list[str] = []
 
     def fit(value: Any) -> Any:
         if not isinstance(value, (mapping.ShardedTensor, mapping.ShardedTensorFactory)):
             return value
-        own = _PREFIX.sub("", value.key)
+        own = value.key
         front = next((front for front in _MASTERS if own.startswith(front)), None)
         names = [own] if front is None else [other + own.removeprefix(front) for other in _MASTERS]
-        if (key := next((prefix + name for name in names for prefix in chained if prefix + name in saved), None)) is not None:
+        if (key := next((name for name in names if name in saved), None)) is not None:
             value.key = key
         elif front is not None and own.removeprefix(front) in saved:
             without.append(own)
@@ -94,6 +92,11 @@ def take_weights(state: Any, optimizers: Sequence[Any]) -> None:
         weights = [weight for buffer in one.buffers for weight in buffer.param_index_map]
         for number, tensors in part[_SHARDED].items():
             tensors["param"] = weights[number].detach()
+
+
+def optimizers(optimizer: Any) -> Sequence[Any]:
+    """Return Megatron's optimizers that a chained one is made of, or the one itself."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def common_strategy(state: Any, optimizers: Sequence[Any]) -> Any:

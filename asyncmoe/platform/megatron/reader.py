@@ -6,8 +6,8 @@ A torch_dist checkpoint holds pickles in three places, and the libraries unpickl
     __*.distcp   objects among the tensors, such as `_extra_state`; `DefaultLoadPlanner.load_bytes` loads them with `weights_only=False`
     common.pt    the rest; Megatron leaves `weights_only` to torch's default, which an environment variable turns off
 
-Here `.metadata` may name only `METADATA`, and the others only what torch allows for weights. What was checked is what was loaded: each file
-is opened once. The patches are installed everywhere, also with a GPU.
+Here `.metadata` may name only `METADATA`, and the others only what torch allows for weights. What was checked is what was loaded. The
+patches are installed everywhere, also with a GPU.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -36,7 +35,8 @@ _INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint
 _CHECKPOINT = "torch.distributed.checkpoint"
 METADATA = frozenset(
     {("torch", name) for name in ("Size", *_FLOATS, *_INTEGERS)}
-    | {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), (f"{_CHECKPOINT}.filesystem", "_StorageInfo")}
+    | {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+    | {(f"{_CHECKPOINT}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}
     | {(f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")}
     | {
         (f"{_CHECKPOINT}.metadata", name)
@@ -57,8 +57,6 @@ module or opens a file."""
 MAX_METADATA_BYTES = 2 << 30
 """One entry is some 200 bytes: this is room for ten million shards."""
 METADATA_FILE, COMMON = ".metadata", "common.pt"
-_read: dict[Path, Metadata] = {}
-"""By file: what was read in `reading`."""
 _EXTRA_STATE = "_extra_state"
 _NAMED = re.compile(r"GLOBAL (\S+)")
 
@@ -146,24 +144,8 @@ def _regular(file: Path) -> BinaryIO:
     return opened
 
 
-@contextmanager
-def reading(checkpoint: Path) -> Iterator[Metadata]:
-    """Read a checkpoint's `.metadata` now, yield it, and have the libraries take it meanwhile. torch 2.13 keeps only the text of what
-    reading raises (checkpoint/state_dict_loader.py), so a refusal must come before.
-
-    Raises: see `metadata`.
-    """
-    file = checkpoint / METADATA_FILE
-    _read[file] = metadata(file)
-    try:
-        yield _read[file]
-    finally:
-        del _read[file]
-
-
 def _read_metadata(self: Any, *_: object, **named: Any) -> Metadata:
-    file = Path(self._get_metadata_path(named.get("rank")))
-    found = _read[file] if file in _read else metadata(file)
+    found = metadata(Path(self._get_metadata_path(named.get("rank"))))
     if not isinstance(found.storage_meta, StorageMeta):
         found.storage_meta = StorageMeta()
     found.storage_meta.load_id = self.load_id

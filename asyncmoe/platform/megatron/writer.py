@@ -1,80 +1,110 @@
-"""Writes checkpoints in this process alone.
+"""Writes checkpoints with Megatron's asynchronous save, in this process alone.
 
-Megatron's `strategies/filesystem_async.py` saves in the background: it starts a process for a queue of results, and 0.16.1 forks another
-for each file. These processes outlive a rank that ends abruptly (`os._exit`, SIGKILL), and a rank waits forever for a killed fork.
-A save of Megatron's is synchronous here (`snapshot` is for the others), so the queue lives in this process, and threads write the files
-with Megatron's own function for a file. 0.19 uses threads too, but loses the reason of a thread's failure. The patch is installed
-everywhere, also with a GPU.
+Megatron plans a save and makes a request of it (`AsyncRequest`), whose function starts or forks processes that write
+(dist_checkpointing/strategies/filesystem_async.py). These outlive a rank that ends abruptly (`os._exit`, SIGKILL), and a rank waits forever
+for a killed fork; 0.19 writes in threads, but loses the reason of a failure. Here Megatron's own function for one file writes them, in
+whatever thread asks for it, and what it returns goes through a queue of this process. The patch is installed everywhere, also with a GPU.
 """
 
 from __future__ import annotations
 
+import inspect
 import queue
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from asyncmoe.platform.megatron.patch import gone, module
 
-_WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-"""Functions that write all files of a rank, in 0.16.1 and in 0.19.2."""
+FORMAT = ("torch_dist", 1)
+"""The only format that is written and loaded: `reader` checks its files."""
 _GETTERS = ("_get_write_results_queue", "get_write_results_queue")
-_UNCHANGED = "write_preloaded_data"
-
-
-class Results(queue.Queue[Any]):
-    """Results of this rank's saves, with the interface of Megatron's own queue.
-
-    Attributes:
-        failure: why this rank's last save failed, or None; Megatron reports other ranks' failures only as text.
-        files: names of the files that this rank has written and synced since the list was last cleared.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.failure: Exception | None = None
-        self.files: list[str] = []
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        self.failure = item if isinstance(item, Exception) else None
-        super().put(item, block, timeout)
-
-
-results = Results()
+"""What returns the queue, in 0.16.1 and in 0.19.2."""
 
 
 def install() -> None:
-    """Replace the queue, and the function that writes all files of a rank.
+    """Replace the queue by one for each save; Megatron's lives in a process that it starts.
 
     Raises:
         ConfigError: this version of Megatron writes differently.
     """
     owner = module("dist_checkpointing.strategies.filesystem_async")
-    writer = getattr(owner, "FileSystemWriterAsync", None)
-    name = next((name for name in _WRITERS if hasattr(writer, name)), None)
-    getter = next((getattr(owner, name) for name in _GETTERS if hasattr(owner, name)), None)
-    if name is None or not hasattr(writer, _UNCHANGED):
+    name = next((name for name in _GETTERS if hasattr(owner, name)), None)
+    if name is None or not hasattr(getattr(owner, "FileSystemWriterAsync", None), "write_preloaded_data"):
         raise gone("FileSystemWriterAsync.write_preloaded_data", everywhere=True)
-    if getter is None or "_results_queue" not in getattr(getter, "__wrapped__", getter).__code__.co_names:
-        raise gone("filesystem_async._results_queue", everywhere=True)
-    owner._results_queue = results  # type: ignore[attr-defined]
-    setattr(writer, name, staticmethod(_write))
+    setattr(owner, name, queue.Queue)
 
 
-def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: Sequence[Any], found: queue.Queue[Any]) -> None:
-    """Write all buckets concurrently, each to its file; put Megatron's results by bucket into `found`, or the first failure."""
-    writer = module("dist_checkpointing.strategies.filesystem_async").FileSystemWriterAsync
-    answers: queue.Queue[tuple[int, Any]] = queue.Queue()
-    counts: queue.Queue[int] = queue.Queue()
+class Planner:
+    """Plans a run's saves. The first two plan alike, and what they planned is used again: shapes and places do not change."""
 
-    def write(index: int) -> None:
-        counts.put(index)
-        writer.write_preloaded_data(transforms, index, buckets[index], answers, counts, True, use_msc=use_msc)
+    def __init__(self) -> None:
+        self._strategy = module("dist_checkpointing.strategies.torch").TorchDistSaveShardedStrategy(
+            *FORMAT, thread_count=1, cached_metadata=True
+        )
+        self._checked = False
 
-    with ThreadPoolExecutor(len(buckets)) as pool:
-        list(pool.map(write, range(len(buckets))))
-    written = dict(answers.get_nowait() for _ in buckets)
-    failed = next((result for result in written.values() if isinstance(result, Exception)), None)
-    if failed is None:
-        results.files += [name for _, name, _ in buckets]
-    found.put(written if failed is None else failed)
+    def plan(self, state: dict[str, Any], folder: Path, *, copy: bool) -> Planned:
+        """Plan what every rank writes, and write what all have in common. Collective over all ranks; call it between steps.
+
+        Args:
+            state: Megatron's sharded state.
+            folder: an empty directory.
+            copy: tensors in host memory change while they are written, and are copied; those of a GPU are copied to host memory anyhow.
+        """
+        save = module("dist_checkpointing").save
+        chosen = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(save).parameters else {}
+        request = save(state, str(folder), self._strategy, validate_access_integrity=not self._checked, async_sharded_save=True, **chosen)
+        self._checked = True
+        return Planned(request, copy)
+
+
+class Planned:
+    """What this rank writes at one save.
+
+    Attributes:
+        paths: of its files.
+        nbytes: of the tensors in them.
+    """
+
+    def __init__(self, request: Any, copy: bool) -> None:
+        self._request = request
+        if request.async_fn is not None:
+            buckets = request.async_fn_args[1]
+            staged = zip(buckets, request.preload_fn(), strict=True)
+            buckets[:] = [_copied(live, host) if copy else host for live, host in staged]
+        self._buckets = request.async_fn_args[1] if request.async_fn is not None else []
+        self.paths = [Path(path) for path, _, _ in self._buckets]
+        self.nbytes = sum(tensor.nbytes for _, _, (_, tensors) in self._buckets for _, tensor in tensors)
+
+    def write(self) -> None:
+        """Write the files, and have them on their disk.
+
+        Raises:
+            OSError: one cannot be written; or RuntimeError of torch in its place, which may not say why.
+        """
+        if self._request.async_fn is None:
+            return
+        writer = module("dist_checkpointing.strategies.filesystem_async").FileSystemWriterAsync
+        transforms, *_ = self._request.async_fn.args
+        found: dict[int, Any] = {}
+        for index, bucket in enumerate(self._buckets):
+            answers: queue.Queue[tuple[int, Any]] = queue.Queue()
+            counts: queue.Queue[int] = queue.Queue()
+            counts.put(index)
+            writer.write_preloaded_data(transforms, index, bucket, answers, counts, True)
+            _, found[index] = answers.get_nowait()
+            if isinstance(found[index], Exception):
+                raise found[index]
+        self._request.async_fn_args[2].put(found)
+
+    def finish(self) -> None:
+        """Write the list of all ranks' tensors, when all have written. Collective over all ranks."""
+        for finalize in self._request.finalize_fns:
+            finalize()
+
+
+def _copied(live: Any, host: Any) -> Any:
+    """Return a bucket of Megatron's whose tensors training does not change."""
+    path, name, (objects, tensors) = host
+    kept = [(item, tensor.clone() if tensor is own else tensor) for (item, tensor), (_, own) in zip(tensors, live[2][1], strict=True)]
+    return path, name, (objects, kept)

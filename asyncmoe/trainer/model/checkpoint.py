@@ -1,6 +1,6 @@
-"""Saves and restores model and optimizer atomically, with Megatron's dist_checkpointing (torch_dist format).
+"""What a checkpoint holds, and how it is loaded, with Megatron's dist_checkpointing (torch_dist format); `checkpoint_saver` saves it.
 
-Every rank writes its own shards. A checkpoint can be loaded in any other layout, and with the optimizer's state sharded or not
+A checkpoint can be loaded in any other layout, and with the optimizer's state sharded or not
 (`asyncmoe.platform.megatron.any_layout`).
 """
 
@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe import checkpoints
-from asyncmoe.checkpoints import manifest
-from asyncmoe.checkpoints.manifest import Manifest
 from asyncmoe.config import Config
-from asyncmoe.errors import DataError, StorageError
+from asyncmoe.errors import DataError
 from asyncmoe.models import family_of
 from asyncmoe.models.resume import facts_of
 from asyncmoe.platform import collectives, megatron
 from asyncmoe.platform.megatron import any_layout, reader, writer
 from asyncmoe.platform.megatron.any_layout import AVOID_PREFIX, AskedState
-from asyncmoe.platform.megatron.snapshot import FORMAT, optimizers
-from asyncmoe.trainer.model.checkpoint_files import explain
-from asyncmoe.trainer.model.gpt import Model, gather_weights
+from asyncmoe.platform.megatron.writer import FORMAT
+from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.optimizer import fuse
 
 megatron.prepare()
@@ -35,70 +32,11 @@ reader.install()
 writer.install()
 
 
-def save(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
-    """Write the checkpoint of `step` and return its final path. Collective over all ranks.
-
-    Raises:
-        StorageError: a rank could not write its part; every rank that learns of it raises the same error. The failed checkpoint is removed,
-            and earlier checkpoints are unchanged.
-    """
-    writer.results.failure = None
-    gather_weights(model)
-    try:
-        return _write(config, step, model, optimizer)
-    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
-        failure = _explain(config, step, error)
-        if model.mesh.rank == 0:
-            checkpoints.give_up(config.run.dir)
-        if failure is None:
-            raise
-        raise failure from error
-
-
-def _explain(config: Config, step: int, error: BaseException) -> StorageError | None:
-    """Return the error for the user if storage is the cause, on every rank that takes part. Call it before anything is removed."""
-    own = explain(config, step, writer.results.failure or error)
-    if not isinstance(error, CheckpointException):  # only this rank knows of the failure
-        return own
-    line = next(filter(None, collectives.everyones("" if own is None else str(own))), "")
-    return StorageError(line) if line else None
-
-
-def _write(config: Config, step: int, model: Model, optimizer: MegatronOptimizer) -> Path:
-    directory, section = config.run.dir, config.trainer
-    first = model.mesh.rank == 0
-    if first:
-        checkpoints.start(directory, step)
-    collectives.barrier()
-    written = checkpoints.temporary(directory, step)
-    writer.results.files.clear()
-    dist_checkpointing.save(sharded_state(model, optimizer, loading=False), str(written))
-    sealed = _everyones_files(written)
-    if first:
-        checkpoints.finish(directory, step, facts_now(config, step, model), section.keep_checkpoints, section.keep_every, sealed)
-    collectives.barrier()
-    return checkpoints.directory(directory, step)
-
-
-def _everyones_files(written: Path) -> Manifest:
-    """Return size and digest of the files that Megatron's writers have written and synced; each rank reads its own. Collective.
-
-    Raises:
-        OSError: a rank cannot read a file of its own; all other ranks raise `StorageError` with its reason.
-    """
-    mine: Manifest = {}
-    failure: OSError | None = None
-    try:
-        mine = {name: manifest.seal(written / name) for name in writer.results.files}
-    except OSError as error:
-        failure = error
-    found = collectives.everyones((mine, str(failure or "")))
-    if failure is not None:
-        raise failure
-    for rank, (_, why) in enumerate(found):
-        if why:
-            raise StorageError(f"checkpoint: rank {rank} cannot read what it wrote: {why}")
-    return {name: sealed for files, _ in found for name, sealed in files.items()}
+def target(config: Config, step: int) -> tuple[str, Path, str]:
+    """Return what is written by a save, where, and what a run goes on from if it fails: the arguments of `storage.writing`."""
+    newest = checkpoints.newest(config.run.dir)
+    then = f"the run resumes from {newest.name}" if newest else "the run starts from step 0"
+    return f"checkpoint of step {step}", checkpoints.temporary(config.run.dir, step), then
 
 
 def facts_now(config: Config, step: int, model: Model) -> dict[str, Any]:
@@ -107,11 +45,10 @@ def facts_now(config: Config, step: int, model: Model) -> dict[str, Any]:
         "step": step,
         "family": family_of(model.hf).name,
         **config.checkpoint_kind,
-        "distributed_optimizer": _distributed(model),
+        "distributed_optimizer": distributed(model),
         **facts_of(config, model.hf),
         "dtype": str(model.dtype).removeprefix("torch."),
         "time": time.time(),
-        "parts": ["adapter" if model.adapter is not None else "weights", "optimizer"],
     }
 
 
@@ -123,18 +60,16 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
         DataError: it lacks a part of the optimizer's state, or
             the trained parameters differ from the configuration's, or a file cannot be read or holds anything but tensors and plain values.
     """
-    checkpoints.check_family(checkpoint, family_of(model.hf).name)
-    facts = checkpoints.facts(checkpoint)
-    if optimizer is not None:
-        for fault in checkpoints.kind_faults(checkpoint, config.checkpoint_kind):
-            raise fault
+    facts, kind = checkpoints.facts(checkpoint), {} if optimizer is None else config.checkpoint_kind
+    for fault in checkpoints.kind_faults(checkpoint, {"family": family_of(model.hf).name, **kind}):
+        raise fault
     state, asked = _read(checkpoint, sharded_state(model, optimizer, loading=True), optimizer)
     for chunk, name in zip(model.chunks, _chunk_names(model), strict=True):
         trained(chunk).load_state_dict(state[name])
     if optimizer is not None:
         without_masters = asked is not None and not asked.masters
         if without_masters:
-            any_layout.take_weights(state["optimizer"], optimizers(optimizer))
+            any_layout.take_weights(state["optimizer"], any_layout.optimizers(optimizer))
         optimizer.load_state_dict(state["optimizer"])
         if without_masters:
             optimizer.reload_model_params()
@@ -150,15 +85,16 @@ def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer 
     """
     common, asked = None, None
     try:
-        with reader.reading(checkpoint) as saved:
-            if optimizer is not None:
-                asked = any_layout.take_names_of(state["optimizer"], saved.state_dict_metadata)
-                common = any_layout.common_strategy(state["optimizer"], optimizers(optimizer))
-                if lacking := next(filter(None, collectives.everyones(asked.lacking)), ""):
-                    raise any_layout.Missing(lacking)
-            # Whatever a checkpoint's metadata.json says: this is the only format whose files `reader` checks.
-            found = dist_checkpointing.load(state, str(checkpoint), sharded_strategy=FORMAT, common_strategy=common)
-            return dict(found), asked
+        # Before Megatron reads it again: torch 2.13 keeps only the text of what reading raises (checkpoint/state_dict_loader.py).
+        saved = reader.metadata(checkpoint / reader.METADATA_FILE)
+        if optimizer is not None:
+            asked = any_layout.take_names_of(state["optimizer"], saved.state_dict_metadata)
+            common = any_layout.common_strategy(state["optimizer"], any_layout.optimizers(optimizer))
+            if lacking := next(filter(None, collectives.everyones(asked.lacking)), ""):
+                raise any_layout.Missing(lacking)
+        # Whatever a checkpoint's metadata.json says: this is the only format whose files `reader` checks.
+        found = dist_checkpointing.load(state, str(checkpoint), sharded_strategy=FORMAT, common_strategy=common)
+        return dict(found), asked
     except any_layout.Missing as missing:
         expected = "the optimizer's state of the model that the run trains"
         raise DataError(str(checkpoint), got=f"no {missing}", expected=expected, hint="choose another run.dir") from missing
@@ -179,7 +115,7 @@ def _unreadable(checkpoint: Path, found: reader.Unreadable) -> DataError:
 def sharded_state(model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> dict[str, Any]:
     """Return Megatron's description of all that is saved or loaded, with the tensors themselves. Collective over all ranks."""
     metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **AVOID_PREFIX}
-    if _distributed(model):
+    if distributed(model):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
     chunks = [trained(chunk) for chunk in model.chunks]
     names = _chunk_names(model)
@@ -199,6 +135,6 @@ def _chunk_names(model: Model) -> list[str]:
     return [f"model{chunk}" for chunk in range(len(model.chunks))] if len(model.chunks) > 1 else ["model"]
 
 
-def _distributed(model: Model) -> bool:
+def distributed(model: Model) -> bool:
     """Return True if the optimizer state is sharded over data-parallel ranks."""
     return bool(model.ddp[0].ddp_config.use_distributed_optimizer)

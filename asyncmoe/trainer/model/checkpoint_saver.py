@@ -1,44 +1,38 @@
 """Saves checkpoints while training goes on, or while it stands still, as `trainer.async_save` says.
 
-    training thread                          thread of the rank
-    wait for the save before; copy, begin    wait for the copy; write the file, sync and digest it; report
-    go on; before an update, wait for a      rank 0: when all have reported, write the manifest, rename,
-    copy that a GPU still makes              delete older checkpoints; tell all ranks
-    before the next step: raise what failed
+    training thread                                  thread of the rank
+    wait for the save before; plan, copy             write the file, sync and digest it
+    before each step, ask whether all have written;
+    then rank 0 writes the manifest, renames, and
+    deletes older checkpoints
 
-All ranks make the same calls in the same order. They agree in the store through which they met (`checkpoint_board`), never by a collective
-beside those of training.
+All ranks make the same calls in the same order, so that they agree by collectives of the training thread.
 """
 
 from __future__ import annotations
 
-import itertools
+import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncmoe import checkpoints, storage
+from asyncmoe.checkpoints import manifest
+from asyncmoe.checkpoints.manifest import Manifest
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, StorageError
 from asyncmoe.platform import collectives
-from asyncmoe.platform.megatron import snapshot
-from asyncmoe.platform.megatron.snapshot import Planned
+from asyncmoe.platform.megatron import state_boxes
+from asyncmoe.platform.megatron.writer import Planned, Planner
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer.model import checkpoint
-from asyncmoe.trainer.model.checkpoint_board import Board
-from asyncmoe.trainer.model.checkpoint_buffers import Buffers
-from asyncmoe.trainer.model.checkpoint_progress import Patience
-from asyncmoe.trainer.model.checkpoint_thread import SaveTask, SaveThread
 from asyncmoe.trainer.model.gpt import Model, gather_weights
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
-_NUMBERS = itertools.count(1)
-"""Of the asynchronous saves of this process group, the same on every rank."""
-_JOIN_S = 0.25
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -54,11 +48,43 @@ class Stood:
     waited: float = 0.0
 
 
-@dataclass(frozen=True)
-class _UnderWay:
-    step: int
-    thread: SaveThread
-    begun: float
+class _Report(NamedTuple):
+    """How far a rank is: the bytes in its files, and when it has `ended` what `checkpoints.finish` wants to know of them, or why there are
+    none."""
+
+    nbytes: int
+    ended: bool
+    sealed: Manifest
+    failure: AsyncmoeError | None
+
+
+class _SaveThread(threading.Thread):
+    """Writes a rank's files, syncs and digests them."""
+
+    def __init__(self, config: Config, step: int, rank: int, planned: Planned) -> None:
+        super().__init__(name=f"checkpoint of step {step}", daemon=True)
+        self.step, self.begun = step, time.monotonic()
+        self.planned, self._config, self._rank = planned, config, rank
+        self._sealed: Manifest = {}
+        self.failure: Exception | None = None
+        self._told: AsyncmoeError | None = None
+
+    def run(self) -> None:
+        try:
+            self.planned.write()
+            self._sealed = {path.name: manifest.seal(path) for path in self.planned.paths}
+        except Exception as error:  # noqa: BLE001  reported to all ranks, and raised there
+            # Before anything is removed: torch may give no reason, so the disk is asked, and the free space is part of what is said.
+            explained = storage.explain(error, *checkpoint.target(self._config, self.step))
+            told = f"{self.name}: trainer rank {self._rank}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            self._told = explained or AsyncmoeError(told)
+            self.failure = error
+
+    def report(self) -> _Report:
+        """Return how far it is."""
+        ended = not self.is_alive()
+        nbytes = sum(path.stat().st_size for path in self.planned.paths if path.exists())
+        return _Report(nbytes, ended, self._sealed, self._told) if ended else _Report(nbytes, ended, {}, None)
 
 
 class Saver:
@@ -66,16 +92,10 @@ class Saver:
 
     def __init__(self, config: Config, model: Model, optimizer: MegatronOptimizer) -> None:
         self._config, self._model, self._optimizer = config, model, optimizer
-        self._planned: Planned | None = None
-        self._buffers: Buffers | None = None
-        self._under_way: _UnderWay | None = None
+        self._planner = Planner()
+        self._under_way: _SaveThread | None = None
         self._saved: list[tuple[int, float]] = []
         self._stood = Stood()
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory of this rank's second copy; 0 before the first asynchronous save."""
-        return 0 if self._buffers is None else self._buffers.nbytes
 
     def save(self, step: int) -> None:
         """Save the state as it is now as the checkpoint of `step`. Collective over all ranks.
@@ -84,34 +104,25 @@ class Saver:
             StorageError: this save, or the one before, could not be written.
         """
         begin = time.monotonic()
-        waited = 0.0
+        self.settle()
+        waited = time.monotonic() - begin
+        gather_weights(self._model)
+        with storage.writing(*checkpoint.target(self._config, step)):
+            self._under_way = _SaveThread(self._config, step, self._model.mesh.rank, self._plan(step))
+        self._under_way.start()
         if not self._config.trainer.async_save:
-            checkpoint.save(self._config, step, self._model, self._optimizer)
-            self._saved.append((step, time.monotonic() - begin))
-        else:
-            if self._under_way is not None:
-                self.settle()
-                waited = time.monotonic() - begin
-            self._begin(step)
+            self.settle()
         self._stood = Stood(self._stood.seconds + time.monotonic() - begin, self._stood.waited + waited)
 
-    def before_update(self) -> None:
-        """Have the device copy what is saved before it changes. Call it before parameters change."""
-        if self._buffers is not None:
-            self._buffers.wait_on_device()
-
     def saved(self) -> list[tuple[int, float]]:
-        """Return (step, seconds) of the checkpoints that have become complete since the last call, and raise what failed. Call it before
-        each step.
+        """Return (step, seconds) of the checkpoints that have become complete since the last call. Call it before each step, on all ranks.
 
         Raises:
             StorageError: a rank could not write its part; every rank raises the same.
             AsyncmoeError: a save failed for another reason.
         """
-        if self._under_way is not None and self._under_way.thread.done():
-            under_way, self._under_way = self._under_way, None
-            under_way.thread.check()
-            self._saved.append((under_way.step, time.monotonic() - under_way.begun))
+        if self._under_way is not None:
+            self._look(self._under_way)
         found, self._saved = self._saved, []
         return found
 
@@ -121,51 +132,59 @@ class Saver:
         return found
 
     def settle(self) -> None:
-        """Wait for the save that is under way, if one is; `saved` returns it.
+        """Wait for the save that is under way, if one is; `saved` returns it. Collective over all ranks.
 
         Raises:
-            StorageError, AsyncmoeError: as `saved`; or the thread has done nothing for `trainer.timeout_s`.
+            StorageError, AsyncmoeError: as `saved`; or no rank has written anything for `trainer.timeout_s`.
         """
-        if self._under_way is None:
-            return
-        limit, thread = self._config.trainer.timeout_s, self._under_way.thread
-        patience = Patience(limit, time.monotonic())
-        seen = -1
-        while not thread.wait(_JOIN_S):
-            if thread.moved != seen:
-                seen = thread.moved
-                heartbeats.beat(f"waiting for the checkpoint of step {self._under_way.step}")
-            if patience.over(thread.moved, time.monotonic()):
-                raise AsyncmoeError(f"checkpoint of step {self._under_way.step}: nothing was written for {limit:g} s; does its disk hang?")
-        self._saved = self.saved()
+        limit, seen, since = self._config.trainer.timeout_s, [-1], time.monotonic()
+        while (thread := self._under_way) is not None:
+            thread.join(_POLL_S)
+            if (moved := self._look(thread)) != seen:
+                seen, since = moved, time.monotonic()
+                heartbeats.beat(f"waiting for the checkpoint of step {thread.step}")
+            elif time.monotonic() - since >= limit:
+                raise AsyncmoeError(f"checkpoint of step {thread.step}: nothing was written for {limit:g} s; does its disk hang?")
 
-    def _begin(self, step: int) -> None:
-        """Copy, and start the thread that writes the copy."""
-        config, model, first = self._config, self._model, self._model.mesh.rank == 0
-        gather_weights(model)
-        planned, buffers = self._plan()
-        board = Board(next(_NUMBERS), model.mesh.rank, model.mesh.world, config.trainer.timeout_s)
-        if first:
-            with storage.writing(f"checkpoint of step {step}", checkpoints.temporary(config.run.dir, step)):
-                checkpoints.start(config.run.dir, step)
-            board.begin()
-        buffers.copy()
-        common = snapshot.refreshed(planned.common, self._optimizer) if first else {}
-        facts = checkpoint.facts_now(config, step, model) if first else {}
-        task = SaveTask(config, step, model.mesh.rank, model.mesh.world, planned, buffers.copies, buffers.wait, common, facts)
-        self._under_way = _UnderWay(step, SaveThread(task, board, str(model.mesh.device)), time.monotonic())
+    def _plan(self, step: int) -> Planned:
+        config, model = self._config, self._model
+        if model.mesh.rank == 0:
+            checkpoints.start(config.run.dir, step)
+        collectives.barrier()
+        with state_boxes.as_boxes() if checkpoint.distributed(model) else nullcontext():
+            state = checkpoint.sharded_state(model, self._optimizer, loading=False)
+            return self._planner.plan(state, checkpoints.temporary(config.run.dir, step), copy=config.trainer.async_save)
 
-    def _plan(self) -> tuple[Planned, Buffers]:
-        """Return the plan and its memory, made anew if anything has moved on any rank: planning is collective."""
-        chunks = [checkpoint.trained(chunk) for chunk in self._model.chunks]
-        kept = self._planned is not None and snapshot.holds(self._planned, chunks, self._optimizer)
-        if self._planned is None or self._buffers is None or not all(collectives.everyones(kept)):
-            if self._buffers is not None:
-                self._buffers.close()
+    def _look(self, thread: _SaveThread) -> list[int]:
+        """Make the checkpoint of all ranks' files, or remove them, once all threads have ended. Return the bytes that each has written."""
+        reports = collectives.everyones(thread.report())
+        if all(one.ended for one in reports):
+            self._under_way = None
+            self._check(thread, reports)
+            with storage.writing(*checkpoint.target(self._config, thread.step)):
+                thread.planned.finish()
+            self._publish(thread.step, {name: sealed for one in reports for name, sealed in one.sealed.items()})
+            self._saved.append((thread.step, time.monotonic() - thread.begun))
+        return [one.nbytes for one in reports]
 
-            def make() -> dict[str, object]:
-                return checkpoint.sharded_state(self._model, self._optimizer, loading=False)
+    def _check(self, thread: _SaveThread, reports: list[_Report]) -> None:
+        """Raise what ended a save: storage's failure before others, because others may follow from it; then the lowest rank's."""
+        failures = sorted((one.failure for one in reports if one.failure), key=lambda failure: not isinstance(failure, StorageError))
+        if failures:
+            if self._model.mesh.rank == 0:
+                checkpoints.give_up(self._config.run.dir)
+            raise failures[0] from thread.failure
 
-            self._planned = snapshot.plan(make, chunks, self._optimizer, collectives.gathered)
-            self._buffers = Buffers(self._planned.shards, torch.device(self._model.mesh.device))
-        return self._planned, self._buffers
+    def _publish(self, step: int, sealed: Manifest) -> None:
+        config, section = self._config, self._config.trainer
+        failure: StorageError | None = None
+        if self._model.mesh.rank == 0:
+            facts = checkpoint.facts_now(config, step, self._model)
+            try:
+                with storage.writing(*checkpoint.target(config, step)):
+                    checkpoints.finish(config.run.dir, step, facts, section.keep_checkpoints, section.keep_every, sealed)
+            except StorageError as error:
+                failure = error
+                checkpoints.give_up(config.run.dir)
+        if told := collectives.everyones(failure)[0]:
+            raise told

@@ -1,0 +1,88 @@
+"""Saves of one rank: what is written is what was there when it began, the same memory is planned once, and a full disk is said."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncmoe import checkpoints, models
+from asyncmoe.checkpoints import intact
+from asyncmoe.config import parse
+from asyncmoe.config.model import MadeModel
+from asyncmoe.errors import AsyncmoeError, StorageError
+from asyncmoe.models.make import make_model
+from asyncmoe.platform.megatron.writer import Planned
+from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
+from asyncmoe.trainer.model.checkpoint_saver import Saver
+from tests.disks import mounted
+
+
+class Rank:
+    """A rank with a small model, whose parameters are all set to a number."""
+
+    def __init__(self, path: Path) -> None:
+        make_model(path / "model", MadeModel(), seed=0)
+        self.run = path / "run"
+        run = {"run": {"dir": str(self.run), "steps": 1}, "model": {"path": str(path / "model")}, "task": {"kind": "arithmetic"}}
+        trainer = {"async_save": True, "timeout_s": 1, "optimizer": {"distributed": True}, "keep_checkpoints": 9}
+        self.config = parse({**run, "trainer": trainer})
+        self.built = gpt.build(models.load_hf_config(path / "model"), self.config, mesh.start(self.config.trainer))
+        self.adam = optimizer.build(self.config, self.built)
+        self.saver = Saver(self.config, self.built, self.adam)
+
+    @torch.no_grad()
+    def fill(self, value: float) -> None:
+        for parameter in self.built.weights().values():
+            parameter.fill_(value)
+
+    def loaded(self, step: int) -> set[float]:
+        assert checkpoint.load(checkpoints.directory(self.run, step), self.config, self.built, self.adam) == step
+        return {float(value) for parameter in self.built.weights().values() for value in parameter.unique()}
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    (tmp_path / "run").mkdir()
+    yield Rank(tmp_path)
+    mesh.stop()
+
+
+def test_a_checkpoint_is_of_its_step_and_becomes_one_when_it_is_written(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, write = threading.Event(), Planned.write
+
+    def waiting(planned: Planned) -> None:
+        go.wait(10)
+        write(planned)
+
+    monkeypatch.setattr(Planned, "write", waiting)
+    for step in (1, 2, 3, 4):
+        go.clear()
+        rank.fill(step)
+        rank.saver.save(step)
+        rank.fill(-1.0)
+        assert rank.saver.saved() == []
+        assert checkpoints.newest(rank.run) == (checkpoints.directory(rank.run, step - 1) if step > 1 else None)
+        go.set()
+        rank.saver.settle()
+        assert [saved for saved, _ in rank.saver.saved()] == [step]
+    assert [rank.loaded(step) for step in (1, 2, 3, 4)] == [{1.0}, {2.0}, {3.0}, {4.0}]
+    assert intact.fault(checkpoints.directory(rank.run, 4)) is None
+
+
+def test_a_disk_that_hangs_ends_the_wait(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planned, "write", lambda planned: threading.Event().wait())
+    rank.saver.save(1)
+    with pytest.raises(AsyncmoeError, match="checkpoint of step 1: nothing was written for 1 s; does its disk hang"):
+        rank.saver.settle()
+
+
+def test_a_full_disk_is_said_with_what_the_run_goes_on_from(rank: Rank) -> None:
+    with mounted(rank.run / "checkpoints", "1m"):
+        rank.saver.save(1)
+        with pytest.raises(StorageError, match=r"checkpoint of step 1: cannot write .*No space left on device.*starts from step 0"):
+            rank.saver.settle()
+        assert not list((rank.run / "checkpoints").iterdir())

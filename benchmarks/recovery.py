@@ -67,9 +67,8 @@ def run(rounds: int = 3) -> dict[str, Any]:
     the reasons of all processes.
 
     Returns:
-        {"date", "machine", "load", "steps_replayed", "in_place", "everything", "ratio", "controller"}; of a way:
-        "seconds" (median, kill to the step that was under way), "met" (median, kill to the trainer's first request) and "each". ratio: of
-        two medians, everything / in_place. controller: "seconds"
+        {"date", "machine", "load", "steps_replayed", "in_place", "everything", "controller"}; of a way:
+        "seconds" (median, kill to the step that was under way), "met" (median, kill to the trainer's first request) and "each". controller: "seconds"
         (median, kill to the second step after it), "generates" (median; see `Successor`),
         "each" of these, and "cpu": median CPU seconds that the next controller had used by then.
 
@@ -90,8 +89,7 @@ def run(rounds: int = 3) -> dict[str, Any]:
         finally:
             rig.end()
     ways = {way: _figures(recoveries) for way, recoveries in found.items()}
-    ratio = round(ways["everything"]["seconds"] / ways["in_place"]["seconds"], 2)
-    return {**measured_at, "steps_replayed": LOST, **ways, "ratio": ratio, "controller": _succession(lost)}
+    return {**measured_at, "steps_replayed": LOST, **ways, "controller": _succession(lost)}
 
 
 def _succession(found: list[tuple[Successor, float]]) -> dict[str, Any]:
@@ -207,7 +205,6 @@ def table(found: dict[str, Any]) -> str:
     """A line a way."""
     lines = [f"{'':<12}{'trainer met':>12}{'step trained':>14}   s after the kill"]
     lines += [f"{way:<12}{found[way]['met']:>12.1f}{found[way]['seconds']:>14.1f}" for way in ("in_place", "everything")]
-    lines.append(f"{found['ratio']:g} times as fast in place as everything, {found['steps_replayed']} steps trained again")
     lost = found["controller"]
     said = f"generates after {lost['generates']:.1f} s ({lost['cpu']:.1f} s of CPU), and the trainer has trained two steps after"
     return "\n".join([*lines, f"controller killed: the next one {said} {lost['seconds']:.1f} s"])

@@ -68,8 +68,8 @@ def run(rounds: int = 3) -> dict[str, Any]:
 
     Returns:
         {"date", "machine", "load", "steps_replayed", "in_place", "everything", "controller"}; of a way:
-        "seconds" (median, kill to the step that was under way), "met" (median, kill to the trainer's first request) and "each". controller: "seconds"
-        (median, kill to the second step after it), "generates" (median; see `Successor`),
+        "seconds" (median, kill to the step that was under way), "met" (median, kill to the trainer's first request) and
+        "each". controller: "seconds" (median, kill to the second step after it), "generates" (median; see `Successor`),
         "each" of these, and "cpu": median CPU seconds that the next controller had used by then.
 
     Raises:

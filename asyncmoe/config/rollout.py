@@ -84,7 +84,7 @@ class RolloutSection(Section):
     workers: Positive = Field(
         1,
         description="Rollout workers: processes that run the episodes, each with its share of max_concurrent at all engines, and hold the "
-        "trajectories until the trainer has fetched them from there. One takes in what some dozens of GPUs sample (docs/measurements.md); "
+        "trajectories until the trainer has fetched them from there. One takes in what some dozens of GPUs sample (benchmarks/README.md); "
         "beyond, raise this.",
     )
     start_workers: bool = Field(

@@ -5,7 +5,7 @@ set -uo pipefail
 declare -A packages=([slurmctld]=slurm-wlm [munged]=munge [shellcheck]=shellcheck [redis-server]=redis-server [bwrap]=bubblewrap)
 declare -A skipped=([slurmctld]="tests/system/test_slurm.py" [munged]="tests/system/test_slurm.py"
     [shellcheck]="shellcheck in tests/unit/test_shell.py"
-    [redis-server]="tests/unit/test_redis_*.py" [bwrap]="tests/unit/test_tools_sandbox*.py")
+    [redis-server]="tests of the log in Redis" [bwrap]="tests/unit/test_tools_sandbox*.py")
 PATH=$PATH:/usr/sbin:/sbin
 missing=()
 for program in "${!packages[@]}"; do command -v "$program" > /dev/null || missing+=("$program"); done

@@ -22,6 +22,7 @@ from asyncmoe.rollout.evaluation import measure
 from asyncmoe.rollout.scoring import Sample, Score
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.workers.worker import summed_up
 from asyncmoe.trajectory import Trajectory, validate
 from tests.unit.example_counts import examples
 from tests.unit.openai_policy import IM_END
@@ -153,7 +154,7 @@ def test_an_episode_of_many_paths_counts_once_in_an_evaluation(known: Tokenizer)
         return {"policy": 1.0, "policy/4": 0.0}
 
     made, _, _ = play(known, client)
-    assert measure(1, [(0, made)], 1.0, 0).reward_mean == 0.5
+    assert measure(1, [(0, tuple(map(summed_up, made)))], 1.0, 0).reward_mean == 0.5
 
 
 def test_paths_are_bounded(known: Tokenizer) -> None:

@@ -64,8 +64,8 @@ def test_every_import_of_the_gpu_tests_is_carried_or_the_machines() -> None:
         for name in ("benchmarks/gpu.py", "benchmarks/replay.py", "asyncmoe/trainer/__main__.py", "asyncmoe/rollout/controller.py")
     ]
     there = manifest.ASSUMED | manifest.OPTIONAL
-    # Reached through functions that the bundle does not call: the report, TensorBoard, sessions with MCP servers, a log in Redis, a sandbox's
-    # server.
+    # Reached through functions that the bundle does not call: the report, TensorBoard, sessions with MCP servers, a log in Redis, a sandbox
+    # that is a server.
     reports = {"matplotlib", "plotly", "tensorboard", "mcp", "mcp_types", "httpx2", "anyio", "redis", "tenacity"}
     found = reached(starts)
     missing = {name: str(file.relative_to(ROOT)) for name, file in found.items() if name not in there | reports}

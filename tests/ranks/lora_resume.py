@@ -19,6 +19,7 @@ from asyncmoe.trainer.model import mesh, optimizer
 from tests.ranks import case, group, lora_case, parity
 from tests.ranks.leaving import leave
 from tests.ranks.lora import Job
+from tests.saving import save
 
 
 def main(result: Path, path: Path, saved: str, loaded: list[str]) -> None:
@@ -38,7 +39,7 @@ def first_step(path: Path, run: Path, name: str, distributed: bool, sizes: str) 
     built = job.model()
     adam = optimizer.build(job.config, built)
     train(job, built, adam, steps=1)
-    checkpoint = state.save(job.config, 1, built, adam)
+    checkpoint = save(job.config, 1, built, adam)
     leave()
     return checkpoint, sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
 

@@ -21,6 +21,7 @@ from asyncmoe.weights.sender.gather import Gatherer, tensors_in
 from tests.ranks import case, group
 from tests.ranks.leaving import leave
 from tests.ranks.parity import Job, expected, worst
+from tests.saving import save
 
 SAVED: dict[str, dict[str, Any]] = {"tensor": {"tp": 2}, "chunks": {"pp": 2, "vpp": 2}}
 LOADED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -62,7 +63,7 @@ def saved(path: Path, run: Path, reference: dict[str, Any], distributed: bool, s
     built = job.model()
     adam = optimizer.build(job.config, built)
     train(job, built, adam, steps=1)
-    checkpoint = state.save(job.config, 1, built, adam)
+    checkpoint = save(job.config, 1, built, adam)
     leave()
     return checkpoint
 

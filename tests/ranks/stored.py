@@ -27,6 +27,7 @@ from asyncmoe.weights.sender.sources import WeightSources
 from tests.checksums import engine_checksums
 from tests.ranks import case, group, parity
 from tests.ranks.leaving import leave
+from tests.saving import save
 
 RATE = 0.01
 
@@ -59,7 +60,7 @@ def stored(job: parity.Job, out: Path) -> dict[str, Any]:
     after = snapshot(built)
     biases = [name for name in after if name.endswith("expert_bias")]
 
-    checkpoint = state.save(job.config, 1, built, adam)
+    checkpoint = save(job.config, 1, built, adam)
     again = job.model()
     state.load(checkpoint, job.config, again, None)
     write_hf(built, job.path / "hf", out / "export", Gatherer(built, SHARD_BYTES, job.config.trainer.timeout_s))

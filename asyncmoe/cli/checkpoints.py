@@ -20,7 +20,7 @@ def checkpoints(
     step: Annotated[int | None, typer.Option(min=0, help="With --restore: the step; default: the newest that is complete there.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each checkpoint.")] = False,
 ) -> None:
-    """List the checkpoints of a run: step, time, size, what each covers, and its state.
+    """List the checkpoints of a run: step, time, size, and the state of each.
 
     A checkpoint is
 

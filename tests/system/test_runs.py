@@ -178,10 +178,10 @@ def test_a_killed_run_goes_on_exactly_where_its_newest_intact_checkpoint_is(tmp_
     for old, new in zip(before, again, strict=False):
         assert new["loss"] == pytest.approx(old["loss"], abs=1e-6)
     assert again[-1]["version"] == 41
-    status, out, error = Command("checkpoints", str(moved), "--verify").finish()
+    status, out, error = Command("checkpoints", str(moved), "--verify", "--json").finish()
     assert status == 1, error
-    states = [line.split()[0] + " " + line.split(", optimizer")[1].split(":")[0].strip() for line in out.splitlines()[1:]]
-    assert states == ["step-00000020.damaged damaged", "step-00000040 verified", "step-00000041 verified"]
+    states = {one["name"]: one["state"] for one in map(json.loads, out.splitlines())}
+    assert states == {"step-00000020.damaged": "damaged", "step-00000040": "verified", "step-00000041": "verified"}
     saved = checkpoints.directory(moved, 41)
     kept = {path.name: path.read_bytes() for path in saved.iterdir()}
     assert {path.name: path.read_bytes() for path in (copies / "moved" / saved.name).iterdir()} == kept

@@ -26,7 +26,7 @@ _MAX_FOLDER = 107 - len(f"/{PREFIX}xxxxxxxx/{SOCKET}")
 
 
 def make() -> Path:
-    """Create a directory for a socket; first remove the directories that this user's killed controllers left behind.
+    """Create a directory for a socket; first remove the directories that this user's killed servers left behind.
 
     Raises:
         UserError: the path of the directory for temporary files is too long for a socket.

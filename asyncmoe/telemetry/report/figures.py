@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from asyncmoe.telemetry.metric import Metric
-from asyncmoe.telemetry.report.series import Drawn, Recorded, Row, grid, recorded, running_mean, thinned
+from asyncmoe.telemetry.report.series import Drawn, RecordedSeries, Row, grid, recorded, running_mean, thinned
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import Step
@@ -139,12 +139,12 @@ def _curves(run_name: str, run: RunRecords, kind: type[Drawn]) -> Iterator[tuple
             yield own, _Curve(run_name, "" if own != title else label, name, number, _about(one.metric, errors), kind, rows)
 
 
-def _with_errors(points: Sequence[tuple[float, float]], errors: Recorded | None, key: str) -> list[Row]:
+def _with_errors(points: Sequence[tuple[float, float]], errors: RecordedSeries | None, key: str) -> list[Row]:
     known = dict(errors.curves.get(key, ())) if errors is not None else {}
     return [(x, y, known.get(x)) for x, y in points]
 
 
-def _about(metric: Metric, errors: Recorded | None) -> Metric:
+def _about(metric: Metric, errors: RecordedSeries | None) -> Metric:
     return metric if errors is None else replace(metric, help=f"{metric.help} Bars: {errors.metric.help}")
 
 

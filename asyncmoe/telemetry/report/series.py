@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedSeries:
     """A metric of a run: the (x, y) of each curve, by the key of a mapping, or "" for a plain number. Shares are in per cent."""
 
     metric: Metric
@@ -55,14 +55,14 @@ def placed(run: RunRecords, kind: type[Drawn]) -> Sequence[tuple[float, Drawn]]:
     return points
 
 
-def recorded(run: RunRecords, kind: type[Drawn]) -> dict[str, Recorded]:
+def recorded(run: RunRecords, kind: type[Drawn]) -> dict[str, RecordedSeries]:
     """Return every metric that records of a kind have, by name (`metric.numbers`). Evaluations have the curves of each set."""
-    found: dict[str, Recorded] = {}
+    found: dict[str, RecordedSeries] = {}
     for x, record in placed(run, kind):
         of_set = record.name if isinstance(record, Evaluation) else ""
         for one in numbers(record):
             curve = " ".join(part for part in (of_set, one.key) if part)
-            points = found.setdefault(one.name, Recorded(one.metric)).curves.setdefault(curve, [])
+            points = found.setdefault(one.name, RecordedSeries(one.metric)).curves.setdefault(curve, [])
             points.append((x, 100 * one.value if one.metric.is_share else one.value))
     return found
 

@@ -35,3 +35,17 @@ def driver_hint(cuda: int) -> str:
     wanted = f"update NVIDIA's driver to {OLDEST_DRIVER[cuda]} or newer" if cuda in OLDEST_DRIVER else "update NVIDIA's driver"
     compatible = f"NVIDIA's package cuda-compat-{cuda}-0 with its directory first on LD_LIBRARY_PATH"
     return f"{wanted}; on a data-centre GPU (H100, H200) {compatible} does too"
+
+
+def driver_too_old(driver: str, newest_cuda: int | None, cuda: int) -> bool:
+    """Return whether the driver is too old for programs of a CUDA major version.
+
+    Args:
+        driver: version of the kernel driver from nvidia-smi, e.g. 550.54.15.
+        newest_cuda: result of cuDriverGetVersion, e.g. 12040; None if libcuda cannot be opened. A compatibility package raises it.
+        cuda: the major version, one of OLDEST_DRIVER.
+    """
+    if newest_cuda is not None and newest_cuda // 1000 >= cuda:
+        return False
+    branch = driver.split(".")[0]
+    return newest_cuda is not None or (branch.isdigit() and int(branch) < OLDEST_DRIVER[cuda])

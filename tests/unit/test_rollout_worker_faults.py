@@ -13,9 +13,10 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.log.log import Place
 from asyncmoe.rollout.workers import service
 from asyncmoe.rollout.workers.remote import RemoteWorker
+from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
-from asyncmoe.rpc.worker_messages import EngineUse, WorkerBegin, WorkerEngines, WorkerNews, WorkerPacked
+from asyncmoe.rpc.worker_messages import EngineUse, PackedGroup, WorkerBegin, WorkerEngines, WorkerPacked
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import Cluster, SlowEngine
 
@@ -90,13 +91,13 @@ def test_workers_are_told_only_what_has_changed(tmp_path: Path) -> None:
             gates.tell()
             await gates.late()
 
-            async def news(self: RemoteWorker, request: Any, *_: object) -> WorkerNews:
+            def tell(self: RemoteWorker, request: Any, *_: object) -> asyncio.Task[None]:
                 if isinstance(request, WorkerEngines):
                     told.append(self.name)
-                return await news_of(self, request)
+                return really(self, request)
 
-            news_of = RemoteWorker.news
-            with mock.patch.object(RemoteWorker, "news", news):
+            really = RemoteWorker.tell
+            with mock.patch.object(RemoteWorker, "tell", tell):
                 gates.tell()
                 assert await gates.late() == 0
                 assert told == []
@@ -152,14 +153,14 @@ def test_an_adapter_is_in_use_until_all_workers_know_the_next_one_and_their_requ
 
 def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -> None:
     told: list[WorkerBegin] = []
-    begin = RemoteWorker.begin
+    begin = WorkerService._begin
 
-    async def noted(self: RemoteWorker, first: WorkerBegin) -> Any:
+    async def noted(self: WorkerService, first: WorkerBegin) -> Any:
         told.append(first)
         return await begin(self, first)
 
     async def run() -> None:
-        with mock.patch.object(RemoteWorker, "begin", noted):
+        with mock.patch.object(WorkerService, "_begin", noted):
             async with Cluster(tmp_path, workers=2, engines=2, seed=5) as cluster:
                 for step in range(3):
                     await cluster.train(step)
@@ -169,7 +170,7 @@ def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -
                     await asyncio.sleep(0.01)
                 await cluster.lose(1)
                 await cluster.lost(1)
-                others = {place.group for _, place in cluster.lent[2].worker._running}
+                others = {place.group for place in cluster.lent[2].worker._worker._running}
                 await cluster.start(1)
                 for handle in cluster.handles:
                     handle.client.hangs = False
@@ -228,7 +229,7 @@ def test_a_rank_lets_go_of_a_worker_that_was_replaced(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_is_no_reply() -> None:
-    fine, wrong = (WorkerPacked((), 0, Place(1, offset)) for offset in (3, -3))
+    fine, wrong = (WorkerPacked((PackedGroup((), 0, Place(1, offset)),)) for offset in (3, -3))
     assert decode_reply(encode(fine)) == fine
-    with pytest.raises(ProtocolError, match=r"place\[1\]"):
+    with pytest.raises(ProtocolError, match=r"groups\[0\]\[2\]\[1\]"):
         decode_reply(encode(wrong))

@@ -22,8 +22,8 @@ from asyncmoe.rollout.demonstrations import Demonstrations
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes, to_bytes
 from asyncmoe.rollout.scoring.exact import Exact
-from asyncmoe.rpc.messages import FindWorker
-from asyncmoe.rpc.worker_messages import WorkerForget, WorkerJoin, WorkerPack
+from asyncmoe.rpc.messages import Done, FindWorker
+from asyncmoe.rpc.worker_messages import WorkerForget, WorkerJoin, WorkerPack, WorkerPacked, WorkerRan, WorkerRun
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trajectory import decode
@@ -137,9 +137,8 @@ def test_a_worker_that_does_not_belong_is_refused(tmp_path: Path) -> None:
     async def run() -> None:
         async with Cluster(tmp_path, workers=1, engines=1, seed=3) as cluster:
             there = cluster.fleet._workers[1].joined.rendezvous
-            for number, digest, error in ((2, cluster.config.digest, ConfigError), (1, "other", ConfigError)):
-                with pytest.raises(error):
-                    await cluster.fleet.join(WorkerJoin(number, there, "", digest))
+            with pytest.raises(ConfigError):
+                await cluster.fleet.join(WorkerJoin(1, there, "", "other"))
             with pytest.raises(ProtocolError, match="joined already"):
                 await cluster.fleet.join(WorkerJoin(1, there, "", cluster.config.digest))
 
@@ -151,8 +150,8 @@ def test_a_worker_packs_only_what_has_ended_there(tmp_path: Path) -> None:
         async with Cluster(tmp_path, workers=1, engines=1, seed=4) as cluster:
             (worker,) = cluster.fleet._workers.values()
             with pytest.raises(ProtocolError, match="have ended here"):
-                await worker.ask(WorkerPack((EpisodeKey(99, 0, 0),), 0))
-            await worker.ask(WorkerForget(groups=(99,)))
+                await worker.ask(WorkerPack((EpisodeKey(99, 0, 0),), 0), WorkerPacked)
+            await worker.ask(WorkerForget(groups=(99,)), Done)
             assert not worker.gone
 
     asyncio.run(run())
@@ -166,7 +165,7 @@ def test_an_episode_of_a_lost_worker_is_rejected(tmp_path: Path) -> None:
             while not worker.gone:
                 await asyncio.sleep(0.01)
             with pytest.raises(TrajectoryRejected, match="worker_lost"):
-                await worker.episode(Numbers().prompt(99), EpisodeId(99, 0, 0))
+                await worker.do(WorkerRun(EpisodeKey(99, 0, 0), b""), WorkerRan, 1.0)
             assert (cluster.fleet.times_lost, len(cluster.fleet.lost())) == (1, 1)
 
     asyncio.run(run())
@@ -206,11 +205,11 @@ def test_the_loss_of_a_worker_with_many_groups_does_not_end_the_run(tmp_path: Pa
                 await asyncio.sleep(0.01)
             lost = max(cluster.fleet._workers.values(), key=lambda worker: worker.running).joined.number
             assert cluster.fleet._workers[lost].running > 2 * 32
-            under_way = {place for _, place in cluster.lent[lost].worker._running}
+            under_way = set(cluster.lent[lost].worker._worker._running)
             await cluster.lose(lost)
             await cluster.lost(lost)
             await cluster.start(lost)
-            while not under_way <= {place for _, place in cluster.lent[lost].worker._running}:
+            while not under_way <= set(cluster.lent[lost].worker._worker._running):
                 await asyncio.sleep(0.01)
             for handle in cluster.handles:
                 handle.client.hangs = False
@@ -277,16 +276,11 @@ def test_demonstrations_outlive_the_worker_that_has_made_them(tmp_path: Path) ->
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("name", ["", "other"])
-def test_an_evaluation_runs_on_the_workers_and_nothing_is_kept_of_it(tmp_path: Path, name: str) -> None:
+def test_an_evaluation_runs_on_the_workers_and_nothing_is_kept_of_it(tmp_path: Path) -> None:
     async def run() -> None:
         async with Cluster(tmp_path, workers=2, engines=1, seed=13) as cluster:
             place = EpisodeId(0, 0, 0)
-            if name:
-                with pytest.raises(AsyncmoeError, match=r"got the set 'other', expected one of \[''\]"):
-                    await cluster.fleet.evaluate(name, Numbers().prompt(0), place)
-                return
-            (made,) = await cluster.fleet.evaluate(name, Numbers().prompt(0), place)
+            (made,) = await cluster.fleet.evaluate("", Numbers().prompt(0), place)
             assert (made.agent, made.oldest, made.newest) == (0, 0, 0)
             assert 1 <= made.sampled <= 5
             for step in range(2):  # training has an episode of the same name

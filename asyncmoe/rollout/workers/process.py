@@ -105,11 +105,11 @@ async def watch(config: Config, worker: WorkerService) -> None:
     Raises:
         WaitTimeout: it has not asked for `cluster.heartbeat_timeout_s`.
     """
-    limit, parent = config.cluster.heartbeat_timeout_s, os.getppid()
+    began, limit, parent = time.monotonic(), config.cluster.heartbeat_timeout_s, os.getppid()
     while True:
         heartbeats.beat("runs episodes")
         worker.pool.look()
-        silent = time.monotonic() - worker.heard
+        silent = time.monotonic() - max(began, worker.heard)
         if silent > limit or os.getppid() != parent:
             raise WaitTimeout("the controller", "it asks for nothing any more", silent)
         await asyncio.sleep(_LOOK_S)

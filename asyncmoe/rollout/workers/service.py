@@ -69,7 +69,7 @@ class WorkerService:
         connect: as `asyncmoe.engines.backend.connect`.
 
     Attributes:
-        over: set when the run is over.
+        over: set when the run is over, or the worker is to end.
         heard: monotonic time of the controller's last request.
         pool: the engines.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -23,13 +22,15 @@ from tests.unit.test_producer import Numbers, respond
 PLACES = [EpisodeId(3, member, 0) for member in range(2)]
 
 
-def test_an_episode_that_was_dropped_while_it_ended_is_not_packed() -> None:
+def test_an_episode_that_was_forgotten_is_ended_and_not_packed() -> None:
     async def body() -> None:
-        goes_on = asyncio.Event()
+        goes_on, ended = asyncio.Event(), list[EpisodeId]()
 
         async def play(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
-            with suppress(asyncio.CancelledError):  # as a user's code may
+            try:
                 await goes_on.wait()
+            except asyncio.CancelledError:  # and goes on, as a user's code may
+                ended.append(place)
             return (respond(prompt, place),)
 
         worker = Worker(play, 2)
@@ -41,6 +42,7 @@ def test_an_episode_that_was_dropped_while_it_ended_is_not_packed() -> None:
         worker.forget(PLACES[:1])
         goes_on.set()
         await asyncio.gather(*late, again)
+        assert ended == [PLACES[0]] * 2
         with pytest.raises(ProtocolError, match=r"got g3\.e0\.a0\.t0, expected episodes that have ended here"):
             await worker.pack(PLACES, 1)
 

@@ -23,7 +23,7 @@ class McpServer(Section):
     )
     env_from: tuple[str, ...] = Field(
         (),
-        description="Names of variables that the command gets from the rollout worker's environment; for secrets, which do not belong here.",
+        description="Names of variables of the rollout worker that the command gets; for secrets, which do not belong here.",
     )
     cwd: Path | None = Field(None, description="Working directory of the command; null: the rollout worker's.")
     url: str | None = Field(None, description="Address of a server that speaks streamable HTTP.")

@@ -102,10 +102,9 @@ class Commit(TrainerMessage, frozen=True):
     """Why the trainer left the whole batch untrained; it counts as dropped under this reason."""
 
 
-class Probe(TrainerMessage, frozen=True):
-    """The trainer's log-probabilities of some texts under the weights of `version`, which engines serve or soon will."""
+class Probe(Message, frozen=True):
+    """The trainer's log-probabilities of some texts."""
 
-    version: Count
     tokens: Annotated[tuple[Annotated[tuple[Count, ...], _PROBED], ...], _PROBED]
     logprobs: Annotated[tuple[Annotated[tuple[float, ...], _PROBED], ...], _PROBED]
     """Of each token given those before it, at temperature 1 over the whole vocabulary; of the first token 0."""
@@ -392,7 +391,6 @@ Request = (
     | Foresee
     | FindWorker
     | Commit
-    | Probe
     | Saved
     | Evaluations
     | Goodbye

@@ -93,7 +93,7 @@ class Step(Learning, frozen=True, kw_only=True):
     ] = None
     logprob_tokens_same_version: Annotated[
         int | None,
-        Metric("Number of the same tokens. 0 in most steps of an asynchronous run; see `probed_tokens`.", "tokens", over_updates="first"),
+        Metric("Number of the same tokens. 0 in most steps of an asynchronous run.", "tokens", over_updates="first"),
     ] = None
     train_infer_kl: Annotated[
         float | None,
@@ -201,9 +201,9 @@ class Step(Learning, frozen=True, kw_only=True):
 
     anomalies: Annotated[
         Mapping[str, float | None] | None,
-        Metric("Values that broke a rule of `verify.anomalies`, by rule; absent if none did.", "the value's own unit", key="rule"),
+        Metric("Values that broke a rule of `verify`, by rule; absent if none did.", "the value's own unit", key="rule"),
     ] = None
-    skipped_updates: Annotated[int | None, Metric("Optimizer updates that `verify.anomalies` refused; absent if none was.", "updates")] = (
+    skipped_updates: Annotated[int | None, Metric("Optimizer updates that `verify` refused; absent if none was.", "updates")] = (
         None
     )
 

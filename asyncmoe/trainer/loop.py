@@ -27,9 +27,8 @@ from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
 from asyncmoe.trainer import loaded_weights, objective
-from asyncmoe.trainer.anomalies import SKIPPED
-from asyncmoe.trainer.batch_guard import AnomalyWatch
 from asyncmoe.trainer.batch_trainer import Learned, Learner
+from asyncmoe.trainer.checks import SKIPPED
 from asyncmoe.trainer.clients import clients
 from asyncmoe.trainer.data import batch_client, prefetch
 from asyncmoe.trainer.lora import canonical
@@ -113,8 +112,7 @@ class Trainer:
         self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
         routing = models.kept_routing(config, built.hf)
         samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
-        watch = AnomalyWatch(config, place, done)
-        self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples, watch, ahead)
+        self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples, ahead)
         self._step = self._saved = done
         self._served, self._behind = 0, True  # until this trainer's first version, which may have to catch up with the engines'
         self._first = place.rank == 0
@@ -242,7 +240,7 @@ class Trainer:
     def _begin_sync(self) -> None:
         gpt.gather_weights(self._model)
         if self._behind:
-            loaded_weights.compare(self._model, self._expected, self._client, self._learner.scored, self._step)
+            loaded_weights.compare(self._model, self._expected, self._client, self._step)
         self._sync.begin(self._step)
         self._behind = False
 

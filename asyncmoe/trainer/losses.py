@@ -77,6 +77,13 @@ class PolicyLoss:
             found["rejected_by_rule"] |= {plugin.short: rejected} if rejected else {}
         return found
 
+    def checked(self, figures: Mapping[str, Any]) -> dict[str, float]:
+        """Return those of a step's figures that a `checks.Guard` looks at. The trainer has the version of the batch's newest tokens only
+        until the batch's first update."""
+        apart = figures["logprob_diff_max_same_version"]
+        same = {} if self.progress or apart is None else {"logprob_diff": apart}
+        return {"kl_engine": figures["train_infer_kl"], **same}
+
     def check(self, sums: Mapping[str, Any]) -> None:
         """Refuse a step in which a plug-in returned wrong values.
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import collectives, megatron
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trainer import objective
-from asyncmoe.trainer.batch_guard import FiniteOnly, UpdateGuard
+from asyncmoe.trainer import checks, objective
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.lora import attach
@@ -83,7 +82,7 @@ def train_step(
     before_update: Callable[[], None] = lambda: None,
     replay: Replay | None = None,
     differs: Differs = lambda batch: None,
-    guard: UpdateGuard | None = None,
+    guard: checks.Guard = checks.finite,
 ) -> StepMetrics:
     """Run the forward and backward passes, reduce and clip the gradients, update the parameters. Collective over all ranks.
 
@@ -93,7 +92,7 @@ def train_step(
         before_update: called when the gradients are complete, before any parameter changes.
         replay: routes micro-batches with recorded experts through these experts.
         differs: see `Differs`.
-        guard: may refuse the update; None: `FiniteOnly`.
+        guard: may refuse the update.
 
     Raises:
         ConfigError: a plug-in fails on this rank.
@@ -114,10 +113,9 @@ def train_step(
     policy = loss if isinstance(loss, PolicyLoss) else None
     if policy is not None:
         policy.check(sums)
-    guard = FiniteOnly() if guard is None else guard
     value, tokens = float(sums["loss"]), int(sums["tokens"])
     figures = {} if policy is None else policy.figures(sums)
-    allowed = guard.loss(value, figures)
+    allowed = guard({"loss": value, **({} if policy is None else policy.checked(figures))})
     if sums.get("future", 0):
         raise InvariantBroken(f"{int(sums['future'])} tokens come from a later version than the trainer's; no parameter was changed")
     scale, norm, updated = objective.scale(sums), 0.0, False
@@ -138,14 +136,14 @@ def train_step(
     )
 
 
-def _update(model: Model, optimizer: MegatronOptimizer, scale: float, guard: UpdateGuard) -> tuple[float, bool]:
+def _update(model: Model, optimizer: MegatronOptimizer, scale: float, guard: checks.Guard) -> tuple[float, bool]:
     """Update the parameters with the gradients times `scale`, unless the guard refuses; return the norm of the scaled gradients before
     clipping, and whether parameters changed."""
     if scale != 1.0:
         for chunk in model.ddp:
             chunk.scale_gradients(scale)
     with mark("optimizer"):
-        norm, updated = optimizers.step(optimizer, guard.gradients)
+        norm, updated = optimizers.step(optimizer, lambda norm: guard({"grad_norm": norm}))
     if updated and model.balance is not None:
         model.balance.update()
     return norm, updated

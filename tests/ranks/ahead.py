@@ -119,7 +119,6 @@ def configuration(path: Path, sizes: dict[str, int]) -> Config:
             "task": {"kind": "arithmetic"},
             "warmup": {"steps": 0},
             "rollout": {"groups_per_step": GROUPS, "group_size": SIZE},
-            "verify": {"probe_every": 0, "logprobs_every": 0},
             "trainer": {"tokens_per_microbatch": 32, "timeout_s": 60, "ranks": dist.get_world_size(), **sizes},
         }
     )
@@ -149,7 +148,7 @@ def trained(config: Config, path: Path, ahead: bool, stopped: int | None = None)
     client = Client(met[0], f"trainer.{place.rank}")  # type: ignore[arg-type]
     other = Client(met[0], f"trainer.{place.rank}.ahead") if ahead and place.tp_rank == 0 else None  # type: ignore[arg-type]
     samples = TrainerSamples(config, place, 0, 0)
-    learner = Learner(config, built, adam, client, loop.replay(config, built), NO_PLUGINS, samples, None, other)
+    learner = Learner(config, built, adam, client, loop.replay(config, built), NO_PLUGINS, samples, other)
     if controller is not None:
         controller.put(0, 0)
     steps = []

@@ -47,6 +47,7 @@ _ORDER = "nothing: which prompts come next is for a task of your own (examples/r
 KEYS: Mapping[str, Gone] = {
     "cluster.clock_s": Gone("cluster.max_clock_skew_s"),
     "cluster.silence_s": Gone("cluster.heartbeat_timeout_s"),
+    "lora.dropout": Gone("nothing: engines sample without dropout, and what is sampled is what is trained", (0.0,)),
     "objective.tis_cap": Gone("objective.correction.cap"),
     "queue.staleness.eta": Gone("queue.staleness.max_staleness"),
     "queue.staleness.max_age": Gone("queue.staleness.drop_above"),
@@ -115,6 +116,13 @@ KEYS: Mapping[str, Gone] = {
     "telemetry.wandb.group": Gone("the name in the variable WANDB_RUN_GROUP", (None,)),
     "telemetry.wandb.mode": Gone("the word in the variable WANDB_MODE", (None,)),
     "telemetry.wandb.tags": Gone("the tags, with commas between them, in the variable WANDB_TAGS", ([], ())),
+    **dict.fromkeys(
+        tuple(
+            f"trainer.megatron.{name}"
+            for name in ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
+        ),
+        Gone("nothing: on where Transformer Engine has it and it computes correctly; trainer.megatron.transformer_impl=local is without", (None,)),
+    ),
     "trainer.memory.overlap_optimizer_offload": Gone("nothing: copies between GPU and host overlap with the CPU's updates", (True,)),
     "trainer.standby": Gone("nothing: a trainer that is lost starts again, and imports its programs then", (True, False)),
     "verify.logprobs_every": Gone(_CHECKED, None),
@@ -175,8 +183,6 @@ SECTIONS = (
 VALUES: Mapping[tuple[str, str], str] = {
     ("trainer.precision", "bf16"): "trainer.dtype=bfloat16",
     ("trainer.precision", "fp32"): "trainer.dtype=float32",
-    ("verify.anomalies.kl_engine.action", "off"): "verify.anomalies.kl_engine.above=null",
-    ("verify.anomalies.grad_norm.action", "off"): "verify.anomalies.grad_norm.above=null",
     ("sync.method", "store"): "disk, which writes versions to sync.directory, reshard or broadcast",
 }
 """(Key, removed value of it) -> what to do instead."""

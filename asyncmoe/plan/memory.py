@@ -179,7 +179,7 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
 
 
 def _reference(weights: RankParameters, kept: int, training: Training) -> int:
-    """Return the bytes of a reference policy, a second copy of the weights (`SecondCopy.in_place`). On a GPU it is there only during its
+    """Return the bytes of a reference policy, a second copy of the weights (`asyncmoe.trainer.model.reference`). On a GPU it is there only during its
     forward passes, which keep no activations; on CPUs always."""
     if not training.reference or training.microbatch.adapter is not None:
         return 0

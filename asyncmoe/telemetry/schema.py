@@ -118,15 +118,6 @@ class Step(Learning, frozen=True, kw_only=True):
         ),
     ] = None
     ratio_mean: Annotated[float | None, Metric("Mean importance ratio pi_trainer / pi_engine.", "trainer / engine")] = None
-    ratio_quantiles: Annotated[
-        Mapping[str, float] | None,
-        Metric(
-            "Quantiles of the importance ratio, by share.",
-            "trainer / engine",
-            key="quantile",
-            plot=Plot(AGREEMENT, "Importance ratio, quantiles"),
-        ),
-    ] = None
     ess: Annotated[
         float | None,
         Metric(

@@ -21,7 +21,6 @@ from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.data.batch_client import Update
 from asyncmoe.trainer.data.credit import outcome_advantages, relatives, token_advantages
 from asyncmoe.trainer.data.microbatches import MicroBatches
-from asyncmoe.trainer.data.prefetch import Prefetcher
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model import optimizer
 from asyncmoe.trainer.model.gpt import Model
@@ -66,7 +65,6 @@ class Learner:
         replay: replays recorded experts; None if routing is not kept.
         plugins: the user's own parts of the objective.
         samples: keeps what training makes of some trajectories.
-        ahead: another connection, with which the next batch is fetched beforehand, in a thread; None: it is not. Closed by `close`.
 
     Raises:
         DataError: the reference policy's checkpoint cannot be read.
@@ -81,18 +79,10 @@ class Learner:
         replay: Replay | None,
         plugins: Plugins,
         samples: TrainerSamples,
-        ahead: Client | None = None,
     ) -> None:
         self._plugins, self._samples, self._skips = plugins, samples, 0
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
         self._mesh, self._width = model.mesh, attention_width(family_of(model.hf).shape_of(model.hf))
-        self._ahead = (
-            None
-            if ahead is None
-            else Prefetcher(
-                ahead, config, self._wanted, self._layers, masks=self._mesh.last_stage, decodes=self._mesh.tp * self._mesh.cp == 1
-            )
-        )
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 
     def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> Learned:
@@ -105,13 +95,10 @@ class Learner:
         Raises:
             AnomalyFound: a rule of `verify` stops the run; no further update was made.
         """
-        self._mesh.seed(self._config.run.seed, step)
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width)
         wanted, masks = batch_client.shares(updates, self._mesh), self._mesh.last_stage
         with mark("fetch"):
-            trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, self._layers, masks, self._ahead)
-        if self._ahead is not None:
-            self._ahead.begin(step + 1)
+            trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, self._layers, masks)
         if phase == "warmup":
             return Learned(self._warm_up(updates, trajectories, leased, before_update))
         akin = relatives(leased.items, wanted, self._config.objective)
@@ -125,18 +112,9 @@ class Learner:
         untrained = guard.skipped if all(update.refused for update in metrics) else ""
         return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, untrained)
 
-    def close(self) -> None:
-        """Fetch nothing ahead any more."""
-        if self._ahead is not None:
-            self._ahead.close()
-
     @property
     def _layers(self) -> tuple[int, ...]:
         return () if self._replay is None else self._replay.layers
-
-    def _wanted(self, items: Sequence[Item]) -> list[int]:
-        """Return the positions of an RL batch that this rank trains on."""
-        return batch_client.shares(batch_client.plan_updates(items, "rl", self._config, self._mesh, self._width), self._mesh)
 
     def _warm_up(
         self, updates: Sequence[Update], trajectories: Mapping[int, Trajectory], leased: Leased, before_update: Callable[[], None]
@@ -174,7 +152,7 @@ class Learner:
             made = microbatches(update, before, reference)
             differs: Differs = lambda batch: None  # noqa: E731
             if sampled is not None:
-                loss, differs = replace(loss, observe=sampled.observer(update.members)), sampled.counter(update.members)
+                loss, differs = replace(loss, observe=sampled.observe), sampled.count
             found = train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay, differs, guard)
             metrics.append(replace(found, figures={**found.figures, "plugin_metrics": reported | found.figures["plugin_metrics"]}))
             if not metrics[-1].updated and not metrics[-1].refused:
@@ -198,19 +176,19 @@ class Learner:
         recompute = len(updates) > 1 and config.objective.proximal == "recompute"
         before: LogProbs = {}
         reference: LogProbs = {}
+        lengths = [item.tokens for item in leased.items]
         for update in updates if recompute or self._reference is not None else ():
-            lengths = [leased.items[i].tokens for i in update.members]
             if recompute:
                 made = microbatches(update)
                 found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay, sampled_only=True)
-                before |= {update.members[i]: values for i, values in found.items()}
+                before |= {i: found[i] for i in update.members}
             if self._reference is not None:
                 # The reference is a separate policy: it chooses its own experts, and recorded supports do not restrict it.
                 bare = {i: replace(one, routes=None, masks=None) for i, one in trajectories.items()}
                 made = batch_client.microbatches(update, bare, _no_advantages(bare), config, self._mesh)
-                with self._reference.in_place():
+                with self._reference():
                     found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay, sampled_only=True)
-                reference |= {update.members[i]: values for i, values in found.items()}
+                reference |= {i: found[i] for i in update.members}
         return before if recompute else None, reference if self._reference is not None else None
 
 

@@ -20,7 +20,6 @@ from asyncmoe.telemetry import heartbeats
 from asyncmoe.trainer import checks, objective
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.microbatches import MicroBatches
-from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.losses import Loss, PolicyLoss
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.logprobs import LogProbs, target_logprobs
@@ -170,7 +169,7 @@ def logprobs_only(
         float32[T_i] by trajectory index i, on every rank, aligned with the tokens; 0 for the first, which nothing precedes, and for tokens
         that are left out.
     """
-    with mark("log-probabilities"), nullcontext() if model.adapter is None else attach.without_dropout(model.chunks):
+    with mark("log-probabilities"):
         finish, batches = partial(_logprobs_of, model.mesh, temperature), MicroBatches.of(microbatches)
         results, _ = _run(model, batches, finish, forward_only=True, replay=replay, sampled_only=sampled_only)
     starts = np.cumsum([0, *lengths])

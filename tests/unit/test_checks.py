@@ -61,12 +61,12 @@ def test_one_skipped_batch_more_than_allowed_stops_the_run(skips: int) -> None:
     if skips < 2:
         assert not guard(ATTACKED)
     else:
-        with pytest.raises(AnomalyFound, match=f"step 7: kl_engine is 3.24.* after {skips} skipped batches"):
+        with pytest.raises(AnomalyFound, match=rf"step 7: kl_engine is 3\.24.* after {skips} skipped batches"):
             guard(ATTACKED)
 
 
 def test_a_rule_may_stop_the_run_and_the_warm_up_wants_finite_values() -> None:
-    with pytest.raises(AnomalyFound, match="step 2: max_logprob_diff is 0.6, above 0.5"):
+    with pytest.raises(AnomalyFound, match=r"step 2: max_logprob_diff is 0\.6, above 0\.5"):
         BatchGuard(section(EVERY), step=2)({"loss": 0.1, "kl_engine": 0.0, "logprob_diff": 0.6})
     assert finite({"loss": 1e9})
     with pytest.raises(InvariantBroken):

@@ -15,7 +15,7 @@ from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.trainer.objective import Rows, Sums, metrics, policy_loss, scale, segments, token_weights
 from asyncmoe.trainer.objective.correction import RULES, Correction, correct
-from asyncmoe.trainer.objective.proximal import loglinear
+from asyncmoe.trainer.objective.surrogate import loglinear
 
 
 def batch(

@@ -46,7 +46,7 @@ def attach(
     made: list[Adapters] = []
     for chunk, layers in zip(chunks, parallel.chunk_layers(m.layers, rank), strict=True):
         chunk.requires_grad_(False)
-        adapters = Adapters([_layer_pairs(m, kind, section.dropout, parallel, rank, layer, seed) for layer in layers])
+        adapters = Adapters([_layer_pairs(m, kind, parallel, rank, layer, seed) for layer in layers])
         adapters.to(device=next(chunk.parameters()).device, dtype=config.params_dtype)
         for _, _, half, parameter in adapters.halves():
             gradients.mark(parameter, half)
@@ -105,20 +105,7 @@ def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             one.on = on
 
 
-@contextmanager
-def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Run forward passes without dropout, like the engines."""
-    modes = [(one, one.training) for one in adapters_of(chunks)]
-    for one, _ in modes:
-        one.eval()
-    try:
-        yield
-    finally:
-        for one, training in modes:
-            one.train(training)
-
-
-def _layer_pairs(m: Shape, kind: Kind, dropout: float, parallel: MegatronParallel, rank: int, layer: int, seed: int) -> dict[str, Pairs]:
+def _layer_pairs(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, layer: int, seed: int) -> dict[str, Pairs]:
     dense = layer in m.dense_layers
     by_linear: dict[str, list[Half]] = {}
     for half in planned.layer_halves(m, kind, parallel, rank, dense):
@@ -131,5 +118,5 @@ def _layer_pairs(m: Shape, kind: Kind, dropout: float, parallel: MegatronParalle
         else:
             fused = gate_up(rows) if linear.endswith("fc1") else single(halves[0].projection, rows)
         of_experts = linear in ("linear_fc1", "linear_fc2") and not dense
-        made[linear] = (ExpertPairs if of_experts else DensePairs)(halves, fused, layer, kind.scale, dropout, seed)
+        made[linear] = (ExpertPairs if of_experts else DensePairs)(halves, fused, layer, kind.scale, seed)
     return made

@@ -77,16 +77,6 @@ class Lease(_Waits, TrainerMessage, frozen=True):
     wait_s: float
 
 
-class Foresee(_Waits, TrainerMessage, frozen=True):
-    """Ask which batch step `step` will get, to fetch it beforehand. Decides nothing. Waits until that is known or `wait_s` expires."""
-
-    step: Count
-    count: Count
-    version: Count
-    """The version that the trainer will have in that step."""
-    wait_s: float
-
-
 class FindWorker(_Waits, TrainerMessage, frozen=True):
     """Ask where the rollout worker serves that has what `writer` wrote; waits for one that is lost, for at most `wait_s`."""
 
@@ -303,14 +293,6 @@ class Evaluated(Message, frozen=True):
     ended: bool
 
 
-class Foreseen(Message, frozen=True):
-    """Reply to `Foresee`: the batch; without items it is not known yet. The lease decides, and may be another."""
-
-    items: tuple[Item, ...] = ()
-    never: bool = False
-    """It will not be known before it is leased: do not ask again."""
-
-
 class Fetched(Message, frozen=True):
     """Reply to `WorkerFetch`; `frames_in(len(keys))` frames follow, in the order of its keys."""
 
@@ -388,7 +370,6 @@ class Refused(Message, frozen=True):
 Request = (
     Hello
     | Lease
-    | Foresee
     | FindWorker
     | Commit
     | Saved
@@ -415,7 +396,6 @@ Request = (
 Reply = (
     Welcome
     | Leased
-    | Foreseen
     | Evaluated
     | Fetched
     | WorkerFound

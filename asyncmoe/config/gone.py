@@ -121,7 +121,10 @@ KEYS: Mapping[str, Gone] = {
             f"trainer.megatron.{name}"
             for name in ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
         ),
-        Gone("nothing: on where Transformer Engine has it and it computes correctly; trainer.megatron.transformer_impl=local is without", (None,)),
+        Gone(
+            "nothing: on where Transformer Engine has it and it computes correctly; trainer.megatron.transformer_impl=local is without",
+            (None,),
+        ),
     ),
     "trainer.memory.overlap_optimizer_offload": Gone("nothing: copies between GPU and host overlap with the CPU's updates", (True,)),
     "trainer.standby": Gone("nothing: a trainer that is lost starts again, and imports its programs then", (True, False)),

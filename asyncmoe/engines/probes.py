@@ -56,7 +56,7 @@ def check(probe: Probe) -> None:
     if not sizes or min(sizes) < 2 or sum(sizes) > MAX_PROBED or sizes != [len(values) for values in probe.logprobs]:
         raise ProtocolError(f"probe: got {len(sizes)} texts of {sum(sizes)} tokens, expected equal sizes from 2")
     if not all(math.isfinite(value) for values in probe.logprobs for value in values):
-        raise ProtocolError(f"probe: a log-probability is not finite")
+        raise ProtocolError("probe: a log-probability is not finite")
 
 
 class Prober:

@@ -194,9 +194,7 @@ class Step(Learning, frozen=True, kw_only=True):
         Mapping[str, float | None] | None,
         Metric("Values that broke a rule of `verify`, by rule; absent if none did.", "the value's own unit", key="rule"),
     ] = None
-    skipped_updates: Annotated[int | None, Metric("Optimizer updates that `verify` refused; absent if none was.", "updates")] = (
-        None
-    )
+    skipped_updates: Annotated[int | None, Metric("Optimizer updates that `verify` refused; absent if none was.", "updates")] = None
 
     # Idle time and queue
     queue_depth: Annotated[

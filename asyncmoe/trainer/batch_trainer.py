@@ -14,7 +14,6 @@ from asyncmoe.models import family_of
 from asyncmoe.models.cost import attention_width
 from asyncmoe.platform import collectives, megatron
 from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Leased, Phase
 from asyncmoe.trainer.checks import BatchGuard
 from asyncmoe.trainer.data import batch_client
@@ -29,7 +28,7 @@ from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.profiling import mark
 from asyncmoe.trainer.samples import TrainerSamples
-from asyncmoe.trainer.step import Differs, StepMetrics, logprobs_only, train_step
+from asyncmoe.trainer.step import StepMetrics, logprobs_only, train_step
 from asyncmoe.trajectory import Trajectory
 
 megatron.prepare()
@@ -143,53 +142,42 @@ class Learner:
         def microbatches(update: Update, before: LogProbs | None = None, reference: LogProbs | None = None) -> MicroBatches:
             return batch_client.microbatches(update, trajectories, advantages, config, mesh, routing, before, reference)
 
-        before, reference = self._logprobs(updates, microbatches, leased, trajectories)
+        lengths, objective = [item.tokens for item in leased.items], config.objective
+        before = reference = None
+        if len(updates) > 1 and objective.proximal == "recompute":
+            before = self._scored(updates, microbatches, lengths)
+        if self._reference is not None:
+            # The reference is a separate policy: it chooses its own experts, and recorded supports do not restrict it.
+            bare = {i: replace(one, routes=None, masks=None) for i, one in trajectories.items()}
+            with self._reference():
+                of_bare = partial(batch_client.microbatches, trajectories=bare, advantages=_no_advantages(bare), config=config, mesh=mesh)
+                reference = self._scored(updates, of_bare, lengths)
         metrics, sampled = [], self._samples.of(leased.items)
         for i, update in enumerate(updates):
-            over_ranks = partial(collectives.summed, group=mesh.cp_group) if mesh.cp > 1 else None
-            progress, temperature = i / len(updates), config.rollout.temperature
-            loss = PolicyLoss(config.objective, temperature, step, progress=progress, plugins=self._plugins, over_ranks=over_ranks)
+            loss = PolicyLoss(
+                objective,
+                config.rollout.temperature,
+                step,
+                progress=i / len(updates),
+                plugins=self._plugins,
+                observe=sampled.observe,
+                over_ranks=partial(collectives.summed, group=mesh.cp_group) if mesh.cp > 1 else None,
+            )
             made = microbatches(update, before, reference)
-            differs: Differs = lambda batch: None  # noqa: E731
-            if sampled is not None:
-                loss, differs = replace(loss, observe=sampled.observe), sampled.count
-            found = train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay, differs, guard)
+            found = train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay, sampled.count, guard)
             metrics.append(replace(found, figures={**found.figures, "plugin_metrics": reported | found.figures["plugin_metrics"]}))
             if not metrics[-1].updated and not metrics[-1].refused:
                 log.warning("step %d: every token was rejected (%s); no update", step, metrics[-1].figures["rejected_by_rule"])
-        if sampled is not None:
-            self._samples.write(sampled, leased.items, trajectories, step)
+        self._samples.write(sampled, leased.items, trajectories, step)
         return metrics
 
-    def _logprobs(
-        self,
-        updates: Sequence[Update],
-        microbatches: Callable[[Update], MicroBatches],
-        leased: Leased,
-        trajectories: Mapping[int, Trajectory],
-    ) -> tuple[LogProbs | None, LogProbs | None]:
-        """Return log-probabilities under the trainer before the batch's first update, and under the reference policy.
-
-        Either is None if the objective does not need it.
-        """
-        config = self._config
-        recompute = len(updates) > 1 and config.objective.proximal == "recompute"
-        before: LogProbs = {}
-        reference: LogProbs = {}
-        lengths = [item.tokens for item in leased.items]
-        for update in updates if recompute or self._reference is not None else ():
-            if recompute:
-                made = microbatches(update)
-                found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay, sampled_only=True)
-                before |= {i: found[i] for i in update.members}
-            if self._reference is not None:
-                # The reference is a separate policy: it chooses its own experts, and recorded supports do not restrict it.
-                bare = {i: replace(one, routes=None, masks=None) for i, one in trajectories.items()}
-                made = batch_client.microbatches(update, bare, _no_advantages(bare), config, self._mesh)
-                with self._reference():
-                    found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay, sampled_only=True)
-                reference |= {i: found[i] for i in update.members}
-        return before if recompute else None, reference if self._reference is not None else None
+    def _scored(self, updates: Sequence[Update], microbatches: Callable[[Update], MicroBatches], lengths: Sequence[int]) -> LogProbs:
+        """Return the log-probabilities of sampled tokens. `lengths`: tokens of each trajectory of the batch."""
+        temperature, scored = self._config.rollout.temperature, LogProbs()
+        for update in updates:
+            found = logprobs_only(self._model, microbatches(update), lengths, temperature, self._replay, sampled_only=True)
+            scored |= {i: found[i] for i in update.members}
+        return scored
 
 
 def _no_advantages(trajectories: Mapping[int, Trajectory]) -> dict[int, np.ndarray]:

@@ -142,11 +142,11 @@ class TrainerSamples:
         write = mesh.rank == 0 and self._section.groups > 0
         self._file = SampleFile(config.run.dir, records.TRAINER_SAMPLES, records.MOST_BYTES, done) if write else None
 
-    def of(self, items: Sequence[Item]) -> BatchSamples | None:
-        """Return a collector for a batch; None if it has no kept group."""
+    def of(self, items: Sequence[Item]) -> BatchSamples:
+        """Return a collector for a batch, of its kept groups."""
         groups = {group for group in {item.group for item in items} if self._choice.takes(group)}
         wanted = [i for i, item in enumerate(items) if item.group in groups]
-        return BatchSamples(items, wanted, records.MOST_TOKENS, self._mesh.reports) if wanted else None
+        return BatchSamples(items, wanted, records.MOST_TOKENS, self._mesh.reports)
 
     def write(self, batch: BatchSamples, items: Sequence[Item], trajectories: Mapping[int, Trajectory], version: int) -> None:
         """Add up the ranks' values of a trained batch and write them. Collective over all ranks.
@@ -154,6 +154,8 @@ class TrainerSamples:
         Args:
             version: the trainer's weight version before the step.
         """
+        if not batch.blocks:
+            return
         values = collectives.total(batch.values(trajectories))
         if self._file is None or not self._file.is_open:
             return

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest

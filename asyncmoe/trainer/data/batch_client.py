@@ -52,7 +52,9 @@ def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh
         parts = split_updates([item.group for item in items], config.objective.updates_per_batch)
     else:
         parts = [list(range(len(items)))]
-    return [_planned(part, items, "token_mean" if phase == "warmup" else config.objective.aggregation, config, mesh, width) for part in parts]
+    return [
+        _planned(part, items, "token_mean" if phase == "warmup" else config.objective.aggregation, config, mesh, width) for part in parts
+    ]
 
 
 def _planned(part: Sequence[int], items: Sequence[Item], aggregation: Aggregation, config: Config, mesh: Mesh, width: int) -> Update:
@@ -117,35 +119,31 @@ def lease(client: Client, config: Config, step: int, phase: Phase, check: Callab
     Raises:
         WaitTimeout: the engines produced no batch within `queue.lease_timeout_s`.
     """
-    count = config.rollout.batch if phase == "rl" else config.warmup.batch
     until = time.monotonic() + config.queue.lease_timeout_s
     while True:
         check()
         heartbeats.beat(f"waiting for the batch of step {step + 1}")
-        wait_s = min(_PATIENCE_S, max(0.0, until - time.monotonic()))
-        reply = client.ask(Lease(step, phase, count, version=step, wait_s=wait_s), wait_s + ANSWER_S)[0]
-        assert isinstance(reply, Leased)
+        reply = _asked(client, config, step, phase, min(_PATIENCE_S, max(0.0, until - time.monotonic())))
         if reply.items or reply.stop:
             return reply
         if time.monotonic() >= until:
-            raise WaitTimeout("the engines", f"{count} episodes for step {step}", config.queue.lease_timeout_s)
+            raise WaitTimeout("the engines", f"a batch for step {step}", config.queue.lease_timeout_s)
 
 
 def stopping(client: Client, config: Config, step: int, phase: Phase) -> bool:
     """Return whether the run is to stop before step `step`; waits for nothing. The same answer on every rank."""
+    return _asked(client, config, step, phase, 0.0).stop
+
+
+def _asked(client: Client, config: Config, step: int, phase: Phase, wait_s: float) -> Leased:
     count = config.rollout.batch if phase == "rl" else config.warmup.batch
-    reply = client.ask(Lease(step, phase, count, version=step, wait_s=0.0), ANSWER_S)[0]
+    reply = client.ask(Lease(step, phase, count, version=step, wait_s=wait_s), wait_s + ANSWER_S)[0]
     assert isinstance(reply, Leased)
-    return reply.stop
+    return reply
 
 
 def fetch(
-    client: Client,
-    mesh: Mesh,
-    leased: Leased,
-    wanted: Sequence[int],
-    layers: tuple[int, ...] | None = None,
-    masks: bool = True,
+    client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...] | None = None, masks: bool = True
 ) -> dict[int, Trajectory]:
     """Fetch the trajectories at the given positions of a leased batch, once for the ranks that train on them (`Mesh.replica_group`).
     Collective over these.

@@ -11,6 +11,8 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform.zigzag import padded
 
@@ -181,10 +183,5 @@ def split_updates(groups: Sequence[int], updates: int) -> list[list[int]]:
     order = list(dict.fromkeys(groups))
     if not 0 < updates <= len(order):
         raise InvariantBroken(f"split_updates: got {updates} updates of {len(order)} groups")
-    size, extra = divmod(len(order), updates)
-    sizes = [size + (place < extra) for place in range(updates)]
-    part = dict(zip(order, (place for place, n in enumerate(sizes) for _ in range(n)), strict=True))
-    found: list[list[int]] = [[] for _ in range(updates)]
-    for i, group in enumerate(groups):
-        found[part[group]].append(i)
-    return found
+    parts = [set(some) for some in np.array_split(np.array(order), updates)]
+    return [[i for i, group in enumerate(groups) if group in part] for part in parts]

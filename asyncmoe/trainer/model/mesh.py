@@ -60,11 +60,6 @@ class Mesh:
         return self.last_stage and self.tp_rank == 0
 
     @property
-    def reports_trajectories(self) -> bool:
-        """As `reports` for what is counted by trajectory: context-parallel ranks hold parts of the same ones."""
-        return self.reports and self.cp_rank == 0
-
-    @property
     def fetches(self) -> bool:
         """True for one rank among those of a stage that train on the same trajectories (`replica_group`): it fetches them for all."""
         return self.tp_rank == 0 and self.cp_rank == 0

@@ -1,7 +1,7 @@
 """Decides which of Megatron's switches a run turns on, from its configuration, this machine's kernels and the run's features.
 
-A switch is on if it is possible and advisable; some can be set (`trainer.megatron`, under Megatron's names). For the requirements of each switch see megatron-core 0.16.1: `TransformerConfig.__post_init__`, `DistributedDataParallel`,
-`extensions/transformer_engine.py`.
+A switch is on if it is possible and advisable; some can be set (`trainer.megatron`, under Megatron's names). For the requirements of
+each switch see megatron-core 0.16.1: `TransformerConfig.__post_init__`, `DistributedDataParallel`, `extensions/transformer_engine.py`.
 """
 
 from __future__ import annotations

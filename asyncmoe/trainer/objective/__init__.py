@@ -1,6 +1,6 @@
 """Advantages and losses: pure functions over flat arrays.
 
-    advantage (`advantages`)  x  clipped ratio to a policy (`surrogate`)  x  correction (`correction`)  +  KL (`kl`)
+    advantage (`advantages`)  x  clipped ratio to a policy (`surrogate`)  x  correction (`correction`)  +  KL (`surrogate`)
 
 Step rewards and a teacher give single tokens their own advantages (`token_advantages`). The configuration
 (`asyncmoe.config.objective`) selects each part; `policy_loss` combines them. A loss is a weighted sum over rows. Row weights

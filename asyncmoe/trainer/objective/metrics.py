@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from asyncmoe.trainer.objective.correction import RULES, Correction
-from asyncmoe.trainer.objective.kl import k3
 from asyncmoe.trainer.objective.rows import Rows, Sums, exp
+from asyncmoe.trainer.objective.surrogate import k3
 
 AGES = 65
 """Number of age bins; the last bin also holds all higher ages."""

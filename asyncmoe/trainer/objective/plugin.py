@@ -107,10 +107,9 @@ class Plugin:
             got = f"the advantage {value[at]} of response {at} (reward {responses.rewards[at]:g}, {responses.sampled[at]} sampled tokens)"
             raise self.refused(got, "finite numbers")
         for name, metric in metrics.items():
-            if not isinstance(name, str) or not isinstance(metric, float | int | np.number):
-                raise self.refused(f"the metric {name!r} = {_told(metric)}", "a number by name")
-            if not np.isfinite(metric):
-                raise self.refused(f"the metric {name!r} = {metric}", "a finite number")
+            if not isinstance(name, str) or not isinstance(metric, float | int | np.number) or not np.isfinite(metric):
+                told = _told(metric) if isinstance(metric, np.ndarray) else metric
+                raise self.refused(f"the metric {name!r} = {told}", "a finite number by name")
         return value.astype(np.float32), {name: float(metric) for name, metric in metrics.items()}
 
     def of_rows(self, rows: PolicyRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.trainer.objective.advantages import STD_EPSILON
 
 
@@ -23,15 +22,8 @@ def step_scales(
     Args:
         counts, means, squares: n; number of steps of each response, their mean reward, and the sum of squared distances from the mean.
         groups: n; equal for responses that are compared.
-
-    Raises:
-        InvariantBroken: lengths differ.
     """
     count, mean, square, group = np.asarray(counts, np.int64), *(np.asarray(x, np.float64) for x in (means, squares)), np.asarray(groups)
-    if not len(count) == len(mean) == len(square) == len(group):
-        raise InvariantBroken(f"step rewards: got {len(count)}, {len(mean)}, {len(square)} figures of {len(group)} responses")
-    if not len(count):
-        return np.zeros(0), np.zeros(0)
     _, member = np.unique(group, return_inverse=True)
     total = np.bincount(member, count)
     centre = np.bincount(member, count * mean) / np.maximum(total, 1)

@@ -69,10 +69,7 @@ def _find(key: str, target: str, options: Mapping[str, Any]) -> Plugin:
     if inspect.isclass(function) or inspect.iscoroutinefunction(function):
         kind = "a class" if inspect.isclass(function) else "a coroutine function"
         raise ConfigError(key, got=f"{target}, {kind}", expected="a plain function")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a function that is not written in Python may have no signature
-        return made
+    signature = inspect.signature(function)
     try:
         signature.bind(None, **options)
     except TypeError as error:
@@ -110,12 +107,16 @@ def try_rows(tried: Plugin, cp: int = 1) -> Plugin:
     for name, tensor in _rows(every, loss).tensors().items():
         if not torch.equal(tensor, rows.tensors()[name]):
             raise tried.refused(f"a changed rows.{name}", "rows as they were", "compute out of place")
-    wrong, *others = tried.measure(rows, value, metrics).values()
-    if wrong:
+    tried.measure(rows, value, metrics)
+    wrong = rows.mask & (~value.isfinite() | (value < (-torch.inf if loss else 0.0)))
+    if wrong.any():
+        at = int(wrong.nonzero()[0])
+        said = ", ".join(f"{name} {float(getattr(rows, name)[at]):g}" for name in ("logprobs", "proximal", "behaviour", "advantages"))
         expected = "finite numbers" if loss else "finite numbers, none negative"
-        raise tried.refused(f"{int(wrong)} wrong values for sampled tokens", expected, _CLAMP)
-    if not all(total.isfinite() for total in others):
-        raise tried.refused("a metric that is not finite for a sampled token", "finite numbers", _CLAMP)
+        raise tried.refused(f"{float(value[at]):g} for a token with {said}", expected, _CLAMP)
+    for name, metric in metrics.items():
+        if not torch.where(rows.mask, metric, 0).isfinite().all():
+            raise tried.refused(f"the metric {name!r} that is not finite for a sampled token", "finite numbers", _CLAMP)
     if not torch.equal(*(torch.where(rows.mask, one, 0) for one in (value, tried.of_rows(_rows(every, loss))[0]))):
         raise tried.refused("different results for equal rows", _PURE)
     for alone in ((0,), (1,), (2,), ()):
@@ -163,8 +164,10 @@ def _try_parts(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> None:
         few = replace(rows, **held, over_ranks=added_up)  # type: ignore[arg-type]
         own = tried.of_rows(few)[0]
         if next(calls) != len(wholes):
-            got = "rows.sum or rows.mean called more or less often for a part of some sequences than for the whole"
-            raise tried.refused(got, "equally often, whichever rows there are: ranks that hold parts of sequences add up each sum (trainer.cp)")
+            got = "rows.sum or rows.mean called more often for one part of some sequences than for the other"
+            raise tried.refused(
+                got, "equally often, whichever rows there are: ranks that hold parts of sequences add up each sum (trainer.cp)"
+            )
         if not _close(own, value[part], few.mask):
             expected = "the same: of whole sequences only rows.sum and rows.mean know, which add up what ranks hold (trainer.cp)"
             raise tried.refused("other values if two ranks hold parts of a sequence", expected)

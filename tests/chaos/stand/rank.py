@@ -22,6 +22,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.process import die_with_parent, leave, named, say
 from asyncmoe.rpc import keys
+from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Lease, Leased, Saved, Welcome
 from asyncmoe.rpc.peers import facts

@@ -19,6 +19,8 @@ ROWS = 64
 IDS = 100
 """Of a block; a rank has 256 of the vocabulary's 512."""
 TEMPERATURE = 0.7
+
+
 def main(result: Path) -> None:
     group.begin()
     with mock.patch.object(head_blocks, "width", lambda rows, vocabulary, cpu: min(vocabulary, IDS)):

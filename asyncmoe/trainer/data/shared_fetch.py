@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from asyncmoe.errors import AsyncmoeError, ProtocolError
-from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trajectory import Buffer
+
+if TYPE_CHECKING:  # imports Megatron
+    from asyncmoe.trainer.model.mesh import Mesh
 
 PART_BYTES = 64 << 20
 """Device memory that a broadcast takes."""

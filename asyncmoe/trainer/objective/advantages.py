@@ -12,9 +12,7 @@ STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
 
 
-def group_advantages(
-    rewards: Sequence[float], groups: Sequence[int], estimator: Advantage, sampled: Sequence[int] = ()
-) -> np.ndarray:
+def group_advantages(rewards: Sequence[float], groups: Sequence[int], estimator: Advantage, sampled: Sequence[int] = ()) -> np.ndarray:
     """Compute one advantage per response, shared by all its tokens: float32[n].
 
     With r the rewards of a group of n responses to one prompt, and sample deviations dividing by n - 1:

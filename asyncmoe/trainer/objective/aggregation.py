@@ -12,9 +12,7 @@ from asyncmoe.config.objective import Aggregation
 from asyncmoe.trainer.objective.rows import Rows
 
 
-def token_weights(
-    sampled: Sequence[int], aggregation: Aggregation, groups: Sequence[int] = (), max_new_tokens: int = 0
-) -> np.ndarray:
+def token_weights(sampled: Sequence[int], aggregation: Aggregation, groups: Sequence[int] = (), max_new_tokens: int = 0) -> np.ndarray:
     """Return the weight of one sampled token of each sequence in the step's loss: float64[n].
 
     The weights sum to 1 over all tokens, except for sequence_sum. A loss is the weighted sum over rows, so neither the loss nor its

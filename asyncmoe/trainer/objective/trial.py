@@ -111,9 +111,9 @@ def try_rows(tried: Plugin, cp: int = 1) -> Plugin:
     wrong = rows.mask & (~value.isfinite() | (value < (-torch.inf if loss else 0.0)))
     if wrong.any():
         at = int(wrong.nonzero()[0])
-        said = ", ".join(f"{name} {float(getattr(rows, name)[at]):g}" for name in ("logprobs", "proximal", "behaviour", "advantages"))
+        said = ", ".join(f"{name} {float(getattr(rows, name)[at].detach()):g}" for name in ("logprobs", "proximal", "behaviour", "advantages"))
         expected = "finite numbers" if loss else "finite numbers, none negative"
-        raise tried.refused(f"{float(value[at]):g} for a token with {said}", expected, _CLAMP)
+        raise tried.refused(f"{float(value[at].detach()):g} for a token with {said}", expected, _CLAMP)
     for name, metric in metrics.items():
         if not torch.where(rows.mask, metric, 0).isfinite().all():
             raise tried.refused(f"the metric {name!r} that is not finite for a sampled token", "finite numbers", _CLAMP)

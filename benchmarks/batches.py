@@ -69,7 +69,7 @@ def run(case: BatchCase | None = None, rounds: int = 3, ways: Sequence[str] = tu
     found: dict[str, list[tuple[list[RankTook], int]]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
-            found[way].append(asyncio.run(_measure(case, *WAYS[way])))
+            found[way].append(asyncio.run(_measure(case, WAYS[way])))
     share = case.batch // DP * sum(memoryview(part).nbytes for part in encode(trajectories(case.tokens)[0]))
     results["share_MB"] = round(share / 1e6, 1)
     for way, measured in found.items():

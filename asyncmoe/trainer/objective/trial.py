@@ -111,7 +111,9 @@ def try_rows(tried: Plugin, cp: int = 1) -> Plugin:
     wrong = rows.mask & (~value.isfinite() | (value < (-torch.inf if loss else 0.0)))
     if wrong.any():
         at = int(wrong.nonzero()[0])
-        said = ", ".join(f"{name} {float(getattr(rows, name)[at].detach()):g}" for name in ("logprobs", "proximal", "behaviour", "advantages"))
+        said = ", ".join(
+            f"{name} {float(getattr(rows, name)[at].detach()):g}" for name in ("logprobs", "proximal", "behaviour", "advantages")
+        )
         expected = "finite numbers" if loss else "finite numbers, none negative"
         raise tried.refused(f"{float(value[at].detach()):g} for a token with {said}", expected, _CLAMP)
     for name, metric in metrics.items():

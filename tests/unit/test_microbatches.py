@@ -69,18 +69,6 @@ def test_interleaved_chunks_share_what_is_packed_once() -> None:
     assert [*one, *other] == []
 
 
-@pytest.mark.parametrize("readers", [1, 2])
-def test_what_all_readers_have_had_is_not_kept(readers: int) -> None:
-    iterators = made().shared(readers)
-    firsts = {weakref.ref(batch.tokens) for batch in [next(one) for one in iterators]}
-    assert len(firsts) == 1
-    for one in iterators:
-        next(one)
-    for one in iterators:
-        next(one)
-    assert firsts.pop()() is None
-
-
 @pytest.mark.parametrize("wrong", [0, 1, 3])
 def test_what_packing_raises_reaches_whoever_reads_and_no_thread_stays(wrong: int) -> None:
     def make(number: int) -> MicroBatch:

@@ -41,13 +41,6 @@ def test_every_row_has_its_own() -> None:
     assert all(int(micro.targets[row]) in ids for row, ids in enumerate(got) if ids)
 
 
-def test_a_stage_without_experts_has_rows_and_no_layers() -> None:
-    micro = packed([trajectory(7, 1)[0], trajectory(4, 2)[0]], Routing(4, (), 2, 300))
-    assert micro.experts is not None
-    assert micro.experts.ids.shape == (0, 16, 2)
-    assert int(micro.experts.known.sum()) == 9
-
-
 def test_filler_has_experts_too_and_nothing_recorded_leaves_none() -> None:
     filler = packed([], ROUTING)
     assert filler.experts is not None

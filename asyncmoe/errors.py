@@ -150,13 +150,13 @@ class TrajectoryRejected(AsyncmoeError):
 
 
 class Disagreement(AsyncmoeError):
-    """The log-probabilities of engine and trainer differ by more than `verify` allows; nothing was trained on these samples."""
+    """An engine has loaded other weights than the trainer; nothing was sampled with them."""
 
     exit_code = 3
 
 
 class AnomalyFound(AsyncmoeError):
-    """A rule of `verify.anomalies` stops the run; nothing was trained on the batch, and its evidence is kept."""
+    """A rule of `verify` stops the run before an update of the batch."""
 
     exit_code = 3
 

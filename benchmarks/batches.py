@@ -1,4 +1,4 @@
-"""What the batch of each step costs a trainer rank beside compute, with and without fetching ahead, and what it costs the controller."""
+"""What the batch of each step costs a trainer rank beside compute, and what it costs the controller."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class BatchCase:
     compute_s: float = 4.0
 
 
-WAYS = {"tp1": (1, False), "tp1_ahead": (1, True), "tp2": (2, False), "tp2_ahead": (2, True)}
-"""Ranks of the tensor-parallel group, and whether its first rank fetches ahead."""
+WAYS = {"tp1": 1, "tp2": 2}
+"""Ranks of the tensor-parallel group."""
 
 
 def run(case: BatchCase | None = None, rounds: int = 3, ways: Sequence[str] = tuple(WAYS)) -> dict[str, Any]:
     """All ways in turn, `rounds` times.
 
     The ranks are those of one tensor-parallel group, of `DP` that share each batch; the other groups are not there. All batches are in the
-    queue from the beginning, so a rank waits for no engine. The first step, before which nothing can be fetched, is not counted.
+    queue from the beginning, so a rank waits for no engine. The first step is not counted.
 
     Returns:
         by way, for its slowest rank, the medians over rounds and steps of lease_s, fetch_s, first_s, exposed_s and cpu_s (see `StepTook`),
@@ -69,7 +69,7 @@ def run(case: BatchCase | None = None, rounds: int = 3, ways: Sequence[str] = tu
     found: dict[str, list[tuple[list[RankTook], int]]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
-            found[way].append(asyncio.run(_measure(case, *WAYS[way])))
+            found[way].append(asyncio.run(_measure(case, WAYS[way])))
     share = case.batch // DP * sum(memoryview(part).nbytes for part in encode(trajectories(case.tokens)[0]))
     results["share_MB"] = round(share / 1e6, 1)
     for way, measured in found.items():
@@ -135,7 +135,7 @@ async def _samples_nothing(*_: object) -> tuple[Trajectory, ...]:
     raise NotImplementedError
 
 
-async def _measure(case: BatchCase, tp: int, ahead: bool) -> tuple[list[RankTook], int]:
+async def _measure(case: BatchCase, tp: int) -> tuple[list[RankTook], int]:
     """Return what the ranks took, and the bytes of trajectories that were sent."""
     total, sent = case.batch * case.steps, 0
     queue = BoundedQueue(capacity=total, batch=case.batch, group_size=GROUP, max_staleness=case.steps)
@@ -165,7 +165,7 @@ async def _measure(case: BatchCase, tp: int, ahead: bool) -> tuple[list[RankTook
         serving = asyncio.ensure_future(server.serve())
         try:
             with tempfile.TemporaryDirectory() as folder:
-                jobs = [BatchJob(to, f"{folder}/meeting", rank, tp, case.steps, case.batch, case.compute_s, ahead) for rank in range(tp)]
+                jobs = [BatchJob(to, f"{folder}/meeting", rank, tp, case.steps, case.batch, case.compute_s) for rank in range(tp)]
                 return await asyncio.gather(*map(_rank, jobs)), sent
         finally:
             serving.cancel()

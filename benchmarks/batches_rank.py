@@ -1,7 +1,7 @@
 """A trainer rank that takes its share of each step's batch and computes nothing: a process of `benchmarks.batches`.
 
 A program of its own, `python -m benchmarks.batches_rank JOB`: it writes what it took as one line of JSON. In place of computing a
-micro-batch it sleeps. All else is the trainer's: its requests, its thread that fetches ahead, its plan and its micro-batches.
+micro-batch it sleeps. All else is the trainer's: its requests, its plan and its micro-batches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class BatchJob(msgspec.Struct, frozen=True):
     steps: int
     batch: int
     compute_s: float
-    ahead: bool
 
 
 class StepTook(msgspec.Struct, frozen=True):
@@ -64,7 +63,7 @@ class RankTook(msgspec.Struct, frozen=True):
 
 
 def settings(job_batch: int, steps: int) -> Any:
-    """The parts of a configuration that say when batches are fetched ahead."""
+    """The parts of a configuration that batches are leased and planned by."""
     return SimpleNamespace(
         warmup=SimpleNamespace(steps=0, batch=0),
         run=SimpleNamespace(steps=steps),
@@ -82,7 +81,6 @@ def run(job: BatchJob) -> RankTook:
     import torch.distributed as dist
 
     from asyncmoe.trainer.data import batch_client
-    from asyncmoe.trainer.data.prefetch import Prefetcher
     from asyncmoe.trainer.data.schedule import BatchGrid
 
     torch.set_num_threads(1)
@@ -99,11 +97,6 @@ def run(job: BatchJob) -> RankTook:
         return batch_client.plan_updates(items, "rl", config, place, WIDTH)
 
     client = Client(job.where, "trainer.0")
-    ahead = None
-    if job.ahead and job.tp_rank == 0:
-        other = Client(job.where, "trainer.0.ahead")
-        choose = lambda items: batch_client.shares(planned(items), place)  # noqa: E731
-        ahead = Prefetcher(other, config, choose, layers, masks=True, decodes=job.tp == 1)
 
     def step(number: int) -> Iterator[float]:
         """Yield when a part of the step ends."""
@@ -111,9 +104,7 @@ def run(job: BatchJob) -> RankTook:
         yield time.monotonic()
         updates = planned(leased.items)
         wanted = batch_client.shares(updates, place)
-        trajectories = batch_client.fetch(client, place, leased, wanted, layers, True, ahead)
-        if ahead is not None:
-            ahead.begin(number + 1)
+        trajectories = batch_client.fetch(client, place, leased, wanted, layers)
         yield time.monotonic()
         nothing = {i: np.zeros(len(one), np.float32) for i, one in trajectories.items()}
         made = batch_client.microbatches(updates[0], trajectories, nothing, config, place, QWEN3_30B)
@@ -131,8 +122,6 @@ def run(job: BatchJob) -> RankTook:
         leased, fetched, first, *_, tokens = step(number)
         exposed = time.monotonic() - begin - job.compute_s
         took.append(StepTook(leased - begin, fetched - leased, first - fetched, exposed, time.process_time() - cpu, int(tokens)))
-    if ahead is not None:
-        ahead.close()
     client.close()
     return RankTook(tuple(took), begun, _peak())
 

@@ -212,7 +212,7 @@ def batches_(
     steps: Annotated[int, typer.Option(help="Of a measurement; the first is not counted.", min=2)] = 5,
     compute_s: Annotated[float, typer.Option(help="What a rank sleeps in each step in place of computing.", min=0.0)] = 4.0,
 ) -> None:
-    """What the batch of each step costs a trainer rank beside compute, with and without fetching ahead: 1,024 trajectories with routes."""
+    """What the batch of each step costs a trainer rank beside compute: 1,024 trajectories with routes."""
     from benchmarks import batches
 
     results = batches.run(batches.BatchCase(steps=steps, compute_s=compute_s), rounds)

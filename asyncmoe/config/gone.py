@@ -30,7 +30,7 @@ _MEMORY = "nothing: trajectories stay in the memory of the process that sampled 
 _STORE = "nothing: sync.method disk writes versions to sync.directory"
 _VERIFY = "nothing: sync.verify_every compares the checksums of every engine"
 _LOGS = "nothing: a log is moved at 64 MiB, and three moved parts of it are kept"
-_PROFILE = "nothing: a profile has the names of operators and their times; it is kept up to 2 GB"
+_PROFILE = "nothing: a profile has the names of operators and their times"
 _HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
 _TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert"
 _SANDBOX = "nothing for bubblewrap; environment.sandbox.image for containers, environment.sandbox.url for a server"
@@ -39,11 +39,15 @@ _LEFT_OUT = "nothing: training leaves out the questions that the evaluation asks
 _OVERRIDDEN = "nothing: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter"
 _OUTAGE = "nothing: a scorer that cannot be reached is asked again until scoring.deadline_s"
 _WHOLE = "nothing: a data set is read whole; it is mapped into memory, so it may be larger than that"
+_CHECKED = "nothing: verify.max_logprob_diff and verify.anomalies.kl_engine look at every step, without another forward pass"
+_BOUND = "the bound itself, above: running medians are kept no more"
+_REWARD = "nothing: watch.alerts.command and the report show a reward that falls"
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
     "cluster.clock_s": Gone("cluster.max_clock_skew_s"),
     "cluster.silence_s": Gone("cluster.heartbeat_timeout_s"),
+    "lora.dropout": Gone("nothing: engines sample without dropout, and what is sampled is what is trained", (0.0,)),
     "objective.tis_cap": Gone("objective.correction.cap"),
     "queue.staleness.eta": Gone("queue.staleness.max_staleness"),
     "queue.staleness.max_age": Gone("queue.staleness.drop_above"),
@@ -98,6 +102,8 @@ KEYS: Mapping[str, Gone] = {
     "telemetry.logs.max_bytes": Gone(_LOGS, (64 << 20,)),
     "telemetry.mlflow.tags": Gone("nothing: a run of MLflow has every key of the configuration as a parameter", ({},)),
     "telemetry.profile.max_mb": Gone(_PROFILE, (2048,)),
+    "telemetry.nvtx": Gone("nothing: nsys profile --pytorch=autograd-nvtx names the parts of a step", (False,)),
+    "telemetry.profile.trace": Gone("nothing: a profile has a trace", (True,)),
     "telemetry.profile.shapes": Gone(_PROFILE, (False,)),
     "telemetry.profile.stack": Gone(_PROFILE, (False,)),
     "telemetry.prometheus_host": Gone(_HOST, ("127.0.0.1", "localhost", "::1")),
@@ -110,9 +116,33 @@ KEYS: Mapping[str, Gone] = {
     "telemetry.wandb.group": Gone("the name in the variable WANDB_RUN_GROUP", (None,)),
     "telemetry.wandb.mode": Gone("the word in the variable WANDB_MODE", (None,)),
     "telemetry.wandb.tags": Gone("the tags, with commas between them, in the variable WANDB_TAGS", ([], ())),
+    **dict.fromkeys(
+        tuple(
+            f"trainer.megatron.{name}"
+            for name in ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
+        ),
+        Gone(
+            "nothing: on where Transformer Engine has it and it computes correctly; trainer.megatron.transformer_impl=local is without",
+            (None,),
+        ),
+    ),
     "trainer.memory.overlap_optimizer_offload": Gone("nothing: copies between GPU and host overlap with the CPU's updates", (True,)),
     "trainer.standby": Gone("nothing: a trainer that is lost starts again, and imports its programs then", (True, False)),
-    "verify.max_replay_drift": Gone("nothing: verify.logprobs_every and verify.probe_every compare engine and trainer", (0.5,)),
+    "verify.logprobs_every": Gone(_CHECKED, None),
+    "verify.max_kl": Gone("verify.anomalies.kl_engine.above", (None,)),
+    "verify.max_replay_drift": Gone(_CHECKED, (0.5,)),
+    "verify.probe_every": Gone(_CHECKED, None),
+    "verify.probe_tokens": Gone(_CHECKED, None),
+    "verify.show": Gone("nothing: asyncmoe show shows the tokens on which engine and trainer differ", None),
+    "verify.anomalies.after": Gone(_BOUND, None),
+    "verify.anomalies.window": Gone(_BOUND, None),
+    "verify.anomalies.kl_engine.factor": Gone(_BOUND, (None,)),
+    "verify.anomalies.grad_norm.factor": Gone(_BOUND, (None, 100.0)),
+    "verify.anomalies.age.above": Gone("queue.staleness.drop_above", (None,)),
+    "verify.anomalies.age.action": Gone("queue.staleness.drop_above", None),
+    "verify.anomalies.reward.action": Gone(_REWARD, None),
+    "verify.anomalies.reward.below": Gone(_REWARD, (None,)),
+    "verify.anomalies.reward.spreads": Gone(_REWARD, None),
     "watch.alerts.no_step_s": Gone("nothing: half an hour without a step is told", (1800.0,)),
     "watch.alerts.on": Gone(_TO_COMMAND + ", and can pass over events", None),
     "watch.alerts.timeout_s": Gone("nothing: the command may take ten seconds", (10.0,)),
@@ -148,7 +178,10 @@ PLANT: Mapping[str, Gone] = {
 }
 """Removed keys of the plant of `asyncmoe simulate`."""
 
-SECTIONS = ("journal", "queue.mooncake", "sync.store", "task.curriculum", "telemetry.loggers", "telemetry.logs")
+SECTIONS = (
+    *("journal", "queue.mooncake", "sync.store", "task.curriculum", "telemetry.loggers", "telemetry.logs"),
+    *("verify.anomalies.age", "verify.anomalies.reward"),
+)
 """Sections of which every key is removed."""
 VALUES: Mapping[tuple[str, str], str] = {
     ("trainer.precision", "bf16"): "trainer.dtype=bfloat16",

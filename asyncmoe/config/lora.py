@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncmoe.config.fields import Decay, Positive, PositiveFloat, Section, refused
+from asyncmoe.config.fields import Positive, PositiveFloat, Section, refused
 
 GROUPED = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj")
@@ -27,7 +27,6 @@ class LoraSection(Section):
     alpha: PositiveFloat = Field(
         32.0, description="Scale: B A x is multiplied by alpha / rank. A larger alpha makes larger steps at the same learning rate."
     )
-    dropout: Decay = Field(0.0, description="Dropout on the input of A during training, as a share of its entries.")
     targets: tuple[str, ...] | None = Field(
         None,
         description="Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj (attention); q_a_proj, kv_a_proj_with_mqa, q_b_proj, "

@@ -24,7 +24,7 @@ class RunSection(Section):
         "one_step_off: a batch is sampled while the previous one is trained, and finishes before new weights land (sets max_staleness 1 "
         "and rollout.interruption drain).",
     )
-    seed: NonNegative = Field(0, description="Seed of every random draw: prompts, sampling, dropout.")
+    seed: NonNegative = Field(0, description="Seed of every random draw: prompts, sampling.")
     resume: bool = Field(True, description="Resume from the newest checkpoint in `dir`; if false, fail when a checkpoint exists.")
     new_data_at: NonNegative | None = Field(None, description="Step of the checkpoint from which task and evaluation may be other ones.")
     controller_restarts: NonNegative = Field(

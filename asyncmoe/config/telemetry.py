@@ -49,23 +49,16 @@ class TrackioSection(Section):
 
 
 class ProfileSection(Section):
-    """Profiles of chosen steps and ranks of the trainer, in run.dir/profile."""
+    """Profiles of chosen steps and ranks of the trainer, in run.dir/profile: traces, which ui.perfetto.dev and chrome://tracing open."""
 
     steps: tuple[Positive, ...] = Field(
         min_length=1, max_length=_MOST_STEPS, description="Steps to profile, counted as in metrics.jsonl: from 1, warm-up included."
     )
     ranks: tuple[NonNegative, ...] = Field((0,), min_length=1, description="Trainer ranks to profile.")
-    trace: bool = Field(True, description="Write a trace of PyTorch's profiler, which ui.perfetto.dev and chrome://tracing open.")
     memory: bool = Field(
         False,
         description="Record allocations: in the trace, and on GPUs as a snapshot of the allocator, which pytorch.org/memory_viz opens.",
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> ProfileSection:
-        if not (self.trace or self.memory):
-            raise refused("telemetry.profile.trace", "false", "true because memory is false too; set one of them, or nvtx alone")
-        return self
 
 
 class SamplesSection(Section):
@@ -93,9 +86,6 @@ class TelemetrySection(Section):
     mlflow: MlflowSection | None = None
     trackio: TrackioSection | None = None
     profile: ProfileSection | None = None
-    nvtx: bool = Field(
-        False, description="Name the parts of every step in NVTX ranges, for `nsys profile`; needs GPUs. False costs nothing."
-    )
 
 
 def _refuse_secret(key: str, url: str, variables: str) -> None:

@@ -43,8 +43,8 @@ class OptimizerSection(Section):
 
 
 class MegatronSection(Section):
-    """Megatron's switches, under Megatron's names. null: on if this machine supports it and the run computes correctly with it; the
-    trainer's log names each switch that is off, and why. A switch set to true that cannot be on is refused before the model is built."""
+    """Megatron's switches, under Megatron's names. null: on if this machine supports it and the run computes correctly with it; so are
+    those that are not here, which the trainer's log names. A switch set to true that cannot be on is refused before the model is built."""
 
     transformer_impl: Literal["transformer_engine", "local"] | None = Field(
         None, description="Layers the model is built from: Transformer Engine's or Megatron's own. null: Transformer Engine if installed."
@@ -54,16 +54,8 @@ class MegatronSection(Section):
         description="Compute all experts of a rank in one grouped matrix multiplication: Transformer Engine's, else torch's, which is "
         "fast in bfloat16 on Hopper and Blackwell. false: one expert after the other.",
     )
-    moe_permute_fusion: bool | None = Field(None, description="Sort tokens by expert in one kernel; needs Transformer Engine 2.1.")
-    moe_router_fusion: bool | None = Field(
-        None, description="Choose experts in one kernel; needs Transformer Engine 2.7, and keep.routing off."
-    )
-    apply_rope_fusion: bool | None = Field(None, description="Rotate queries and keys (RoPE) in one kernel; needs Transformer Engine 1.4.")
     bias_activation_fusion: bool | None = Field(
         None, description="Apply SwiGLU and the router's weights in one compiled kernel, which saves only its input; needs a GPU."
-    )
-    gradient_accumulation_fusion: bool | None = Field(
-        None, description="Accumulate weight gradients inside the matrix multiplication; needs Transformer Engine and train full."
     )
     overlap_grad_reduce: bool | None = Field(
         None, description="Reduce gradients over data-parallel ranks during the last backward pass. null: on GPUs with several such ranks."

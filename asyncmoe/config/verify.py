@@ -1,43 +1,49 @@
-"""Checks that engine and trainer compute the same log-probabilities."""
+"""Checks that engine and trainer compute the same log-probabilities, and that values are those of a healthy run."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from asyncmoe.config.anomalies import AnomaliesSection
-from asyncmoe.config.fields import NUMBER, NonNegative, Positive, PositiveFloat, Section, refused
+from asyncmoe.config.fields import Positive, PositiveFloat, Section
+
+Action = Literal["warn", "skip", "stop"]
+_ACTION = "warn: log it and record it; skip: also leave the batch untrained; stop: end the run."
+_ABOVE = "Anomalous if above this; null: no such bound."
+
+
+class KlRule(Section):
+    """Divergence of the trainer from the engines that sampled the batch, in nats a token (`train_infer_kl`)."""
+
+    action: Action = Field("skip", description=_ACTION)
+    above: PositiveFloat | None = Field(1.0, description=_ABOVE)
+
+
+class GradNormRule(Section):
+    """Gradient norm before clipping."""
+
+    action: Action = Field("warn", description=_ACTION)
+    above: PositiveFloat | None = Field(None, description=_ABOVE)
+
+
+class AnomaliesSection(Section):
+    """Values that a healthy run does not have. All trainer ranks decide alike, before parameters change."""
+
+    kl_engine: KlRule = KlRule()
+    grad_norm: GradNormRule = GradNormRule()
+    not_finite: Literal["skip", "stop"] = Field(
+        "stop", description="Action on a loss, a gradient norm or log-probabilities that are not finite: skip or stop, as above."
+    )
+    skips: Positive = Field(3, description="Batches in a row that may be skipped; one more stops the run.")
 
 
 class VerifySection(Section):
-    """Checks that engine and trainer compute the same log-probabilities, and limits beyond which the run stops."""
+    """What every update is checked for before parameters change, at no cost."""
 
-    logprobs_every: NonNegative = Field(
-        0,
-        description="Compare the log-probabilities of engine and trainer every n steps, with an extra forward pass, on trajectories of the "
-        "trainer's version, and log the tokens that differ most, with their neighbours and experts; 0: never. Use 1 for a new model.",
-    )
-    show: Positive = Field(3, description="Number of tokens to log.")
     max_logprob_diff: PositiveFloat | None = Field(
-        None, description="Stop before training on a batch with a larger |engine - trainer| at equal version, in nats; null: no limit."
-    )
-    max_kl: PositiveFloat | None = Field(
-        None, description="Stop if the mean KL(engine || trainer) over those tokens is larger, in nats per token; null: no limit."
-    )
-    probe_every: NonNegative = Field(
-        10,
-        description="Compare an engine with the trainer every n published versions on tokens that both score with the weights of that "
-        "version, whatever the age of the batch; 0: never. It costs the trainer a forward pass over probe_tokens, and the engine too.",
-    )
-    probe_tokens: Annotated[int, Field(gt=1, le=1 << 14), NUMBER] = Field(
-        256, description="Number of those tokens: the first, at most 128 each, of trajectories of the batch."
+        None,
+        description="Stop before training on a batch with a larger |engine - trainer| log-probability on tokens whose whole prefix the "
+        "trainer's version computed, in nats; null: no limit. With `run.mode: sync` these are all tokens.",
     )
     anomalies: AnomaliesSection = AnomaliesSection()
-
-    @model_validator(mode="after")
-    def _check(self) -> VerifySection:
-        for key in ("max_logprob_diff", "max_kl"):
-            if getattr(self, key) is not None and not self.logprobs_every:
-                raise refused(f"verify.{key}", getattr(self, key), "null because verify.logprobs_every is 0; set it to 1 or more")
-        return self

@@ -54,7 +54,7 @@ def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
         return finding.absent("what this machine has is not known", "see the line torch")
     features = run_features(run.hf, run.config, models.trainer_parallel(run.config), run.trainer_float32)
     on = switches.decide(run.config.trainer.megatron, machine.trainer.kernels, features)
-    return finding.ok(f"{len(on.off)} are off here, which the trainer's log explains" if on.off else "all are on")
+    return finding.ok(on.text)
 
 
 @_of_run

@@ -68,8 +68,7 @@ class Watcher:
         """
         now = self._clock()
         self._check_folder()
-        limit = self._config.verify.anomalies.kl_engine.above
-        self._told, alerts = tell(self._told, records, now, limit)
+        self._told, alerts = tell(self._told, records, now)
         for alert in alerts:
             if alert.event in ("engine_lost", "worker_lost"):
                 self.say(alert.text)

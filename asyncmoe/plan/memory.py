@@ -179,8 +179,8 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
 
 
 def _reference(weights: RankParameters, kept: int, training: Training) -> int:
-    """Return the bytes of a reference policy, a second copy of the weights (`SecondCopy.in_place`). On a GPU it is there only during its
-    forward passes, which keep no activations; on CPUs always."""
+    """Return the bytes of a reference policy, a second copy of the weights (`trainer.model.reference`). On a GPU it is there only during
+    its forward passes, which keep no activations; on CPUs always."""
     if not training.reference or training.microbatch.adapter is not None:
         return 0
     return weights.nbytes if training.microbatch.cpu else max(0, weights.nbytes - kept)

@@ -184,16 +184,6 @@ class Admission:
         """Whether the capacity law admits `count` more trajectories, spare trajectories not counted."""
         return ledger.accepted + ledger.skipped + ledger.running + count <= self.capacity(version)
 
-    def settled(self, ledger: Ledger, queued: int, version: int) -> bool:
-        """Whether nothing that still runs is expected to have a token of `version` or older: nothing runs, or as many trajectories have
-        arrived as could start by then. A straggler that younger ones have overtaken may still be out.
-
-        Args:
-            queued: queued trajectories whose oldest token is of `version` or older.
-        """
-        arrived = ledger.trained + ledger.skipped + ledger.leased + queued
-        return ledger.running + ledger.spare == 0 or arrived >= self.capacity(version)
-
     def oldest_allowed(self, version: int) -> int:
         """Oldest version that a token may have in a step that begins at trainer version `version`."""
         return version - self.age_bound

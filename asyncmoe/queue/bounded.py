@@ -33,7 +33,7 @@ from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.queue.start_order import Start
 from asyncmoe.rpc.item import Item
-from asyncmoe.rpc.messages import Foreseen, Leased, Phase
+from asyncmoe.rpc.messages import Leased, Phase
 
 MAX_LEASE_WAIT_S = 86_400.0
 MAX_REASON = 100
@@ -90,7 +90,6 @@ class BoundedQueue:
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity, on_freed), "warmup": GroupBuffer(demonstrations)}
         self._version = 0
         self._leases = Leases(trained_steps, trained_steps - 1)
-        self._guess: tuple[tuple[int, int, tuple[int, ...]], Foreseen] | None = None
         self._arrivals = resumed.arrivals
         self._again: list[Start] = list(resumed.starts)
         self._stopping = False
@@ -234,23 +233,6 @@ class BoundedQueue:
         await self._log.settled()
         return answer if answer is not None else self._answer(step, phase)
 
-    async def foresee(self, step: int, count: int, version: int, wait_s: float) -> Foreseen:
-        """Return the batch that step `step` will get when it is leased at `version`, as soon as nothing that runs is expected to change it.
-
-        Nothing is decided, dropped or held. Without items: it is not known within `wait_s`, or never, because the run stops, the step is
-        over, or its batch is read from the log once it is leased.
-
-        Raises:
-            ProtocolError: `count` is not whole groups, or `wait_s` is not finite.
-            AsyncmoeError: the error passed to `fail`.
-        """
-        if not math.isfinite(wait_s) or count <= 0 or count % self._group_size:
-            raise ProtocolError(
-                f"batch of step {step}: got {count} episodes and wait_s {wait_s}, expected whole groups and a finite number"
-            )
-        found = await self._changes.until(lambda: self._foreseen(step, count, version), min(wait_s, MAX_LEASE_WAIT_S))
-        return Foreseen() if found is None else found
-
     def commit(self, step: int, dropped: str = "") -> None:
         """End the lease of a trained step and free its arrays. Idempotent; steps commit in order.
 
@@ -350,21 +332,6 @@ class BoundedQueue:
         if terms.phase == "rl":
             self._log.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
         self._decide(step, terms.phase, groups, weights)
-
-    def _foreseen(self, step: int, count: int, version: int) -> Foreseen | None:
-        if (answer := self._leases.answers.get(step)) is not None:
-            return Foreseen(answer.items, answer.stop)
-        if self._stopping or step <= self._leases.last_commit or self._resumed.holds(step):
-            return Foreseen(never=True)
-        lane, admission = self._lanes["rl"], self.admission
-        groups = lane.first(count, admission.oldest_allowed(version)) if lane.depth >= count else None
-        if groups is None or not admission.settled(self.ledger, lane.up_to(groups[-1].oldest_version), groups[-1].oldest_version):
-            return None
-        guess = (step, version, tuple(group.arrival for group in groups))
-        if self._guess is None or self._guess[0] != guess:  # the ranks that ask get one object, which the server encodes once
-            items = self._items(groups, [self._weight(group, version) for group in groups])
-            self._guess = guess, Foreseen(items)
-        return self._guess[1]
 
     def _weight(self, group: Group, version: int) -> float:
         return self.admission.weight(group.oldest_version, version)

@@ -169,23 +169,15 @@ class GroupBuffer:
         self.depth -= sum(map(len, dropped))
         return dropped
 
-    def first(self, count: int, than: int = 0) -> tuple[Group, ...] | None:
-        """Return the first groups without those that `drop_older` would remove, `count` episodes in all; None: too few are queued."""
-        cut = taken = bisect_left(self._queued, than, key=lambda g: g.oldest_version) if than else 0
-        total = 0
+    def lease(self, step: int, count: int) -> tuple[Group, ...] | None:
+        """Lease the first groups, `count` episodes in all; None: too few are queued."""
+        total = taken = 0
         while total < count and taken < len(self._queued):
             total += len(self._queued[taken])
             taken += 1
-        return tuple(self._queued[cut:taken]) if total == count else None
-
-    def up_to(self, version: int) -> int:
-        """Return the number of queued episodes of groups whose oldest token is of `version` or older."""
-        return sum(map(len, self._queued[: bisect_left(self._queued, version + 1, key=lambda g: g.oldest_version)]))
-
-    def lease(self, step: int, count: int) -> tuple[Group, ...] | None:
-        """Lease the first groups, `count` episodes in all; None: too few are queued."""
-        if (groups := self.first(count)) is None:
+        if total != count:
             return None
+        groups = tuple(self._queued[:taken])
         self._queued = self._queued[len(groups) :]
         self.depth -= count
         self._hold(step, groups)

@@ -6,9 +6,9 @@ import asyncio
 
 from asyncmoe.errors import ConfigError, ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.rpc.messages import Commit, Done, Foresee, Goodbye, Hello, Lease, Reply, Saved, Welcome
+from asyncmoe.rpc.messages import Commit, Done, Goodbye, Hello, Lease, Reply, Saved, Welcome
 
-QueueRequest = Hello | Lease | Foresee | Commit | Saved | Goodbye
+QueueRequest = Hello | Lease | Commit | Saved | Goodbye
 
 
 class QueueService:
@@ -39,8 +39,6 @@ class QueueService:
                 if request.version > request.step:  # each step makes one version, so a later one would discard what is fresh
                     raise ProtocolError(f"lease of step {request.step}: got version {request.version}, expected at most {request.step}")
                 return await self._queue.lease(request.step, request.phase, request.count, request.version, request.wait_s)
-            case Foresee():
-                return await self._queue.foresee(request.step, request.count, request.version, request.wait_s)
             case Commit():
                 self._queue.commit(request.step, request.dropped)
                 # Whatever a rank knows to be committed, the next controller must know too.

@@ -40,7 +40,6 @@ from asyncmoe.rpc.messages import (
     Evaluations,
     FindWorker,
     Hello,
-    Probe,
     Reply,
     Request,
     Saved,
@@ -166,7 +165,7 @@ class Controller:
             return await self._coordinator.handle(request, partial(self._check_turn, request))
         if isinstance(request, MembershipRequest):
             return await self._lifecycle.membership.handle(request)
-        if isinstance(request, Probe | WeightsLoaded):
+        if isinstance(request, WeightsLoaded):
             return await self._compare(request)
         if isinstance(request, WorkerJoin):
             return await self._fleet.join(request)
@@ -186,12 +185,8 @@ class Controller:
             self._over.set()
         return reply
 
-    async def _compare(self, request: Probe | WeightsLoaded) -> Done:
-        prober, coordinator = self._lifecycle.prober, self._coordinator
-        if isinstance(request, Probe):
-            prober.take(request)
-            return Done()
-        probe = request.probe
+    async def _compare(self, request: WeightsLoaded) -> Done:
+        prober, coordinator, probe = self._lifecycle.prober, self._coordinator, request.probe
         await (coordinator.compare_loaded(request.checksums, request.kept) if probe is None else prober.require(probe))
         if request.first:
             for member in self._pool.present:
@@ -333,7 +328,6 @@ class Controller:
                 self._pool,
                 figures.scoring,
                 figures.tools,
-                self._lifecycle.prober.totals,
                 len(self._pool.serving),
                 self._lifecycle.lost(),
                 self._lifecycle.missing(),

@@ -43,7 +43,7 @@ class EngineLifecycle:
         self._section, self._pool, self._coordinator, self._succession = section, pool, coordinator, succession
         controller = "" if succession is None else succession.controller
         self.membership = Membership(config, pool, coordinator.updating, controller, self._returned)
-        self.prober = Prober(pool, config.run.seed, config.rollout.request_timeout_s, config.verify.anomalies.kl_engine.above)
+        self.prober = Prober(pool, config.rollout.request_timeout_s, config.verify.anomalies.kl_engine.above)
         self._alive = Liveness(pool, section.hang_timeout_s, coordinator.paused)
         self._lost: list[Member] = []
         if config.renews_engines:
@@ -54,7 +54,7 @@ class EngineLifecycle:
 
     def parts(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the work, to be done at the same time; only the first part, the start, ends. Each part raises what ends the run."""
-        return (self._start_all(), *(self._once_started(run) for run in (self._pool.watch, self._alive.run, self.prober.run)))
+        return (self._start_all(), *(self._once_started(run) for run in (self._pool.watch, self._alive.run)))
 
     def lost(self) -> int:
         """Return the number of engines that died or were fenced so far; one that has left is not lost. Call it every second."""

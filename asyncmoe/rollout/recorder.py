@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from asyncmoe.engines.probes import ProbeTotals
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.metric import declared
@@ -25,7 +24,6 @@ class Recorder:
         self._until: defaultdict[str, float] = defaultdict(float)
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._last, self._last_tokens = unix(), 0
-        self._probed = 0
 
     def generated(self, engine: str, begin: float, end: float) -> None:
         """Record that `engine` was generating from `begin` to `end`, Unix seconds; what several workers say of it may overlap."""
@@ -46,7 +44,6 @@ class Recorder:
         pool: object,
         scoring: Mapping[str, Scoring] | None = None,
         tools: Mapping[str, Calls] | None = None,
-        probes: ProbeTotals | None = None,
         serving: int = 0,
         lost: int = 0,
         missing: int = 0,
@@ -55,11 +52,7 @@ class Recorder:
         workers_missing: int = 0,
     ) -> None:
         """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by
-        name; `serving`, `lost`, `missing` and `advised` are numbers of engines. A comparison of `probes` is in one record, the first after
-        it."""
-        probes = probes or ProbeTotals()
-        last = None if probes.last is None or probes.versions == self._probed else probes.last
-        self._probed = probes.versions
+        name; `serving`, `lost`, `missing` and `advised` are numbers of engines."""
         now = unix()
         seconds = max(now - self._last, 1e-6)
         self._merge()
@@ -80,13 +73,6 @@ class Recorder:
                 engines_advised=advised,
                 workers_lost=workers_lost,
                 workers_missing=workers_missing,
-                probed_tokens=probes.tokens,
-                probed_versions=probes.versions,
-                probes_missed=probes.missed,
-                probe_version=None if last is None else last.version,
-                probe_diff_max=None if last is None else last.largest,
-                probe_diff_mean=None if last is None else last.mean,
-                probe_divergence=None if last is None else last.divergence,
                 **copied,
             )
         )

@@ -77,16 +77,6 @@ class Lease(_Waits, TrainerMessage, frozen=True):
     wait_s: float
 
 
-class Foresee(_Waits, TrainerMessage, frozen=True):
-    """Ask which batch step `step` will get, to fetch it beforehand. Decides nothing. Waits until that is known or `wait_s` expires."""
-
-    step: Count
-    count: Count
-    version: Count
-    """The version that the trainer will have in that step."""
-    wait_s: float
-
-
 class FindWorker(_Waits, TrainerMessage, frozen=True):
     """Ask where the rollout worker serves that has what `writer` wrote; waits for one that is lost, for at most `wait_s`."""
 
@@ -102,10 +92,9 @@ class Commit(TrainerMessage, frozen=True):
     """Why the trainer left the whole batch untrained; it counts as dropped under this reason."""
 
 
-class Probe(TrainerMessage, frozen=True):
-    """The trainer's log-probabilities of some texts under the weights of `version`, which engines serve or soon will."""
+class Probe(Message, frozen=True):
+    """The trainer's log-probabilities of some texts."""
 
-    version: Count
     tokens: Annotated[tuple[Annotated[tuple[Count, ...], _PROBED], ...], _PROBED]
     logprobs: Annotated[tuple[Annotated[tuple[float, ...], _PROBED], ...], _PROBED]
     """Of each token given those before it, at temperature 1 over the whole vocabulary; of the first token 0."""
@@ -304,14 +293,6 @@ class Evaluated(Message, frozen=True):
     ended: bool
 
 
-class Foreseen(Message, frozen=True):
-    """Reply to `Foresee`: the batch; without items it is not known yet. The lease decides, and may be another."""
-
-    items: tuple[Item, ...] = ()
-    never: bool = False
-    """It will not be known before it is leased: do not ask again."""
-
-
 class Fetched(Message, frozen=True):
     """Reply to `WorkerFetch`; `frames_in(len(keys))` frames follow, in the order of its keys."""
 
@@ -389,10 +370,8 @@ class Refused(Message, frozen=True):
 Request = (
     Hello
     | Lease
-    | Foresee
     | FindWorker
     | Commit
-    | Probe
     | Saved
     | Evaluations
     | Goodbye
@@ -417,7 +396,6 @@ Request = (
 Reply = (
     Welcome
     | Leased
-    | Foreseen
     | Evaluated
     | Fetched
     | WorkerFound

@@ -15,7 +15,7 @@ NO_STEP_S = 1800.0
 Event = Literal["failed", "silent", "no_step", "engine_lost", "worker_lost", "trainer_lost", "controller_lost", "anomaly"]
 """failed: the run ended with an error; silent: a process is silent for watch.stacks_after_s; no_step: no step for `NO_STEP_S`; engine_lost:
 an engine died or was fenced; worker_lost: a rollout worker does not answer any more; trainer_lost, controller_lost: it was lost and is
-started again; anomaly: a rule of verify.anomalies is broken."""
+started again; anomaly: a rule of verify is broken."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Told:
         lost: engines lost since the controller started.
         workers: rollout workers lost since the controller started.
         late: whether `no_step` is told.
-        anomalies: rules of `verify.anomalies` that the previous step broke.
+        anomalies: rules of `verify` that the previous step broke.
     """
 
     step: int = 0
@@ -48,12 +48,11 @@ class Told:
     anomalies: frozenset[str] = frozenset()
 
 
-def tell(told: Told, records: Sequence[Followed], now: float, probe_limit: float | None) -> tuple[Told, list[Alert]]:
+def tell(told: Told, records: Sequence[Followed], now: float) -> tuple[Told, list[Alert]]:
     """Return what is known after new records, and the alerts that they raise.
 
     Args:
         now: seconds on any steady clock.
-        probe_limit: `verify.anomalies.kl_engine.above`, for comparisons on probe tokens.
     """
     alerts: list[Alert] = []
     told = replace(told, stepped=now) if told.stepped is None else told
@@ -63,7 +62,7 @@ def tell(told: Told, records: Sequence[Followed], now: float, probe_limit: float
             if new := sorted(broken - told.anomalies):
                 values = ", ".join(f"{rule} {(record.anomalies or {})[rule] or float('nan'):.4g}" for rule in new)
                 skipped = "; the batch was left untrained" if record.skipped_updates else ""
-                alerts.append(Alert("anomaly", f"step {record.step} broke verify.anomalies: {values}{skipped}", record.step))
+                alerts.append(Alert("anomaly", f"step {record.step} broke verify: {values}{skipped}", record.step))
             told = replace(told, step=record.step, stepped=now, late=False, anomalies=broken)
         elif isinstance(record, Rollout):
             if record.engines_lost > told.lost:
@@ -73,9 +72,6 @@ def tell(told: Told, records: Sequence[Followed], now: float, probe_limit: float
                 text = f"{record.workers_lost - told.workers} rollout worker(s) lost; the controller's log says why"
                 alerts.append(Alert("worker_lost", text, told.step))
             told = replace(told, lost=record.engines_lost, workers=record.workers_lost)
-            if probe_limit is not None and (record.probe_divergence or 0.0) > probe_limit:
-                text = f"an engine computes other log-probabilities than the trainer at version {record.probe_version}"
-                alerts.append(Alert("anomaly", f"{text}: divergence {record.probe_divergence:.3g} nats a token", told.step))
     since = 0.0 if told.stepped is None else now - told.stepped
     if not told.late and since > NO_STEP_S:
         told = replace(told, late=True)

@@ -100,32 +100,6 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         Metric("Engines that the run should have, by the batches in the queue and the requests that wait for engines.", "engines"),
     ] = None
-    # Engines and trainer at the same version (verify.probe_every)
-    probed_tokens: Annotated[int, Metric("Probe tokens that an engine and the trainer scored with the same version.", "tokens")] = 0
-    probed_versions: Annotated[int, Metric("Versions compared on probe tokens.", "versions")] = 0
-    probes_missed: Annotated[
-        int, Metric("Versions that were to be compared, but whose engine failed or served the next one first.", "versions")
-    ] = 0
-    probe_version: Annotated[int | None, Metric("Version compared since the last record; absent if none was, like the next three.")] = None
-    probe_diff_max: Annotated[
-        float | None,
-        Metric(
-            "Largest |trainer - engine| log-probability over the probe tokens of that version.",
-            "nats a token",
-            plot=Plot("Agreement of engines and trainer", "Probe tokens at the same version", curve="largest", from_zero=True),
-        ),
-    ] = None
-    probe_diff_mean: Annotated[
-        float | None,
-        Metric(
-            "Mean |trainer - engine| log-probability over them.",
-            "nats a token",
-            plot=Plot("Agreement of engines and trainer", "Probe tokens at the same version", curve="mean", from_zero=True),
-        ),
-    ] = None
-    probe_divergence: Annotated[
-        float | None, Metric("Mean of e^d - 1 - d with d = trainer - engine over them; 0 if both compute the same.", "nats a token")
-    ] = None
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):

@@ -93,7 +93,7 @@ class Step(Learning, frozen=True, kw_only=True):
     ] = None
     logprob_tokens_same_version: Annotated[
         int | None,
-        Metric("Number of the same tokens. 0 in most steps of an asynchronous run; see `probed_tokens`.", "tokens", over_updates="first"),
+        Metric("Number of the same tokens. 0 in most steps of an asynchronous run.", "tokens", over_updates="first"),
     ] = None
     train_infer_kl: Annotated[
         float | None,
@@ -118,15 +118,6 @@ class Step(Learning, frozen=True, kw_only=True):
         ),
     ] = None
     ratio_mean: Annotated[float | None, Metric("Mean importance ratio pi_trainer / pi_engine.", "trainer / engine")] = None
-    ratio_quantiles: Annotated[
-        Mapping[str, float] | None,
-        Metric(
-            "Quantiles of the importance ratio, by share.",
-            "trainer / engine",
-            key="quantile",
-            plot=Plot(AGREEMENT, "Importance ratio, quantiles"),
-        ),
-    ] = None
     ess: Annotated[
         float | None,
         Metric(
@@ -201,11 +192,9 @@ class Step(Learning, frozen=True, kw_only=True):
 
     anomalies: Annotated[
         Mapping[str, float | None] | None,
-        Metric("Values that broke a rule of `verify.anomalies`, by rule; absent if none did.", "the value's own unit", key="rule"),
+        Metric("Values that broke a rule of `verify`, by rule; absent if none did.", "the value's own unit", key="rule"),
     ] = None
-    skipped_updates: Annotated[int | None, Metric("Optimizer updates that `verify.anomalies` refused; absent if none was.", "updates")] = (
-        None
-    )
+    skipped_updates: Annotated[int | None, Metric("Optimizer updates that `verify` refused; absent if none was.", "updates")] = None
 
     # Idle time and queue
     queue_depth: Annotated[

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -45,9 +43,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ]
     same_version_tokens: Annotated[int | None, Metric("Tokens compared for it.", "tokens")]
     same_version_versions: Annotated[int | None, Metric("Versions that they are of.", "versions")]
-    max_abs_probe_diff: Annotated[float | None, Metric("The same on probe tokens (verify.probe_every).", "nats")]
-    probe_tokens: Annotated[int | None, Metric("Probe tokens compared for it.", "tokens")]
-    probe_versions: Annotated[int | None, Metric("Versions that they are of.", "versions")]
     train_infer_kl_mean: Annotated[float | None, Metric("Mean of train_infer_kl over the RL steps; staleness included.", "nats a token")]
     routing_mismatch_mean: Annotated[
         float | None,
@@ -113,9 +108,6 @@ def summary_of(run: RunRecords) -> Summary:
         max_abs_logprob_diff_same_version=max(known(step.logprob_diff_max_same_version for step in rl), default=None),
         same_version_tokens=sum(step.logprob_tokens_same_version or 0 for step in rl) or None,
         same_version_versions=len({step.version for step in rl if step.logprob_tokens_same_version}) or None,
-        max_abs_probe_diff=max(known(record.probe_diff_max for record in run.rollout), default=None),
-        probe_tokens=_counted(record.probed_tokens for record in run.rollout) or None,
-        probe_versions=_counted(record.probed_versions for record in run.rollout) or None,
         train_infer_kl_mean=mean(step.train_infer_kl for step in rl),
         routing_mismatch_mean=mean([share for step in rl for share in (step.routing_mismatch or {}).values()]),
         trainer_idle_share=sum_over((step.wait_seconds for step in rl), wall),
@@ -128,11 +120,6 @@ def summary_of(run: RunRecords) -> Summary:
         rejected=dict(gone.by_reason) if run.rollout else None,
         trainer_restarts=run.trainer_restarts,
     )
-
-
-def _counted(values: Iterable[int]) -> int:
-    """Return the total of a counter that begins at 0 again when its process does."""
-    return sum(after - before if after >= before else after for before, after in pairwise(chain([0], values)))
 
 
 def what_it_was(run: RunRecords, summary: Summary) -> str:

@@ -35,16 +35,7 @@ def main() -> None:
 
                 megatron.prepare()
                 from asyncmoe.trainer import loop  # Megatron must not be imported before the platform is prepared
-                from asyncmoe.trainer.model import silence
-
-            try:
-                loop.run(config)
-            except RuntimeError as error:
-                if (silent := silence.explained(error)) is None:
-                    raise
-                with suppress(OSError):
-                    traceback.print_exc()  # says in which part of the step
-                raise silent from error
+            loop.run(config)
             heartbeats.beat(heartbeats.ENDED)
     except AsyncmoeError as error:
         say(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,22 +10,16 @@ from functools import partial
 import numpy as np
 
 from asyncmoe.config import Config
-from asyncmoe.errors import Disagreement
 from asyncmoe.models import family_of
 from asyncmoe.models.cost import attention_width
 from asyncmoe.platform import collectives, megatron
-from asyncmoe.rpc.client import ANSWER_S, Client
-from asyncmoe.rpc.item import Item
-from asyncmoe.rpc.messages import Leased, Phase, Probe
-from asyncmoe.trainer import logprob_mismatch, probe
-from asyncmoe.trainer.batch_guard import AnomalyWatch, BatchGuard
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.messages import Leased, Phase
+from asyncmoe.trainer.checks import BatchGuard
 from asyncmoe.trainer.data import batch_client
-from asyncmoe.trainer.data.batch import pack
 from asyncmoe.trainer.data.batch_client import Update
 from asyncmoe.trainer.data.credit import outcome_advantages, relatives, token_advantages
 from asyncmoe.trainer.data.microbatches import MicroBatches
-from asyncmoe.trainer.data.prefetch import Prefetcher
-from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
 from asyncmoe.trainer.model import optimizer
 from asyncmoe.trainer.model.gpt import Model
@@ -35,7 +28,7 @@ from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
 from asyncmoe.trainer.profiling import mark
 from asyncmoe.trainer.samples import TrainerSamples
-from asyncmoe.trainer.step import Differs, StepMetrics, logprobs_only, train_step
+from asyncmoe.trainer.step import StepMetrics, logprobs_only, train_step
 from asyncmoe.trajectory import Trajectory
 
 megatron.prepare()
@@ -54,18 +47,13 @@ class Learned:
 
     Attributes:
         updates: metrics of each optimizer update, also of one that was refused.
-        anomalies: by broken rule of `verify.anomalies`, the value that broke it.
-        skipped: the rules that refused the batch, joined by commas; "" if none did.
+        anomalies: by broken rule of `verify`, the value that broke it.
+        untrained: the rules that refused every update, joined by commas; "" if an update was made, or could have been.
     """
 
     updates: Sequence[StepMetrics]
     anomalies: Mapping[str, float] = field(default_factory=dict)
-    skipped: str = ""
-
-    @property
-    def untrained(self) -> str:
-        """Why the whole batch is left untrained; "" if an update was made, or could have been."""
-        return self.skipped if all(update.refused for update in self.updates) else ""
+    untrained: str = ""
 
 
 class Learner:
@@ -76,8 +64,6 @@ class Learner:
         replay: replays recorded experts; None if routing is not kept.
         plugins: the user's own parts of the objective.
         samples: keeps what training makes of some trajectories.
-        watch: refuses anomalous batches; None: none.
-        ahead: another connection, with which the next batch is fetched beforehand, in a thread; None: it is not. Closed by `close`.
 
     Raises:
         DataError: the reference policy's checkpoint cannot be read.
@@ -92,19 +78,10 @@ class Learner:
         replay: Replay | None,
         plugins: Plugins,
         samples: TrainerSamples,
-        watch: AnomalyWatch | None = None,
-        ahead: Client | None = None,
     ) -> None:
-        self._plugins, self._samples, self._watch = plugins, samples, watch
+        self._plugins, self._samples, self._skips = plugins, samples, 0
         self._config, self._model, self._optimizer, self._client, self._replay = config, model, adam, client, replay
         self._mesh, self._width = model.mesh, attention_width(family_of(model.hf).shape_of(model.hf))
-        self._ahead = (
-            None
-            if ahead is None
-            else Prefetcher(
-                ahead, config, self._wanted, self._layers, masks=self._mesh.last_stage, decodes=self._mesh.tp * self._mesh.cp == 1
-            )
-        )
         self._reference = reference(model, config.model.path) if config.objective.kl.coefficient else None
 
     def learn(self, leased: Leased, phase: Phase, step: int, before_update: Callable[[], None]) -> Learned:
@@ -115,77 +92,28 @@ class Learner:
             before_update: as for `train_step`.
 
         Raises:
-            Disagreement: engine and trainer differ by more than `verify` allows; nothing was trained.
-            AnomalyFound: a rule of `verify.anomalies` stops the run; no further update was made.
+            AnomalyFound: a rule of `verify` stops the run; no further update was made.
         """
-        self._mesh.seed(self._config.run.seed, step)
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width)
         wanted, masks = batch_client.shares(updates, self._mesh), self._mesh.last_stage
         with mark("fetch"):
-            trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, self._layers, masks, self._ahead)
-        if self._ahead is not None:
-            self._ahead.begin(step + 1)
+            trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, self._layers, masks)
         if phase == "warmup":
             return Learned(self._warm_up(updates, trajectories, leased, before_update))
         akin = relatives(leased.items, wanted, self._config.objective)
         others = batch_client.fetch(self._client, self._mesh, leased, akin, (), masks=False)
-        if probe.due(self._config, step) and not leased.replayed:  # engines serve no version of a step that is trained again
-            self._probe(leased, step)
-        guard = None if self._watch is None else self._watch.batch(leased.items, trajectories, step)
+        verify = self._config.verify
+        if leased.replayed:  # engines sampled with the weights of the first time that the batch was trained
+            verify = verify.model_copy(update={"max_logprob_diff": None})
+        guard = BatchGuard(verify, step + 1, self._skips, says=self._mesh.rank == 0)
         metrics = self._reinforce(updates, trajectories, others, leased, step, before_update, guard)
-        if guard is None:
-            return Learned(metrics)
-        guard.end()
-        return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, guard.skipped)
-
-    def close(self) -> None:
-        """Fetch nothing ahead any more."""
-        if self._ahead is not None:
-            self._ahead.close()
+        self._skips = self._skips + 1 if guard.refused else 0
+        untrained = guard.skipped if all(update.refused for update in metrics) else ""
+        return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, untrained)
 
     @property
     def _layers(self) -> tuple[int, ...]:
         return () if self._replay is None else self._replay.layers
-
-    def _wanted(self, items: Sequence[Item]) -> list[int]:
-        """Return the positions of an RL batch that this rank trains on."""
-        return batch_client.shares(batch_client.plan_updates(items, "rl", self._config, self._mesh, self._width), self._mesh)
-
-    def _probe(self, leased: Leased, step: int) -> None:
-        """Score probe tokens under the weights of version `step`, and send them to the controller."""
-        config, mesh = self._config, self._mesh
-        chosen = probe.choose(leased.items, config.verify.probe_tokens)
-        if not chosen:
-            return
-        begin = time.perf_counter()
-        whole = batch_client.fetch(self._client, self._mesh, leased, [one.position for one in chosen], (), masks=False)
-        texts = [whole[one.position].tokens[: one.tokens] for one in chosen]
-        found = self.scored(texts)
-        if mesh.rank == 0:
-            tokens = tuple(tuple(map(int, text)) for text in texts)
-            log.info("version %d: %d probe tokens scored in %.3f s", step, sum(map(len, texts)), time.perf_counter() - begin)
-            self._client.ask(Probe(step, tokens, tuple(tuple(map(float, found[place])) for place in range(len(chosen)))), ANSWER_S)
-
-    def scored(self, texts: Sequence[Sequence[int] | np.ndarray]) -> LogProbs:
-        """Return the log-probabilities of texts under the current weights, as `logprobs_only` does."""
-        mesh, trainer, bare = self._mesh, self._config.trainer, probe.bare(texts)
-        lengths = [len(text) for text in texts]
-        planned = schedule(lengths, mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid, self._width)
-        nothing = np.zeros(len(texts))
-        made = [
-            pack(
-                bare,
-                indices,
-                advantages=nothing,
-                weights=nothing,
-                grid=mesh.grid,
-                packed=trainer.pack,
-                rows=planned.rows,
-                cp_rank=mesh.cp_rank,
-            )
-            for indices in planned.ranks[mesh.dp_rank]
-        ]
-        return logprobs_only(self._model, made, lengths, 1.0, self._replay)
 
     def _warm_up(
         self, updates: Sequence[Update], trajectories: Mapping[int, Trajectory], leased: Leased, before_update: Callable[[], None]
@@ -203,7 +131,7 @@ class Learner:
         leased: Leased,
         step: int,
         before_update: Callable[[], None],
-        guard: BatchGuard | None,
+        guard: BatchGuard,
     ) -> list[StepMetrics]:
         config, mesh = self._config, self._mesh
         routing = None if self._replay is None else self._replay.routing
@@ -214,74 +142,42 @@ class Learner:
         def microbatches(update: Update, before: LogProbs | None = None, reference: LogProbs | None = None) -> MicroBatches:
             return batch_client.microbatches(update, trajectories, advantages, config, mesh, routing, before, reference)
 
-        before, reference = self._logprobs(updates, microbatches, leased, trajectories, step)
+        lengths, objective = [item.tokens for item in leased.items], config.objective
+        before = reference = None
+        if len(updates) > 1 and objective.proximal == "recompute":
+            before = self._scored(updates, microbatches, lengths)
+        if self._reference is not None:
+            # The reference is a separate policy: it chooses its own experts, and recorded supports do not restrict it.
+            bare = {i: replace(one, routes=None, masks=None) for i, one in trajectories.items()}
+            with self._reference():
+                of_bare = partial(batch_client.microbatches, trajectories=bare, advantages=_no_advantages(bare), config=config, mesh=mesh)
+                reference = self._scored(updates, of_bare, lengths)
         metrics, sampled = [], self._samples.of(leased.items)
         for i, update in enumerate(updates):
-            over_ranks = partial(collectives.summed, group=mesh.cp_group) if mesh.cp > 1 else None
-            progress, temperature = i / len(updates), config.rollout.temperature
-            loss = PolicyLoss(config.objective, temperature, step, progress=progress, plugins=self._plugins, over_ranks=over_ranks)
+            loss = PolicyLoss(
+                objective,
+                config.rollout.temperature,
+                step,
+                progress=i / len(updates),
+                plugins=self._plugins,
+                observe=sampled.observe,
+                over_ranks=partial(collectives.summed, group=mesh.cp_group) if mesh.cp > 1 else None,
+            )
             made = microbatches(update, before, reference)
-            differs: Differs = lambda batch: None  # noqa: E731
-            if sampled is not None:
-                loss, differs = replace(loss, observe=sampled.observer(update.members)), sampled.counter(update.members)
-            found = train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay, differs, guard)
+            found = train_step(self._model, self._optimizer, made, loss, lr, before_update, self._replay, sampled.count, guard)
             metrics.append(replace(found, figures={**found.figures, "plugin_metrics": reported | found.figures["plugin_metrics"]}))
             if not metrics[-1].updated and not metrics[-1].refused:
                 log.warning("step %d: every token was rejected (%s); no update", step, metrics[-1].figures["rejected_by_rule"])
-        if sampled is not None:
-            self._samples.write(sampled, leased.items, trajectories, step)
+        self._samples.write(sampled, leased.items, trajectories, step)
         return metrics
 
-    def _logprobs(
-        self,
-        updates: Sequence[Update],
-        microbatches: Callable[[Update], MicroBatches],
-        leased: Leased,
-        trajectories: Mapping[int, Trajectory],
-        step: int,
-    ) -> tuple[LogProbs | None, LogProbs | None]:
-        """Return log-probabilities under the trainer before the batch's first update, and under the reference policy.
-
-        Either is None if the objective does not need it.
-        """
-        config = self._config
-        every = config.verify.logprobs_every
-        # Of a batch that is trained again, engines sampled with the weights of the first time.
-        verify = not leased.replayed and every > 0 and (step - config.warmup.steps) % every == 0
-        recompute = len(updates) > 1 and config.objective.proximal == "recompute"
-        before: LogProbs = {}
-        reference: LogProbs = {}
-        for update in updates if verify or recompute or self._reference is not None else ():
-            lengths = [leased.items[i].tokens for i in update.members]
-            if verify or recompute:
-                made = microbatches(update)
-                found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay, sampled_only=True)
-                before |= {update.members[i]: values for i, values in found.items()}
-            if self._reference is not None:
-                # The reference is a separate policy: it chooses its own experts, and recorded supports do not restrict it.
-                bare = {i: replace(one, routes=None, masks=None) for i, one in trajectories.items()}
-                made = batch_client.microbatches(update, bare, _no_advantages(bare), config, self._mesh)
-                with self._reference.in_place():
-                    found = logprobs_only(self._model, made, lengths, config.rollout.temperature, self._replay, sampled_only=True)
-                reference |= {update.members[i]: values for i, values in found.items()}
-        if verify:
-            self._verify(trajectories, before, step)
-        return before if recompute else None, reference if self._reference is not None else None
-
-    def _verify(self, trajectories: Mapping[int, Trajectory], ours: LogProbs, version: int) -> None:
-        limits = self._config.verify
-        mine = trajectories if self._mesh.reports_trajectories else {}
-        part = logprob_mismatch.compare(list(mine.values()), [ours[i] for i in mine], version, limits.show)
-        whole = logprob_mismatch.merge(collectives.everyones(part), limits.show)
-        if self._mesh.rank == 0:
-            for line in logprob_mismatch.describe(whole, version):
-                log.info("%s", line)
-        for what, got, limit in (("max_logprob_diff", whole.largest, limits.max_logprob_diff), ("max_kl", whole.kl, limits.max_kl)):
-            if limit is not None and not got <= limit:
-                raise Disagreement(
-                    f"version {version}: engine and trainer differ by {got:.3e} over {whole.tokens} tokens, verify.{what} is {limit:g}; "
-                    "nothing was trained on the batch. The log names the worst tokens"
-                )
+    def _scored(self, updates: Sequence[Update], microbatches: Callable[[Update], MicroBatches], lengths: Sequence[int]) -> LogProbs:
+        """Return the log-probabilities of sampled tokens. `lengths`: tokens of each trajectory of the batch."""
+        temperature, scored = self._config.rollout.temperature, LogProbs()
+        for update in updates:
+            found = logprobs_only(self._model, microbatches(update), lengths, temperature, self._replay, sampled_only=True)
+            scored |= {i: found[i] for i in update.members}
+        return scored
 
 
 def _no_advantages(trajectories: Mapping[int, Trajectory]) -> dict[int, np.ndarray]:

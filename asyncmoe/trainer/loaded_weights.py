@@ -6,25 +6,28 @@ Engines have a loader of their own. Whatever it does otherwise would be trained 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
 
+from asyncmoe.config import Config
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.messages import EnginesAsk, Probe, WeightsLoaded
+from asyncmoe.trainer.data.batch import pack
+from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model.gpt import Model
+from asyncmoe.trainer.step import logprobs_only
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 
-Score = Callable[[Sequence[Sequence[int]]], Mapping[int, np.ndarray]]
-"""As `Learner.scored`."""
 _TEXTS, _TOKENS, _COMMON = 4, 65, 20_000
 """Probes: texts, tokens of each, of which the first has no log-probability, and how many of the vocabulary's first tokens they are drawn
 from: the ids of rare tokens, which the model may never have seen, lie behind."""
 
 
-def compare(model: Model, expected: ExpectedChecksums, client: Client, score: Score, step: int) -> None:
+def compare(model: Model, expected: ExpectedChecksums, client: Client, step: int) -> None:
     """Have the controller compare, adapters aside, and let engines sample if what they have loaded is version `step`. Collective over all
     ranks.
 
@@ -47,8 +50,35 @@ def compare(model: Model, expected: ExpectedChecksums, client: Client, score: Sc
         draw = random.Random(config.run.seed)
         texts = [tuple(draw.choices(range(min(_COMMON, model.hf["vocab_size"])), k=_TOKENS)) for _ in range(_TEXTS)]
         with nullcontext() if adapter is None else attach.switched_off(model.chunks):
-            found = score(texts)
-        request = WeightsLoaded((), Probe(0, tuple(texts), tuple(tuple(map(float, found[i])) for i in range(_TEXTS))), first)
+            found = _scored(model, config, texts)
+        request = WeightsLoaded((), Probe(tuple(texts), tuple(tuple(map(float, found[i])) for i in range(_TEXTS))), first)
     client.ask(EnginesAsk(config.engines.start_timeout_s), config.engines.start_timeout_s + ANSWER_S)
     if model.mesh.rank == 0:
         client.ask(request, config.sync.timeout_s + ANSWER_S)
+
+
+def _scored(model: Model, config: Config, texts: Sequence[Sequence[int]]) -> dict[int, np.ndarray]:
+    """Return the log-probabilities of texts, float32[T] by number, at temperature 1; routers choose live."""
+    mesh, trainer, bare = model.mesh, config.trainer, {i: _bare(i, np.asarray(text, np.int32)) for i, text in enumerate(texts)}
+    lengths, nothing = [len(text) for text in texts], np.zeros(len(texts))
+    planned = schedule(lengths, mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid)
+    made = [
+        pack(
+            bare,
+            indices,
+            advantages=nothing,
+            weights=nothing,
+            grid=mesh.grid,
+            packed=trainer.pack,
+            rows=planned.rows,
+            cp_rank=mesh.cp_rank,
+        )
+        for indices in planned.ranks[mesh.dp_rank]
+    ]
+    return logprobs_only(model, made, lengths, 1.0)
+
+
+def _bare(number: int, tokens: np.ndarray) -> Trajectory:
+    """Return a text as a trajectory without anything recorded."""
+    nothing, none = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool)
+    return Trajectory(f"probe{number}", number, 0, tokens, none, nothing, np.full(len(tokens), NOT_SAMPLED, np.int32), 0.0, "length")

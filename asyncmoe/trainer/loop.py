@@ -27,11 +27,9 @@ from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
 from asyncmoe.trainer import loaded_weights, objective
-from asyncmoe.trainer.anomalies import SKIPPED
-from asyncmoe.trainer.batch_guard import AnomalyWatch
 from asyncmoe.trainer.batch_trainer import Learned, Learner
-from asyncmoe.trainer.clients import clients
-from asyncmoe.trainer.data import batch_client, prefetch
+from asyncmoe.trainer.checks import SKIPPED
+from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.lora.files import AdapterFiles
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh, optimizer
@@ -75,8 +73,7 @@ def run(config: Config) -> None:
         traceback.print_exc()  # Megatron raised it for its arguments, as at every start; devices, disks and other ranks raise others
         raise ConfigError(f"the model {config.model.path}", got=repr(error), expected="one that Megatron builds") from error
     if place.rank == 0:
-        for line in built.switches.lines:
-            log.info("%s", line)
+        log.info("Megatron's switches: %s", built.switches.text)
     if newest is None or config.adapter is not None:  # adapter runs save no base weights
         gpt.load_hf(built, config.model.path)
     if newest is None and config.adapter is not None and config.adapter.start is not None:
@@ -84,10 +81,9 @@ def run(config: Config) -> None:
     adam = optimizer.build(config, built)
     done = 0 if newest is None else checkpoint.load(newest, config, built, adam)
     rendezvous = keys.read(config.run.dir, wait_s=config.engines.start_timeout_s)
-    ahead = ("ahead",) if prefetch.possible(config) and place.fetches else ()
-    client, weights, *others = clients(rendezvous, f"trainer.{place.rank}", *ahead)
+    client, weights = (Client(rendezvous, f"trainer.{place.rank}{suffix}", trainer_epoch()) for suffix in ("", ".weights"))
     expected = ExpectedChecksums(config, built)
-    Trainer(config, place, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins, *others).run()
+    Trainer(config, place, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins).run()
     # Not closed after an error: the process says it and leaves at once (`asyncmoe.trainer.__main__`), so nothing can fail before that.
     weights.close()
     client.close()
@@ -108,13 +104,11 @@ class Trainer:
         expected: ExpectedChecksums,
         done: int,
         plugins: Plugins,
-        ahead: Client | None = None,
     ) -> None:
         self._config, self._mesh, self._model, self._optimizer, self._client = config, place, built, adam, client
         routing = models.kept_routing(config, built.hf)
         samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
-        watch = AnomalyWatch(config, place, done)
-        self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples, watch, ahead)
+        self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples)
         self._step = self._saved = done
         self._served, self._behind = 0, True  # until this trainer's first version, which may have to catch up with the engines'
         self._first = place.rank == 0
@@ -138,7 +132,6 @@ class Trainer:
             self._metrics.write(Resume(resumed_at=self._step, time=unix(), epoch=trainer_epoch()))
         freeze()
         stopped = self._train()
-        self._learner.close()
         if self._saved != self._step:
             self._save()
         self._saver.settle()
@@ -242,7 +235,7 @@ class Trainer:
     def _begin_sync(self) -> None:
         gpt.gather_weights(self._model)
         if self._behind:
-            loaded_weights.compare(self._model, self._expected, self._client, self._learner.scored, self._step)
+            loaded_weights.compare(self._model, self._expected, self._client, self._step)
         self._sync.begin(self._step)
         self._behind = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,38 +14,13 @@ from asyncmoe.trainer import objective
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.objective import NO_PLUGINS, Fates, Plugins, Sums
 
-_DENOMINATOR: Mapping[str, tuple[int, ...]] = {"tokens": (), "kept": (), "planned_weight": (), "kept_weight": ()}
-
-
-class Loss(Protocol):
-    """A loss that a step minimises."""
-
-    @property
-    def temperature(self) -> float:
-        """Divides the logits."""
-
-    @property
-    def sums(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the sums the loss returns, the same for every micro-batch; they include the inputs of `objective.scale`."""
-
-    @property
-    def wants_unmasked(self) -> bool:
-        """True if the loss also needs log-probabilities over the whole vocabulary for rows with a support."""
-
-    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch, unmasked: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
-        """Return the micro-batch's share of the step's loss, weighted by `MicroBatch.weights`, and its sums.
-
-        Args:
-            logprobs: float32[T] with gradient, over the supports of `batch`.
-            unmasked: float32[T] with gradient, over the whole vocabulary; None: use `logprobs`.
-        """
-
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """The reinforcement-learning objective of the configuration.
 
     Attributes:
+        temperature: divides the logits.
         version: weight version before the batch's first update.
         progress: share of the batch's updates already made.
         plugins: the user's own parts that `section` names.
@@ -63,6 +38,7 @@ class PolicyLoss:
 
     @property
     def sums(self) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the sums that it returns, the same for every micro-batch; they include the inputs of `objective.scale`."""
         found = dict(objective.SUMS)
         for plugin in self.plugins.of_tokens:
             found |= plugin.sums
@@ -77,6 +53,13 @@ class PolicyLoss:
             found["rejected_by_rule"] |= {plugin.short: rejected} if rejected else {}
         return found
 
+    def checked(self, figures: Mapping[str, Any]) -> dict[str, float]:
+        """Return those of a step's figures that a `checks.Guard` looks at. The trainer has the version of the batch's newest tokens only
+        until the batch's first update."""
+        apart = figures["logprob_diff_max_same_version"]
+        same = {} if self.progress or apart is None else {"logprob_diff": apart}
+        return {"kl_engine": figures["train_infer_kl"], **same}
+
     def check(self, sums: Mapping[str, Any]) -> None:
         """Refuse a step in which a plug-in returned wrong values.
 
@@ -88,9 +71,16 @@ class PolicyLoss:
 
     @property
     def wants_unmasked(self) -> bool:
+        """Whether it also needs log-probabilities over the whole vocabulary for rows with a support."""
         return self.section.kl.coefficient > 0
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch, unmasked: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
+        """Return the micro-batch's share of the step's loss, weighted by `MicroBatch.weights`, and its sums.
+
+        Args:
+            logprobs: float32[T] with gradient, over the supports of `batch`.
+            unmasked: float32[T] with gradient, over the whole vocabulary; None: use `logprobs`.
+        """
         rows = objective.Rows(
             mask=batch.mask,
             weights=batch.weights,
@@ -118,17 +108,14 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class SupervisedLoss:
-    """Negative log-likelihood of demonstrations."""
+    """Negative log-likelihood of demonstrations. Its members are those of `PolicyLoss`."""
 
     temperature: float = 1.0
-
-    @property
-    def sums(self) -> Mapping[str, tuple[int, ...]]:
-        return _DENOMINATOR
-
-    @property
-    def wants_unmasked(self) -> bool:
-        return False
+    sums: ClassVar[Mapping[str, tuple[int, ...]]] = {"tokens": (), "kept": (), "planned_weight": (), "kept_weight": ()}
+    wants_unmasked: ClassVar[bool] = False
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch, unmasked: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
         return objective.supervised_loss(logprobs, batch.mask, batch.weights)
+
+
+Loss = PolicyLoss | SupervisedLoss

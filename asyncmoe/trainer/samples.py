@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of, ends, kept
 from asyncmoe.telemetry.samples.file import SampleFile
 from asyncmoe.telemetry.samples.records import Trained
-from asyncmoe.trainer.data.batch import MicroBatch
+from asyncmoe.trainer.data.batch import MicroBatch, Place
 from asyncmoe.trainer.objective import RULES, Fates
 from asyncmoe.trajectory import Trajectory
 
@@ -33,30 +33,10 @@ if TYPE_CHECKING:  # imports Megatron
 _FIELDS = ("logprobs", "proximal", "weights", "advantages", "states", "mismatch")
 _RULES = {rule: letter for letter, rule in records.REJECTED.items()}
 _STATES = (records.TRAINED, records.CLIPPED, records.CAPPED, records.NO_WEIGHT, *(_RULES[rule] for rule in RULES))
+_Kept = list[tuple[int, int]]
+"""Positions in the batch, and first rows, of the kept trajectories of a micro-batch."""
 _MISMATCH = len(_FIELDS) - 1
 """Number of fields that the loss gives; the last field is the routers'."""
-_Places = tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The parts of a micro-batch that are kept until the step ends; its experts are large.
-
-    Attributes:
-        positions: position in the batch and first row and row count of each trajectory.
-        whole: number of rows of all context-parallel ranks together.
-        held: int64[T]; which of them this rank holds; None: all.
-    """
-
-    positions: _Places
-    whole: int
-    held: torch.Tensor | None
-
-    @classmethod
-    def of(cls, members: Sequence[int], batch: MicroBatch) -> _Rows:
-        """Return those of a micro-batch of an update; `members`: as `Update.members`."""
-        positions = tuple((members[index], first, count) for index, first, count in batch.places)
-        return cls(positions, batch.whole, batch.held)
 
 
 @dataclass(frozen=True)
@@ -94,30 +74,21 @@ class BatchSamples:
             self.blocks[i] = _Block(start, *kept(items[i].sampled, most))
             start = self.blocks[i].end
         self._size = start
-        self._seen: list[tuple[_Rows, torch.Tensor, Fates]] = []
-        self._differs: dict[_Places, tuple[_Rows, torch.Tensor]] = {}
+        self._seen: list[tuple[_Kept, MicroBatch, Fates]] = []
+        self._differs: dict[tuple[Place, ...], tuple[_Kept, MicroBatch, torch.Tensor]] = {}
 
-    def observer(self, members: Sequence[int]) -> Callable[[MicroBatch, Fates], None]:
-        """Return what is to be told the fates of each micro-batch of an update; `members`: as `Update.members`."""
+    def observe(self, batch: MicroBatch, fates: Fates) -> None:
+        """Take the fates of a micro-batch."""
+        if self._reports and (found := self._in(batch)):
+            self._seen.append((found, _light(batch), fates))
 
-        def observe(batch: MicroBatch, fates: Fates) -> None:
-            if self._reports and self._has(members, batch):
-                self._seen.append((_Rows.of(members, batch), batch.advantages, fates))
-
-        return observe
-
-    def counter(self, members: Sequence[int]) -> Callable[[MicroBatch], torch.Tensor | None]:
-        """Return what gives for each micro-batch int32[T], to which routers add the rows they disagree on; None: nobody asks."""
-
-        def count(batch: MicroBatch) -> torch.Tensor | None:
-            if not self._has(members, batch):
-                return None
-            rows = _Rows.of(members, batch)
-            if rows.positions not in self._differs:
-                self._differs[rows.positions] = rows, torch.zeros(batch.rows, dtype=torch.int32, device=batch.tokens.device)
-            return self._differs[rows.positions][1]
-
-        return count
+    def count(self, batch: MicroBatch) -> torch.Tensor | None:
+        """Return int32[T] of a micro-batch, to which routers add the rows they disagree on; None: nobody asks."""
+        if not (found := self._in(batch)):
+            return None
+        if batch.places not in self._differs:
+            self._differs[batch.places] = found, _light(batch), torch.zeros(batch.rows, dtype=torch.int32, device=batch.tokens.device)
+        return self._differs[batch.places][2]
 
     def values(self, trajectories: Mapping[int, Trajectory]) -> torch.Tensor:
         """Return this rank's part of the array: float64, zero where another rank has the value.
@@ -126,36 +97,34 @@ class BatchSamples:
             trajectories: those this rank has fetched, by position in the batch.
         """
         flat = np.zeros(self._size)
-        for rows, advantages, fates in self._seen:
-            found = torch.stack([fates.logprobs, fates.proximal, fates.weight, advantages, _states(fates).float()])
-            values = found.cpu().numpy()
-            for i, block, begins, here, at in self._kept(rows, trajectories):
-                if begins:
+        for found, batch, fates in self._seen:
+            each = torch.stack([fates.logprobs, fates.proximal, fates.weight, batch.advantages, _states(fates).float()], dim=1)
+            values = batch.everywhere(each).cpu().numpy()
+            for i, first in found:
+                block = self.blocks[i]
+                if batch.held is None or (batch.held == first).any():
                     flat[block.start] = records.digest_of(trajectories[i].tokens, trajectories[i].logprobs)
                 of = flat[block.start + 1 : block.start + 1 + _MISMATCH * block.count].reshape(_MISMATCH, block.count)
-                of[:, here] = values[:, at]
-        for rows, differs in self._differs.values():
-            counts = differs.cpu().numpy()
-            for _, block, _, here, at in self._kept(rows, trajectories):
-                flat[block.end - block.count : block.end][here] = counts[at]
+                of[:] = values[_rows(trajectories[i], first, block)].T
+        for found, batch, differs in self._differs.values():
+            counts = batch.everywhere(differs).cpu().numpy()
+            for i, first in found:
+                block = self.blocks[i]
+                flat[block.end - block.count : block.end] = counts[_rows(trajectories[i], first, block)]
         return torch.from_numpy(flat)
 
-    def _has(self, members: Sequence[int], batch: MicroBatch) -> bool:
-        return any(members[index] in self.blocks for index, _, _ in batch.places)
+    def _in(self, batch: MicroBatch) -> _Kept:
+        return [(i, first) for i, first, _ in batch.places if i in self.blocks]
 
-    def _kept(self, rows: _Rows, trajectories: Mapping[int, Trajectory]) -> list[tuple[int, _Block, bool, np.ndarray, np.ndarray]]:
-        """Return position and block of each kept trajectory in a micro-batch, whether this rank has its first row, which of its values this
-        rank has (bool[block.count]), and in which of its rows (int64)."""
-        place = np.arange(rows.whole)
-        if rows.held is not None:
-            place, held = np.full(rows.whole, -1), rows.held.cpu().numpy()
-            place[held] = np.arange(len(held))
-        found = []
-        for i, first, _ in rows.positions:
-            if (block := self.blocks.get(i)) is not None:
-                at = place[first + ends(trajectories[i].loss_mask.nonzero()[0], block.head, block.tail) - 1]
-                found.append((i, block, bool(place[first] >= 0), at >= 0, at[at >= 0]))
-        return found
+
+def _light(batch: MicroBatch) -> MicroBatch:
+    """Return what is kept of a micro-batch until the step ends; its experts are large."""
+    return replace(batch, experts=None, support=None)
+
+
+def _rows(trajectory: Trajectory, first: int, block: _Block) -> np.ndarray:
+    """Return the rows of a trajectory's kept tokens; the data of a token are in the row before it. `first`: its first row."""
+    return first + ends(trajectory.loss_mask.nonzero()[0], block.head, block.tail) - 1
 
 
 class TrainerSamples:
@@ -173,11 +142,11 @@ class TrainerSamples:
         write = mesh.rank == 0 and self._section.groups > 0
         self._file = SampleFile(config.run.dir, records.TRAINER_SAMPLES, records.MOST_BYTES, done) if write else None
 
-    def of(self, items: Sequence[Item]) -> BatchSamples | None:
-        """Return a collector for a batch; None if it has no kept group."""
+    def of(self, items: Sequence[Item]) -> BatchSamples:
+        """Return a collector for a batch, of its kept groups."""
         groups = {group for group in {item.group for item in items} if self._choice.takes(group)}
         wanted = [i for i, item in enumerate(items) if item.group in groups]
-        return BatchSamples(items, wanted, records.MOST_TOKENS, self._mesh.reports) if wanted else None
+        return BatchSamples(items, wanted, records.MOST_TOKENS, self._mesh.reports)
 
     def write(self, batch: BatchSamples, items: Sequence[Item], trajectories: Mapping[int, Trajectory], version: int) -> None:
         """Add up the ranks' values of a trained batch and write them. Collective over all ranks.
@@ -185,6 +154,8 @@ class TrainerSamples:
         Args:
             version: the trainer's weight version before the step.
         """
+        if not batch.blocks:
+            return
         values = collectives.total(batch.values(trajectories))
         if self._file is None or not self._file.is_open:
             return

@@ -17,11 +17,9 @@ import torch.distributed as dist
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import collectives, megatron
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trainer import objective
-from asyncmoe.trainer.batch_guard import FiniteOnly, UpdateGuard
+from asyncmoe.trainer import checks, objective
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.microbatches import MicroBatches
-from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.losses import Loss, PolicyLoss
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.logprobs import LogProbs, target_logprobs
@@ -83,7 +81,7 @@ def train_step(
     before_update: Callable[[], None] = lambda: None,
     replay: Replay | None = None,
     differs: Differs = lambda batch: None,
-    guard: UpdateGuard | None = None,
+    guard: checks.Guard = checks.finite,
 ) -> StepMetrics:
     """Run the forward and backward passes, reduce and clip the gradients, update the parameters. Collective over all ranks.
 
@@ -93,7 +91,7 @@ def train_step(
         before_update: called when the gradients are complete, before any parameter changes.
         replay: routes micro-batches with recorded experts through these experts.
         differs: see `Differs`.
-        guard: may refuse the update; None: `FiniteOnly`.
+        guard: may refuse the update.
 
     Raises:
         ConfigError: a plug-in fails on this rank.
@@ -114,10 +112,9 @@ def train_step(
     policy = loss if isinstance(loss, PolicyLoss) else None
     if policy is not None:
         policy.check(sums)
-    guard = FiniteOnly() if guard is None else guard
     value, tokens = float(sums["loss"]), int(sums["tokens"])
     figures = {} if policy is None else policy.figures(sums)
-    allowed = guard.loss(value, figures)
+    allowed = guard({"loss": value, **({} if policy is None else policy.checked(figures))})
     if sums.get("future", 0):
         raise InvariantBroken(f"{int(sums['future'])} tokens come from a later version than the trainer's; no parameter was changed")
     scale, norm, updated = objective.scale(sums), 0.0, False
@@ -138,14 +135,14 @@ def train_step(
     )
 
 
-def _update(model: Model, optimizer: MegatronOptimizer, scale: float, guard: UpdateGuard) -> tuple[float, bool]:
+def _update(model: Model, optimizer: MegatronOptimizer, scale: float, guard: checks.Guard) -> tuple[float, bool]:
     """Update the parameters with the gradients times `scale`, unless the guard refuses; return the norm of the scaled gradients before
     clipping, and whether parameters changed."""
     if scale != 1.0:
         for chunk in model.ddp:
             chunk.scale_gradients(scale)
     with mark("optimizer"):
-        norm, updated = optimizers.step(optimizer, guard.gradients)
+        norm, updated = optimizers.step(optimizer, lambda norm: guard({"grad_norm": norm}))
     if updated and model.balance is not None:
         model.balance.update()
     return norm, updated
@@ -172,7 +169,7 @@ def logprobs_only(
         float32[T_i] by trajectory index i, on every rank, aligned with the tokens; 0 for the first, which nothing precedes, and for tokens
         that are left out.
     """
-    with mark("log-probabilities"), nullcontext() if model.adapter is None else attach.without_dropout(model.chunks):
+    with mark("log-probabilities"):
         finish, batches = partial(_logprobs_of, model.mesh, temperature), MicroBatches.of(microbatches)
         results, _ = _run(model, batches, finish, forward_only=True, replay=replay, sampled_only=sampled_only)
     starts = np.cumsum([0, *lengths])

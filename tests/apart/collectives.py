@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -72,34 +70,3 @@ def test_the_default_group_is_what_it_says(cuda: bool, backend: str, monkeypatch
     ):
         mesh.start(TrainerSection())
     assert made.call_args.args == (backend,)
-
-
-def test_a_mesh_that_is_left_leaves_no_group() -> None:
-    """Torch keeps a group that Megatron only forgets, with its threads."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for _ in range(2):
-        mesh.start(TrainerSection())
-        with_mesh = threads()
-        mesh.leave()
-        assert threads() < with_mesh - 20
-    mesh.stop()
-
-
-def threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def test_collectives_name_their_group() -> None:
-    files = [path for folder in ("trainer", "weights") for path in (ASYNCMOE / folder).rglob("*.py")]
-    found = [f"{path.name}:{line}" for path in files for line in nameless(path)]
-    assert not found, "collectives of all ranks belong in asyncmoe/platform/collectives.py"
-    assert list(nameless(ASYNCMOE / "platform" / "collectives.py")), "such calls are found"
-
-
-def nameless(path: Path) -> Iterator[int]:
-    """Lines that call a collective of torch.distributed without a group. (`reduce` and its like take it third, by position too.)"""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("dist.", "torch.distributed.")):
-            name = ast.unparse(node.func).rpartition(".")[2]
-            if name.startswith(COLLECTIVES) and len(node.args) < 3 and "group" not in {word.arg for word in node.keywords}:
-                yield node.lineno

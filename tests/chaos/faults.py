@@ -34,7 +34,7 @@ CAUSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("stop", "engine"): (_LOST,),
     ("hang", "controller"): (_SILENT,),
     ("hang", "worker"): (_SILENT,),
-    ("hang", "rank"): (_SILENT, r"took no part in a collective for"),
+    ("hang", "rank"): (_SILENT, r"took no part in a collective for", r"Timed out waiting"),
     ("hang", "engine"): (_LOST, r"no token for", r"waited .* s for engine\.\d+: start"),
     ("kill", "joiner"): (_LOST, r"engine\.\d+ ended with status -9"),
     ("hang", "joiner"): (_LOST, r"no heartbeat for"),

@@ -67,7 +67,6 @@ def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
         "log": {"piece_tokens": 12},
         "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 25.0, "max_restarts": 5},
         "sync": {"timeout_s": 20.0, "verify_every": 2},
-        "verify": {"probe_every": 0},
         "cluster": {"heartbeat_timeout_s": 6.0},
         "watch": {"beat_s": 0.5, "stacks_after_s": 6.0, "end_after_s": 12.0},
         "telemetry": {"live": "off", "tensorboard": "off", "samples": {"groups": 4}},

@@ -24,6 +24,7 @@ from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 from asyncmoe.weights.sender.reshard import ReshardPublisher
 from tests.ranks import group
 from tests.ranks.kept import settings_of
+from tests.ranks.leaving import leave
 from tests.ranks.publish import publish
 from tests.ranks.replay import compare, read
 
@@ -45,7 +46,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
                     outcome |= compare(config, built, read(result.parent / f"{version}.msgpack"), config.rollout.temperature)
                 found.append(outcome)
             sender.close()
-        mesh.leave()
+        leave()
     Path(f"{result}.{rank}").write_text(json.dumps(found))
     if rank == 0:
         result.write_text(json.dumps(found))

@@ -1,8 +1,8 @@
 """Worker: a run that is saved in one layout and goes on in another computes what the run that went on in its own does.
 `any_layout.py RESULT REFERENCES JOB...`
 
-A job is "VARIANT: SAVED" or, after that, "VARIANT: SAVED > LOADED", perhaps on another number of ranks. A layout is a list of the trainer's
-settings, such as "tp=2,ep=2,distributed=1,ranks=4".
+A job is "SAVED" or, after that, "SAVED > LOADED", perhaps on another number of ranks. A layout is as of `lora.job_of`, such as
+"ranks=4,tp=2,ep=2,distributed=1" or "ranks=2,tp=2,lora=per-expert".
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from asyncmoe import checkpoints
 from asyncmoe.trainer import step
 from asyncmoe.trainer.losses import SupervisedLoss
 from asyncmoe.trainer.model import checkpoint as state
-from asyncmoe.trainer.model import gpt, mesh, optimizer
+from asyncmoe.trainer.model import gpt, optimizer
 from asyncmoe.weights.sender.gather import Gatherer, tensors_in
 from tests.ranks import case, group
 from tests.ranks.leaving import leave
+from tests.ranks.lora import job_of
 from tests.ranks.parity import Job, worst
 from tests.saving import save
 
@@ -38,10 +39,9 @@ def main(result: Path, path: Path, jobs: list[str]) -> None:
 
 def tried(path: Path, job: str) -> dict[str, Any]:
     """Save and go on; or go on from what was saved, and return how far losses and weights are from those of the run that went on."""
-    variant, _, layouts = job.partition(": ")
-    saved, _, loaded = layouts.partition(" > ")
-    run = path / "runs" / variant / saved
-    begun = begin(path / variant, run, loaded or saved)
+    saved, _, loaded = job.partition(" > ")
+    run = path / "runs" / saved
+    begun = job_of(path, run, loaded or saved, **({} if "lora" in saved else {"router_bias_rate": case.BIAS_RATE}))
     built = begun.model()
     adam = optimizer.build(begun.config, built)
     if loaded:
@@ -67,21 +67,10 @@ def tried(path: Path, job: str) -> dict[str, Any]:
     }
 
 
-def begin(folder: Path, run: Path, layout: str) -> Job:
-    settings: dict[str, Any] = {}
-    for key, _, value in (part.partition("=") for part in layout.split(",")):
-        settings[key] = int(value) if value.isdecimal() else value
-    distributed = {"distributed": bool(settings.pop("distributed"))} if "distributed" in settings else {"distributed": None}
-    assert settings["ranks"] == dist.get_world_size()
-    config = case.config(folder, pack=True, optimizer=distributed, router_bias_rate=case.BIAS_RATE, **settings)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run})})
-    return Job(folder, config, mesh.start(config.trainer), torch.load(folder / "reference.pt", weights_only=False))
-
-
 @torch.no_grad()
 def forget(built: gpt.Model) -> None:
     """Fill all that is saved with another value."""
-    for chunk in built.chunks:
+    for chunk in map(state.trained, built.chunks):
         for tensor in (*chunk.parameters(), *chunk.buffers()):
             if tensor.is_floating_point():
                 tensor.fill_(0.125)
@@ -97,7 +86,7 @@ def train(job: Job, built: gpt.Model, adam: optimizer.MegatronOptimizer, steps: 
 def gathered(job: Job, built: gpt.Model) -> dict[str, torch.Tensor]:
     """Whole tensors, as for an export; on rank 0."""
     found: dict[str, torch.Tensor] = {}
-    for bucket, flat in Gatherer(built, 1 << 16, job.config.trainer.timeout_s).run():
+    for bucket, flat in Gatherer(built, 1 << 16, job.config.trainer.timeout_s, adapter=built.adapter is not None).run():
         found |= {} if flat is None else {name: value.clone() for name, value in tensors_in(bucket, flat).items()}
     return found
 

@@ -1,28 +1,19 @@
-"""Worker: saves that fail on one rank, asynchronous or not, and one in which the test kills a rank.
-`async_faults.py RESULT MODEL`, on two ranks.
-
-The result is written when the last save is half written, which does not end.
-"""
+"""Worker: saves that fail on one rank, asynchronous or not. `async_faults.py RESULT MODEL`, on two ranks."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import resource
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.platform.megatron.writer import Planned
-from asyncmoe.process import die_with_parent
 from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from tests.ranks import group
@@ -32,8 +23,7 @@ _write = Planned.write
 
 
 def main(result: Path, path: Path) -> None:
-    die_with_parent()
-    torch.set_num_threads(1)
+    group.begin()
     logging.disable(logging.ERROR)
     run = result.parent / "run"
     trainer = {"ranks": 2, "ep": 2, "dtype": "float32", "optimizer": {"distributed": True}, "keep_checkpoints": 1, "async_save": True}
@@ -61,25 +51,7 @@ def main(result: Path, path: Path) -> None:
     saver.settle()
     told = [step for step, _ in saver.saved()]
     saved = names(run)
-    pids = group.everyone(str(os.getpid()))
-    half = threading.Event()
-    Planned.write = lambda planned: stopped(planned, half)  # type: ignore[method-assign]
-    saver.save(7)
-    half.wait(60)
-    dist.barrier()
-    if place.rank == 0:
-        found = {"failures": failures, "kept": kept, "loaded": loaded, "saved": saved, "told": told, "waited": waited, "pids": pids}
-        result.with_suffix(".part").write_text(json.dumps(found))
-        result.with_suffix(".part").rename(result)
-    saver.settle()
-
-
-def stopped(planned: Planned, half: threading.Event) -> None:
-    """Never return, when some bytes of the file are written."""
-    for path in planned.paths:
-        path.write_bytes(b"half of a file")
-    half.set()
-    threading.Event().wait()
+    group.end(result, {"failures": failures, "kept": kept, "loaded": loaded, "saved": saved, "told": told, "waited": waited})
 
 
 def broken(*_: Any) -> Any:

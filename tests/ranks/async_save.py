@@ -23,9 +23,9 @@ from asyncmoe.plan import budget, host
 from asyncmoe.platform import collectives
 from asyncmoe.platform.megatron import any_layout
 from asyncmoe.trainer import losses, step
-from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, gpt, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
-from tests.ranks import case, group, lora, lora_case, parity
+from tests.ranks import case, group, lora, parity
 from tests.ranks.leaving import leave
 
 
@@ -38,7 +38,7 @@ def main(result: Path, path: Path, layouts: list[str]) -> None:
 
 def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
     """Save each step both ways, the asynchronous one while the next step is taken; compare files and what is loaded."""
-    job = job_of(path, run, layout)
+    job = lora.job_of(path, run, layout, async_save=True)
     built = job.model()
     adam = optimizer.build(job.config, built)
     saver = Saver(job.config, built, adam)
@@ -71,22 +71,6 @@ def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
         "planned_once": saver._planner._strategy.validated_cache_reuse,
         "names": sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"],
     }
-
-
-def job_of(path: Path, run: Path, layout: str) -> Any:
-    settings: dict[str, Any] = {}
-    for key, _, value in (part.partition("=") for part in layout.split(",")):
-        settings[key] = int(value) if value.isdecimal() else value
-    name, distributed = settings.pop("lora", None), bool(settings.pop("distributed", 0))
-    folder = path / (lora_case.ADAPTERS[name][0] if name else "plain")
-    config = case.config(folder, ranks=dist.get_world_size(), pack=True, optimizer={"distributed": distributed}, **settings)
-    trainer = config.trainer.model_copy(update={"async_save": True})
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run}), "trainer": trainer})
-    reference = torch.load(folder / "reference.pt", weights_only=False)
-    place = mesh.start(config.trainer)
-    if name is None:
-        return parity.Job(folder, config, place, reference)
-    return lora.Job(folder, config, place, reference, lora_case.section(name), torch.load(folder / f"{name}.pt", weights_only=False), True)
 
 
 def moved(job: Any, run: Path) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +12,15 @@ import torch.distributed as dist
 
 from asyncmoe.errors import AsyncmoeError, WaitTimeout
 from asyncmoe.log.log import Place
-from asyncmoe.rpc.messages import Fetched, FindWorker, Foresee, Foreseen, WorkerFound
+from asyncmoe.rpc.messages import Fetched, FindWorker, WorkerFound
 from asyncmoe.trainer.data import batch_client, held, shared_fetch
-from asyncmoe.trainer.data.prefetch import Prefetcher
 from asyncmoe.trainer.model import mesh
 from asyncmoe.trajectory import Buffer, encode
 from tests.ranks import case, group
 from tests.unit.kept_trajectory import trajectory
 
-GONE, SHORT, UNFORESEEN = 4, 5, 6
-"""Steps of which the worker does not answer, or with too little, or the controller not when it is asked ahead."""
+GONE, SHORT = 4, 5
+"""Steps of which the worker does not answer, or with too little."""
 HERE: Any = "here"
 KEPT = [encode(trajectory(length, seed)[0]) for seed, length in enumerate((9, 300, 2, 41))]
 
@@ -47,10 +45,6 @@ class Controller:
     def ask(self, request: Any, timeout_s: float) -> tuple[Any, list[Buffer]]:
         if isinstance(request, FindWorker):
             return WorkerFound(HERE), []
-        if isinstance(request, Foresee):
-            if request.step == UNFORESEEN:
-                raise WaitTimeout("the controller", "a foreseen batch", timeout_s)
-            return Foreseen(tuple(LEASED.items)), []
         self.asked.append(list(request.keys))
         if request.places[0].position == GONE:
             raise WaitTimeout("rollout worker 1", "an answer", timeout_s)
@@ -68,43 +62,22 @@ def main(result: Path, path: Path, layout: str) -> None:
     found = {}
     for wanted in ([place.dp_rank, 3], [], [1], [0, 1, 2, 3]):
         found |= {tuple(wanted): batch_client.fetch(controller, place, LEASED, wanted)}
-    early: Any = Controller()
-    steps: Any = SimpleNamespace(
-        warmup=SimpleNamespace(steps=0),
-        run=SimpleNamespace(steps=9),
-        rollout=SimpleNamespace(batch=4),
-        queue=SimpleNamespace(staleness=SimpleNamespace(max_staleness=1)),
-        queue_capacity=8,
-    )
-    ahead = Prefetcher(early, steps, lambda items: [1, 2], None, masks=True, decodes=False) if place.tp_rank == 0 else None
-
-    def prefetched(step: int) -> None:
-        if ahead is not None:
-            ahead.begin(step)
-            assert ahead._last is not None
-            wait([ahead._last], 60)
-
-    prefetched(3)
-    found |= {(0, 1, 2, 3, 3): batch_client.fetch(controller, place, LEASED, [0, 1, 2, 3], ahead=ahead)}
     refused = [refusal(controller, place, step) for step in (GONE, SHORT)]
-    prefetched(UNFORESEEN)
-    refused.append(refusal(controller, place, UNFORESEEN, ahead))
     mine = {
         "refused": refused,
         "tp_rank": place.tp_rank,
         "dp_rank": place.dp_rank,
         "asked": controller.asked,
-        "early": early.asked,
         "same": all(digest(one) == digest(trajectory_of(i)) for some in found.values() for i, one in some.items()),
         "counts": [len(some) for some in found.values()],
     }
     group.end(result, group.everyone(mine))
 
 
-def refusal(controller: Any, place: mesh.Mesh, step: int, ahead: Prefetcher | None = None) -> str:
+def refusal(controller: Any, place: mesh.Mesh, step: int) -> str:
     leased: Any = SimpleNamespace(step=step, items=items_of(step))
     try:
-        batch_client.fetch(controller, place, leased, [1], ahead=ahead)
+        batch_client.fetch(controller, place, leased, [1])
     except AsyncmoeError as error:
         return f"{type(error).__name__}: {error}"
     return ""

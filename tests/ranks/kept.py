@@ -108,8 +108,8 @@ def sampled(
     """What samples hold of all trajectories but the second, of the first and last `KEPT` / 2 sampled tokens."""
     every = tuple(range(len(known)))
     collected = BatchSamples([describe(t) for t in known.values()], [i for i in every if i != 1], KEPT, place.reports)
-    loss = replace(parity.policy_loss(built.mesh, ObjectiveSection()), observe=collected.observer(every))
-    step.train_step(built, adam, batches, loss, lr=0.0, replay=replay, differs=collected.counter(every))
+    loss = replace(parity.policy_loss(built.mesh, ObjectiveSection()), observe=collected.observe)
+    step.train_step(built, adam, batches, loss, lr=0.0, replay=replay, differs=collected.count)
     flat = collectives.total(collected.values(known)).numpy()
     found = {}
     for i, block in collected.blocks.items():

@@ -61,6 +61,24 @@ class Job(parity.Job):
         return canonical.local(shape, kind_of(self.section, shape), built.parallel, self.mesh.rank, halves, torch.float32)
 
 
+def job_of(path: Path, run: Path, layout: str, **trainer: Any) -> parity.Job:
+    """A job of a layout with settings of the trainer, such as "tp=2,dtype=bfloat16,distributed=1"; lora=NAME trains an adapter, from its
+    first values, and model=NAME another variant than the plain one. The run's directory is `run`."""
+    settings: dict[str, Any] = {}
+    for key, _, value in (part.partition("=") for part in layout.split(",")):
+        settings[key] = int(value) if value.isdecimal() else value
+    name, variant, distributed = settings.pop("lora", None), settings.pop("model", "plain"), settings.pop("distributed", 0)
+    folder = path / (lora_case.ADAPTERS[name][0] if name else variant)
+    settings = {"ranks": dist.get_world_size(), "pack": True, "optimizer": {"distributed": bool(distributed)}, **settings, **trainer}
+    config = case.config(folder, **settings)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run})})
+    reference = torch.load(folder / "reference.pt", weights_only=False)
+    place = mesh.start(config.trainer)
+    if name is None:
+        return parity.Job(folder, config, place, reference)
+    return Job(folder, config, place, reference, lora_case.section(name), torch.load(folder / f"{name}.pt", weights_only=False), True)
+
+
 def main(result: Path, path: Path, wanted: list[str]) -> None:
     group.begin()
     found = {layout: try_layout(path, layout, adapters.split("+")) for layout, _, adapters in (one.partition(":") for one in wanted)}
@@ -80,9 +98,8 @@ def try_layout(path: Path, layout: str, adapters: list[str]) -> dict[str, Any]:
 def try_adapter(path: Path, place: mesh.Mesh, sizes: dict[str, int], name: str, chosen: list[str]) -> dict[str, Any]:
     reference, oracle = (torch.load(path / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
 
-    def job(start: bool = False, dropout: float = 0.0, **trainer: Any) -> Job:
-        section = lora_case.section(name, dropout=dropout)
-        return Job(path, case.config(path, **sizes, **trainer), place, reference, section, oracle, start)
+    def job(start: bool = False, **trainer: Any) -> Job:
+        return Job(path, case.config(path, **sizes, **trainer), place, reference, lora_case.section(name), oracle, start)
 
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "packed": lambda: forward_and_gradients(job(pack=True)),
@@ -91,7 +108,6 @@ def try_adapter(path: Path, place: mesh.Mesh, sizes: dict[str, int], name: str, 
         "distributed": lambda: three_steps(job(pack=True, optimizer={"distributed": True}, megatron=OVERLAPPED)),
         "start": lambda: start(job(pack=True, start=True)),
         "gathered": lambda: gathered(job(pack=True)),
-        "dropout": lambda: dropout(job),
         "bfloat16": lambda: half_precision(job),
     }
     return {check: parity.worst(checks[check]()) for check in chosen}
@@ -175,23 +191,6 @@ def gathered(job: Job) -> dict[str, Any]:
     right = job.mesh.rank != 0 or (seen.keys() == wanted.keys() and all(torch.equal(seen[name], wanted[name]) for name in wanted))
     total = sum(bucket.nbytes for bucket in gatherer.buckets)
     return {"right": right, "buckets": len(gatherer.buckets), "bytes": total == sum(half.numel() * 4 for half in wanted.values())}
-
-
-def dropout(job: Callable[..., Job]) -> dict[str, Any]:
-    """The same entries are dropped when a layer is computed again, and none where dropout is switched off."""
-    seen = {}
-    for recompute in ("none", "full"):
-        mesh.model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
-        here = job(pack=True, recompute=recompute, dropout=0.3)
-        built = here.model()
-        adam = optimizer.build(parity.unclipped(here.config), built)
-        with attach.without_dropout(built.chunks):
-            still = logits_error(here, built, here.oracle["logits"])
-        step.train_step(built, adam, here.microbatches("token_mean"), losses.SupervisedLoss(), lr=0.0)
-        seen[recompute] = {name: p.main_grad.clone() for name, p in attach.parameters(built.chunks).items()}
-        apart = gradient_error(here, built, here.oracle["supervised"]["gradients"])
-    same = max(float((seen["none"][name] - other).abs().max() / other.abs().max()) for name, other in seen["full"].items())
-    return {"logits": still, "same": same, "apart": apart}
 
 
 def half_precision(job: Callable[..., Job]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from asyncmoe.trainer.model import mesh
 from asyncmoe.weights.sender.gather import Gatherer
 from asyncmoe.weights.sender.hf_files import SHARD_BYTES, write_hf
 from tests.ranks import case, group, lora_case, parity
+from tests.ranks.leaving import leave
 from tests.ranks.lora import SEED, Job, logits_error
 
 
@@ -39,7 +40,7 @@ def main(result: Path, references: Path, out: Path, layout: str) -> None:
         halved = config.trainer.model_copy(update={"dtype": "bfloat16"})
         job = replace(job, config=config.model_copy(update={"trainer": halved}))
         found[f"{name} lost"] = merge(job.model().chunks)
-        mesh.leave()
+        leave()
     group.end(result, found)
 
 

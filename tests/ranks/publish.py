@@ -36,6 +36,7 @@ from asyncmoe.weights.sender.publisher import Publisher
 from asyncmoe.weights.sender.sender import Sender
 from tests.ranks import group
 from tests.ranks.kept import settings_of
+from tests.ranks.leaving import leave
 
 
 class Faulty(Sender):
@@ -125,7 +126,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
                 written.write_text(json.dumps(found))
                 written.replace(f"{result}.{rank}")
             sender.close()
-        mesh.leave()
+        leave()
     if rank == 0:
         result.write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -17,6 +17,7 @@ from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.weights.sender.gather import Gatherer
 from asyncmoe.weights.sender.hf_files import SHARD_BYTES, write_hf
 from tests.ranks import case, group
+from tests.ranks.leaving import leave
 
 
 def main(result: Path, path: Path, change: float, layouts: list[str]) -> None:
@@ -32,7 +33,7 @@ def main(result: Path, path: Path, change: float, layouts: list[str]) -> None:
                     parameter.mul_(change)
         for form, quantised in (("plain", False), ("float8", True)):
             write_hf(built, path / "hf", path / f"{layout}-{form}", Gatherer(built, SHARD_BYTES, 60.0, quantised=quantised))
-        mesh.leave()
+        leave()
     if dist.get_rank() == 0:
         result.write_text("{}")
     mesh.stop()

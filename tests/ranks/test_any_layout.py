@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import launch, oracle
+from tests.ranks import launch, lora_case, lora_oracle, oracle
 
 pytestmark = pytest.mark.ranks
 
 FOUR, TWO = "ranks=4,tp=2,ep=2", "ranks=2,tp=2,ep=2"
 RESUMED = {
-    f"plain: {TWO}": ["ranks=1", "ranks=4,ep=4"],
-    "plain: ranks=2,pp=2,distributed=1": ["ranks=2,ep=2,distributed=0"],
+    f"{TWO},distributed=1": ["ranks=1,distributed=1", "ranks=4,ep=4,distributed=1"],
+    "ranks=2,pp=2,vpp=2,distributed=1": ["ranks=2,ep=2"],
 }
 """By what was saved, what it goes on in."""
 THOROUGH = {
-    f"plain: {TWO}": [
-        "ranks=2,pp=2",
-        "ranks=2,cp=2",
-        "ranks=2",
-        "ranks=2,tp=2",
-        "ranks=2,ep=2",
-        "ranks=4,tp=2,pp=2",
-        "ranks=4,pp=2,ep=2",
-        "ranks=4,cp=2,ep=2",
-    ],
-    f"plain: {FOUR}": ["ranks=2,pp=2", "ranks=2,cp=2", "ranks=4,ep=4", "ranks=4,tp=2,ep=2,etp=2", "ranks=1", "ranks=4,distributed=0"],
-    "plain: ranks=2,pp=2,distributed=1": ["ranks=2,pp=2,vpp=2", "ranks=1", "ranks=4,tp=2,cp=2", "ranks=4,tp=2,ep=2,etp=2"],
-    "plain: ranks=4,pp=2,vpp=2,ep=2": ["ranks=2,tp=2", "ranks=1", "ranks=2,ep=2"],
-    "deepseek: ranks=2,ep=2": ["ranks=2,pp=2", "ranks=1", "ranks=2,tp=2"],
-    "tied: ranks=2,tp=2": ["ranks=2,pp=2", "ranks=2,ep=2", "ranks=4,pp=2,ep=2"],
-    "plain: ranks=2,tp=2,ep=2,dtype=bfloat16": ["ranks=2,pp=2,dtype=bfloat16", "ranks=2,dtype=bfloat16", "ranks=1,dtype=bfloat16"],
-    "plain: ranks=2,dtype=bfloat16": ["ranks=2,ep=2,dtype=bfloat16", "ranks=2,tp=2,dtype=bfloat16,distributed=0"],
+    TWO: ["ranks=2,pp=2", "ranks=2,cp=2", "ranks=4,tp=2,pp=2", "ranks=4,cp=2,ep=2"],
+    f"{FOUR},distributed=1": ["ranks=2,pp=2,distributed=1", "ranks=4,tp=2,ep=2,etp=2,distributed=1", "ranks=4"],
+    "ranks=2,pp=2,distributed=1": ["ranks=2,pp=2,first_stage_layers=3,distributed=1", "ranks=4,tp=2,cp=2,distributed=1"],
+    "ranks=4,pp=2,vpp=2,ep=2": ["ranks=2,tp=2"],
+    "ranks=2,ep=2,model=deepseek": ["ranks=2,pp=2,model=deepseek", "ranks=2,tp=2,model=deepseek"],
+    "ranks=2,tp=2,model=tied": ["ranks=2,pp=2,model=tied", "ranks=4,pp=2,ep=2,model=tied"],
+    f"{TWO},dtype=bfloat16,distributed=1": ["ranks=2,pp=2,dtype=bfloat16,distributed=1", "ranks=1,dtype=bfloat16"],
+    "ranks=2,tp=2,lora=per-expert,distributed=1": ["ranks=1,lora=per-expert,distributed=1", "ranks=2,pp=2,vpp=2,lora=per-expert"],
+    f"{FOUR},lora=shared-outer": ["ranks=4,ep=4,lora=shared-outer", "ranks=4,pp=2,ep=2,lora=shared-outer"],
 }
 JOBS = [f"{saved} > {loaded}" for saved, others in RESUMED.items() for loaded in others]
 MORE = [f"{saved} > {loaded}" for saved, others in THOROUGH.items() for loaded in others]
@@ -41,8 +33,10 @@ MORE = [f"{saved} > {loaded}" for saved, others in THOROUGH.items() for loaded i
 def found(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> dict[str, dict[str, float]]:
     path = tmp_path_factory.mktemp("layouts")
     jobs = [*JOBS, *(MORE if thorough else ())]
-    for variant in sorted({job.partition(":")[0] for job in jobs}):
+    for variant in ("plain", "deepseek", "tied") if thorough else ("plain",):
         oracle.write(path / variant, variant, trained=False)
+    for name in lora_case.BOTH if thorough else ():
+        lora_oracle.write(path / "plain", name)
     saves = list(dict.fromkeys(job.partition(" > ")[0] for job in jobs))
     results: dict[str, dict[str, float]] = {}
     for stage in (saves, jobs):

@@ -33,7 +33,7 @@ CHECKS = {
     ("1", "shared-outer"): ("packed", "recompute", "bfloat16"),
     ("1", "dense"): ("packed",),
     ("1", "attention"): ("packed",),
-    ("tp2", "per-expert"): ("packed", "recompute", "distributed", "gathered", "dropout"),
+    ("tp2", "per-expert"): ("packed", "recompute", "distributed", "gathered"),
     ("tp2", "shared-outer"): ("packed", "plain", "start"),
     ("tp2", "some"): ("packed",),
     ("tp2", "deepseek"): ("packed", "distributed"),
@@ -153,35 +153,10 @@ def test_the_adapter_is_gathered_whole(found: dict[str, dict[str, Any]], how: st
     assert found[how]["buckets"] > 3
 
 
-@where("dropout")
-def test_dropout_is_drawn_again_alike(found: dict[str, dict[str, Any]], how: str) -> None:
-    assert found[how]["same"] < 1e-5
-    assert found[how]["apart"] > 0.01
-    assert found[how]["logits"] < 1e-4
-
-
 @where("bfloat16")
 def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]], how: str) -> None:
     assert found[how]["plain"] < 0.1
     assert found[how]["distributed"] == pytest.approx(found[how]["plain"], abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "saved", "loaded"),
-    [
-        pytest.param(2, "tp=2", ["tp=2", "tp=1", "pp=2", "pp=2,vpp=2"], id="dense", marks=pytest.mark.thorough),
-        pytest.param(4, "tp=2,ep=2", ["ep=4", "pp=2,ep=2", "tp=2,ep=2,etp=2"], id="experts", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_saved_run_goes_on_under_another_layout(references: Path, ranks: int, saved: str, loaded: list[str]) -> None:
-    found = launch.run("lora_resume", ranks, references, str(references), saved, *loaded)
-    plain = sum(file.stat().st_size for file in (references / "plain/hf").glob("*.safetensors"))
-    for name, value in found.items():
-        if name.endswith("bytes"):
-            assert value < plain  # three numbers of every value of the adapter, and none of the model
-        else:
-            assert value < 2e-5, name
-    assert len(found) == 2 * (len(loaded) + 1)
 
 
 @pytest.mark.parametrize(

@@ -235,27 +235,6 @@ def test_filler_was_part_of_it(found: dict[str, dict[str, Any]]) -> None:
     assert found["single"]["filler"] == 1
 
 
-RESUMED = {"distributed-from-interleaved"}
-"""Kind of the optimizer and what it goes on under; all others in a thorough test, and in test_any_layout."""
-EVERY_RESUMED = [
-    f"{kind}-{layout}"
-    for kind in ("plain", "distributed")
-    for layout in ("same", "data", "pipeline", "uneven", "interleaved", "from-interleaved")
-]
-
-
-@pytest.fixture(scope="session")
-def resumed(references: Path, thorough: bool) -> dict[str, float]:
-    tried = EVERY_RESUMED if thorough else sorted(RESUMED)
-    result: dict[str, float] = launch.run("resume", 2, references, str(references / "plain"), *tried)
-    return result
-
-
-@pytest.mark.parametrize("how", [pytest.param(one, marks=() if one in RESUMED else pytest.mark.thorough) for one in EVERY_RESUMED])
-def test_a_saved_run_goes_on_under_another_layout(resumed: dict[str, float], how: str) -> None:
-    assert resumed[how] < 2e-5
-
-
 @where("credited")
 def test_steps_and_a_teacher_are_credited_token_by_token(found: dict[str, dict[str, Any]], how: str) -> None:
     errors = found[how]

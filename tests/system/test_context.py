@@ -11,7 +11,7 @@ from tests.system.runs import REPOSITORY, Command, logs, metrics, run
 
 pytestmark = pytest.mark.system
 
-SHARED = ("trainer.cp=2", "verify={logprobs_every: 1, max_logprob_diff: 1.0e-4}")
+SHARED = ("trainer.cp=2", "verify.max_logprob_diff=1.0e-4")
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 
@@ -24,7 +24,7 @@ def test_ranks_that_share_sequences_train_what_the_engine_computes(tmp_path: Pat
     summary = run(
         directory,
         "trainer.cp=2",
-        "verify={logprobs_every: 1, max_logprob_diff: 1.0e-4, max_kl: 1.0e-6}",
+        "verify.max_logprob_diff=1.0e-4",
         *(gsm8k if GSM8K.is_file() else ()),
         "scoring.scorer=tests.unit.scorers:length",
         *("run.steps=3", "warmup.steps=0", "run.mode=sync", "queue.staleness.max_staleness=0"),

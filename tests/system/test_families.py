@@ -25,7 +25,7 @@ def test_a_family_learns_from_an_engine_of_its_own(family: str, tmp_path: Path) 
     summary = run(
         tmp_path / "run",
         *("warmup.steps=2", "warmup.lr=1e-3", "run.steps=4", "trainer.ranks=1", "trainer.ep=1", "trainer.checkpoint_every=3"),
-        *(f"trainer.router_bias_rate={rate}", "sync.verify_every=1", "verify={logprobs_every: 1, max_logprob_diff: 1.0e-3}"),
+        *(f"trainer.router_bias_rate={rate}", "sync.verify_every=1", "verify.max_logprob_diff=1.0e-3"),
     )
     assert summary["steps"] == 4
     assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
@@ -72,7 +72,7 @@ def test_a_checkpoint_with_python_of_its_own(tmp_path: Path, monkeypatch: pytest
         tmp_path / "run",
         *("warmup.steps=2", "warmup.lr=1e-3", "run.steps=2", "trainer.ranks=1", "trainer.ep=1", "trainer.checkpoint_every=2"),
         "model.trust_remote_code=true",
-        *("sync.verify_every=1", "verify={logprobs_every: 1, max_logprob_diff: 1.0e-3}"),
+        *("sync.verify_every=1", "verify.max_logprob_diff=1.0e-3"),
     )
     assert summary["steps"] == 2
     assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
@@ -105,7 +105,7 @@ def test_layers_of_multi_token_prediction_can_be_left_out(family: str, tmp_path:
     summary = run(
         tmp_path / "run",
         *("warmup.steps=0", "run.steps=2", "trainer.ranks=1", "trainer.ep=1", "trainer.checkpoint_every=2", "sync.verify_every=1"),
-        "verify={logprobs_every: 1, max_logprob_diff: 1.0e-3}",
+        "verify.max_logprob_diff=1.0e-3",
     )
     assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
     status, out, error = Command("export", str(tmp_path / "run"), str(tmp_path / "exported")).finish()

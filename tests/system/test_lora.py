@@ -82,7 +82,7 @@ def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_pat
 def test_adapters_as_files_take_two_slots_in_turn(tmp_path: Path) -> None:
     """The way for engines whose memory cannot be written, and the reference policy, which is the model without the adapter."""
     directory = tmp_path / "run"
-    summary = run(directory, *LORA, "sync.method=broadcast", "run.steps=4", "objective.kl.coefficient=0.01", "verify.logprobs_every=1")
+    summary = run(directory, *LORA, "sync.method=broadcast", "run.steps=4", "objective.kl.coefficient=0.01")
     assert summary["steps"] == 4
     last = json.loads((directory / "rollout.jsonl").read_text().splitlines()[-1])
     assert last["rejected"] == {}
@@ -93,7 +93,7 @@ def test_adapters_as_files_take_two_slots_in_turn(tmp_path: Path) -> None:
 
 def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Path) -> None:
     """Resumed from the adapters of the warm-up, in which no engine has taken part."""
-    directory, shape = tmp_path / "run", (*LORA, "objective.kl.coefficient=0.01", "verify.logprobs_every=1")
+    directory, shape = tmp_path / "run", (*LORA, "objective.kl.coefficient=0.01")
     first = start(directory, *shape, silent_engines(tmp_path), "engines.orphan_s=3")
     assert wait_for(lambda: checkpoints.newest(directory) is not None, 120), logs(directory)
     first.process.kill()

@@ -135,7 +135,7 @@ def test_another_user_gets_and_changes_nothing(place: Path, monkeypatch: pytest.
         text=True,
         start_new_session=True,  # within a session everybody may send SIGCONT (kill(2))
     )
-    settings = ("warmup.steps=0", "run.steps=2000", "trainer.checkpoint_every=2", "verify.logprobs_every=1")
+    settings = ("warmup.steps=0", "run.steps=2000", "trainer.checkpoint_every=2")
     command = start(run_dir, "engines.tp=2", *settings)
     try:
         assert stranger.stdout is not None

@@ -82,14 +82,6 @@ def exits(given: Any) -> Any:
 def none(given: Any) -> None: ...
 
 
-def scalar(rows: PolicyRows) -> torch.Tensor:
-    return rows.logprobs.sum()
-
-
-def double(rows: PolicyRows) -> torch.Tensor:
-    return rows.logprobs.double()
-
-
 def detached(rows: PolicyRows) -> torch.Tensor:
     return rows.advantages * 2
 
@@ -112,11 +104,6 @@ def across_sequences(rows: PolicyRows) -> torch.Tensor:
 
 def changes_advantages(rows: PolicyRows) -> torch.Tensor:
     rows.advantages.mul_(2.0)
-    return rows.logprobs * rows.advantages
-
-
-def changes_memory(rows: PolicyRows) -> torch.Tensor:
-    rows.advantages.numpy()[:] = 1.0
     return rows.logprobs * rows.advantages
 
 
@@ -155,10 +142,6 @@ def stateful(responses: Responses) -> np.ndarray:
 
 def not_a_number(responses: Responses) -> np.ndarray:
     return np.where(responses.sampled > 0, responses.rewards, np.nan)
-
-
-def too_few(responses: Responses) -> np.ndarray:
-    return responses.rewards[1:]
 
 
 def whole_numbers(responses: Responses) -> np.ndarray:

@@ -140,9 +140,9 @@ class SampledRun:
         assert collected is not None
         members = tuple(range(len(items)))
         section = ObjectiveSection(clip_high=0.05, correction={"token_band": (0.5, 2.0)})  # type: ignore[arg-type]
-        loss = PolicyLoss(section, 1.0, version, observe=collected.observer(members))
+        loss = PolicyLoss(section, 1.0, version, observe=collected.observe)
         for part in np.array_split(np.array(members), parts):
-            self._micro(loss, collected, members, trajectories, [int(i) for i in part], drift, proximal_drift)
+            self._micro(loss, collected, trajectories, [int(i) for i in part], drift, proximal_drift)
         self.trainer.write(collected, items, dict(enumerate(trajectories)), version)
         return items
 
@@ -150,7 +150,6 @@ class SampledRun:
         self,
         loss: PolicyLoss,
         collected: Any,
-        members: Any,
         trajectories: Any,
         indices: list[int],
         drift: float,
@@ -166,6 +165,6 @@ class SampledRun:
             proximal=None if before is None else {i: trajectories[i].logprobs + np.float32(before) for i in indices},
         )
         new = (made.behaviour + drift).requires_grad_()
-        if (counter := collected.counter(members)(made)) is not None:
+        if (counter := collected.count(made)) is not None:
             counter += torch.arange(made.rows, dtype=torch.int32) % 3
         loss(new, made, None)

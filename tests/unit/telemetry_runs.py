@@ -95,7 +95,6 @@ def _rl_step(draw: random.Random, step: int, warmup: int, rl: int, edges: Sequen
         logprob_diff_max_same_version=draw.uniform(1e-6, 3e-5),
         train_infer_kl=draw.uniform(1e-4, 2e-3),
         kl_reference=0.01 * progress,
-        ratio_quantiles={"0.01": 0.9, "0.5": 1.0, "0.99": draw.uniform(1.0, 1.2)},
         rejected_by_rule={"token_band": draw.uniform(0, 0.01)},
         routing_mismatch={0: 0.05, 1: draw.uniform(0.1, 0.15)},
         clip_fraction=draw.uniform(0, 0.02),

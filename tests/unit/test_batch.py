@@ -15,7 +15,7 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import family_of
 from asyncmoe.models.cost import attention_width
 from asyncmoe.trainer.data.batch import MicroBatch, pack
-from asyncmoe.trainer.data.schedule import BatchGrid, Schedule, cost, first_fit_decreasing, schedule, split_updates
+from asyncmoe.trainer.data.schedule import BatchGrid, Schedule, best_fit_decreasing, cost, schedule, split_updates
 from asyncmoe.trajectory import NOT_SAMPLED, Routing, Trajectory, decode, decode_routes, encode, encode_routes
 from asyncmoe.trajectory.routes import check_routes
 from benchmarks.published import REAL
@@ -95,13 +95,17 @@ def test_the_bound_goes_before_balance() -> None:
 
 
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 40))
-def test_first_fit_is_that_of_the_definition(lengths: list[int], bound: int) -> None:
-    """Johnson, "Near-optimal bin packing algorithms" (1973): each item, largest first, into the first bin with room."""
+def test_best_fit_is_that_of_the_definition(lengths: list[int], bound: int) -> None:
+    """Johnson, "Near-optimal bin packing algorithms" (1973): each item, largest first, into the fullest bin with room."""
     bins: list[list[int]] = []
+
+    def held(one: list[int]) -> int:
+        return sum(lengths[i] for i in one)
+
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        room = next((one for one in bins if sum(lengths[i] for i in one) + lengths[index] <= bound), None)
+        room = max((one for one in bins if held(one) + lengths[index] <= bound), key=held, default=None)
         bins.append([index]) if room is None else room.append(index)
-    assert [sorted(one) for one in bins] == [list(one) for one in first_fit_decreasing(lengths, bound)]
+    assert [sorted(one) for one in bins] == [list(one) for one in best_fit_decreasing(lengths, bound)]
 
 
 def test_a_long_trajectory_costs_more_than_its_tokens() -> None:

@@ -354,10 +354,8 @@ def _last(name: ast.expr) -> str:
 
 ALLOWED = {
     "reshard/device_threads.py": 2,
-    "trainer/data/prefetch.py": 1,  # receives and decodes in host memory
     "trainer/data/microbatches.py": 1,  # packs in host memory; whoever takes a micro-batch moves it to the device
     "trainer/model/checkpoint_saver.py": 1,  # writes what Megatron has copied to host memory
-    "trainer/objective/trial_parts.py": 1,  # tries a user's loss on rows in host memory, before the model is built
 }
 """Of the packages that touch devices. Another entry says in a comment why its thread never does."""
 

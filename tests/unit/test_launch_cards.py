@@ -157,11 +157,6 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
         ("got trainer.megatron.transformer_impl: transformer_engine, expected local because Transformer Engine is not installed",),
     ),
     (
-        "no Transformer Engine for a switch",
-        lambda: node(TWO, [H100] * 2, "trainer.megatron.moe_permute_fusion=true", trainer__kernels=PLAIN),
-        ("got trainer.megatron.moe_permute_fusion: true, expected false or null because",),
-    ),
-    (
         "no DeepEP",
         lambda: node(TWO, [H100] * 2, "trainer.megatron.moe_token_dispatcher_type=flex"),
         ("moe_token_dispatcher_type: flex, expected alltoall because DeepEP",),

@@ -11,27 +11,15 @@ from asyncmoe.trainer.model.lr import lr_at
 @pytest.mark.parametrize(
     ("decay", "expected"),
     [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.82, 0.64, 0.46, 0.28, 0.1]),
-        ("cosine", [0.5, 1.0, 1.0, 0.914058, 0.689058, 0.410942, 0.185942, 0.1]),
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.82, 0.64, 0.46, 0.28, 0.1, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.914058, 0.689058, 0.410942, 0.185942, 0.1, 0.1]),
     ],
 )
 def test_rises_then_decays_to_the_minimum_after_the_last_step(decay: str, expected: list[float]) -> None:
     section = OptimizerSection.model_validate({"lr": 1.0, "min_lr": 0.1, "warmup_steps": 2, "decay": decay})
-    assert [lr_at(step, section, 7) for step in range(8)] == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("warmup_steps", [0, 1, 3])
-@pytest.mark.parametrize("steps", [1, 2, 3, 7])
-def test_every_step_trains_something(decay: str, warmup_steps: int, steps: int) -> None:
-    section = OptimizerSection.model_validate({"lr": 1.0, "warmup_steps": warmup_steps, "decay": decay})
-    assert min(lr_at(step, section, steps) for step in range(steps)) > 0
+    assert [lr_at(step, section, 7) for step in (*range(8), 99)] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_run_of_one_step_uses_the_full_rate() -> None:
     assert lr_at(0, OptimizerSection.model_validate({"lr": 2.0, "decay": "linear"}), 1) == 2.0
-
-
-def test_steps_past_the_end_stay_at_the_minimum() -> None:
-    assert lr_at(99, OptimizerSection.model_validate({"lr": 2.0, "min_lr": 0.5, "decay": "cosine"}), 10) == 0.5

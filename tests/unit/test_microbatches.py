@@ -7,40 +7,20 @@ import weakref
 
 import numpy as np
 import pytest
-import torch
 
 from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.batch import MicroBatch
 from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.data.schedule import BatchGrid
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from tests.unit.test_batch import trajectory
 
 GRID = BatchGrid(tp=2)
 LENGTHS: tuple[list[int], ...] = ([3, 4], [5], [], [1, 1, 2])
 
 
-def trajectories() -> dict[int, Trajectory]:
-    lengths = [length for one in LENGTHS for length in one]
-    masks = [np.arange(length) > 0 for length in lengths]
-    return {
-        i: Trajectory(
-            key=str(i),
-            group=i,
-            episode=i,
-            tokens=np.arange(len(mask), dtype=np.int32) + 10 * i,
-            loss_mask=mask,
-            logprobs=np.zeros(len(mask), np.float32),
-            versions=np.where(mask, 0, NOT_SAMPLED).astype(np.int32),
-            reward=0.0,
-            finish="stop",
-            prefix_version=0,
-        )
-        for i, mask in enumerate(masks)
-    }
-
-
 def made(count: list[int] | None = None) -> MicroBatches:
-    known, at = trajectories(), 0
+    known = {i: trajectory(length, 1, i) for i, length in enumerate(length for one in LENGTHS for length in one)}
+    at = 0
     parts = []
     for lengths in LENGTHS:
         parts.append(tuple(range(at, at + len(lengths))))
@@ -87,26 +67,6 @@ def test_interleaved_chunks_share_what_is_packed_once() -> None:
     assert pairs[0] == pairs[1]
     assert pairs[2] == pairs[3]
     assert [*one, *other] == []
-
-
-@pytest.mark.parametrize("readers", [1, 2])
-def test_what_all_readers_have_had_is_not_kept(readers: int) -> None:
-    iterators = made().shared(readers)
-    firsts = {weakref.ref(batch.tokens) for batch in [next(one) for one in iterators]}
-    assert len(firsts) == 1
-    for one in iterators:
-        next(one)
-    for one in iterators:
-        next(one)
-    assert firsts.pop()() is None
-
-
-def test_a_list_is_one_form_of_them() -> None:
-    given = list(made())
-    again = MicroBatches.of(given)
-    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(again, given, strict=True))
-    assert MicroBatches.of(again) is again
-    assert list(MicroBatches(given.__getitem__, (), ())) == []
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.trainer.objective import SUMS, Rows, Sums, policy_loss, scale, segments, supervised_loss, token_weights
+from asyncmoe.trainer.objective import SUMS, Rows, Sums, policy_loss, scale, segments, token_weights
 from tests.unit.example_counts import examples
 from tests.unit.objective_reference import Sequence, Setting, Token, evaluate
 
@@ -178,28 +178,6 @@ def loss_and_gradient(logprobs: list[float], at: Rows, **options: Any) -> tuple[
     return loss.item(), current.grad.tolist(), sums
 
 
-def test_the_default_is_grpo_with_truncated_importance_sampling() -> None:
-    plain = ObjectiveSection()
-    assert (plain.advantage, plain.ratio, plain.clip, plain.clip_low, plain.clip_high, plain.dual_clip) == (
-        "grpo",
-        "token",
-        "ppo",
-        0.2,
-        0.2,
-        None,
-    )
-    assert (plain.proximal, plain.aggregation, plain.kl.coefficient) == ("recompute", "token_mean", 0.0)
-    used = {name: value for name, value in plain.correction.model_dump().items() if value is not None}
-    assert used == {"weight": "token", "cap": 2.0, "denominator": "kept"}
-
-
-def test_on_policy_gradient_is_the_policy_gradient() -> None:
-    _, gradient, _ = loss_and_gradient(
-        [-1.0, -2.0], rows(proximal=[-1.0, -2.0], behaviour=[-1.0, -2.0], advantages=[0.5, -1.5], weights=[0.25, 0.75])
-    )
-    assert gradient == pytest.approx([-0.5 * 0.25, 1.5 * 0.75])
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "expected", "cut"),
     [
@@ -217,15 +195,6 @@ def test_the_clip_cuts_on_one_side(ratio: float, advantage: float, expected: flo
     assert loss == pytest.approx(expected, rel=1e-5)
     assert gradient == pytest.approx(0.0 if cut else -advantage * ratio, rel=1e-5)
     assert bool(sums["clipped"]) == cut
-
-
-def test_importance_weight_is_capped_and_carries_no_gradient() -> None:
-    at = rows(proximal=[0.0, 0.0, 0.0], behaviour=[-3.0, 0.5, -INF], advantages=[1.0, 1.0, 1.0])
-    loss, gradient, sums = loss_and_gradient([0.0, 0.0, 0.0], at, correction={"cap": 2.0})
-    weight = [2.0, float(np.exp(-0.5)), 2.0]  # an infinite ratio is capped: it is not dropped
-    assert loss == pytest.approx(-sum(weight))
-    assert gradient == pytest.approx([-w for w in weight])
-    assert int(sums["tis_capped"]) == 2
 
 
 def test_the_first_update_is_its_own_proximal_policy() -> None:
@@ -267,33 +236,3 @@ def test_the_penalty_compares_over_the_whole_vocabulary_where_it_can() -> None:
     assert masked.grad is not None
     assert (full.grad.item(), masked.grad.item()) == (pytest.approx(0.6, rel=1e-5), 0.0)
     assert float(sums["kl_reference"]) == pytest.approx(math.exp(-0.6) - 1 + 0.6, rel=1e-5)
-
-
-@pytest.mark.parametrize(("estimator", "acts"), [("k1", False), ("k2", True), ("k3", True), ("unbiased", True)])
-def test_which_penalties_have_the_gradient_of_the_divergence(estimator: str, acts: bool) -> None:
-    """Summed over all tokens of a small vocabulary, weighted by how often they are sampled: exactly, where the trainer sampled them (k2)
-    and where another policy did (unbiased); k3's is that of the other divergence, KL(reference || trainer)."""
-    torch.manual_seed(0)
-    logits, reference = torch.randn(5, requires_grad=True), torch.log_softmax(torch.randn(5), 0)
-    logp = torch.log_softmax(logits, 0)
-    behaviour = torch.log_softmax(torch.randn(5), 0) if estimator == "unbiased" else logp.detach()
-    at = rows(weights=behaviour.exp().tolist(), behaviour=behaviour.tolist(), proximal=logp.tolist(), advantages=[0.0] * 5)
-    only = ObjectiveSection(kl={"coefficient": 1.0, "estimator": estimator})  # type: ignore[arg-type]
-    loss, _ = policy_loss(logp, Rows(**{**vars(at), "reference": reference}), only, 0)
-    (got,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    forward, backward = (logp.exp() * (logp - reference)).sum(), (reference.exp() * (reference - logp)).sum()
-    (want,) = torch.autograd.grad(backward if estimator == "k3" else forward, logits)
-    torch.testing.assert_close(got, want if acts else torch.zeros(5), atol=2e-6, rtol=1e-4)
-    if estimator != "k2":
-        assert loss.item() == pytest.approx(forward.item(), rel=1e-4)
-
-
-def test_supervised_loss_is_the_weighted_likelihood() -> None:
-    logprobs = torch.tensor([-1.0, -2.0, -50.0], requires_grad=True)
-    loss, sums = supervised_loss(logprobs, torch.tensor([True, True, False]), torch.tensor([0.5, 0.25, 1.0]))
-    loss.backward()
-    assert loss.item() == pytest.approx(1.0)
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [-0.5, -0.25, 0.0]
-    assert int(sums["tokens"]) == 2
-    assert scale(sums) == 1

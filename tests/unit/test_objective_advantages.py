@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.config import parse
-from asyncmoe.errors import ConfigError, InvariantBroken
+from asyncmoe.errors import ConfigError
 from asyncmoe.trainer.objective import group_advantages
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -70,12 +70,6 @@ def test_advantages_are_their_formula(estimator: str, batch: list[tuple[float, i
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_grpo_divides_by_the_sample_deviation() -> None:
-    assert group_advantages([1, 0, 0, 1, 5, 5], [2, 2, 2, 2, 8, 8], "grpo") == pytest.approx(
-        [0.5 / np.std([1, 0, 0, 1], ddof=1) * s for s in (1, -1, -1, 1)] + [0, 0], abs=1e-5
-    )
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("value", [0.1, 1e30, -7.0])
 def test_equal_rewards_and_groups_of_one_tell_nothing(estimator: str, value: float) -> None:
@@ -85,24 +79,7 @@ def test_equal_rewards_and_groups_of_one_tell_nothing(estimator: str, value: flo
     assert len(group_advantages([], [], estimator, [])) == 0  # type: ignore[arg-type]
 
 
-def test_a_group_of_one_beside_others() -> None:
-    for estimator in ESTIMATORS:
-        got = group_advantages([9.0, 1.0, 0.0], [0, 1, 1], estimator, [2, 2, 2])  # type: ignore[arg-type]
-        if estimator != "reinforce_plus_plus":
-            assert got[0] == pytest.approx(0, abs=1e-6), estimator
-        assert np.isfinite(got).all()
-
-
-def test_equal_groups_of_the_baseline_share_the_batch_mean() -> None:
-    """The published definition subtracts the mean over all tokens after the group's: a covariance of length and reward, here of the first
-    group, over the mean length. Without that covariance groups of equal rewards have no advantage."""
-    rewards, groups = [1.0, 0.0, 5.0, 5.0, -2.0, -2.0], [0, 0, 1, 1, 2, 2]
-    for lengths, shared in (([30, 10, 20, 20, 7, 13], True), ([20, 20, 30, 10, 7, 13], False)):
-        got = group_advantages(rewards, groups, "reinforce_plus_plus_baseline", lengths)
-        centred = np.repeat([0.5, -0.5, 0, 0, 0, 0], lengths)
-        assert got[2:] == pytest.approx(-centred.mean() / centred.std(ddof=1), abs=1e-6)
-        assert (got[2] < -0.1) == shared
-        assert (got[2:] == got[2]).all()
+def test_groups_of_equal_rewards_are_not_dropped_before_an_estimator_that_learns_from_them() -> None:
     config: dict[str, Any] = {"run": {"dir": "x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
     config |= {"rollout": {"filter_equal": True}}
     parse(config | {"objective": {"advantage": "reinforce_plus_plus_baseline"}})
@@ -110,19 +87,3 @@ def test_equal_groups_of_the_baseline_share_the_batch_mean() -> None:
         ConfigError, match=r"rollout\.filter_equal: got true, expected false because objective\.advantage is reinforce_plus_plus,"
     ):
         parse(config | {"objective": {"advantage": "reinforce_plus_plus"}})
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: group_advantages([1.0, math.nan], [0, 0], "grpo"), "got the reward nan"),
-        (lambda: group_advantages([1.0, math.inf], [0, 0], "grpo"), "got the reward inf"),
-        (lambda: group_advantages([1.0, 2.0], [0], "grpo"), "2 rewards of 1 groups"),
-        (lambda: group_advantages([1.0, 2.0], [0, 0], "opo", [1]), "expected one of each"),
-        (lambda: group_advantages([1.0, 2.0], [0, 0], "opo"), "opo weighs responses by length"),
-        (lambda: group_advantages([1.0, 2.0], [0, 0], "reinforce_plus_plus"), "reinforce_plus_plus weighs"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(call: Callable[[], np.ndarray], said: str) -> None:
-    with pytest.raises(InvariantBroken, match=said):
-        call()

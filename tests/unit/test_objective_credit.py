@@ -15,7 +15,7 @@ from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.trainer.data.credit import credit_figures, token_advantages
-from asyncmoe.trainer.objective import distill_advantages, group_advantages, process_advantages, step_scales
+from asyncmoe.trainer.objective import group_advantages
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 
 value = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 0.1]), st.floats(-5, 5, width=32).filter(lambda x: abs(x) > 1e-3 or x == 0))
@@ -98,29 +98,6 @@ def test_advantages_token_advantages_are_their_formula_on_whatever_rank(
         np.testing.assert_allclose(got[i], want, rtol=2e-4, atol=2e-4)
 
 
-def test_process_supervision_by_hand() -> None:
-    """Two responses: steps worth 1 and 0, and one worth 2. The mean is 1, the deviation 1."""
-    mean, deviation = step_scales([2, 1], [0.5, 2.0], [0.5, 0.0], [7, 7])
-    assert (mean.tolist(), deviation.tolist()) == ([1.0, 1.0], [1.0, 1.0])
-    none = np.nan
-    rewards = np.array([none, 1, none, 0, none], np.float32)
-    np.testing.assert_allclose(process_advantages(rewards, 1.0, 1.0), [-1, -1, -1, -1, 0], atol=2e-6)
-    np.testing.assert_allclose(process_advantages(np.array([none, none, 2], np.float32), 1.0, 1.0), [1, 1, 1], atol=2e-6)
-
-
-@given(st.lists(st.lists(value, max_size=5), min_size=1, max_size=6))
-def test_what_responses_say_about_their_steps_makes_the_mean_and_deviation_of_all(groups: list[list[float]]) -> None:
-    every = [r for rewards in groups for r in rewards]
-    items = [
-        describe(made(i, (0, 0, 0.0, [(True, r, -1.0, -1.0) for r in rewards] + [(True, None, -1.0, -1.0)])))
-        for i, rewards in enumerate(groups)
-    ]
-    mean, deviation = step_scales([i.steps for i in items], [i.step_mean for i in items], [i.step_squares for i in items], [0] * len(items))
-    assert sum(i.steps for i in items) == len(every)
-    np.testing.assert_allclose(mean, statistics.fmean(every) if every else 0.0, atol=1e-6)
-    np.testing.assert_allclose(deviation, statistics.stdev(every) if len(every) > 1 else 0.0, atol=1e-5)
-
-
 @pytest.mark.parametrize("reward", [0.1, 1e30, -7.0, 0.0])
 @pytest.mark.parametrize("counts", [(1,), (3, 1), (7, 0, 2)])
 def test_equal_steps_tell_exactly_nothing(reward: float, counts: tuple[int, ...]) -> None:
@@ -129,23 +106,6 @@ def test_equal_steps_tell_exactly_nothing(reward: float, counts: tuple[int, ...]
     section = ObjectiveSection.model_validate({"process": {"weight": 1.0}})
     for advantages in token_advantages([describe(t) for t in batch], dict(enumerate(batch)), section).values():
         assert not advantages.any()
-
-
-def test_a_step_worth_nothing_counts_in_the_mean() -> None:
-    """Rewards of 1 for right steps and 0 for wrong ones."""
-    right, wrong = made(0, (0, 0, 1.0, [(True, 1.0, -1.0, -1.0)])), made(1, (0, 0, 1.0, [(True, 0.0, -1.0, -1.0)]))
-    section = ObjectiveSection.model_validate({"process": {"weight": 1.0}})
-    got = token_advantages([describe(right), describe(wrong)], {0: right, 1: wrong}, section)
-    assert got[0][1] == pytest.approx(0.5**0.5, rel=1e-5)
-    assert got[1][1] == pytest.approx(-(0.5**0.5), rel=1e-5)
-
-
-def test_a_teacher_that_agrees_adds_nothing_and_one_that_does_not_is_held() -> None:
-    behaviour = np.array([0, -1, -2, -3], np.float32)
-    assert not distill_advantages(behaviour, behaviour, None).any()
-    teacher = np.array([0, -1.5, -1, -30], np.float32)
-    assert distill_advantages(teacher, behaviour, 2.0).tolist() == [0, -0.5, 1, -2]
-    assert distill_advantages(teacher, behaviour, None).tolist() == [0, -0.5, 1, -27]
 
 
 def test_figures_of_a_batch_are_means_over_its_steps_and_tokens() -> None:

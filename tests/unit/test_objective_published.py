@@ -25,7 +25,7 @@ import torch
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.trainer.objective import Rows, group_advantages, policy_loss, scale, segments, token_weights
-from asyncmoe.trainer.objective.kl import penalty
+from asyncmoe.trainer.objective.surrogate import penalty
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "objective_published.json").read_text())
 INPUTS = PUBLISHED["inputs"]

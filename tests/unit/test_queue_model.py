@@ -62,8 +62,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.dropped: set[int] = set()
         self.rejected: set[int] = set()
         self.step = self.version = 0
-        self.foreseen: dict[int, list[int]] = {}
-        """By step, the batch that it must get, because nothing that ran when it was foreseen could come first."""
 
     # -------------------------------------------------- actions
 
@@ -108,24 +106,6 @@ class QueueMachine(RuleBasedStateMachine):
     def a_rank_asks(self) -> None:
         self.asked.append(self._task(self.queue.lease(self.step, "rl", self.groups * self.size, self.step, 3600.0)))
         self._settle()
-
-    @rule()
-    def foresee(self) -> None:
-        """The next batch is known once nothing that runs is expected to come first; asking changes nothing, as the model shows."""
-        step = self.step + (self.leased is not None)
-        count = self.groups * self.size
-        found = self.loop.run_until_complete(self.queue.foresee(step, count, step, 0.0)).items
-        fresh = [group for group in self._in_order() if group[0] >= step - self.max_staleness][: self.groups]
-        if len(fresh) < self.groups:
-            assert not found
-            return
-        newest, out = fresh[-1][0], [*self.running.values(), *(oldest for oldest, _ in self.putting)]
-        arrived = len(self.trained | self.skipped) + len(self.leased or ()) + sum(oldest <= newest for oldest, _ in self.queued)
-        settled = not out or arrived >= (self.max_staleness + newest + 1) * self.groups
-        keys = [f"g{n}.e{e}" for _, n in fresh for e in range(self.size)]
-        assert [item.key for item in found] == (keys if settled else [])
-        if settled and all(oldest > newest for oldest in out):
-            self.foreseen[step] = [number for _, number in fresh]
 
     @precondition(lambda self: self.leased is not None)
     @rule(times=st.integers(1, 3), why=st.sampled_from(("", "", "anomaly_loss")))
@@ -174,7 +154,6 @@ class QueueMachine(RuleBasedStateMachine):
                 self.queued = [g for g in self._in_order() if g not in stale]
                 if len(self.queued) >= self.groups:
                     self.leased, self.queued = self.queued[: self.groups], self.queued[self.groups :]
-                    assert [number for _, number in self.leased] == self.foreseen.get(self.step, [number for _, number in self.leased])
             while self.putting and len(self.queued) + len(self.leased or ()) < self.capacity:
                 self.queued.append(self.putting.pop(0))
             if before == (len(self.putting), len(self.queued), self.leased is None):

@@ -142,8 +142,8 @@ def test_ranks_have_parts_whose_sum_is_the_whole(tmp_path: Path) -> None:
         from asyncmoe.trainer.samples import BatchSamples
 
         collected = BatchSamples([describe(t) for t in made], [0, 1, 2, 3], 4096, reports)
-        loss = PolicyLoss(ObjectiveSection(), 1.0, 4, observe=collected.observer((0, 1, 2, 3)))
-        run._micro(loss, collected, (0, 1, 2, 3), made, indices, 0.1)
+        loss = PolicyLoss(ObjectiveSection(), 1.0, 4, observe=collected.observe)
+        run._micro(loss, collected, made, indices, 0.1)
         return collected.values(dict(enumerate(made)))
 
     whole = part([0, 1, 2, 3], True)

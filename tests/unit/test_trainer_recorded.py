@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from kept_trajectory import ROUTING, trajectory
 
 from asyncmoe.errors import InvariantBroken
@@ -42,13 +41,6 @@ def test_every_row_has_its_own() -> None:
     assert all(int(micro.targets[row]) in ids for row, ids in enumerate(got) if ids)
 
 
-def test_a_stage_without_experts_has_rows_and_no_layers() -> None:
-    micro = packed([trajectory(7, 1)[0], trajectory(4, 2)[0]], Routing(4, (), 2, 300))
-    assert micro.experts is not None
-    assert micro.experts.ids.shape == (0, 16, 2)
-    assert int(micro.experts.known.sum()) == 9
-
-
 def test_filler_has_experts_too_and_nothing_recorded_leaves_none() -> None:
     filler = packed([], ROUTING)
     assert filler.experts is not None
@@ -56,14 +48,6 @@ def test_filler_has_experts_too_and_nothing_recorded_leaves_none() -> None:
     assert not filler.experts.known.any()
     assert filler.support is None
     assert packed([trajectory(5, 1)[0]], None).experts is None
-
-
-def test_rows_of_a_rank() -> None:
-    micro = packed([trajectory(9, 3)[0]], ROUTING)
-    assert micro.experts is not None
-    part = micro.experts.take(slice(8, 16))
-    assert torch.equal(part.ids, micro.experts.ids[:, 8:])
-    assert torch.equal(part.known, micro.experts.known[8:])
 
 
 def test_routes_that_are_missing_or_of_other_layers_stop_the_run() -> None:

@@ -221,7 +221,7 @@ def test_wrong_keys_are_refused(tmp_path: Path, given: str) -> None:
 def told_of(*batches: Sequence[Step | Rollout], seconds: float = 1.0) -> list[list[str]]:
     told, found = Told(), []
     for number, records in enumerate(batches):
-        told, alerts = tell(told, records, number * seconds, 1.0)
+        told, alerts = tell(told, records, number * seconds)
         found.append([one.event for one in alerts])
     return found
 
@@ -252,7 +252,6 @@ def test_each_event_is_told_once() -> None:
     assert told_of(*lost) == [[], ["engine_lost"], [], ["engine_lost"], [], ["engine_lost"]]
     lost = [[Rollout(time=0.0, workers_lost=n)] for n in (0, 1, 1, 3, 0, 1)]
     assert told_of(*lost) == [[], ["worker_lost"], [], ["worker_lost"], [], ["worker_lost"]]
-    assert told_of([Rollout(time=0.0, probe_divergence=1.5, probe_version=7)], [Rollout(time=0.0)]) == [["anomaly"], []]
 
 
 def sent(command: tuple[str, ...] | None, *alerts: Alert) -> list[str]:

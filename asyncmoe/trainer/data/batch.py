@@ -117,7 +117,7 @@ def pack(
     indices: Sequence[int],
     *,
     advantages: Sequence[float] | np.ndarray | Mapping[int, np.ndarray],
-    weights: Sequence[float] | np.ndarray,
+    weights: Sequence[float] | np.ndarray | Mapping[int, float],
     grid: BatchGrid,
     packed: bool,
     rows: int = 0,

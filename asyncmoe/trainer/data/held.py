@@ -24,13 +24,12 @@ _PATIENCE_S, _AGAIN_S, _TRIES = 2.0, 1.0, 3
 """Seconds of one request for a worker's address, and between two tries; tries at a worker that the controller does not know to be lost."""
 
 
-def fetch(client: Client, items: Sequence[Item], layers: tuple[int, ...] | None, masks: bool, *, patient: bool = True) -> list[Buffer]:
+def fetch(client: Client, items: Sequence[Item], layers: tuple[int, ...] | None, masks: bool) -> list[Buffer]:
     """Return the frames of trajectories, in the order of `items`.
 
     Args:
         client: of the controller.
         layers, masks: as in `WorkerFetch`.
-        patient: whether to wait for a worker that is lost; only for the main thread.
 
     Raises:
         WaitTimeout: a worker does not answer.
@@ -41,24 +40,22 @@ def fetch(client: Client, items: Sequence[Item], layers: tuple[int, ...] | None,
     for writer in sorted(set(writers.values())):
         own = [item for item in items if writers[item.key] == writer]
         keys = tuple(item.key for item in own)
-        found |= split(keys, _asked(client, writer, WorkerFetch(keys, tuple(map(_place, own)), layers, masks), patient))
+        found |= split(keys, _asked(client, writer, WorkerFetch(keys, tuple(map(_place, own)), layers, masks)))
     return [frame for item in items for frame in found[item.key]]
 
 
-def _asked(client: Client, writer: int, request: WorkerFetch, patient: bool) -> list[Buffer]:
+def _asked(client: Client, writer: int, request: WorkerFetch) -> list[Buffer]:
     name, failures = f"rollout worker {writer}", 0
     while True:
-        reply = client.ask(FindWorker(writer, _PATIENCE_S if patient else 0.0), _PATIENCE_S + ANSWER_S)[0]
+        reply = client.ask(FindWorker(writer, _PATIENCE_S), _PATIENCE_S + ANSWER_S)[0]
         assert isinstance(reply, WorkerFound)
         try:
             if reply.rendezvous is not None:
                 return client.beside(reply.rendezvous, name).ask(request, ANSWER_S)[1]
-            if not patient:
-                raise WaitTimeout(name, "it is lost", 0.0)
             heartbeats.beat(f"waiting for {name}")
         except WaitTimeout as error:
             failures += 1
-            if not patient or failures == _TRIES:
+            if failures == _TRIES:
                 raise
             log.warning("%s; it is asked again", error)
             time.sleep(_AGAIN_S)

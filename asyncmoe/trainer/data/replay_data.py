@@ -11,9 +11,6 @@ import torch
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.trajectory import Routes, Routing, Trajectory, decode_masks, decode_routes
 
-_MAX_EXPERTS = 1 << 15
-"""Ids are stored as int16 because torch has no arithmetic for uint16."""
-
 
 @dataclass(frozen=True, eq=False)
 class Experts:
@@ -21,7 +18,7 @@ class Experts:
 
     Attributes:
         layers: numbers of the covered layers of the model, ascending.
-        ids: uint8 (up to 256 experts) or int16 [layers, T, K]; distinct within a row.
+        ids: uint8 (up to 256 experts) or int16, because torch has no arithmetic for uint16, [layers, T, K]; distinct within a row.
         known: bool[T]; False for rows without recorded experts: padding, and a trajectory's last token, which no model has processed.
             Nothing depends on the output of such a row; its ids spread the load.
     """
@@ -79,8 +76,6 @@ def experts(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int
     Raises:
         InvariantBroken: a trajectory lacks such routes; such trajectories are rejected on intake.
     """
-    if routing.experts > _MAX_EXPERTS:
-        raise InvariantBroken(f"routing: got {routing.experts} experts, expected at most {_MAX_EXPERTS}")
     ids = np.empty((len(routing.layers), rows, routing.top_k), np.uint8 if routing.experts <= 1 << 8 else np.int16)
     known = np.zeros(rows, np.bool_)
     for trajectory, start in zip(trajectories, starts, strict=False):

@@ -7,8 +7,11 @@ O(n log n) for n trajectories.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform.zigzag import padded
@@ -112,10 +115,10 @@ def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: 
 def _bins(lengths: Sequence[int], costs: Sequence[int], multiple: int, bound: int) -> list[Indices]:
     """Return micro-batches within `bound`; their number is a multiple of `multiple` if there are enough trajectories.
 
-    Of equal cost if that keeps within the bound, else of equal token counts if that does, else as few as first fit leaves, the largest
+    Of equal cost if that keeps within the bound, else of equal token counts if that does, else as few as best fit leaves, the largest
     of them split.
     """
-    tight = first_fit_decreasing(lengths, bound)
+    tight = best_fit_decreasing(lengths, bound)
     count = len(tight) + -len(tight) % multiple
     for values in [costs, lengths] if costs != lengths else [lengths]:
         even = _evenly(range(len(lengths)), values, count)
@@ -124,34 +127,17 @@ def _bins(lengths: Sequence[int], costs: Sequence[int], multiple: int, bound: in
     return _split_largest(tight, costs, count)
 
 
-def first_fit_decreasing(lengths: Sequence[int], bound: int) -> list[Indices]:
-    """Put each index, longest first, into the first bin with room, or a new one.
-
-    A tree over the bins holds in each node the most room of any bin below it, so that the first bin with room is found from the root.
-    """
-    leaves = 1 << max(0, len(lengths) - 1).bit_length()
-    room = [bound] * (2 * leaves)
+def best_fit_decreasing(lengths: Sequence[int], bound: int) -> list[Indices]:
+    """Put each index, longest first, into the bin in which it leaves the least room, or a new one."""
     bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (room left, bin), ascending
     for index in _largest_first(range(len(lengths)), lengths):
-        need, node = lengths[index], 1
-        if need > bound:
-            bins.append([index])
-            node, left = leaves + len(bins) - 1, -1
-        else:
-            while node < leaves:
-                node *= 2
-                node += room[node] < need
-            left = room[node] - need
-            if node - leaves == len(bins):
-                bins.append([])
-            bins[node - leaves].append(index)
-        room[node] = left
-        while node > 1:
-            node //= 2
-            most = max(room[2 * node], room[2 * node + 1])
-            if room[node] == most:
-                break
-            room[node] = most
+        at = bisect_left(room, (lengths[index], 0))
+        left, place = room.pop(at) if at < len(room) else (bound, len(bins))
+        if place == len(bins):
+            bins.append([])
+        bins[place].append(index)
+        insort(room, (left - lengths[index], place))
     return [tuple(sorted(b)) for b in bins]
 
 
@@ -197,10 +183,5 @@ def split_updates(groups: Sequence[int], updates: int) -> list[list[int]]:
     order = list(dict.fromkeys(groups))
     if not 0 < updates <= len(order):
         raise InvariantBroken(f"split_updates: got {updates} updates of {len(order)} groups")
-    size, extra = divmod(len(order), updates)
-    sizes = [size + (place < extra) for place in range(updates)]
-    part = dict(zip(order, (place for place, n in enumerate(sizes) for _ in range(n)), strict=True))
-    found: list[list[int]] = [[] for _ in range(updates)]
-    for i, group in enumerate(groups):
-        found[part[group]].append(i)
-    return found
+    parts = [set(some) for some in np.array_split(np.array(order), updates)]
+    return [[i for i, group in enumerate(groups) if group in part] for part in parts]

@@ -7,53 +7,76 @@ takes tensors in device memory only if there are GPUs; bytes then pass through i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from asyncmoe.errors import AsyncmoeError, ProtocolError
-from asyncmoe.trainer.data.joined import Joined, empty, joined
-from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trajectory import Buffer
+
+if TYPE_CHECKING:  # imports Megatron
+    from asyncmoe.trainer.model.mesh import Mesh
 
 PART_BYTES = 64 << 20
 """Device memory that a broadcast takes."""
+ALIGNED = 16
+"""Each buffer begins at a multiple of it, as arrays are made of buffers in place."""
 
 
-def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer] | Joined]) -> Sequence[Buffer]:
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Read-only buffers that lie in `whole`, uint8[n], so that they can be broadcast as one."""
+
+    whole: np.ndarray
+    buffers: Sequence[memoryview]
+
+
+def joined(sizes: Sequence[int], buffers: Sequence[Buffer] | None = None) -> Joined:
+    """Return buffers of some sizes with the contents of `buffers`; without them, with whatever was in memory."""
+    starts = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+    places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    whole = np.empty(starts[-1], np.uint8)
+    into = memoryview(whole.data).cast("B")
+    for place, one in zip(places, buffers or (), strict=False):
+        into[place] = memoryview(one).cast("B")
+    return Joined(whole, [into.toreadonly()[place] for place in places])
+
+
+def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer]]) -> Sequence[Buffer]:
     """Return what `ask` returns on the group's first rank. Collective over `Mesh.replica_group`.
 
     Args:
         count: number of buffers, the same on all ranks.
-        ask: called on the first rank only; what is joined already is not copied there.
+        ask: called on the first rank only.
 
     Raises:
         AsyncmoeError: what `ask` raised, on the first rank; on the others a `ProtocolError` with its text.
     """
     if mesh.tp * mesh.cp == 1:
-        found = ask()
-        return found.buffers if isinstance(found, Joined) else found
-    ours, failure = _asked(count, ask) if mesh.fetches else (joined([]), None)
+        return ask()
+    found, failure = _asked(count, ask) if mesh.fetches else ([b""] * count, None)
     why = str(failure).encode() if failure is not None else b""
-    lengths = [len(one) for one in ours.buffers] or [0] * count
-    sizes = torch.tensor([*lengths, len(why)], dtype=torch.int64, device=mesh.device)
+    sizes = torch.tensor([*(memoryview(one).nbytes for one in found), len(why)], dtype=torch.int64, device=mesh.device)
     _broadcast(mesh, sizes)
     *each, told = sizes.tolist()
     if told:
-        text = bytes(_spread(mesh, joined([why]) if mesh.fetches else empty([told])).buffers[0])
+        text = bytes(_spread(mesh, joined([told], [why] if mesh.fetches else None)).buffers[0])
         raise failure or ProtocolError(f"rank {_first(mesh)} could not fetch the batch: {text.decode()}")
-    return _spread(mesh, ours if mesh.fetches else empty(each)).buffers
+    return _spread(mesh, joined(each, found if mesh.fetches else None)).buffers
 
 
-def _asked(count: int, ask: Callable[[], Sequence[Buffer] | Joined]) -> tuple[Joined, AsyncmoeError | None]:
+def _asked(count: int, ask: Callable[[], Sequence[Buffer]]) -> tuple[Sequence[Buffer], AsyncmoeError | None]:
     try:
         found = ask()
     except AsyncmoeError as error:
-        return joined([]), error
-    ours = found if isinstance(found, Joined) else joined(found)
-    if len(ours.buffers) != count:
-        return joined([]), ProtocolError(f"got a batch of {len(ours.buffers)} frames, expected {count}")
-    return ours, None
+        return [b""] * count, error
+    if len(found) != count:
+        return [b""] * count, ProtocolError(f"got a batch of {len(found)} frames, expected {count}")
+    return found, None
 
 
 def _spread(mesh: Mesh, ours: Joined) -> Joined:

@@ -7,11 +7,12 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import InvariantBroken
@@ -21,9 +22,14 @@ from asyncmoe.models.lora.halves import PREFIX, Half
 from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
-from asyncmoe.trainer.lora import gradients, hooks
+from asyncmoe.platform import megatron
+from asyncmoe.trainer.lora import hooks
 from asyncmoe.trainer.lora.module import Adapters
 from asyncmoe.trainer.lora.pairs import DensePairs, ExpertPairs, Pairs, gate_up, qkv, single
+
+megatron.prepare()
+
+from megatron.core import parallel_state as groups  # noqa: E402  only after the platform is prepared
 
 
 def attach(
@@ -46,10 +52,10 @@ def attach(
     made: list[Adapters] = []
     for chunk, layers in zip(chunks, parallel.chunk_layers(m.layers, rank), strict=True):
         chunk.requires_grad_(False)
-        adapters = Adapters([_layer_pairs(m, kind, section.dropout, parallel, rank, layer, seed) for layer in layers])
+        adapters = Adapters([_layer_pairs(m, kind, parallel, rank, layer, seed) for layer in layers])
         adapters.to(device=next(chunk.parameters()).device, dtype=config.params_dtype)
         for _, _, half, parameter in adapters.halves():
-            gradients.mark(parameter, half)
+            _mark(parameter, half)
         decoder: Any = chunk.decoder
         for layer, linears in zip(decoder.layers, adapters.layers(), strict=True):
             hooks.hook_layer(layer, linears, adapters)
@@ -63,7 +69,7 @@ def attach(
     def copies() -> Iterator[torch.nn.Parameter]:
         yield from (parameter for adapters in made for _, _, half, parameter in adapters.halves() if half.partial == "etp")
 
-    config.finalize_model_grads_func = gradients.finalizing(config.finalize_model_grads_func, copies)
+    config.finalize_model_grads_func = _finalizing(config.finalize_model_grads_func, copies)
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
@@ -105,20 +111,7 @@ def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             one.on = on
 
 
-@contextmanager
-def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Run forward passes without dropout, like the engines."""
-    modes = [(one, one.training) for one in adapters_of(chunks)]
-    for one, _ in modes:
-        one.eval()
-    try:
-        yield
-    finally:
-        for one, training in modes:
-            one.train(training)
-
-
-def _layer_pairs(m: Shape, kind: Kind, dropout: float, parallel: MegatronParallel, rank: int, layer: int, seed: int) -> dict[str, Pairs]:
+def _layer_pairs(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, layer: int, seed: int) -> dict[str, Pairs]:
     dense = layer in m.dense_layers
     by_linear: dict[str, list[Half]] = {}
     for half in planned.layer_halves(m, kind, parallel, rank, dense):
@@ -131,5 +124,50 @@ def _layer_pairs(m: Shape, kind: Kind, dropout: float, parallel: MegatronParalle
         else:
             fused = gate_up(rows) if linear.endswith("fc1") else single(halves[0].projection, rows)
         of_experts = linear in ("linear_fc1", "linear_fc2") and not dense
-        made[linear] = (ExpertPairs if of_experts else DensePairs)(halves, fused, layer, kind.scale, dropout, seed)
+        made[linear] = (ExpertPairs if of_experts else DensePairs)(halves, fused, layer, kind.scale, seed)
     return made
+
+
+def _mark(parameter: torch.nn.Parameter, half: Half) -> None:
+    """Mark how Megatron treats the gradient of a half, by attributes that it reads: `allreduce` (False: expert data parallelism applies),
+    `sequence_parallel` (`finalize_model_grads` sums the gradients of copies over tensor-parallel ranks), `tensor_model_parallel` and
+    `shared` (whether a rank's part counts in the global gradient norm)."""
+    marks = {
+        "allreduce": not half.expert_data,
+        "sequence_parallel": half.partial == "tp",
+        "tensor_model_parallel": half.counted,
+        "partition_dim": -1 if half.axis is None else half.axis + (half.experts is not None),
+        "partition_stride": 1,
+        # Megatron would count undivided parameters on the first tensor-parallel rank; copies of experts' halves are placed differently.
+        "shared": not half.counted,
+    }
+    for name, value in marks.items():
+        setattr(parameter, name, value)
+
+
+def _finalizing(original: Callable[..., None], copies: Callable[[], Iterator[Any]]) -> Callable[..., None]:
+    """Return Megatron's `finalize_model_grads_func` followed by the sums over expert-tensor-parallel ranks.
+
+    By then gradients are already summed over data-parallel ranks, perhaps during the backward pass; if the optimizer state is sharded,
+    each rank has the sums of its own shard only. Ranks with copies of a half shard it identically, so the sums of sums are right wherever
+    they are used.
+
+    Args:
+        copies: returns a rank's parameters whose `Half.partial` is "etp".
+    """
+
+    def finalize(model: list[Any], *arguments: Any, **keywords: Any) -> None:
+        original(model, *arguments, **keywords)
+        _sum_over_expert_tensor_ranks([parameter.main_grad for parameter in copies()])
+
+    return finalize
+
+
+def _sum_over_expert_tensor_ranks(gradients: Sequence[torch.Tensor]) -> None:
+    group: dist.ProcessGroup = groups.get_expert_tensor_parallel_group()
+    if group.size() == 1 or not gradients:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from asyncmoe.errors import DataError
 from asyncmoe.models import family_of
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import Kind
@@ -24,11 +23,7 @@ from asyncmoe.trainer.model.gpt import Model
 
 def write(model: Model, halves: Mapping[str, torch.Tensor]) -> None:
     """Fill this rank's halves from whole halves, as cut by `local`. Call it before the optimizer is built: with bfloat16 the optimizer
-    copies the halves into float32 masters.
-
-    Raises:
-        DataError: see `local`.
-    """
+    copies the halves into float32 masters."""
     assert model.adapter is not None
     mine, shape = values(model.chunks), family_of(model.hf).shape_of(model.hf)
     for name, value in local(shape, model.adapter, model.parallel, model.mesh.rank, halves, model.dtype).items():
@@ -57,31 +52,12 @@ def local(
     """Return a rank's part of whole halves, by parameter name, on the host.
 
     Args:
-        halves: by canonical name, on the host; of any floating-point dtype.
-
-    Raises:
-        DataError: a half is missing, does not belong to this adapter, or has another shape.
+        halves: all of the adapter's, by canonical name, on the host; of any floating-point dtype.
     """
     wanted, name = halves_of(m, kind), str(dtype).removeprefix("torch.")
-    refuse_another(wanted, {half: tuple(value.shape) for half, value in halves.items()})
     here = rank_layout(m, kind, parallel, rank, name).at(0)
     steps = plan_of(wanted, [canonical_layout(m, kind, name)], [here])
     arrays = {source: halves[source].detach().to(dtype).contiguous() for source in steps.sources.get(0, {})}
     made = {target: torch.empty(storage.shape, dtype=dtype) for target, storage in here.storages.items()}
     exchange(steps, LocalTransport(), arrays, made)
     return made
-
-
-def refuse_another(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse halves of a different adapter or model.
-
-    Raises:
-        DataError: a half differs; the error names the first.
-    """
-    for name in sorted(wanted.keys() | given.keys()):
-        if wanted.get(name) != given.get(name):
-            got = "nothing" if name not in given else f"shape {list(given[name])}"
-            expected = "nothing: not a target, or not in this model" if name not in wanted else f"shape {list(wanted[name])}"
-            raise DataError(
-                f"adapter: {name}", got=got, expected=expected, hint="make lora.rank, lora.targets and lora.experts those of the adapter"
-            )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from asyncmoe.models.lora.halves import Half
 from asyncmoe.platform import megatron
@@ -19,8 +17,6 @@ megatron.prepare()
 from megatron.core import parallel_state as groups  # noqa: E402  only after the platform is prepared
 from megatron.core.tensor_parallel import (  # noqa: E402
     gather_from_sequence_parallel_region,
-    get_cuda_rng_tracker,
-    get_expert_parallel_rng_tracker_name,
     reduce_scatter_to_sequence_parallel_region,
 )
 
@@ -79,10 +75,10 @@ class Pairs(torch.nn.Module):
         layer: number of the layer in the model.
     """
 
-    def __init__(self, halves: Sequence[Half], fused: Fused, layer: int, scale: float, dropout: float, seed: int) -> None:
+    def __init__(self, halves: Sequence[Half], fused: Fused, layer: int, scale: float, seed: int) -> None:
         super().__init__()
         self.halves = {half.name: half for half in halves}
-        self.fused, self.layer, self.scale, self.dropout = fused, layer, scale, dropout
+        self.fused, self.layer, self.scale = fused, layer, scale
         for half in halves:
             self.register_parameter(half.name, torch.nn.Parameter(initial(half, layer, seed)))
         self.projections = [name for name in fused.outputs if f"{name}_a" in self.halves]
@@ -115,13 +111,6 @@ class Pairs(torch.nn.Module):
         ]
         return output + self.fused.join(parts)
 
-    def _dropped(self, x: torch.Tensor, region: Callable[[], AbstractContextManager[None]]) -> torch.Tensor:
-        """PEFT drops entries of each projection's input separately; here the projections of a fused layer share a dropout mask."""
-        if not self.dropout or not self.training:
-            return x
-        with region():
-            return F.dropout(x, self.dropout)
-
     def _of(self, side: str) -> list[torch.Tensor]:
         return [self.get_parameter(f"{name}_{side}") for name in self.projections]
 
@@ -131,7 +120,7 @@ class DensePairs(Pairs):
 
     def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         axes = {half.axis for half in self.halves.values()}
-        hidden = self.scale * (self._dropped(x, get_cuda_rng_tracker().fork) @ torch.cat(self._of("a")).t())
+        hidden = self.scale * (x @ torch.cat(self._of("a")).t())
         group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
         if group.size() > 1 and axes != {None}:
             # Only the adapter's `rank` columns travel between the ranks, not the layer's columns.
@@ -164,7 +153,7 @@ class ExpertPairs(Pairs):
         def times(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             return _times(rows, weight) if weight.ndim == 2 else multiply(rows, ends, weight)
 
-        hidden = self.scale * times(self._dropped(x, _expert_region), torch.cat(self._of("a"), dim=-2))
+        hidden = self.scale * times(x, torch.cat(self._of("a"), dim=-2))
         return self._sum(output, hidden, self._of("b"), times)
 
     def deltas(self) -> Iterator[torch.Tensor]:
@@ -186,10 +175,5 @@ class ExpertPair:
 
     def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """See `Pairs.add`."""
-        hidden = self.pairs.scale * (self.pairs._dropped(x, _expert_region) @ self.a.t())
+        hidden = self.pairs.scale * (x @ self.a.t())
         return self.pairs._sum(output, hidden, self.b)
-
-
-def _expert_region() -> AbstractContextManager[None]:
-    region: AbstractContextManager[None] = get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
-    return region

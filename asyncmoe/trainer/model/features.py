@@ -37,5 +37,5 @@ def run_features(hf: Mapping[str, Any], config: Config, parallel: MegatronParall
         distributed=config.trainer.distributed_optimizer,
         published_every=config.sync.every,
         cp=config.trainer.cp,
-        gpu=gpu_settings_of(config.trainer, shape),
+        gpu=gpu_settings_of(config.trainer),
     )

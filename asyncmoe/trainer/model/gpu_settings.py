@@ -10,22 +10,16 @@ Megatron's checks are made here first, in words of the configuration (megatron-c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asyncmoe.config.memory import MemorySection
 from asyncmoe.config.trainer import TrainerSection, no_gpu_for
 from asyncmoe.errors import ConfigError
 from asyncmoe.platform.kernels import Kernels
 
-if TYPE_CHECKING:  # the doctor looks at switches without loading models
-    from asyncmoe.models.shape import Shape
-
 ROWS = 128
 """Rows of a micro-batch on a rank are a multiple of this in float8: the side of a block that shares a scale."""
-_WIDTH = 16
-"""Matrices multiplied in float8 have sides that are multiples of this (Transformer Engine's `assert_dim_for_fp8_exec`)."""
 _PRECISE = (2, 1)
 """Transformer Engine's release since which its Adam takes averages in bfloat16."""
 _BLOCKWISE = (2, 3)
@@ -41,19 +35,16 @@ class GpuSettings:
         on_gpu: configuration keys that need a GPU, and their values.
         low_precision: an average of Adam's is in bfloat16.
         float8: layers compute in float8.
-        trouble: why these sizes cannot compute in float8; "" if they can, or need not.
     """
 
     on_gpu: tuple[tuple[str, str], ...] = ()
     low_precision: bool = False
     float8: bool = False
-    trouble: str = ""
 
 
-def gpu_settings_of(trainer: TrainerSection, shape: Shape) -> GpuSettings:
-    """Return what a configuration needs for a model of this shape."""
-    float8 = trainer.precision == "fp8"
-    return GpuSettings(trainer.needs_gpu, trainer.memory.low_precision, float8, next(_trouble(trainer, shape), "") if float8 else "")
+def gpu_settings_of(trainer: TrainerSection) -> GpuSettings:
+    """Return what a configuration needs."""
+    return GpuSettings(trainer.needs_gpu, trainer.memory.low_precision, trainer.precision == "fp8")
 
 
 def check(gpu: GpuSettings, kernels: Kernels, engine: bool, lacking: str) -> None:
@@ -81,26 +72,12 @@ def _lacks_float8(gpu: GpuSettings, kernels: Kernels, engine: bool, lacking: str
         return f"blocks of float8 need capability 9.0 (Hopper), and this GPU has {'.'.join(map(str, kernels.capability))}"
     if not engine:
         return lacking
-    return _missing(kernels, _BLOCKWISE) if kernels.transformer_engine < _BLOCKWISE else gpu.trouble
+    return _missing(kernels, _BLOCKWISE) if kernels.transformer_engine < _BLOCKWISE else ""
 
 
 def _missing(kernels: Kernels, release: tuple[int, ...]) -> str:
     found, needed = (".".join(map(str, one)) for one in (kernels.transformer_engine, release))
     return f"Transformer Engine is {found}, older than {needed}" if found else "Transformer Engine is not installed"
-
-
-def _trouble(trainer: TrainerSection, shape: Shape) -> Iterator[str]:
-    edges, stage = trainer.edge_layers, shape.layers // trainer.pp
-    if edges > stage:
-        yield f"trainer.edge_layers is {edges}, and a pipeline stage has {stage} layers"
-    elif 2 * edges >= shape.layers:
-        yield f"trainer.edge_layers is {edges}, which leaves none of the {shape.layers} layers to float8"
-    widths = {f"{shape.dense_width} / trainer.tp": shape.dense_width / trainer.tp} if shape.dense_layers or not shape.experts else {}
-    widths |= {f"{shape.expert_width} / trainer.etp": shape.expert_width / trainer.expert_tp} if shape.experts else {}
-    widths |= {f"{shape.shared_width} / trainer.tp": shape.shared_width / trainer.tp} if shape.shared_width else {}
-    for name, width in {f"{shape.hidden}": shape.hidden, **widths}.items():
-        if width % _WIDTH:
-            yield f"a side of its matrices is {name}, not a multiple of {_WIDTH}"
 
 
 def optimizer_arguments(memory: MemorySection) -> Mapping[str, object]:

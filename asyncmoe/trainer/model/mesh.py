@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -62,11 +60,6 @@ class Mesh:
         return self.last_stage and self.tp_rank == 0
 
     @property
-    def reports_trajectories(self) -> bool:
-        """As `reports` for what is counted by trajectory: context-parallel ranks hold parts of the same ones."""
-        return self.reports and self.cp_rank == 0
-
-    @property
     def fetches(self) -> bool:
         """True for one rank among those of a stage that train on the same trajectories (`replica_group`): it fetches them for all."""
         return self.tp_rank == 0 and self.cp_rank == 0
@@ -91,20 +84,6 @@ class Mesh:
         """The ranks of this stage that train on the same trajectories: tensor- and context-parallel ones."""
         group: dist.ProcessGroup = groups.get_tensor_and_context_parallel_group()
         return group
-
-    def seed(self, run: int, step: int) -> None:
-        """Seed every generator of this rank anew for a step: what dropout draws, and a user's objective. Numbers differ between steps and
-        between ranks, but for a user's objective not between ranks that see the same rows. They are the same again if the step is trained
-        again after a restart, so no checkpoint holds the state of a generator.
-
-        Args:
-            run: `run.seed`.
-        """
-        drawn = random.Random(f"{run} {step} {self.pp_rank} {self.dp_rank} {self.cp_rank}").getrandbits(32)
-        random.seed(drawn)
-        np.random.seed(drawn)
-        torch.manual_seed(drawn)
-        model_parallel_cuda_manual_seed(drawn)  # adds the ranks of tensor and expert parallelism
 
     def parallel(self, te: bool) -> MegatronParallel:
         """Return the parallel sizes for `asyncmoe.models`, to which context-parallel ranks are data-parallel ones: they hold the same
@@ -185,13 +164,3 @@ def stop() -> None:
     """Leave Megatron's groups and the process group."""
     groups.destroy_model_parallel()
     collectives.stop()
-
-
-def leave() -> None:
-    """Leave only Megatron's groups; `start` may create others over the same processes."""
-    created = groups._global_process_group_list or ()
-    groups.destroy_model_parallel()
-    # Megatron destroys a few of its groups and only forgets the others; torch keeps those, with three threads each over Gloo.
-    for group in created:
-        if group in dist.distributed_c10d._world.pg_map:
-            dist.destroy_process_group(group)

@@ -29,17 +29,11 @@ class OutputHead:
 
     Attributes:
         rows: int64[n]; distinct, ascending, the same on all tensor-parallel ranks: whose hidden rows the model returns. None: all rows.
-        layer_weight: [V / tp, H]; this rank's slice of the layer's weight, or of the embedding's that it shares. None before the pass.
+        weight: [V / tp, H]; this rank's slice of the layer's weight, or of the embedding's that it shares. None before the pass.
     """
 
     rows: torch.Tensor | None
-    layer_weight: torch.Tensor | None = None
-
-    @property
-    def weight(self) -> torch.Tensor:
-        if self.layer_weight is None:
-            raise InvariantBroken("output layer: got no forward pass through it, expected one before its weight is used")
-        return self.layer_weight
+    weight: Any = None
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values [T, ...] of the head's rows: [n, ...]."""
@@ -72,7 +66,7 @@ def replaced(rows: torch.Tensor | None, chunk: torch.nn.Module) -> Iterator[Outp
     def forward(
         hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        head.layer_weight = layer.weight if weight is None else weight
+        head.weight = layer.weight if weight is None else weight
         return _rows(layer, hidden, rows), None
 
     layer.forward = forward  # of the object, before that of its class

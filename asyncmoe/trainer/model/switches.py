@@ -1,15 +1,13 @@
 """Decides which of Megatron's switches a run turns on, from its configuration, this machine's kernels and the run's features.
 
-A switch is on if it is possible and advisable, unless the configuration overrides it (`trainer.megatron`, under Megatron's names). For the
-requirements of each switch see megatron-core 0.16.1: `TransformerConfig.__post_init__`, `DistributedDataParallel`,
-`extensions/transformer_engine.py`.
+A switch is on if it is possible and advisable; some can be set (`trainer.megatron`, under Megatron's names). For the requirements of
+each switch see megatron-core 0.16.1: `TransformerConfig.__post_init__`, `DistributedDataParallel`, `extensions/transformer_engine.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Literal
 
 from asyncmoe.config.trainer import MegatronSection
@@ -64,7 +62,7 @@ class RunFeatures:
 
 @dataclass(frozen=True)
 class Switches:
-    """The switches under Megatron's names, except for `experts`; `off`: (name, reason) of each switch that is off."""
+    """The switches under Megatron's names, except for `experts`."""
 
     transformer_engine: bool
     experts: Experts
@@ -76,21 +74,13 @@ class Switches:
     overlap_grad_reduce: bool
     overlap_param_gather: bool
     flex: bool
-    off: tuple[tuple[str, str], ...] = ()
 
     @property
-    def lines(self) -> list[str]:
-        """Lines for the log: each names a reason and the switches that are off because of it."""
-        by_reason = sorted(self.off, key=lambda one: one[1])
-        return [f"off: {', '.join(name for name, _ in same)}: {why}" for why, same in groupby(by_reason, key=lambda one: one[1])]
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """cannot: why a switch cannot be on; unwise: why it is off by default; "" without a reason."""
-
-    cannot: str
-    unwise: str = ""
+    def text(self) -> str:
+        """What is on and off, for the log."""
+        by_name = {name: value for name, value in vars(self).items() if isinstance(value, bool)}
+        on, off = (", ".join(name for name, value in by_name.items() if value == wanted) for wanted in (True, False))
+        return f"experts: {self.experts}; on: {on or 'nothing'}; off: {off or 'nothing'}"
 
 
 def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switches:
@@ -112,25 +102,35 @@ def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switc
             hint=_WITHOUT,
         )
     gpu_settings.check(run.gpu, kernels, engine, lacking or "transformer_impl is local")
-    off: list[tuple[str, str]] = []
-    if not engine:
-        off.append(("transformer_impl=transformer_engine", lacking or _SAID))
-    experts, why = _experts(wanted.moe_grouped_gemm, kernels, run, engine)
-    off += [("moe_grouped_gemm", why)] if why else []
-    on: dict[str, bool] = {}
-    for name, rule in _rules(kernels, run, engine, lacking or "transformer_impl is local", experts):
-        asked = getattr(wanted, name)
-        if asked and rule.cannot:
-            raise _refusal(name, "true", "false or null", rule.cannot)
-        on[name] = not rule.cannot and (not rule.unwise if asked is None else asked)
-        off += [] if on[name] else [(name, _SAID if asked is False else rule.cannot or rule.unwise)]
+    experts = _experts(wanted.moe_grouped_gemm, kernels, run, engine)
+    if (cannot := _lacks_gather(run, experts)) and wanted.overlap_param_gather:
+        raise _refusal("overlap_param_gather", "true", "false or null", cannot)
     flex = wanted.moe_token_dispatcher_type == "flex"
     if flex and (why := _lacks_flex(kernels, run)):
         raise _refusal("moe_token_dispatcher_type", "flex", "alltoall", why)
-    return Switches(engine, experts, flex=flex, off=tuple(off), **on)
+    fused, overlap = engine and bool(run.expert_widths), kernels.cuda and run.dp > 1  # a CPU reduces and computes on the same cores
+    return Switches(
+        transformer_engine=engine,
+        experts=experts,
+        moe_permute_fusion=fused,
+        # A fused router does not ask for recorded experts.
+        moe_router_fusion=fused and not run.keeps_routing and kernels.transformer_engine >= _ROUTER,
+        # Megatron's kernel for latent attention is experimental and takes YaRN only. Its `fused_apply_rotary_pos_emb_thd` (0.16.1) does not
+        # tell Transformer Engine that neighbouring dimensions rotate together, which would rotate halves.
+        apply_rope_fusion=engine and not run.latent and not run.interleaved_rope,
+        bias_activation_fusion=_or(wanted.bias_activation_fusion, kernels.cuda),
+        gradient_accumulation_fusion=engine and not run.lora,
+        overlap_grad_reduce=_or(wanted.overlap_grad_reduce, overlap),
+        # Publishing reads all weights: after every step there is nothing to overlap.
+        overlap_param_gather=_or(wanted.overlap_param_gather, overlap and not cannot and run.published_every > 1),
+        flex=flex,
+    )
 
 
-_SAID = "disabled by the configuration"
+def _or(asked: bool | None, default: bool) -> bool:
+    return default if asked is None else asked
+
+
 _WITHOUT = "leave trainer.cp out, or install Transformer Engine (make setup GPU=1) and leave transformer_impl and trainer.dtype out"
 
 
@@ -158,24 +158,23 @@ def _lacks_flex(kernels: Kernels, run: RunFeatures) -> str:
     return "rows do not travel between ranks: trainer.expert_tp and trainer.ep are 1" if run.exchanged == 1 else ""
 
 
-def _experts(wanted: bool | None, kernels: Kernels, run: RunFeatures, engine: bool) -> tuple[Experts, str]:
-    """Return the implementation of the experts, and the reason if it is "sequential"."""
+def _experts(wanted: bool | None, kernels: Kernels, run: RunFeatures, engine: bool) -> Experts:
+    """Return the implementation of the experts. torch has a grouped kernel for bfloat16 on Hopper and Blackwell (`_grouped_mm_cuda` of
+    ATen/native/cuda/GroupedBlas.cpp). Elsewhere it multiplies matrix by matrix and reads the ends of the experts' rows on the host for each
+    call: slower than one expert after another."""
     if not run.expert_widths:
         if wanted:
             raise _refusal("moe_grouped_gemm", "true", "false or null", "the model has no experts")
-        return "sequential", "the model has no experts"
+        return "sequential"
     if engine:
         if wanted is False:
             raise _refusal("moe_grouped_gemm", "false", "true or null", "Transformer Engine's experts are grouped")
-        return "transformer_engine", ""
-    if wanted is False:
-        return "sequential", _SAID
-    if cannot := _refuses_grouped(run):
-        if wanted:
-            raise _refusal("moe_grouped_gemm", "true", "false or null", cannot)
-        return "sequential", cannot
-    slow = "" if wanted else _slow_grouped(kernels, run)
-    return ("sequential", slow) if slow else ("torch", "")
+        return "transformer_engine"
+    cannot = _refuses_grouped(run)
+    if wanted and cannot:
+        raise _refusal("moe_grouped_gemm", "true", "false or null", cannot)
+    fast = kernels.cuda and kernels.capability[0] in _GROUPED_CAPABILITIES and not run.float32
+    return "torch" if not cannot and _or(wanted, fast) else "sequential"
 
 
 def _refuses_grouped(run: RunFeatures) -> str:
@@ -186,44 +185,6 @@ def _refuses_grouped(run: RunFeatures) -> str:
     return f"a rank's part of an expert is {' and '.join(map(str, run.expert_widths))} wide, expected multiples of {multiple}"
 
 
-def _slow_grouped(kernels: Kernels, run: RunFeatures) -> str:
-    """Return why torch has no kernel (`_grouped_mm_cuda` of ATen/native/cuda/GroupedBlas.cpp), or "". Without a kernel torch multiplies
-    matrix by matrix and reads the ends of the experts' rows on the host for each call: slower than one expert after another."""
-    if not kernels.cuda:
-        return "there is no GPU"
-    if kernels.capability[0] not in _GROUPED_CAPABILITIES:
-        return f"torch's grouped kernel is for capabilities 9 and 10, this GPU has {_text(kernels.capability)}"
-    return "torch's grouped kernel takes bfloat16 only" if run.float32 else ""
-
-
-def _rules(kernels: Kernels, run: RunFeatures, engine: bool, no_engine: str, experts: Experts) -> Iterator[tuple[str, _Rule]]:
-    missing = "" if engine else no_engine
-    without_experts = "" if run.expert_widths else "the model has no experts"
-    no_gpu = "" if kernels.cuda else "there is no GPU"
-    alone = "" if run.dp > 1 else "there is one data-parallel rank"
-    yield "moe_permute_fusion", _Rule(missing or without_experts)
-    yield "moe_router_fusion", _Rule(missing or without_experts or _lacks_router(kernels, run))
-    yield "apply_rope_fusion", _Rule(missing or _lacks_rope(run))
-    yield "bias_activation_fusion", _Rule("", no_gpu)
-    yield "gradient_accumulation_fusion", _Rule(missing or ("weights are frozen: adapters are trained" if run.lora else ""))
-    yield "overlap_grad_reduce", _Rule("", alone or ("" if kernels.cuda else "a CPU reduces and computes on the same cores"))
-    yield "overlap_param_gather", _Rule(_lacks_gather(run, experts), alone or _unwise_gather(run) or no_gpu)
-
-
-def _lacks_router(kernels: Kernels, run: RunFeatures) -> str:
-    if run.keeps_routing:
-        return "routing is kept: a fused router does not ask for recorded experts"
-    return "" if kernels.transformer_engine >= _ROUTER else f"Transformer Engine is older than {_text(_ROUTER)}"
-
-
-def _lacks_rope(run: RunFeatures) -> str:
-    if run.latent:
-        return "Megatron's kernel for latent attention is experimental and takes YaRN only"
-    # `fused_apply_rotary_pos_emb_thd` of megatron-core 0.16.1 does not pass this on to Transformer Engine, which would rotate halves.
-    rotates = "the model rotates neighbouring dimensions, which Megatron's kernel for packed rows does not support"
-    return rotates if run.interleaved_rope else ""
-
-
 def _lacks_gather(run: RunFeatures, experts: Experts) -> str:
     """Return why `overlap_param_gather` is impossible, or "". Megatron waits for weights when their layer is called, but adapters are
     called by hooks, and torch multiplies all experts at once without calling them."""
@@ -232,10 +193,6 @@ def _lacks_gather(run: RunFeatures, experts: Experts) -> str:
     if run.lora:
         return "Megatron does not call adapters as layers"
     return "torch's grouped matmul reads expert weights without calling their layers" if experts == "torch" else ""
-
-
-def _unwise_gather(run: RunFeatures) -> str:
-    return "weights are published after every step, which reads all of them" if run.published_every == 1 else ""
 
 
 def _text(numbers: tuple[int, ...]) -> str:

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncmoe.config.objective import Advantage
-from asyncmoe.errors import InvariantBroken
 
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
 
 
-def group_advantages(
-    rewards: Sequence[float], groups: Sequence[int], estimator: Advantage, sampled: Sequence[int] | None = None
-) -> np.ndarray:
+def group_advantages(rewards: Sequence[float], groups: Sequence[int], estimator: Advantage, sampled: Sequence[int] = ()) -> np.ndarray:
     """Compute one advantage per response, shared by all its tokens: float32[n].
 
     With r the rewards of a group of n responses to one prompt, and sample deviations dividing by n - 1:
@@ -39,23 +36,15 @@ def group_advantages(
         rewards: n finite numbers.
         groups: n; equal for responses to one prompt.
         sampled: n; number of sampled tokens in each response. Required by opo, reinforce_plus_plus and reinforce_plus_plus_baseline.
-
-    Raises:
-        InvariantBroken: lengths differ, a reward is not finite, or `sampled` is missing.
     """
-    reward, group = np.asarray(rewards, np.float64), np.asarray(groups)
-    if reward.shape != group.shape or (sampled is not None and len(sampled) != len(reward)):
-        raise InvariantBroken(f"advantages: got {len(reward)} rewards of {len(group)} groups, expected one of each a response")
-    if not np.isfinite(reward).all():
-        raise InvariantBroken(f"advantages: got the reward {reward[~np.isfinite(reward)][0]}, expected finite rewards")
+    reward, group, length = np.asarray(rewards, np.float64), np.asarray(groups), np.asarray(sampled, np.float64)
     if not len(reward):
         return np.zeros(0, np.float32)
     _, member, count = np.unique(group, return_inverse=True, return_counts=True)
     if estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         value = reward if estimator == "reinforce_plus_plus" else _centred(reward, member, count)
-        return _normalised(value, _lengths(sampled, estimator)).astype(np.float32)
+        return _normalised(value, length).astype(np.float32)
     if estimator == "opo":
-        length = _lengths(sampled, estimator)
         total = np.maximum(np.bincount(member, length), 1.0)
         value = np.where(_equal(reward, member), 0.0, reward - (np.bincount(member, length * reward) / total)[member])
     elif estimator == "pass_at_k":
@@ -67,12 +56,6 @@ def group_advantages(
         elif estimator == "rloo":
             value = value * (count / np.maximum(count - 1, 1))[member]
     return value.astype(np.float32)
-
-
-def _lengths(sampled: Sequence[int] | None, estimator: str) -> np.ndarray:
-    if sampled is None:
-        raise InvariantBroken(f"advantages: got no token counts, expected them because {estimator} weighs responses by length")
-    return np.asarray(sampled, np.float64)
 
 
 def _equal(reward: np.ndarray, member: np.ndarray) -> np.ndarray:

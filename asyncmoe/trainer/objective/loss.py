@@ -10,15 +10,11 @@ import torch
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.trainer.objective.aggregation import kept_weights
-from asyncmoe.trainer.objective.clip import surrogate
-from asyncmoe.trainer.objective.correction import correct
-from asyncmoe.trainer.objective.fates import Fates
-from asyncmoe.trainer.objective.kl import penalty
+from asyncmoe.trainer.objective.correction import Fates, correct
 from asyncmoe.trainer.objective.metrics import measure
 from asyncmoe.trainer.objective.plugin import NO_PLUGINS, Plugins
-from asyncmoe.trainer.objective.proximal import proximal_logprobs
-from asyncmoe.trainer.objective.ratio import ratio
 from asyncmoe.trainer.objective.rows import PolicyRows, Rows, Sums, clamped
+from asyncmoe.trainer.objective.surrogate import penalty, proximal_logprobs, ratio, surrogate
 
 
 def policy_loss(

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncmoe.trainer.objective import histogram
 from asyncmoe.trainer.objective.correction import RULES, Correction
-from asyncmoe.trainer.objective.kl import k3
 from asyncmoe.trainer.objective.rows import Rows, Sums, exp
+from asyncmoe.trainer.objective.surrogate import k3
 
 AGES = 65
 """Number of age bins; the last bin also holds all higher ages."""
-QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 
 SUMS: Mapping[str, tuple[int, ...]] = {
     "tokens": (),
@@ -27,7 +25,6 @@ SUMS: Mapping[str, tuple[int, ...]] = {
     "correction": (),
     "ratio": (),
     "ratio_squared": (),
-    "ratio_bins": (histogram.BINS,),
     "kl": (),
     "kl_direct": (),
     "kl_reference": (),
@@ -82,7 +79,6 @@ def measure(
         "correction": torch.where(kept, correction.weight, 0.0).double().sum(),
         "ratio": (ratio * mask).sum(),
         "ratio_squared": (ratio**2 * mask).sum(),
-        "ratio_bins": histogram.counts(log_ratio, mask),
         "kl": k3(log_ratio).sum(),
         "kl_direct": -log_ratio.sum(),
         "kl_reference": k3(reference.double() - compared.double()).sum(),
@@ -103,10 +99,6 @@ def _count(place: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(AGES, dtype=torch.float64, device=mask.device).index_add_(0, place, mask.double())
 
 
-def _quantiles(bins: np.ndarray) -> dict[str, float]:
-    return dict(zip(map(str, QUANTILES), histogram.quantiles(bins, QUANTILES), strict=True)) if bins.any() else {}
-
-
 def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the figures of a step from `SUMS` over all micro-batches and ranks. Means are over sampled tokens, log-probabilities in nats.
 
@@ -117,7 +109,7 @@ def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
             rejected_by_age: rejected share of the tokens of each age, for ages with rejected tokens.
         clip_fraction: share of the kept tokens on which the clip acts.
         tis_capped_fraction: share of tokens whose weight is capped; correction_mean: mean weight of kept tokens.
-        ratio_mean, ratio_quantiles: of w = pi / pi_engine, log w within [-20, 20]; quantiles by share, with the precision of `histogram`.
+        ratio_mean: of w = pi / pi_engine, log w within [-20, 20].
         ess: effective sample size as a share, (sum w)^2 / (n sum w^2): 1 on policy, 1 / n if a single token has all the weight.
         train_infer_kl: KL(engine || trainer), the k3 estimate, never negative; train_infer_kl_direct: mean of log pi_engine - log pi,
             unbiased but noisy.
@@ -140,7 +132,6 @@ def metrics(sums: Mapping[str, Any]) -> dict[str, Any]:
         "tis_capped_fraction": one["tis_capped"] / tokens,
         "correction_mean": one["correction"] / kept,
         "ratio_mean": one["ratio"] / tokens,
-        "ratio_quantiles": _quantiles(values["ratio_bins"]),
         "ess": one["ratio"] ** 2 / (tokens * one["ratio_squared"]) if one["ratio_squared"] > 0 else 0.0,
         "train_infer_kl": one["kl"] / tokens,
         "train_infer_kl_direct": one["kl_direct"] / tokens,

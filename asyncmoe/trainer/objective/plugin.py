@@ -1,6 +1,6 @@
 """Parts of the objective that a user wrote: an advantage estimator, a loss, an importance weight (docs/guides/objective.md).
 
-Each is a pure function. Every call checks that its result has the right type, shape and dtype and that it left its input alone. Whether
+Each is a pure function. Every call checks that its result has the right type, shape and dtype. Whether
 values are finite is counted over the step (`faults`), so that all ranks stop with the same message before any parameter changes.
 `asyncmoe.trainer.objective.trial` tries a function on small inputs before a run starts.
 """
@@ -56,7 +56,7 @@ class Plugin:
     Attributes:
         key: the configuration key that names it.
         target: its name, `package.module:name`.
-        options: its keyword arguments, from `options_key`.
+        options: its keyword arguments.
         metrics: names of the metrics it reports; known after its trial.
     """
 
@@ -65,10 +65,6 @@ class Plugin:
     function: Callable[..., object]
     options: Mapping[str, Any]
     metrics: tuple[str, ...] = ()
-
-    @property
-    def options_key(self) -> str:
-        return f"{self.key}_options"
 
     @property
     def where(self) -> str:
@@ -111,23 +107,18 @@ class Plugin:
             got = f"the advantage {value[at]} of response {at} (reward {responses.rewards[at]:g}, {responses.sampled[at]} sampled tokens)"
             raise self.refused(got, "finite numbers")
         for name, metric in metrics.items():
-            if not isinstance(name, str) or not isinstance(metric, float | int | np.number):
-                raise self.refused(f"the metric {name!r} = {_told(metric)}", "a number by name")
-            if not np.isfinite(metric):
-                raise self.refused(f"the metric {name!r} = {metric}", "a finite number")
+            if not isinstance(name, str) or not isinstance(metric, float | int | np.number) or not np.isfinite(metric):
+                told = _told(metric) if isinstance(metric, np.ndarray) else metric
+                raise self.refused(f"the metric {name!r} = {told}", "a finite number by name")
         return value.astype(np.float32), {name: float(metric) for name, metric in metrics.items()}
 
     def of_rows(self, rows: PolicyRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return a number for each row, float32[T] with gradient (a loss) or float64[T] without (a weight), and the metrics, each [T].
 
         Raises:
-            ConfigError: it raised an exception, changed its input, or its result or a metric is not a tensor of T numbers.
+            ConfigError: it raised an exception, or its result or a metric is not a tensor of T numbers.
         """
-        before = {name: tensor._version for name, tensor in rows.tensors().items()}
         value, metrics = self.call(rows)
-        changed = [name for name, tensor in rows.tensors().items() if tensor._version != before[name]]
-        if changed:
-            raise self.refused(f"a changed rows.{changed[0]}", "rows as they were", "compute out of place")
         like = rows.logprobs
         dtypes = (like.dtype,) if self.key == LOSS else (torch.float32, torch.float64)
         if not isinstance(value, torch.Tensor) or (value.shape, value.device) != (like.shape, like.device) or value.dtype not in dtypes:

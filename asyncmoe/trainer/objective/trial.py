@@ -7,8 +7,9 @@ how sequences are distributed over micro-batches and ranks.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,6 @@ from asyncmoe.errors import ConfigError, UserError, together
 from asyncmoe.trainer.objective import plugin
 from asyncmoe.trainer.objective.plugin import Plugin, Plugins, Responses
 from asyncmoe.trainer.objective.rows import PolicyRows, segments
-from asyncmoe.trainer.objective.trial_parts import try_parts
 
 log = logging.getLogger(__name__)
 _VERSION = 7
@@ -69,32 +69,14 @@ def _find(key: str, target: str, options: Mapping[str, Any]) -> Plugin:
     if inspect.isclass(function) or inspect.iscoroutinefunction(function):
         kind = "a class" if inspect.isclass(function) else "a coroutine function"
         raise ConfigError(key, got=f"{target}, {kind}", expected="a plain function")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a function that is not written in Python may have no signature
-        return made
-    _check_options(made, signature)
+    signature = inspect.signature(function)
     try:
         signature.bind(None, **options)
     except TypeError as error:
         given = "responses" if key == plugin.ADVANTAGE else "rows"
-        expected = f"one that takes ({given}) and options by name"
-        raise made.refused(f"the signature {signature}", expected) from error
+        got = f"the signature {signature} and the options {dict(options)}: {error}"
+        raise made.refused(got, f"one that takes ({given}) and the options by name") from error
     return made
-
-
-def _check_options(made: Plugin, signature: inspect.Signature) -> None:
-    """Refuse options that the function does not take, and the absence of those it needs."""
-    others = list(signature.parameters.values())[1:]
-    by_name = {one.name: one for one in others if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    free = any(one.kind == one.VAR_KEYWORD for one in others)
-    if unknown := [name for name in made.options if name not in by_name and not free]:
-        near = plugins.nearest(unknown[0], by_name)
-        got = f"{', '.join(unknown)}, which {made.where} does not take"
-        hint = f"did you mean {near}?" if near else None
-        raise ConfigError(made.options_key, got=got, expected=" or ".join(by_name) or "no options", hint=hint)
-    if missing := [name for name, one in by_name.items() if one.default is one.empty and name not in made.options]:
-        raise ConfigError(made.options_key, got=f"no {' and no '.join(missing)}", expected=f"what {made.where} takes without a default")
 
 
 def try_advantage(tried: Plugin) -> Plugin:
@@ -126,7 +108,14 @@ def try_rows(tried: Plugin, cp: int = 1) -> Plugin:
         if not torch.equal(tensor, rows.tensors()[name]):
             raise tried.refused(f"a changed rows.{name}", "rows as they were", "compute out of place")
     tried.measure(rows, value, metrics)
-    _check_finite(tried, rows, value)
+    wrong = rows.mask & (~value.isfinite() | (value < (-torch.inf if loss else 0.0)))
+    if wrong.any():
+        at = int(wrong.nonzero()[0])
+        said = ", ".join(
+            f"{name} {float(getattr(rows, name)[at].detach()):g}" for name in ("logprobs", "proximal", "behaviour", "advantages")
+        )
+        expected = "finite numbers" if loss else "finite numbers, none negative"
+        raise tried.refused(f"{float(value[at].detach()):g} for a token with {said}", expected, _CLAMP)
     for name, metric in metrics.items():
         if not torch.where(rows.mask, metric, 0).isfinite().all():
             raise tried.refused(f"the metric {name!r} that is not finite for a sampled token", "finite numbers", _CLAMP)
@@ -137,32 +126,65 @@ def try_rows(tried: Plugin, cp: int = 1) -> Plugin:
         own, reported = tried.of_rows(few)
         tried.measure(few, own, reported)
         whole = torch.cat([value[rows.segments == i] for i in (*alone, -1)])
-        if not torch.allclose(torch.where(few.mask, own, 0.0), torch.where(few.mask, whole, 0.0), rtol=1e-4, atol=1e-5):
+        if not _close(own, whole, few.mask):
             got = "other values for a sequence alone than beside others"
             raise tried.refused(got, "values that depend on the row's own sequence only; micro-batches and ranks divide a step in any way")
         _check_gradient(tried, few, own)
     _check_gradient(tried, rows, value)
     if cp > 1:
-        try_parts(tried, rows, value)
+        _try_parts(tried, rows, value)
     return tried
 
 
-def _check_finite(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> None:
-    wrong = rows.mask & (~value.isfinite() | (value < 0 if tried.key == plugin.WEIGHT else torch.zeros_like(rows.mask)))
-    if not wrong.any():
-        return
-    at = int(wrong.nonzero()[0])
-    said = ", ".join(f"{name} {float(getattr(rows, name)[at].detach()):g}" for name in ("logprobs", "proximal", "behaviour", "advantages"))
-    expected = "finite numbers, none negative" if tried.key == plugin.WEIGHT else "finite numbers"
-    raise tried.refused(f"{float(value[at].detach()):g} for a token with {said}", expected, _CLAMP)
+def _try_parts(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> None:
+    """Compare the values of rows in two parts with those of whole sequences: once with every other row in a part, once with the sampled
+    rows in one.
+
+    Args:
+        value: [T]; what it makes of `rows`, three whole sequences.
+
+    Raises:
+        ConfigError: they differ, or it adds up sums over sequences not as often for a part as for the whole, which would leave a rank
+            waiting.
+    """
+    wholes: list[torch.Tensor] = []
+
+    def recorded(total: torch.Tensor) -> torch.Tensor:
+        wholes.append(total.detach())
+        return total
+
+    tried.of_rows(replace(rows, over_ranks=recorded))
+    every_other = torch.arange(len(rows.mask)) % 2 == 0
+    for part in (every_other, ~every_other, rows.mask, ~rows.mask):
+        calls = itertools.count()
+
+        def added_up(total: torch.Tensor, calls: Iterator[int] = calls) -> torch.Tensor:
+            call = next(calls)
+            return wholes[call] if call < len(wholes) else total
+
+        held = {name: tensor.detach()[part].requires_grad_(tensor.requires_grad) for name, tensor in rows.tensors().items()}
+        few = replace(rows, **held, over_ranks=added_up)  # type: ignore[arg-type]
+        own = tried.of_rows(few)[0]
+        if next(calls) != len(wholes):
+            got = "rows.sum or rows.mean called more often for one part of some sequences than for the other"
+            raise tried.refused(
+                got, "equally often, whichever rows there are: ranks that hold parts of sequences add up each sum (trainer.cp)"
+            )
+        if not _close(own, value[part], few.mask):
+            expected = "the same: of whole sequences only rows.sum and rows.mean know, which add up what ranks hold (trainer.cp)"
+            raise tried.refused("other values if two ranks hold parts of a sequence", expected)
+
+
+def _close(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> bool:
+    return torch.allclose(torch.where(mask, one, 0.0), torch.where(mask, other, 0.0), rtol=1e-4, atol=1e-5)
 
 
 def _check_gradient(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> None:
     if tried.key != plugin.LOSS:
         return
-    if not value.requires_grad:
-        raise tried.refused("a loss without gradient", "a loss that depends on rows.logprobs")
-    (gradient,) = torch.autograd.grad(torch.where(rows.mask, value, 0.0).sum(), rows.logprobs, allow_unused=True)
+    gradient = None
+    if value.requires_grad:
+        (gradient,) = torch.autograd.grad(torch.where(rows.mask, value, 0.0).sum(), rows.logprobs, allow_unused=True)
     if gradient is None:
         raise tried.refused("a loss without gradient", "a loss that depends on rows.logprobs")
     if not torch.where(rows.mask, gradient, 0.0).isfinite().all():

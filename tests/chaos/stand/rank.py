@@ -22,6 +22,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.process import die_with_parent, leave, named, say
 from asyncmoe.rpc import keys
+from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Lease, Leased, Saved, Welcome
 from asyncmoe.rpc.peers import facts
@@ -29,7 +30,6 @@ from asyncmoe.storage import writing
 from asyncmoe.telemetry import heartbeats, processes
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.schema import METRICS, Resume, Step
-from asyncmoe.trainer.clients import clients
 from asyncmoe.trainer.data import held
 from asyncmoe.trajectory import Trajectory, decode, frames_in
 from tests.chaos.stand import weights
@@ -54,8 +54,9 @@ class Rank:
         ports = self._everyones(self._parts.port)
         self._step, self._part = self._loaded()
         rendezvous = keys.read(config.run.dir, config.engines.start_timeout_s)
-        client, weights_client, *_ = clients(rendezvous, f"trainer.{rank}")
-        self._client, epoch = client, trainer_epoch()
+        epoch = trainer_epoch()
+        client, weights_client = (Client(rendezvous, f"trainer.{rank}{suffix}", epoch) for suffix in ("", ".weights"))
+        self._client = client
         self._start = f"{os.environ['CHAOS_START']}.{epoch}"
         self._publisher = Publisher(config, weights_client, ports) if rank == 0 else None
         self._total, self._saved, self._served, self._behind = config.warmup.steps + config.run.steps, self._step, 0, True

@@ -1,4 +1,4 @@
-"""Process supervision: advantages from rewards of single steps, in addition to the outcome reward."""
+"""Advantages of single tokens, in addition to the outcome's: from rewards of steps, and from a teacher's log-probabilities."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.trainer.objective.advantages import STD_EPSILON
 
 
@@ -23,15 +22,8 @@ def step_scales(
     Args:
         counts, means, squares: n; number of steps of each response, their mean reward, and the sum of squared distances from the mean.
         groups: n; equal for responses that are compared.
-
-    Raises:
-        InvariantBroken: lengths differ.
     """
     count, mean, square, group = np.asarray(counts, np.int64), *(np.asarray(x, np.float64) for x in (means, squares)), np.asarray(groups)
-    if not len(count) == len(mean) == len(square) == len(group):
-        raise InvariantBroken(f"step rewards: got {len(count)}, {len(mean)}, {len(square)} figures of {len(group)} responses")
-    if not len(count):
-        return np.zeros(0), np.zeros(0)
     _, member = np.unique(group, return_inverse=True)
     total = np.bincount(member, count)
     centre = np.bincount(member, count * mean) / np.maximum(total, 1)
@@ -52,3 +44,24 @@ def process_advantages(rewards: np.ndarray, mean: float, deviation: float) -> np
     """
     normalised = np.where(np.isnan(rewards), 0.0, (rewards.astype(np.float64) - mean) / (deviation + STD_EPSILON))
     return np.asarray(np.cumsum(normalised[::-1])[::-1])
+
+
+def distill_advantages(teacher: np.ndarray, behaviour: np.ndarray, clip: float | None) -> np.ndarray:
+    """Return a teacher's contribution to the advantage of each token: float64[T].
+
+        A_t = clip(log pi_teacher - log pi_b, -clip, clip)
+
+    The mean over sampled tokens estimates -KL(pi_b || pi_teacher), the reverse divergence that distillation minimises (MiniLLM, arXiv
+    2306.08543; GKD, arXiv 2306.13649). A policy gradient with A_t descends that divergence token by token, ignoring a token's effect on
+    later tokens (GKD's gradient; a discount of 0).
+
+    pi_b is the sampling policy: after temperature and, if sampling masks are kept, over the allowed ids. pi_teacher is always over the
+    whole vocabulary. With masks this is therefore the divergence of the truncated policy from the whole teacher, which exceeds 0 by -log
+    of the teacher's probability mass on the allowed ids even if both agree on them.
+
+    Args:
+        teacher, behaviour: float32[T]; log-probabilities of the sampled tokens, both 0 at other tokens.
+        clip: limit of |A_t|; None: unlimited.
+    """
+    gap: np.ndarray = teacher.astype(np.float64) - behaviour
+    return gap if clip is None else np.clip(gap, -clip, clip)

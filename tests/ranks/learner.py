@@ -1,0 +1,109 @@
+"""One rank of a job whose learner takes steps: `learner.py RESULT PATH LAYOUT`, where PATH has a model in `hf`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from asyncmoe import models
+from asyncmoe.config import Config, parse
+from asyncmoe.errors import AnomalyFound
+from asyncmoe.log.log import Place
+from asyncmoe.queue.group_buffer import describe
+from asyncmoe.rpc.messages import Fetched, FindWorker, Leased, WorkerFound
+from asyncmoe.trainer import loop
+from asyncmoe.trainer.batch_trainer import Learner
+from asyncmoe.trainer.model import gpt, mesh, optimizer
+from asyncmoe.trainer.objective import NO_PLUGINS
+from asyncmoe.trainer.samples import TrainerSamples
+from asyncmoe.trajectory import Trajectory, encode
+from tests.ranks import case, group
+from tests.ranks.parity import snapshot
+from tests.unit.kept_trajectory import trajectory
+
+VERSION = 3
+
+
+class Controller:
+    """A client that answers itself, also for the worker that holds the batch."""
+
+    def __init__(self) -> None:
+        self.batch: dict[str, Trajectory] = {}
+
+    def beside(self, *_: object) -> Controller:
+        return self
+
+    def ask(self, request: Any, timeout_s: float) -> Any:
+        if isinstance(request, FindWorker):
+            here: Any = "here"
+            return WorkerFound(here), []
+        return Fetched(), [frame for key in request.keys for frame in encode(self.batch[key])]
+
+    def lease(self, routing: Any, logprob: float, replayed: bool = False) -> Leased:
+        """A batch of two groups of two, of the trainer's version, whose tokens the engine gave this log-probability."""
+        made = [trajectory(5 + 3 * seed, seed, routing)[0] for seed in range(4)]
+        for seed, one in enumerate(made):
+            logprobs = np.where(one.loss_mask, logprob, 0).astype(np.float32)
+            changed = {"group": seed // 2, "episode": seed % 2, "reward": float(seed % 2), "prefix_version": VERSION}
+            self.batch[one.key] = replace(one, logprobs=logprobs, **changed)  # type: ignore[arg-type]
+        items = tuple(msgspec.structs.replace(describe(one), place=Place(1, 0)) for one in self.batch.values())
+        return Leased(VERSION, items, 0, {}, replayed=replayed)
+
+
+def main(result: Path, path: Path, layout: str) -> None:
+    group.begin()
+    controller: Any = Controller()
+    config = configuration(path, layout, {"anomalies": {"skips": 1}})
+    built = gpt.build(models.load_hf_config(path / "hf"), config, mesh.start(config.trainer))
+    gpt.load_hf(built, path / "hf")
+    adam, routing = optimizer.build(config, built), models.kept_routing(config, built.hf)
+
+    def learned(learner: Learner, logprob: float, replayed: bool = False) -> list[Any]:
+        """[metrics of each update, broken rules, why it is untrained, whether weights changed], or what ended the run."""
+        before = snapshot(built)
+        try:
+            found = learner.learn(controller.lease(routing, logprob, replayed), "rl", VERSION, lambda: None)
+        except AnomalyFound as error:
+            return [str(error)]
+        changed = any(not torch.equal(a, b) for a, b in zip(before, snapshot(built), strict=True))
+        figures = [[one.updated, one.refused, one.figures["kl_reference"], one.figures["clip_fraction"]] for one in found.updates]
+        return [figures, list(found.anomalies), found.untrained, changed]
+
+    def learner(config: Config) -> Learner:
+        samples = TrainerSamples(config, built.mesh, 0, 0)
+        return Learner(config, built, adam, controller, loop.replay(config, built), NO_PLUGINS, samples)
+
+    first, strict = learner(config), learner(configuration(path, layout, {"max_logprob_diff": 1e-6}))
+    found = {
+        "healthy": learned(first, -1.0),
+        "far": [learned(first, -9.0) for _ in range(2)],
+        "replayed": learned(strict, -1.0, replayed=True),
+        "apart": learned(strict, -1.0),
+    }
+    group.end(result, group.everyone(found))
+
+
+def configuration(path: Path, layout: str, verify: dict[str, Any]) -> Config:
+    return parse(
+        {
+            "run": {"dir": str(path / "run"), "steps": 9},
+            "model": {"path": str(path / "hf")},
+            "task": {"kind": "arithmetic"},
+            "warmup": {"steps": 0},
+            "rollout": {"groups_per_step": 2, "group_size": 2},
+            "objective": {"updates_per_batch": 2, "kl": {"coefficient": 0.1}},
+            "verify": verify,
+            "trainer": {"tokens_per_microbatch": 32, "timeout_s": 60, "ranks": dist.get_world_size(), **case.sizes_of(layout)},
+        }
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncmoe.errors import ConfigError
+from asyncmoe.reshard.layout import RankLayout
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,18 @@ class MegatronParallel:
     def place(self, rank: int) -> tuple[int, int, int, int]:
         """Return the coordinates that determine a rank's parameters; ranks with equal coordinates hold equal parameters."""
         return self.tp_rank(rank), self.pp_rank(rank), self.ep_rank(rank), self.etp_rank(rank)
+
+    def layouts(self, make: Callable[[int], RankLayout]) -> list[RankLayout]:
+        """Return the layouts of all ranks from 0; each distinct one is made once, so that planning reads it once.
+
+        Args:
+            make: makes that of a rank.
+        """
+        made: dict[tuple[int, int, int, int], RankLayout] = {}
+        for rank in range(self.world):
+            if self.place(rank) not in made:
+                made[self.place(rank)] = make(rank)
+        return [made[self.place(rank)].at(rank) for rank in range(self.world)]
 
     def stage_layers(self, layers: int) -> list[int] | None:
         """Return the layers of each pipeline stage, or None if this division is impossible (ignoring `vpp`).

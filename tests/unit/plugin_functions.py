@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -59,10 +58,6 @@ def no_argument() -> None: ...
 async def coroutine(rows: PolicyRows) -> None: ...
 
 
-class Class:
-    def __init__(self, rows: PolicyRows) -> None: ...
-
-
 def raises(given: Any) -> Any:
     raise ZeroDivisionError("no\nmean")
 
@@ -71,23 +66,11 @@ def tempered(rows: PolicyRows, *, tau: float, **others: float) -> torch.Tensor:
     return rows.logprobs * tau
 
 
-def waits(given: Any) -> Any:
-    time.sleep(60)
-
-
 def exits(given: Any) -> Any:
     raise SystemExit(3)
 
 
 def none(given: Any) -> None: ...
-
-
-def scalar(rows: PolicyRows) -> torch.Tensor:
-    return rows.logprobs.sum()
-
-
-def double(rows: PolicyRows) -> torch.Tensor:
-    return rows.logprobs.double()
 
 
 def detached(rows: PolicyRows) -> torch.Tensor:
@@ -115,21 +98,12 @@ def changes_advantages(rows: PolicyRows) -> torch.Tensor:
     return rows.logprobs * rows.advantages
 
 
-def changes_memory(rows: PolicyRows) -> torch.Tensor:
-    rows.advantages.numpy()[:] = 1.0
-    return rows.logprobs * rows.advantages
-
-
 def mean_metric(rows: PolicyRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return rows.logprobs * 2, {"mean": rows.logprobs.mean()}
 
 
 def nan_metric(rows: PolicyRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return rows.logprobs * 2, {"log": rows.advantages.log()}
-
-
-def nan_loss(rows: PolicyRows) -> torch.Tensor:
-    return rows.logprobs * rows.advantages.log()
 
 
 def other_metrics(rows: PolicyRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -157,20 +131,12 @@ def not_a_number(responses: Responses) -> np.ndarray:
     return np.where(responses.sampled > 0, responses.rewards, np.nan)
 
 
-def too_few(responses: Responses) -> np.ndarray:
-    return responses.rewards[1:]
-
-
 def whole_numbers(responses: Responses) -> np.ndarray:
     return responses.groups
 
 
 def nan_of_responses(responses: Responses) -> tuple[np.ndarray, dict[str, Any]]:
     return responses.rewards, {"mean": float("nan")}
-
-
-def wrong_metric(responses: Responses) -> tuple[np.ndarray, dict[str, Any]]:
-    return responses.rewards * 1.0, {"each": responses.rewards}
 
 
 def whole_sequences(rows: PolicyRows) -> torch.Tensor:

@@ -47,14 +47,6 @@ def ids(routes: Routes) -> np.ndarray:
 
 
 @SENT
-def test_rows_are_of_all_tokens_but_the_last(sent: Callable[..., bytes]) -> None:
-    routes = made(6)
-    got = routed_experts(sent(routes), ROUTING, tokens=7, routed=0, key="g1")
-    assert (got.rows, got.layers) == (6, ROUTING.layers)
-    np.testing.assert_array_equal(ids(got), routes[:, 1:])
-
-
-@SENT
 @settings(deadline=None)
 @given(turns=st.lists(st.integers(1, 5), min_size=1, max_size=4), top_k=st.integers(1, 8), experts=st.sampled_from((8, 9, 128, 300)))
 def test_turns_that_ask_only_for_what_they_lack_add_up(sent: Callable[..., bytes], turns: list[int], top_k: int, experts: int) -> None:
@@ -69,11 +61,6 @@ def test_turns_that_ask_only_for_what_they_lack_add_up(sent: Callable[..., bytes
     got = joined(parts, "g1")
     assert got == encode_routes(whole, routing, "g1")
     np.testing.assert_array_equal(ids(got), whole[:, 1:])
-
-
-@SENT
-def test_an_answer_without_new_rows(sent: Callable[..., bytes]) -> None:
-    assert routed_experts(sent(made(4), 4), ROUTING, tokens=5, routed=4, key="g1").rows == 0
 
 
 def damaged(at: int) -> bytes:
@@ -109,12 +96,6 @@ def test_routes_of_another_form_are_refused_by_name(sent: bytes | None, reason: 
     with pytest.raises(TrajectoryRejected, match="g1: ") as caught:
         routed_experts(sent, ROUTING, tokens=8, routed=0, key="g1")
     assert caught.value.reason == reason
-
-
-@SENT
-def test_more_rows_held_than_there_are_is_refused(sent: Callable[..., bytes]) -> None:
-    with pytest.raises(TrajectoryRejected, match=r"length_mismatch: g1: .*expected -1"):
-        routed_experts(sent(made(0)), ROUTING, tokens=5, routed=5, key="g1")
 
 
 def test_a_row_of_minus_one_is_refused() -> None:

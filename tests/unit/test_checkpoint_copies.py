@@ -115,7 +115,8 @@ class Failing(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 
 @pytest.fixture
-def failing() -> Iterator[str]:
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(copier, "_POLL_S", 0.05)
     fsspec.register_implementation("failing", Failing, clobber=True)
     yield "failing://place"
     MemoryFileSystem.store.clear()

@@ -45,8 +45,6 @@ def test_possible_sizes(trainer: dict[str, int], engines: dict[str, int]) -> Non
 
 SIZES: list[tuple[str, dict[str, int], dict[str, int], dict[str, Any], str]] = [
     ("moe", {"ranks": 3, "pp": 3}, {}, {}, "trainer.pp: got 3"),
-    ("moe", {"ranks": 2, "pp": 2, "vpp": 4}, {}, {}, "trainer.vpp: got 4"),
-    ("moe", {"ranks": 3, "pp": 3, "last_stage_layers": 1}, {}, {}, "trainer.last_stage_layers: got 1"),
     ("moe", {"ranks": 8, "tp": 8}, {}, {}, "num_key_value_heads = 4"),
     ("moe", {"ranks": 3, "tp": 3}, {}, {}, "num_attention_heads = 8"),
     ("moe", {"ranks": 4, "tp": 4}, {}, {"vocab_size": 70}, "vocab_size = 70; possible: 1, 2, 5, 7"),

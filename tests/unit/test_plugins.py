@@ -274,6 +274,7 @@ def catches(rows):
 def test_whatever_the_code_does_the_launcher_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(doc_pages.ROOT))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plugins, "IMPORT_S", 2.0)
     monkeypatch.setattr(plugins, "CALL_S", 0.5)
     monkeypatch.setattr(plugin_probe, "_GRACE_S", 0.5)
     (tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")

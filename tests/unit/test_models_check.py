@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from asyncmoe import models
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.models import EngineParallel, MegatronParallel, checks
+from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind
 
@@ -217,32 +217,3 @@ def test_broken_hf_config(tmp_path: Path, content: bytes | None) -> None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(DataError, match=str(tmp_path)):
         models.load_hf_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("engines", "changes", "told"),
-    [
-        ({"tp": 1}, {"moe_intermediate_size": 48}, "moe_intermediate_size of the model: got 48, expected a multiple of 32 *"),
-        ({"tp": 4}, {"moe_intermediate_size": 64}, "32 * engines.tp = 128 on a CPU, where SGLang pads other widths; set engines.tp to 2"),
-        ({"tp": 8, "ep": 8}, {"moe_intermediate_size": 256}, "engines.tp: got 8, expected a divisor of the model's num_key_value_heads"),
-    ],
-)
-def test_sizes_that_sglang_pads_on_a_cpu_are_refused_there(engines: dict[str, int], changes: dict[str, int], told: str) -> None:
-    """As tried with SGLang 0.5.23: expert_hidden 48 gives w13_weight of [8, 128, 64] for [8, 96, 64], and one key head with tp 2 a
-    qkv_proj of [192, 64] for [128, 64]."""
-    hf = {**HF, **changes}
-    models.check(config(engines=engines), hf)
-    with pytest.raises(ConfigError) as refused:
-        models.check(config(engines=engines), hf, cpu_engines=True)
-    assert told in str(refused.value)
-
-
-@pytest.mark.parametrize(("tp", "width", "fits"), [(1, 128, True), (1, 96, False), (2, 256, True), (2, 128, False)])
-def test_blocks_of_float8_are_padded_whole(tp: int, width: int, fits: bool) -> None:
-    hf = {**HF, "moe_intermediate_size": width, "num_key_value_heads": 4}
-    shape = models.family_of(hf).shape_of(hf)
-    if fits:
-        checks.check_cpu_engine(shape, tp, 128)
-    else:
-        with pytest.raises(ConfigError, match=r"a multiple of 128 \* engines\.tp"):
-            checks.check_cpu_engine(shape, tp, 128)

@@ -83,7 +83,7 @@ def rewritten(copy: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, 
     """Save all tensors anew, by torch alone."""
     place = copy / "megatron" / ITERATION
     tensors = CheckpointTensors(place)
-    state = {name: tensors.read(name, Box((0,) * len(tensors.shape(name)), tensors.shape(name))) for name in tensors.names()}
+    state = {name: tensors.read(name, Box((0,) * len(one.size), tuple(one.size))) for name, one in tensors.stored.items()}
     for path in (place / ".metadata", *place.glob("*.distcp")):
         path.unlink()
     kept = {name: (place / name).read_bytes() for name in ("common.pt", "metadata.json")}

@@ -113,7 +113,7 @@ class _Source:
         self._pieces: dict[str, list[Piece]] = {}
         for piece in trained.pieces:
             self._pieces.setdefault(piece.tensor, []).append(piece)
-        self.dtype = str(tensors.dtype(self._parts[names.EMBEDDING][0].name)).removeprefix("torch.")
+        self.dtype = str(tensors.stored[self._parts[names.EMBEDDING][0].name].properties.dtype).removeprefix("torch.")
         self.on_disk = family.hf_layout(hf, self.dtype)
         self._tensor_of = {piece.storage: piece.tensor for piece in self.on_disk.pieces}
 
@@ -123,7 +123,7 @@ class _Source:
         Raises:
             DataError: names the first of them.
         """
-        rest = sorted(self._tensors.names() - {part.name for parts in self._parts.values() for part in parts})
+        rest = sorted(self._tensors.stored.keys() - {part.name for parts in self._parts.values() for part in parts})
         inner = {name: name.removeprefix(self._front) for name in rest}
         left = [name for name in rest if not names.NOT_OURS.search(inner[name])]
         if left:

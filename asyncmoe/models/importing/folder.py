@@ -56,7 +56,10 @@ def find(checkpoint: Path, iteration: int | None = None) -> Path:
 
 
 class CheckpointTensors:
-    """The tensors of a checkpoint by name, read by torch. A tensor is a grid of shards that the ranks of the run wrote.
+    """The tensors of a checkpoint, read by torch. A tensor is a grid of shards that the ranks of the run wrote.
+
+    Attributes:
+        stored: what there is, by name.
 
     Raises:
         DataError: `.metadata` is missing or damaged, or names what it must not.
@@ -69,20 +72,8 @@ class CheckpointTensors:
         except reader.Unreadable as error:
             raise DataError(str(folder), got=str(error), expected=_EXPECTED, hint=_HINT) from error
         self._reader.set_up_storage_reader(found, True)
-        self._stored = {name: one for name, one in found.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
+        self.stored = {name: one for name, one in found.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
         self._last: dict[tuple[str, Box], torch.Tensor] = {}
-
-    def names(self) -> frozenset[str]:
-        """Return the names of all tensors."""
-        return frozenset(self._stored)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape."""
-        return tuple(self._stored[name].size)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype."""
-        return self._stored[name].properties.dtype
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor, as it is stored; do not change it.
@@ -97,7 +88,7 @@ class CheckpointTensors:
         return self._last[name, box]
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
-        stored = self._stored[name]
+        stored = self.stored[name]
         made = torch.empty(box.extent, dtype=stored.properties.dtype)
         items = create_read_items_for_chunk_list(name, stored, [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.extent))])
         if (there := sum(prod(item.lengths) for item in items)) != box.size:

@@ -64,7 +64,7 @@ def front_of(tensors: CheckpointTensors) -> str:
     Raises:
         DataError: the checkpoint has no embedding, or several.
     """
-    found = [name for name in tensors.names() if name.endswith(EMBEDDING) and not NOT_OURS.search(name)]
+    found = [name for name in tensors.stored if name.endswith(EMBEDDING) and not NOT_OURS.search(name)]
     if len(found) != 1:
         raise DataError("the checkpoint", got=f"{len(found)} tensors ...{EMBEDDING}", expected="one: a GPTModel of Megatron's")
     return found[0].removesuffix(EMBEDDING)
@@ -82,11 +82,11 @@ def parts_of(tensors: CheckpointTensors, front: str, parameter: str, shape: tupl
     Raises:
         DataError: the checkpoint has no such tensor, or one of another shape.
     """
-    places, there = list(_places(parameter)), tensors.names()
+    places = list(_places(parameter))
     for name, layer, expert in places:
         layers, experts = () if layer is None else (m.layers,), () if expert is None else (m.experts,)
         for ends, rows in ((("",), shape), (_HALVES, (shape[0] // 2, *shape[1:]))):
-            if all(front + name + end in there for end in ends):
+            if all(front + name + end in tensors.stored for end in ends):
                 inner = (*experts, *rows)
                 box = Box((layer or 0,) * len(layers) + (0,) * len(inner), (1,) * len(layers) + inner)
                 for end in ends:
@@ -112,7 +112,7 @@ def _places(parameter: str) -> Iterator[tuple[str, int | None, int | None]]:
 
 def _check(tensors: CheckpointTensors, name: str, wanted: tuple[int, ...], padded: bool) -> None:
     """Refuse a tensor of another shape; of a padded vocabulary only the first rows are the model's."""
-    got = tensors.shape(name)
+    got = tuple(tensors.stored[name].size)
     if got != wanted and not (padded and len(got) == len(wanted) and got[0] >= wanted[0] and got[1:] == wanted[1:]):
         expected = f"shape {list(wanted)}, as the model of --model has"
         raise DataError(f"the checkpoint: tensor {name}", got=f"shape {list(got)}", expected=expected)

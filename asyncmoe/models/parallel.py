@@ -19,7 +19,8 @@ class MegatronParallel:
 
     Attributes:
         tp, pp, dp: tensor, pipeline and data parallel sizes; the world is their product. Context-parallel ranks, between tensor and data
-            parallel ones, hold the same weights and count as data-parallel ones. `trainer` of a configuration has sizes that fit each other.
+            parallel ones, hold the same weights and count as data-parallel ones. The configuration refuses
+            sizes that do not fit each other.
         ep, etp: expert and expert-tensor parallel sizes; their product divides tp * dp.
         te: use the parameter names of Transformer Engine's layers (grouped experts, norms fused into the next linear layer).
         vpp: model chunks per stage (Megatron's virtual_pipeline_model_parallel_size; 1: no interleaving).

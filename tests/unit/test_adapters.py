@@ -46,15 +46,9 @@ MODELS = SHAPES.flatmap(lambda m: st.tuples(st.just(m), kinds(m)))
 
 def test_names_and_shapes_of_a_layer() -> None:
     m = shape(layers=1, experts=2, hidden=8, width=6)
-    assert adapters.halves(m, Kind(("down_proj", "q_proj"), 3, 6.0)) == {
+    assert adapters.halves(m, Kind(("down_proj", "gate_proj", "q_proj"), 3, 6.0, "shared_outer")) == {
         "layers.0.q_proj.a": (3, 8),
         "layers.0.q_proj.b": (16, 3),
-        "layers.0.experts.0.down_proj.a": (3, 6),
-        "layers.0.experts.0.down_proj.b": (8, 3),
-        "layers.0.experts.1.down_proj.a": (3, 6),
-        "layers.0.experts.1.down_proj.b": (8, 3),
-    }
-    assert adapters.halves(m, Kind(("gate_proj", "down_proj"), 3, 6.0, "shared_outer")) == {
         "layers.0.experts.shared.gate_proj.a": (3, 8),
         "layers.0.experts.0.gate_proj.b": (6, 3),
         "layers.0.experts.1.gate_proj.b": (6, 3),

@@ -34,20 +34,3 @@ def test_the_ranks_of_an_engine_hold_every_element_of_a_half(model, parallel) ->
     assert all(count.min() >= 1 for count in held.values())
 
 
-def test_a_rank_of_a_real_size() -> None:
-    """Shapes as `LoRAMemoryPool.get_lora_A_shape` and `get_lora_B_shape` have them, without the first dimension."""
-    m = shape(layers=1, experts=4, hidden=8, width=6)
-    kind = Kind(ALL, 3, 6.0, "shared_outer")
-    layout = memory_layout(m, kind, EngineParallel(tp=2), 1, "float32")
-    assert {name: storage.shape for name, storage in layout.storages.items()} == {
-        "layers.0.qkv_proj.a": (9, 8),
-        "layers.0.qkv_proj.b": (8 + 4 + 4, 3),
-        "layers.0.o_proj.a": (3, 8),
-        "layers.0.o_proj.b": (8, 3),
-        "layers.0.gate_up_proj_moe.a": (1, 6, 8),
-        "layers.0.gate_up_proj_moe.b": (4, 6, 3),
-        "layers.0.down_proj_moe.a": (4, 3, 3),
-        "layers.0.down_proj_moe.b": (1, 8, 3),
-    }
-    with pytest.raises(KeyError):
-        layout.storages["layers.1.qkv_proj.a"]

@@ -29,17 +29,6 @@ def tokenizer(made: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(made)
 
 
-def test_model_loads_and_computes(made: Path) -> None:
-    model, report = AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert model.dtype == torch.float32
-    logits = model(torch.arange(16)[None]).logits
-    assert logits.shape == (1, 16, VOCAB)
-    assert torch.isfinite(logits).all()
-    assert 0.1 < logits.std() < 3  # neither dead nor saturated: training can start from here
-    assert VOCAB % 64 == 0
-
-
 @pytest.mark.parametrize("text", ["12+7=", "  spaces\n\tand tabs ", "ünï ÷ 日本語 🙂", "#### 42", "".join(map(chr, range(1, 256)))])
 def test_any_text_survives(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -52,15 +41,6 @@ def test_tokenizer_has_the_models_vocabulary(tokenizer: PreTrainedTokenizerBase)
     assert len(tokenizer) == VOCAB
     assert [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id] == [0, 1, 2, 3]
     assert all(isinstance(tokenizer.decode([token]), str) for token in range(VOCAB))
-
-
-def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    turn = [{"role": "user", "content": "2+2?"}]
-    assert tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    tokens = tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
-    assert tokens[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
 
 
 def test_equal_seeds_give_equal_weights(made: Path, tmp_path: Path) -> None:

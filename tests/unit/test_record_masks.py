@@ -101,27 +101,6 @@ def test_noise_whose_digest_is_right_is_refused_or_made_of_good_masks(rows: int,
     assert (len(again), len(again.ids)) == (rows, ids)
 
 
-@pytest.mark.parametrize(
-    ("data", "rows", "ids", "what"),
-    [
-        (b"\0", 1, 0, "bytes: got 1, expected at least 2"),
-        (b"\2\0", 1, 0, "encoding: got 2"),
-        (b"\1\2\0", 1, 2, "ids: got 2, expected at most 1"),
-        (b"\1\2\0\0", 1, 1, "ids up to row 0: got 2, expected at most 1"),
-        (b"\1\1\0\0", 1, 1, "bytes after the last id"),
-        (b"\0\1\x10", 1, 1, "bytes after the last id"),
-        (b"\1\1\x09", 1, 1, "row 0: got id 9"),
-        (b"\1\1\x80", 1, 1, "row 0: got the end of the bytes"),
-        (b"\1\1\xff\xff\xff\xff\xff\1", 1, 1, "row 0: got a number in too many bytes"),
-        (b"\0\2\x23", 1, 2, "row 0: got id 2 after 3"),
-        (b"\0\2\x33", 1, 3, "ids: got 3, expected at most 2"),
-    ],
-)
-def test_bytes_that_are_no_masks(data: bytes, rows: int, ids: int, what: str) -> None:
-    with pytest.raises(ProtocolError, match=what):
-        decode_masks(sealed(rows, ids, 9, data), "t")
-
-
 def test_token_outside_names_the_first_row_without_its_token() -> None:
     made = csr([[1, 4], [], [2], [7, 8]], 9)
     assert token_outside(made, np.array([4, 0, 2, 7], np.int32)) is None

@@ -33,8 +33,6 @@ def packed(routes: np.ndarray, start: int = 0, routing: Routing = ROUTING) -> by
     return to_bytes(encode_routes(routes[min(start, len(routes)) :].astype(np.int32), routing, "a response"))
 
 
-SIX = Routing(2, (0, 1), 2, 6)
-"""3 bits an expert, of which 6 and 7 are none; 42 bits a plane."""
 SENT = pytest.mark.parametrize("sent", [answer, packed])
 
 
@@ -121,28 +119,6 @@ def test_routes_of_an_engine_that_does_not_pack_are_packed_when_they_arrive() ->
     for other, rows in ((response, 8), (replace(response, routes=answer(outside)), 9), (with_packed_routes(response, ROUTING, 9), 9)):
         assert with_packed_routes(other, ROUTING, rows) is other, "left for the trajectory's check, or packed already"
     assert with_packed_routes(response, None, 9) is response
-
-
-@pytest.mark.parametrize("wrong", ["an expert of another model", "an expert twice", "bits after the last expert"])
-def test_packed_routes_with_right_digests_and_wrong_experts_are_refused(wrong: str) -> None:
-    right = encode_routes(made(7, SIX), SIX, "a response")
-    planes = bytearray(right.planes)
-    if wrong == "an expert of another model":
-        planes[0] |= 7
-    elif wrong == "an expert twice":
-        planes[0] = 0
-    else:
-        planes[right.plane_bytes - 1] |= 128
-    sent = to_bytes(sealed(replace(right, planes=bytes(planes))))
-    with pytest.raises(TrajectoryRejected, match=r"^routes_malformed: routes of g1: "):
-        routed_experts(sent, SIX, tokens=8, routed=0, key="g1")
-
-
-@pytest.mark.parametrize("text", ["AAA", "A" * 7 + "*", "é" * 8])
-def test_base64_that_is_none_is_refused_with_the_answer(text: str) -> None:
-    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [], "weight_versions": [], "routed_experts": text}
-    with pytest.raises(ValueError, match=r"^routed_experts: .*base64"):
-        read(json.dumps({"output_ids": [], "meta_info": meta}).encode())
 
 
 def masks(lists: list[list[int]] | None, response: list[int], vocabulary: int = 10) -> list[list[int]]:

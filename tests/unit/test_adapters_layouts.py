@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.models.lora import adapter as adapters
-from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.sglang import memory_layout
 from asyncmoe.models.parallel import EngineParallel
-from tests.unit.adapters import ALL, copied, random_adapter, shape
+from tests.unit.adapters import copied, random_adapter
 from tests.unit.example_counts import examples
 from tests.unit.test_adapters import MODELS
 
@@ -32,5 +30,3 @@ def test_the_ranks_of_an_engine_hold_every_element_of_a_half(model, parallel) ->
                 box = tuple(slice(start, start + extent) for start, extent in zip(piece.box.start, piece.box.extent, strict=True))
                 held[piece.tensor][box] += 1
     assert all(count.min() >= 1 for count in held.values())
-
-

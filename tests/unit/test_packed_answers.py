@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,7 @@ from test_record_answer import MASKED, PLAIN, by_msgspec, numbers, plain, render
 from asyncmoe.engines.sglang.answer import packed_answer, response
 from asyncmoe.engines.types import Generation
 from asyncmoe.errors import EngineError
-from asyncmoe.platform.sglang.packed_answers import BEGIN, AnswerHead, packed
+from asyncmoe.platform.sglang.packed_answers import packed
 from tests.unit.example_counts import examples
 
 REFUSED = (ValueError, RecursionError, EngineError)
@@ -95,5 +94,3 @@ def test_damaged_answers() -> None:
         assert len(made.tokens) == len(made.entries[0])
         assert made.masks is None or made.masks.counts.sum() == len(made.masks.ids)
     assert 0 < taken < 2000
-
-

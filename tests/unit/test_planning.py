@@ -11,13 +11,12 @@ from test_models_plan import SMALL
 
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.models.payload import Payload
 from asyncmoe.plan import memory
 from asyncmoe.plan.memory import EngineMemory
 from asyncmoe.plan.plan_command import parse_adapter
 from asyncmoe.plan.traffic import foresee
 from asyncmoe.reshard import PADDING, plan
-from benchmarks.published import FLOAT8, REAL
+from benchmarks.published import REAL
 from tests.unit.command_line import run_command
 
 REPOSITORY = Path(__file__).parents[2]

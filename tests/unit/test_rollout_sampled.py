@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,11 +12,9 @@ from hypothesis import strategies as st
 from kept_trajectory import distinct
 
 from asyncmoe.engines.decode import cut, routed_experts, sampling_masks, with_packed_routes
-from asyncmoe.engines.sglang.answer import answer as read
 from asyncmoe.engines.types import Generation, IdLists, VersionSpan
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.trajectory import Routes, Routing, decode_masks, decode_routes, encode_masks, encode_routes
-from asyncmoe.trajectory.routes import sealed
 from asyncmoe.trajectory.sent_routes import joined, to_bytes
 
 ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=8)

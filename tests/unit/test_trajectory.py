@@ -303,6 +303,7 @@ FLIPPED = dataclasses.replace(routes_of(3), planes=PLANES[:-1] + bytes([PLANES[-
         ({"versions": sampled([3, -1, 3, 3], "i4")}, "bad_version"),
         ({"versions": sampled([-1, -1, 3, -1], "i4")}, "bad_version"),
         ({"routes": routes_of(4)}, "length_mismatch"),
+        ({"routes": routes_of(2)}, "length_mismatch"),
         ({"routes": routes_of(3, dataclasses.replace(ROUTING, layers=(0, 1, 2)))}, "routes_wrong_layers"),
         ({"routes": routes_of(3, dataclasses.replace(ROUTING, layers=(0, 2)))}, "routes_wrong_layers"),
         ({"routes": routes_of(3, dataclasses.replace(ROUTING, experts=6))}, "routes_wrong_layers"),

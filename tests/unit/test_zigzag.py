@@ -51,5 +51,3 @@ def test_positions_are_those_of_the_rows(lengths: list[int], size: int, data: st
     starts = np.array(bounds)[np.searchsorted(bounds, rows.numpy(), "right") - 1]
     found = zigzag.positions(torch.tensor(bounds, dtype=torch.int32), len(rows), size, rank)
     assert found.tolist() == (rows.numpy() - starts).tolist()
-
-

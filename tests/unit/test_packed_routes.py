@@ -10,6 +10,7 @@ import pytest
 import torch
 from kept_trajectory import distinct
 
+from asyncmoe.errors import ProtocolError
 from asyncmoe.platform.sglang import packed_routes
 from asyncmoe.platform.sglang.packed_routes import _mend, packed
 from asyncmoe.trajectory import Routing, decode_routes
@@ -52,3 +53,9 @@ def test_an_engine_that_cannot_pack_says_so(capsys: pytest.CaptureFixture[str], 
     monkeypatch.setitem(sys.modules, "asyncmoe.trajectory.sent_routes", None)
     packed_routes.install()
     assert "routes are sent unpacked: asyncmoe's extension, built for the trainer's Python, does not work here" in capsys.readouterr().out
+
+
+def test_bytes_that_begin_otherwise_are_no_routes() -> None:
+    sent = packed(rows(2), ROUTING).numpy().tobytes()
+    with pytest.raises(ProtocolError):
+        from_bytes(b"amr2" + sent[4:], "t")

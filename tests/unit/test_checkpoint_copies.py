@@ -138,6 +138,16 @@ def test_a_failure_that_lasts_is_said_once_and_the_run_goes_on(failing: str, tmp
     assert last.startswith("trainer.checkpoint_copy: step-00000003 is copied to failing://place/run")
 
 
+def test_a_copy_that_is_written_again_is_absent_until_it_is_whole(failing: str, tmp_path: Path) -> None:
+    path, place = saved(tmp_path / "run", 1), copies.place_of(failing, tmp_path / "run")
+    Failing.left = 0
+    copies.send(path, place)
+    Failing.left = 1
+    with pytest.raises(PermissionError):
+        copies.send(path, place)
+    assert copies.complete(place) == []
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_wait_for_the_last_copy_ends_with_the_user_s_patience(at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "send", lambda *_: time.sleep(20))

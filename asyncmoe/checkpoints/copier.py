@@ -20,8 +20,6 @@ from asyncmoe.errors import ConfigError, WaitTimeout
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 _POLL_S, _JOIN_S = 1.0, 0.25
-_TRIES, _RETRY_S = 3, 2.0
-"""Attempts at a checkpoint, and seconds before the second, which double."""
 _ANSWER_S = 60.0
 LAST_S = 900.0
 """Seconds that the end of a run waits for the copy of its last checkpoint."""
@@ -99,12 +97,12 @@ class Copier:
         self._ending.set()
         if self._now.is_set():
             return
-        begin, told, asked = time.monotonic(), False, self._asked_to_end()
+        begin, asked = time.monotonic(), self._asked_to_end()
+        self._thread.join(_POLL_S)
+        if self._thread.is_alive():
+            _say(f"copying the last checkpoint to {self._place.shown} (Ctrl-C ends without it)")
         while self._thread.is_alive() and self._asked_to_end() == asked and time.monotonic() - begin < LAST_S:
             self._thread.join(_JOIN_S)
-            if not told and time.monotonic() - begin > _POLL_S:
-                told = True
-                _say(f"copying the last checkpoint to {self._place.shown} (Ctrl-C ends without it)")
         if self._thread.is_alive():
             self._now.set()
             _say(f"{KEY}: the last checkpoint was not copied within {time.monotonic() - begin:.0f} s, and is left out")
@@ -123,31 +121,20 @@ class Copier:
                 self._ending.wait(_POLL_S)
 
     def _copy(self, checkpoint: Path, place: SecondPlace) -> None:
-        sent: set[str] = set()
         begin = time.monotonic()
-        for attempt in range(1, _TRIES + 1):
-            try:
-                copies.send(checkpoint, place, sent)
-                copies.prune(place, self._section.keep_checkpoints, self._section.keep_every)
-            except Exception as error:  # noqa: BLE001  every package has errors of its own; all are said
-                if not checkpoint.is_dir():  # a newer one has taken its place
-                    return
-                if attempt == _TRIES:
-                    self._failed(checkpoint, place, error)
-                elif self._now.wait(_RETRY_S * 2 ** (attempt - 1)):
-                    return
-            else:
-                if self._failing:
-                    _say(f"{KEY}: {checkpoint.name} is copied to {place.shown}: copies succeed again")
-                self._failing = False
-                log.info("copied %s to %s in %.1f s", checkpoint.name, place.shown, time.monotonic() - begin)
-                return
-
-    def _failed(self, checkpoint: Path, place: SecondPlace, error: Exception) -> None:
-        if not self._failing:
-            why = f"{checkpoint.name} was not copied to {place.shown}: {copies.said(error)}"
-            _say(f"{KEY}: {why}; the run goes on, and the next checkpoint is tried again")
-        self._failing = True
+        try:
+            copies.send(checkpoint, place)
+            copies.prune(place, self._section.keep_checkpoints, self._section.keep_every)
+        except Exception as error:  # noqa: BLE001  every package has errors of its own; all are said
+            if checkpoint.is_dir() and not self._failing:  # else a newer one has taken its place
+                why = f"{checkpoint.name} was not copied to {place.shown}: {copies.said(error)}"
+                _say(f"{KEY}: {why}; the run goes on, and the next checkpoint is tried again")
+            self._failing |= checkpoint.is_dir()
+            return
+        if self._failing:
+            _say(f"{KEY}: {checkpoint.name} is copied to {place.shown}: copies succeed again")
+        self._failing = False
+        log.info("copied %s to %s in %.1f s", checkpoint.name, place.shown, time.monotonic() - begin)
 
 
 def _say(text: str) -> None:

@@ -82,11 +82,8 @@ def complete(place: SecondPlace) -> list[int]:
     return [step for step in steps if place.files.exists(f"{place.folder(step)}/{MANIFEST}")]
 
 
-def send(checkpoint: Path, place: SecondPlace, sent: set[str]) -> None:
+def send(checkpoint: Path, place: SecondPlace) -> None:
     """Copy a checkpoint.
-
-    Args:
-        sent: files that an earlier attempt has sent; this one adds its own.
 
     Raises:
         DataError: the checkpoint is damaged; its copy is then incomplete.
@@ -95,16 +92,13 @@ def send(checkpoint: Path, place: SecondPlace, sent: set[str]) -> None:
     listed = manifest.read(checkpoint)
     folder = f"{place.root}/{checkpoint.name}"
     _remove(place, f"{folder}/{MANIFEST}")
-    for name in sorted(listed.keys() - sent):
+    for name, sealed in sorted(listed.items()):
         if (fault := manifest.changed(checkpoint, listed, [name])) is not None:
             raise DataError(str(checkpoint), got=fault, expected="files as they were written")
         _make_folder(place, f"{folder}/{name}")
         place.files.put_file(str(checkpoint / name), f"{folder}/{name}")
-        sent.add(name)
-    place.files.invalidate_cache()
-    for name, sealed in listed.items():
+        place.files.invalidate_cache()
         if (size := place.files.info(f"{folder}/{name}")["size"]) != sealed.nbytes:
-            sent.remove(name)
             raise DataError(f"{place.shown}/{checkpoint.name}/{name}", got=f"{size} bytes", expected=sealed.nbytes)
     with place.files.open(f"{folder}/{MANIFEST}", "wb") as file:
         file.write(manifest.text_of(listed))

@@ -74,7 +74,7 @@ def import_checkpoint(
     """Write a torch_dist checkpoint of Megatron-LM or Megatron-Bridge as a Hugging Face checkpoint, from which runs start.
 
     The checkpoint may have been saved in any parallel layout. Megatron is not needed, and nothing that the checkpoint names is run. Its
-    arguments are compared with DIR's config.json first. One shard is read at a time, and 4 GiB are held until they are written.
+    arguments are compared with DIR's config.json first. The experts of a layer, and 4 GiB until they are written, are held in memory.
 
         asyncmoe import-checkpoint /data/megatron/qwen3 runs/models/mine --model Qwen3-30B-A3B
         asyncmoe run big.yaml model.path=runs/models/mine

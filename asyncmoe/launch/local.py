@@ -93,7 +93,7 @@ def check(config: Config, *, weights: bool = True) -> Survey:
             raise no_gpu_for(key, value)
     hf = budget.hf_of(config)
     there = weights and not to_make(config.model, config.run.dir)
-    models.check(config, hf, cpu_engines=here and devices.none_here(), weights=config.model.path if there else None)
+    models.check(config, hf, weights=config.model.path if there else None)
     _check_adapter(config, hf)
     _check_host(config, hf)
     newest = checkpoints.newest(config.run.dir)

@@ -57,7 +57,6 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     with uncollected():
         from asyncmoe import config as configuration
         from asyncmoe import models
-        from asyncmoe.config import devices
         from asyncmoe.engines import engine_agent
         from asyncmoe.engines.engine_python import check_engine_python
         from asyncmoe.engines.nodes import process_name
@@ -67,7 +66,7 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     loaded = with_local_model(configuration.load(config, overrides))
     engine_agent.check_node(loaded.engines.nodes, name, node)
     check_engine_python(loaded.engines.python)
-    models.check(loaded, models.hf_config_of(loaded), cpu_engines=devices.none_here(), weights=loaded.model.path)
+    models.check(loaded, models.hf_config_of(loaded), weights=loaded.model.path)
     name = name or engine_agent.default_name(index)
     with _heard(loaded, process_name(name, node)):
         engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index), node)

@@ -21,7 +21,6 @@ from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
-from asyncmoe.reshard.float8 import BLOCK
 from asyncmoe.trajectory import Recording, Routing
 
 __all__ = [
@@ -72,11 +71,10 @@ def hf_config_of(config: Config) -> dict[str, Any]:
     return with_family(load_hf_config(config.model.path), config.model.family)
 
 
-def check(config: Config, hf: Mapping[str, Any], *, cpu_engines: bool = False, weights: Path | None = None) -> None:
+def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None) -> None:
     """Refuse a model that cannot be trained, and impossible combinations of model and parallel sizes, before a run starts.
 
     Args:
-        cpu_engines: the engines are known to compute on CPUs.
         weights: the model's directory, if its files are to be compared with `hf` (`headers.faults`).
 
     Raises:
@@ -97,9 +95,6 @@ def check(config: Config, hf: Mapping[str, Any], *, cpu_engines: bool = False, w
         raise together(faults)
     family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
     _check_float8(config, hf)
-    if cpu_engines:
-        block = None if float8_of(hf) is None else BLOCK
-        checks.check_cpu_engine(family.shape_of(hf), config.engines.tp, block)
     if (kind := adapter_of(config, hf)) is not None:
         halves.check(kind, family.shape_of(hf))
     _check_router_bias(config, family.shape_of(hf))

@@ -12,9 +12,6 @@ from asyncmoe.models.sglang import VOCAB_MULTIPLE
 from asyncmoe.models.shape import HfConfig, Shape, rope
 from asyncmoe.models.shards import padded
 
-_CPU_WIDTH_MULTIPLE = 32
-"""Without CUDA, SGLang pads the width of MLPs to a multiple of this times tp (configs/update_config.py, DEFAULT_MOE_PADDING_SIZE); with
-weights of float8, to a multiple of the block's size times tp."""
 _ROTARY = "partial_rotary_factor"
 
 Wanted = tuple[str, object, tuple[object, ...]]
@@ -116,31 +113,6 @@ def check_engine(family: str, m: Shape, parallel: EngineParallel) -> None:
         raise ConfigError("engines.ep", got=parallel.ep, expected=f"1, as {family} has no experts")
     if m.dense_layers:
         check_divides("engines.tp", parallel.tp, "intermediate_size", m.dense_width)
-
-
-def check_cpu_engine(m: Shape, tp: int, block: int | None = None) -> None:
-    """Refuse sizes that SGLang pads without CUDA, because its padded parameters do not match the layout that weights are sent to.
-
-    Args:
-        tp: tensor-parallel ranks of an engine.
-        block: side of a block of float8 weights; None: not quantised.
-
-    Raises:
-        ConfigError: names the first such size. Source: sglang 0.5.23, configs/update_config.py, `adjust_config_with_unaligned_cpu_tp`.
-    """
-    if m.kv_heads % tp:
-        expected = f"a divisor of the model's num_key_value_heads = {m.kv_heads} on a CPU, where SGLang pads fewer key heads than ranks"
-        raise ConfigError("engines.tp", got=tp, expected=expected, hint=_possible(_divisors(m.kv_heads)))
-    multiple = (block or _CPU_WIDTH_MULTIPLE) * tp
-    for name, width in (
-        ("moe_intermediate_size", m.expert_width * bool(m.experts)),
-        ("intermediate_size", m.dense_width * bool(m.dense_layers)),
-    ):
-        if width % multiple:
-            most = max((size for size in _divisors(tp) if width % (multiple // tp * size) == 0), default=0)
-            expected = f"a multiple of {multiple // tp} * engines.tp = {multiple} on a CPU, where SGLang pads other widths"
-            hint = f"set engines.tp to {most}" if most else "choose another model, or a machine with GPUs"
-            raise ConfigError(f"{name} of the model", got=width, expected=expected, hint=hint)
 
 
 def check_divides(key: str, size: int, name: str, total: int) -> None:

@@ -108,12 +108,8 @@ class Family:
         return {**megatron.transformer_arguments(hf, m), **self.router(hf)}, megatron.gpt_arguments(hf, m)
 
     def megatron_layouts(self, hf: HfConfig, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
-        """Return the layouts of all trainer ranks from 0; each distinct layout is made once, so that planning reads it once."""
-        made: dict[tuple[int, int, int, int], RankLayout] = {}
-        for rank in range(parallel.world):
-            if parallel.place(rank) not in made:
-                made[parallel.place(rank)] = self.megatron_layout(hf, parallel, rank, dtype)
-        return [made[parallel.place(rank)].at(rank) for rank in range(parallel.world)]
+        """Return the layouts of all trainer ranks from 0."""
+        return parallel.layouts(lambda rank: self.megatron_layout(hf, parallel, rank, dtype))
 
     def sglang_layouts(self, hf: HfConfig, parallel: EngineParallel, dtype: str, engines: int = 1, first: int = 0) -> list[RankLayout]:
         """Return the layouts of all ranks of equal engines, engine after engine; rank numbers start at `first`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncmoe.errors import ConfigError
+from asyncmoe.reshard.layout import RankLayout
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class MegatronParallel:
 
     Attributes:
         tp, pp, dp: tensor, pipeline and data parallel sizes; the world is their product. Context-parallel ranks, between tensor and data
-            parallel ones, hold the same weights and count as data-parallel ones.
+            parallel ones, hold the same weights and count as data-parallel ones. The configuration refuses
+            sizes that do not fit each other.
         ep, etp: expert and expert-tensor parallel sizes; their product divides tp * dp.
         te: use the parameter names of Transformer Engine's layers (grouped experts, norms fused into the next linear layer).
         vpp: model chunks per stage (Megatron's virtual_pipeline_model_parallel_size; 1: no interleaving).
@@ -34,24 +37,6 @@ class MegatronParallel:
     vpp: int = 1
     first_layers: int | None = None
     last_layers: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep", "etp", "dp", "vpp", "first_layers", "last_layers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"parallel size {name}", got=value, expected="at least 1")
-        if self.tp * self.dp % (self.ep * self.etp):
-            raise ConfigError(
-                "ranks of a pipeline stage",
-                got=f"tp * cp * dp = {self.tp * self.dp}",
-                expected=f"a multiple of ep * etp = {self.ep * self.etp}",
-            )
-        if self.pp == 1:
-            for name, neutral in (("vpp", 1), ("first_layers", None), ("last_layers", None)):
-                if getattr(self, name) != neutral:
-                    raise ConfigError(
-                        f"parallel size {name}", got=getattr(self, name), expected=f"{neutral} as there is one pipeline stage"
-                    )
 
     @property
     def world(self) -> int:
@@ -75,6 +60,18 @@ class MegatronParallel:
     def place(self, rank: int) -> tuple[int, int, int, int]:
         """Return the coordinates that determine a rank's parameters; ranks with equal coordinates hold equal parameters."""
         return self.tp_rank(rank), self.pp_rank(rank), self.ep_rank(rank), self.etp_rank(rank)
+
+    def layouts(self, make: Callable[[int], RankLayout]) -> list[RankLayout]:
+        """Return the layouts of all ranks from 0; each distinct one is made once, so that planning reads it once.
+
+        Args:
+            make: makes that of a rank.
+        """
+        made: dict[tuple[int, int, int, int], RankLayout] = {}
+        for rank in range(self.world):
+            if self.place(rank) not in made:
+                made[self.place(rank)] = make(rank)
+        return [made[self.place(rank)].at(rank) for rank in range(self.world)]
 
     def stage_layers(self, layers: int) -> list[int] | None:
         """Return the layers of each pipeline stage, or None if this division is impossible (ignoring `vpp`).
@@ -117,10 +114,6 @@ class EngineParallel:
 
     tp: int = 1
     ep: int = 1
-
-    def __post_init__(self) -> None:
-        if self.tp < 1 or self.ep < 1 or self.tp % self.ep:
-            raise ConfigError("engine's ep", got=f"ep {self.ep} with tp {self.tp}", expected="positive sizes, ep a divisor of tp")
 
     @property
     def world(self) -> int:

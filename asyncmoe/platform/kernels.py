@@ -10,6 +10,8 @@ import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 
+from packaging.version import Version
+
 from asyncmoe.errors import UserError
 
 _ENGINE = "transformer_engine"
@@ -67,13 +69,8 @@ def detect() -> Kernels:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: "2.20.2+cu13" -> (2, 20, 2)."""
-    numbers: list[int] = []
-    for part in version.partition("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers) or (0,)
+    """Return the numbers of a version: "2.20.2+cu13" -> (2, 20, 2)."""
+    return Version(version).release
 
 
 def _version(distribution: str) -> str:

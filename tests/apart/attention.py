@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from inspect import signature
 from itertools import accumulate, pairwise
@@ -23,7 +22,7 @@ from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 
 from asyncmoe.errors import InvariantBroken  # noqa: E402
 from asyncmoe.platform.megatron import packed_attention as attention  # noqa: E402
-from asyncmoe.platform.megatron import rope, together  # noqa: E402
+from asyncmoe.platform.megatron import rope  # noqa: E402
 from asyncmoe.trainer.model import layers  # noqa: E402, F401  layers installs the angles
 
 BOUNDS = [0, 5, 6, 13]
@@ -110,24 +109,6 @@ def test_rows_see_their_own_sequence(kind: str, sizes: tuple[int, ...], scale: f
 LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 700)), min_size=1, max_size=12)
 
 
-@given(LENGTHS)
-def test_batches_hold_every_row_once(lengths: list[int]) -> None:
-    bounds = [0, *accumulate(lengths)]
-    laid = together.batches(bounds, 512)
-    assert sum(count for count, _ in laid.shapes) == len(lengths)
-    assert len(set(laid.place.tolist())) == bounds[-1], "places are distinct"
-    starts = list(accumulate((count * longest for count, longest in laid.shapes), initial=0))
-    assert starts.pop() == laid.rows
-    for first, last in pairwise(bounds):
-        place = laid.place[first:last]
-        assert place.tolist() == list(range(place[0], place[0] + last - first)), "a sequence stays together"
-        at = bisect_right(starts, place[0]) - 1
-        count, longest = laid.shapes[at]
-        assert (place[0] - starts[at]) % longest == 0, "and begins a row of its batch"
-        assert count == 1 or longest <= 512
-        assert longest <= max(32, (last - first) / 0.8), "with little padding"
-
-
 @settings(max_examples=15)
 @given(LENGTHS, st.booleans())
 def test_sequences_of_all_lengths_attend_as_defined(lengths: list[int], zero: bool) -> None:
@@ -142,16 +123,6 @@ def test_sequences_of_all_lengths_attend_as_defined(lengths: list[int], zero: bo
         (made, *torch.autograd.grad(made, vs, upstream)), (wanted, *torch.autograd.grad(wanted, vs, upstream)), strict=True
     ):
         assert torch.allclose(got, want, atol=1e-5)
-
-
-def test_short_sequences_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call for each costs more than its work."""
-    calls = []
-    real = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *given, **named: calls.append(given[0].shape) or real(*given, **named))
-    bounds = list(range(0, 641, 10))
-    core()(*vectors(2, 2, 8, 8, 640), packed_seq_params=attention.PackedSequences(torch.tensor(bounds), bounds, 10))
-    assert calls == [(64, 2, 10, 8)]
 
 
 def test_values_narrower_than_keys_keep_no_scores() -> None:

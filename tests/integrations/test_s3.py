@@ -115,7 +115,7 @@ def test_a_run_copies_its_checkpoints_and_one_comes_back(tmp_path: Path) -> None
 def test_a_copy_without_its_manifest_is_absent_and_a_changed_one_refused(tmp_path: Path) -> None:
     run = tmp_path / "cut"
     path = saved(run, 7)
-    copies.send(path, copies.place_of(URL, run), set())
+    copies.send(path, copies.place_of(URL, run))
     path.rename(tmp_path / "lost")
     bucket().put_object(Bucket="backups", Key="asyncmoe/cut/step-00000007/__0_0.distcp", Body=BIG[:-1] + b"x")
     with pytest.raises(DataError, match=r"__0_0\.distcp: got 12582912 bytes of CRC-32C"):
@@ -143,7 +143,6 @@ def test_a_server_that_stops_answering_is_said_once_and_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(copier, "LAST_S", 60.0)
-    monkeypatch.setattr(copier, "_RETRY_S", 0.1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     import s3fs

@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from asyncmoe.platform import zigzag
-from asyncmoe.platform.megatron.context_attention import attend
+from asyncmoe.platform import megatron, zigzag
 from tests.ranks import group
+
+megatron.prepare()
+
+from asyncmoe.platform.megatron.context_attention import attend  # noqa: E402
 
 
 def main(result: Path, cases: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -59,20 +58,12 @@ def no_argument() -> None: ...
 async def coroutine(rows: PolicyRows) -> None: ...
 
 
-class Class:
-    def __init__(self, rows: PolicyRows) -> None: ...
-
-
 def raises(given: Any) -> Any:
     raise ZeroDivisionError("no\nmean")
 
 
 def tempered(rows: PolicyRows, *, tau: float, **others: float) -> torch.Tensor:
     return rows.logprobs * tau
-
-
-def waits(given: Any) -> Any:
-    time.sleep(60)
 
 
 def exits(given: Any) -> Any:
@@ -115,10 +106,6 @@ def nan_metric(rows: PolicyRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
     return rows.logprobs * 2, {"log": rows.advantages.log()}
 
 
-def nan_loss(rows: PolicyRows) -> torch.Tensor:
-    return rows.logprobs * rows.advantages.log()
-
-
 def other_metrics(rows: PolicyRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return rows.logprobs * 2, {"many": rows.mask} if rows.sequences > 1 else {}
 
@@ -150,10 +137,6 @@ def whole_numbers(responses: Responses) -> np.ndarray:
 
 def nan_of_responses(responses: Responses) -> tuple[np.ndarray, dict[str, Any]]:
     return responses.rewards, {"mean": float("nan")}
-
-
-def wrong_metric(responses: Responses) -> tuple[np.ndarray, dict[str, Any]]:
-    return responses.rewards * 1.0, {"each": responses.rewards}
 
 
 def whole_sequences(rows: PolicyRows) -> torch.Tensor:

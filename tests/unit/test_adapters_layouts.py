@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.models.lora import adapter as adapters
-from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.sglang import memory_layout
 from asyncmoe.models.parallel import EngineParallel
-from tests.unit.adapters import ALL, LATENT, copied, random_adapter, shape
+from tests.unit.adapters import copied, random_adapter
 from tests.unit.example_counts import examples
 from tests.unit.test_adapters import MODELS
 
@@ -32,52 +30,3 @@ def test_the_ranks_of_an_engine_hold_every_element_of_a_half(model, parallel) ->
                 box = tuple(slice(start, start + extent) for start, extent in zip(piece.box.start, piece.box.extent, strict=True))
                 held[piece.tensor][box] += 1
     assert all(count.min() >= 1 for count in held.values())
-
-
-def test_a_rank_of_a_real_size() -> None:
-    """Shapes as `LoRAMemoryPool.get_lora_A_shape` and `get_lora_B_shape` have them, without the first dimension."""
-    m = shape(layers=1, experts=4, hidden=8, width=6)
-    kind = Kind(ALL, 3, 6.0, "shared_outer")
-    layout = memory_layout(m, kind, EngineParallel(tp=2), 1, "float32")
-    assert {name: storage.shape for name, storage in layout.storages.items()} == {
-        "layers.0.qkv_proj.a": (9, 8),
-        "layers.0.qkv_proj.b": (8 + 4 + 4, 3),
-        "layers.0.o_proj.a": (3, 8),
-        "layers.0.o_proj.b": (8, 3),
-        "layers.0.gate_up_proj_moe.a": (1, 6, 8),
-        "layers.0.gate_up_proj_moe.b": (4, 6, 3),
-        "layers.0.down_proj_moe.a": (4, 3, 3),
-        "layers.0.down_proj_moe.b": (1, 8, 3),
-    }
-    with pytest.raises(KeyError):
-        layout.storages["layers.1.qkv_proj.a"]
-
-
-def test_a_rank_of_latent_attention_and_of_what_all_tokens_pass() -> None:
-    m = shape(layers=2, experts=4, hidden=8, width=6, dense=frozenset({0}), shared=12, attention=LATENT)
-    layout = memory_layout(m, Kind(m.adapters, 3, 6.0), EngineParallel(tp=2), 1, "float32")
-    shapes = {name: storage.shape for name, storage in layout.storages.items()}
-    attention = {
-        "fused_qkv_a_proj_with_mqa.a": (6, 8),
-        "fused_qkv_a_proj_with_mqa.b": (6 + 5 + 2, 3),
-        "q_b_proj.a": (3, 6),
-        "q_b_proj.b": (2 * (3 + 2), 3),
-        "kv_b_proj.a": (3, 5),
-        "kv_b_proj.b": (2 * (3 + 4), 3),
-        "o_proj.a": (3, 2 * 4),
-        "o_proj.b": (8, 3),
-    }
-    assert shapes == {f"layers.{layer}.{name}": shape for layer in (0, 1) for name, shape in attention.items()} | {
-        "layers.0.gate_up_proj.a": (6, 8),
-        "layers.0.gate_up_proj.b": (10, 3),
-        "layers.0.down_proj.a": (3, 5),
-        "layers.0.down_proj.b": (8, 3),
-        "layers.1.gate_up_proj.a": (6, 8),
-        "layers.1.gate_up_proj.b": (12, 3),
-        "layers.1.down_proj.a": (3, 6),
-        "layers.1.down_proj.b": (8, 3),
-        "layers.1.gate_up_proj_moe.a": (4, 6, 8),
-        "layers.1.gate_up_proj_moe.b": (4, 6, 3),
-        "layers.1.down_proj_moe.a": (4, 3, 3),
-        "layers.1.down_proj_moe.b": (4, 8, 3),
-    }

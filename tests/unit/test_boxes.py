@@ -24,8 +24,3 @@ def test_each_element_of_the_range_is_in_one_box_in_order(shape: tuple[int, ...]
     assert flat == list(range(begin, end))
     assert [(box.begin, box.end) for box in found] == [(int(part.reshape(-1)[0]), int(part.reshape(-1)[-1]) + 1) for part in parts]
     assert len(found) <= max(1, 2 * len(shape) - 1)
-
-
-def test_whole_rows_are_one_box() -> None:
-    assert [tuple(box) for box in boxes((4, 3), 2, 10)] == [((0, 2), (1, 1), 2), ((1, 0), (2, 3), 3), ((3, 0), (1, 1), 9)]
-    assert [tuple(box) for box in boxes((4, 3), 0, 12)] == [((0, 0), (4, 3), 0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_a_copy_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
     path = saved(run, 7, files={**FILES, "part/of a folder": b"x" * 9, "empty": b""})
     before = contents(path)
     place = copies.place_of(url, run)
-    copies.send(path, place, set())
+    copies.send(path, place)
     assert copies.complete(place) == [7]
     path.rename(tmp_path / "lost")
     assert copies.restore(url, run) == path
@@ -57,30 +58,24 @@ def test_a_copy_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
     assert (path.parent / "step-00000007.damaged").is_dir()
 
 
-@pytest.mark.parametrize("lost", ["manifest.json", "common.pt"])
-def test_a_copy_that_is_not_whole_is_never_brought_back(lost: str, url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("manifest.json", None, "no complete copy"),
+        ("common.pt", None, "common.pt|No such file"),
+        ("common.pt", b"d" * 900, r"common\.pt: got 900 bytes of CRC-32C"),
+        ("common.pt", b"d" * 10**6, "got 1000000 bytes"),
+    ],
+)
+def test_a_copy_that_is_not_whole_is_never_brought_back(file: str, content: bytes | None, said: str, url: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    path = saved(run, 3)
-    place = copies.place_of(url, run)
-    copies.send(path, place, set())
-    place.files.rm_file(f"{place.folder(3)}/{lost}")
+    path, place = saved(run, 3), copies.place_of(url, run)
+    copies.send(path, place)
+    place.files.rm_file(f"{place.folder(3)}/{file}")
+    if content is not None:
+        place.files.pipe_file(f"{place.folder(3)}/{file}", content)
     path.rename(tmp_path / "lost")
-    with pytest.raises(AsyncmoeError, match="no complete copy" if lost == "manifest.json" else "common.pt|No such file"):
-        copies.restore(url, run)
-    assert checkpoints.newest(run) is None
-
-
-def test_a_changed_copy_is_refused_with_the_files_name(url: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    path = saved(run, 3)
-    place = copies.place_of(url, run)
-    copies.send(path, place, set())
-    place.files.pipe_file(f"{place.folder(3)}/common.pt", b"d" * 900)
-    path.rename(tmp_path / "lost")
-    with pytest.raises(DataError, match=r"common\.pt: got 900 bytes of CRC-32C"):
-        copies.restore(url, run)
-    place.files.pipe_file(f"{place.folder(3)}/common.pt", b"d" * 10**6)
-    with pytest.raises(DataError, match="got 1000000 bytes"):
+    with pytest.raises(AsyncmoeError, match=said):
         copies.restore(url, run)
     assert checkpoints.newest(run) is None
 
@@ -90,7 +85,7 @@ def test_a_damaged_checkpoint_is_not_copied(url: str, tmp_path: Path) -> None:
     flip(path / "__0_0.distcp")
     place = copies.place_of(url, tmp_path / "run")
     with pytest.raises(DataError, match=r"__0_0\.distcp has other content"):
-        copies.send(path, place, set())
+        copies.send(path, place)
     assert copies.complete(place) == []
 
 
@@ -121,62 +116,48 @@ class Failing(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(copier, "_POLL_S", 0.05)
     fsspec.register_implementation("failing", Failing, clobber=True)
-    monkeypatch.setattr(copier, "_RETRY_S", 0.01)
     yield "failing://place"
     MemoryFileSystem.store.clear()
 
 
-def test_a_failure_is_tried_again(failing: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    Failing.left = 2
-    with Copier(config(tmp_path / "run", failing)):
-        saved(tmp_path / "run", 1)
-    assert copies.complete(copies.place_of(failing, tmp_path / "run")) == [1]
-    assert capfd.readouterr().err == ""
-
-
 def test_a_failure_that_lasts_is_said_once_and_the_run_goes_on(failing: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    place = copies.place_of(failing, run)
-    left = {1: 3, 2: 0, 3: 0}
-    Failing.left = 6
+    Failing.left = 2
     with Copier(config(run, failing)):
-        for step in left:
+        for step in (1, 2, 3):
             saved(run, step)
             until = time.monotonic() + 10
-            while Failing.left > left[step] and time.monotonic() < until:
+            while Failing.left > max(0, 2 - step) and time.monotonic() < until:
                 time.sleep(0.01)
-    assert copies.complete(place) == [3]
+    assert copies.complete(copies.place_of(failing, run)) == [3]
     first, last = capfd.readouterr().err.splitlines()
     assert first.startswith("trainer.checkpoint_copy: step-00000001 was not copied to failing://place/run: PermissionError: 403 for ")
-    assert first.endswith("; the run goes on, and the next checkpoint is tried again")
     assert "secret" not in first
     assert last.startswith("trainer.checkpoint_copy: step-00000003 is copied to failing://place/run")
 
 
-def test_a_run_that_is_ended_at_once_waits_for_no_copy(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Failing.left = 10**9
-    monkeypatch.setattr(copier, "_RETRY_S", 1000)
-    saved(tmp_path / "run", 1)
-    begin = time.monotonic()
-    with pytest.raises(Interrupted), Copier(config(tmp_path / "run", failing)):
-        raise Interrupted("ended at once")
-    assert time.monotonic() - begin < 5
+def test_a_copy_that_is_written_again_is_absent_until_it_is_whole(failing: str, tmp_path: Path) -> None:
+    path, place = saved(tmp_path / "run", 1), copies.place_of(failing, tmp_path / "run")
+    Failing.left = 0
+    copies.send(path, place)
+    Failing.left = 1
+    with pytest.raises(PermissionError):
+        copies.send(path, place)
+    assert copies.complete(place) == []
 
 
-def test_the_wait_for_the_last_copy_ends_when_the_user_asks_again(
-    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    Failing.left = 10**9
-    monkeypatch.setattr(copier, "_RETRY_S", 1000)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_wait_for_the_last_copy_ends_with_the_user_s_patience(at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "send", lambda *_: time.sleep(20))
+    monkeypatch.setattr(copier, "_POLL_S", 0.1)
     saved(tmp_path / "run", 1)
-    begin = time.monotonic()
-    with Copier(config(tmp_path / "run", failing), lambda: 1 + (time.monotonic() > begin + 1.5)):
-        pass
+    begin, asked = time.monotonic(), iter([1, 1])
+    with suppress(Interrupted), Copier(config(tmp_path / "run", "memory://asyncmoe-copies/b"), lambda: next(asked, 2)):
+        if at_once:
+            raise Interrupted("ended at once")
     assert time.monotonic() - begin < 10
-    first, last = capfd.readouterr().err.splitlines()
-    assert first == "copying the last checkpoint to failing://place/run (Ctrl-C ends without it)"
-    assert last.startswith("trainer.checkpoint_copy: the last checkpoint was not copied within ")
 
 
 @pytest.mark.parametrize("url", ["nosuchkind://x", "s3://bucket/x"])
@@ -194,24 +175,15 @@ def test_a_place_where_nothing_can_be_written_is_refused_before_the_run(tmp_path
     copier.try_to_write(asked)
     assert copies.place_of(url, tmp_path / "run").files.ls(copies.place_of(url, tmp_path / "run").root) == []
     (tmp_path / "a file").write_text("")
-    with pytest.raises(
-        UserError, match=r"^trainer\.checkpoint_copy: got file://.*/run: \w+Error: .*, expected a place that can be written to$"
-    ):
+    with pytest.raises(UserError, match=r"^trainer\.checkpoint_copy: got file://.*/run: \w+Error"):
         copier.try_to_write(config(tmp_path / "run", f"file://{tmp_path}/a file"))
-
-
-def test_a_place_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copier, "_ANSWER_S", 0.05)
-    monkeypatch.setattr(copies, "complete", lambda place: time.sleep(1))
-    with pytest.raises(UserError, match=r"got memory://a/run: no answer within 0 s, expected a place that can be listed"):
-        copier.check(config(tmp_path / "run", "memory://a"))
 
 
 def test_a_new_run_does_not_mix_its_copies_with_those_of_another(url: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     path = saved(run, 3)
     copier.check(config(run, url))
-    copies.send(path, copies.place_of(url, run), set())
+    copies.send(path, copies.place_of(url, run))
     copier.check(config(run, url))
     copier.check(config(run, None))
     path.rename(tmp_path / "lost")
@@ -224,7 +196,7 @@ def test_a_new_run_does_not_mix_its_copies_with_those_of_another(url: str, tmp_p
 def test_the_command_brings_a_copy_back_and_lists_it(tmp_path: Path) -> None:
     run, url = tmp_path / "run", f"file://{tmp_path}/place"
     path = saved(run, 3)
-    copies.send(path, copies.place_of(url, run), set())
+    copies.send(path, copies.place_of(url, run))
     path.rename(tmp_path / "lost")
     asked = CliRunner().invoke(cli.app, ["checkpoints", str(run), "--restore", url, "--verify"])
     assert asked.exit_code == 0, asked.output
@@ -240,8 +212,3 @@ def test_the_command_brings_a_copy_back_and_lists_it(tmp_path: Path) -> None:
     assert told["fault"].startswith("common.pt has other content")
     with local.claim(run), pytest.raises(UserError, match="in use by another run"):
         CliRunner().invoke(cli.app, ["checkpoints", str(run), "--restore", url], catch_exceptions=False)
-
-
-def test_credentials_are_not_shown() -> None:
-    assert copies.without_credentials("s3://key:secret@bucket/x") == "s3://bucket/x"
-    assert copies.without_credentials("s3://bucket/x@y") == "s3://bucket/x@y"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import tempfile
 from collections.abc import Callable
@@ -46,11 +45,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (lambda at: flip(at / "__0_0.distcp"), "__0_0.distcp has other content (CRC-32C "),
     "cut": (lambda at: os.truncate(at / "__1_0.distcp", 4999), "__1_0.distcp has 4999 bytes, expected 5000"),
     "missing": (lambda at: (at / "__1_0.distcp").unlink(), "__1_0.distcp cannot be read (No such file or directory)"),
-    "metadata cut": (lambda at: os.truncate(at / ".metadata", 10), ".metadata has 10 bytes, expected 300"),
     "empty facts": (lambda at: os.truncate(at / "asyncmoe.json", 0), "asyncmoe.json has 0 bytes, expected "),
-    "no facts": (lambda at: (at / "asyncmoe.json").unlink(), "asyncmoe.json cannot be read"),
     "no manifest": (lambda at: (at / "manifest.json").unlink(), "manifest.json: got No such file"),
-    "manifest cut": (lambda at: os.truncate(at / "manifest.json", 60), "manifest.json: got JSONDecodeError"),
     "manifest flipped": (lambda at: flip(at / "manifest.json"), "manifest.json: got "),
     "a folder in place of a part": (lambda at: folder_instead(at / "common.pt"), "common.pt "),
 }
@@ -169,19 +165,6 @@ def test_what_is_not_a_complete_checkpoint_is_none(tmp_path: Path) -> None:
     assert {one.name for one in place.iterdir() if one.is_dir()} == {"notes", "step-0000001x", "step-00000009.damaged", path.name, "step-9"}
 
 
-def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
-    saved(tmp_path, 4)
-    again = saved(tmp_path, 4, files={"x": b"1"})
-    assert sorted(path.name for path in again.iterdir()) == ["asyncmoe.json", "manifest.json", "x"]
-    assert intact.fault(again) is None
-
-
-def test_set_aside_again_and_again(tmp_path: Path) -> None:
-    names = [checkpoints.set_aside(saved(tmp_path, 4)).name for _ in range(3)]
-    assert names == ["step-00000004.damaged", "step-00000004.damaged-2", "step-00000004.damaged-3"]
-    assert checkpoints.newest(tmp_path) is None
-
-
 def test_everything_is_on_its_disk_before_it_is_visible_and_the_rename_before_the_last_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,26 +195,6 @@ def test_everything_is_on_its_disk_before_it_is_visible_and_the_rename_before_th
     assert calls[visible - 1] == ("fsync", "step-00000002.writing")
     assert calls[visible + 1] == ("fsync", "checkpoints")
     assert calls.index(("rename", "step-00000001.deleting")) > visible + 1
-
-
-@pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
-def test_a_file_system_without_fsync_of_directories_will_do(
-    number: int, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fsync = os.fsync
-
-    def of_files(handle: int) -> None:
-        if Path(f"/proc/self/fd/{handle}").is_dir():
-            raise OSError(number, os.strerror(number))
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", of_files)
-    if fails:
-        with pytest.raises(OSError, match="Input/output error"):
-            saved(tmp_path, 1)
-        assert checkpoints.newest(tmp_path) is None
-    else:
-        assert intact.fault(saved(tmp_path, 1)) is None
 
 
 class Killed(BaseException):

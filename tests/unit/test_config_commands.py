@@ -107,7 +107,6 @@ def test_a_valid_configuration_is_described_and_nothing_is_written(tmp_path: Pat
     ("overrides", "told"),
     [
         (("model.path=/nope/model",), "model.path: got /nope/model, which does not exist"),
-        (("model.make.expert_hidden=48",), "moe_intermediate_size of the model: got 48"),
         (("scoring.scorer=no_such_module:score",), "no_such_module"),
         (("scoring.scorer=operator:index",), "scoring.scorer: got operator:index"),
         (("task={kind: jsonl, path: no-such.jsonl}", "warmup.steps=0"), "no-such.jsonl"),

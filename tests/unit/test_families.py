@@ -5,24 +5,14 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from model_cases import MODELS
-
 import asyncmoe
 from asyncmoe.models import FAMILIES
 from tests import families
-from tests.ranks import case
 
 
 def test_every_family_has_a_small_model() -> None:
     listed = {model["model_type"] for model in families.MODELS.values()}
     assert listed == {family.name for family in FAMILIES.values()}, "add a small model of each family to tests/families.py"
-
-
-def test_every_small_model_is_tried_in_layouts_and_on_ranks() -> None:
-    """Tests of engines, runs and memory go over `families.MODELS` themselves."""
-    for tried in (MODELS, case.VARIANTS):
-        kinds = [model["model_type"] for model in tried.values()]
-        assert all(kinds.count(model["model_type"]) for model in families.MODELS.values())
 
 
 def test_nothing_asks_for_a_family_by_its_name() -> None:

@@ -39,13 +39,6 @@ def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path: Path) -> None:
         checkpoint.read("a", (2, 1), torch.float32)
 
 
-@pytest.mark.parametrize("index", ["not json", "[]", "{}"])
-def test_a_broken_index(tmp_path: Path, index: str) -> None:
-    (tmp_path / INDEX).write_text(index)
-    with pytest.raises(DataError, match="expected a safetensors index"):
-        HFCheckpoint(tmp_path)
-
-
 def test_a_file_that_is_not_safetensors_and_an_empty_directory(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model\.safetensors: got No such file"):
         HFCheckpoint(tmp_path)

@@ -268,14 +268,6 @@ def test_stages_that_cannot_be(layers: int, grid: MegatronParallel) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"vpp": 2}, {"first_layers": 2}, {"last_layers": 2}, {"pp": 2, "vpp": 0}, {"pp": 2, "first_layers": 0}], ids=str
-)
-def test_sizes_of_one_stage_that_cannot_be(sizes: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=f"parallel size {list(sizes)[-1]}"):
-        MegatronParallel(**sizes)
-
-
-@pytest.mark.parametrize(
     ("grid", "engine"),
     [
         (MegatronParallel(tp=2, pp=2, ep=2, dp=2), EngineParallel(2, 2)),

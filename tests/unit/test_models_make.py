@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from asyncmoe.config.model import MadeModel, ModelSection
-from asyncmoe.errors import ConfigError, DataError
-from asyncmoe.models import family_of, load_hf_config
+from asyncmoe.errors import ConfigError
 from asyncmoe.models.make import VOCAB, make_model, to_make
 
 SHAPE = MadeModel(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, experts=4, experts_per_token=2, expert_hidden=16, context=512)
@@ -29,25 +29,6 @@ def tokenizer(made: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(made)
 
 
-def test_model_loads_and_computes(made: Path) -> None:
-    model, report = AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert model.dtype == torch.float32
-    logits = model(torch.arange(16)[None]).logits
-    assert logits.shape == (1, 16, VOCAB)
-    assert torch.isfinite(logits).all()
-    assert 0.1 < logits.std() < 3  # neither dead nor saturated: training can start from here
-    assert VOCAB % 64 == 0
-
-
-def test_configuration_is_one_we_support(made: Path) -> None:
-    hf = load_hf_config(made)
-    family = family_of(hf)
-    assert family.name == "qwen3_moe"
-    assert family.tensors(hf)["layers.1.experts.3.down"] == (32, 16)
-    assert hf["dtype"] == "float32"
-
-
 @pytest.mark.parametrize("text", ["12+7=", "  spaces\n\tand tabs ", "ünï ÷ 日本語 🙂", "#### 42", "".join(map(chr, range(1, 256)))])
 def test_any_text_survives(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -56,24 +37,10 @@ def test_any_text_survives(tokenizer: PreTrainedTokenizerBase, text: str) -> Non
     assert tokenizer.decode(tokens) == text
 
 
-def test_a_digit_is_a_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokens = tokenizer.encode("9081726354", add_special_tokens=False)
-    assert len(tokens) == len(set(tokens)) == 10
-
-
 def test_tokenizer_has_the_models_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:
     assert len(tokenizer) == VOCAB
     assert [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id] == [0, 1, 2, 3]
     assert all(isinstance(tokenizer.decode([token]), str) for token in range(VOCAB))
-
-
-def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    turn = [{"role": "user", "content": "2+2?"}]
-    assert tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    tokens = tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
-    assert tokens[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
 
 
 def test_equal_seeds_give_equal_weights(made: Path, tmp_path: Path) -> None:
@@ -93,28 +60,9 @@ def test_callers_random_numbers_are_left_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_an_existing_path_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    with pytest.raises(DataError, match="an existing path"):
-        make_model(tmp_path / "model", SHAPE, seed=0)
-    assert list((tmp_path / "model").iterdir()) == []
-
-
 def test_nothing_is_left_behind_by_a_shape_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="num_experts_per_tok"):
         make_model(tmp_path / "model", SHAPE.model_copy(update={"experts_per_token": 9}), seed=0)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_left_behind_by_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import Qwen3MoeForCausalLM
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Qwen3MoeForCausalLM, "save_pretrained", fail)
-    with pytest.raises(OSError, match="disk full"):
-        make_model(tmp_path / "model", SHAPE, seed=0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -125,18 +73,12 @@ def test_a_run_makes_models_in_its_own_places_only(tmp_path: Path, monkeypatch: 
     def asked(path: str | Path, made: MadeModel | None = SHAPE) -> bool:
         return to_make(ModelSection(path=Path(path), make=made), run)
 
-    assert asked("runs/models/tiny")
-    assert asked(tmp_path / "runs" / "models" / "deep" / "tiny")
-    assert asked(run / "model")
-    assert not asked("typo", made=None)
     (tmp_path / "mine").mkdir()
     assert not asked("mine")
+    assert not asked("typo", made=None)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "models").symlink_to(tmp_path / "large-disk")
-    assert asked("runs/models/tiny"), "the folder of models may lie on another disk"
-    for wrong in ("/nope/model", "Qwen/Qwen3-0.6B", "runs/demo-hf", "runs/models/../../x", run.parent / "model", "runs/modelsx/a"):
-        with pytest.raises(ConfigError) as refused:
+    assert all(map(asked, ("runs/models/tiny", tmp_path / "runs/models/deep/tiny", run / "model")))
+    for wrong in ("Qwen/Qwen3-0.6B", "runs/demo-hf", "runs/models/../../x", run.parent / "model", "runs/modelsx/a"):
+        with pytest.raises(ConfigError, match=re.escape(f"model.path: got {wrong}, ")):
             asked(wrong)
-        assert str(refused.value).startswith(f"model.path: got {wrong}, which does not exist, expected a model directory;")
-        assert "\n" not in str(refused.value)
-    assert not Path("/nope").exists()

@@ -16,6 +16,7 @@ from asyncmoe.config import Config, moved
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch import export
 from asyncmoe.models import origin, resume
+from tests.unit.model_cases import MODELS
 from tests.unit.test_checkpoints import flip, saved
 
 
@@ -57,21 +58,18 @@ def test_a_kept_configuration_means_the_same_in_every_directory(tmp_path: Path, 
 
 def test_a_home_directory_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    paths = {"run": {"dir": "~/r", "steps": 9}, "model": {"path": "~/m"}, "lora": {"start": "~/$A"}, "log": {"folder": "~"}}
-    rows = {"task": {"kind": "dataset", "sources": [{"path": "~/a.jsonl"}, {"path": "b~/~.jsonl"}]}, "engines": {"python": "~/p"}}
-    own = {"evaluation": {"sets": {"far": {"kind": "jsonl", "path": "~/c"}}}, "sync": {"method": "disk", "directory": "~/d"}}
-    shown = str(configuration.parse({**paths, **rows, **own}).model_dump(mode="json"))
-    assert [shown.count(part) for part in ("'/home/me", "'/home/me/$A'", "'b~/~.jsonl'")] == [8, 1, 1]
-    with pytest.raises(ConfigError, match=r"run\.dir: got '~no-such-user/r', expected a path below a home directory that there is"):
-        configuration.parse({**paths, **rows, "run": {"dir": "~no-such-user/r", "steps": 9}})
-    for name in ("", "a\0b"):
-        with pytest.raises(ConfigError, match=r"run\.dir: got .*expected the name of a file or directory"):
-            configuration.parse({**paths, **rows, "run": {"dir": name, "steps": 9}})
+    rows = {"kind": "dataset", "sources": [{"path": "~/a.jsonl"}, {"path": "b~/~.jsonl"}]}
+    given = {"run": {"dir": "~/r", "steps": 9}, "model": {"path": "~/$A"}, "task": rows, "log": {"folder": "~"}}
+    shown = str(configuration.parse(given).model_dump(mode="json"))
+    assert [shown.count(part) for part in ("'/home/me", "'/home/me/$A'", "'b~/~.jsonl'")] == [4, 1, 1]
+    for name in ("~no-such-user/r", "", "a\0b"):
+        with pytest.raises(ConfigError, match=r"run\.dir: got "):
+            configuration.parse({**given, "run": {"dir": name, "steps": 9}})
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(UserError, match=f"RUN: got {path}, which has no config.yaml, expected the directory of a run"):
+        with pytest.raises(UserError, match=f"RUN: got {path}"):
             configuration.of_run(path)
     (tmp_path / "config.yaml").write_text("run: {}")
     assert not moved.is_run(tmp_path)
@@ -89,43 +87,6 @@ def test_the_file_of_a_moved_run_starts_no_other_run(tmp_path: Path) -> None:
     moved.check_place(now / "config.yaml", [f"run.dir={former}"])
 
 
-def test_an_export_of_a_copy_reads_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the ranks are told; tests/system runs them."""
-    former, now = tmp_path / "a", tmp_path / "b"
-    written(former)
-    saved(former, 1)
-    shutil.copytree(former, now)
-    saved(former, 2)
-    told: list[list[str]] = []
-
-    class Process:
-        returncode = 0
-
-        def __init__(self, name: str, command: list[str], log: Path, environment: object) -> None:
-            told.append(command[command.index("asyncmoe.trainer.export") + 1 :])
-            self.log = log
-            log.write_text("[rank0]: ...\nwarning: bfloat16 rounds\n")
-
-        def wait(self, seconds: float) -> bool:
-            return True
-
-        def end(self, seconds: float) -> None: ...
-
-    monkeypatch.setattr(export, "Child", Process)
-    export.export(now, tmp_path / "out")
-    export.export(former, tmp_path / "out")
-    capsys.readouterr()
-    export.export(former, tmp_path / "out", step=1, dtype="float32")
-    assert capsys.readouterr().err == "warning: bfloat16 rounds\n"
-    assert [(run, step, dtype) for run, step, *_, dtype in told] == [
-        (str(now), "1", ""),
-        (str(former), "2", ""),
-        (str(former), "1", "float32"),
-    ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"], "the log of an export that went well is deleted"
-    assert not (now / "logs" / "export.log").exists(), "nothing is written to the run"
-
-
 def test_an_export_names_the_steps_there_are_and_what_is_damaged(tmp_path: Path) -> None:
     run = tmp_path / "a"
     written(run)
@@ -135,7 +96,7 @@ def test_an_export_names_the_steps_there_are_and_what_is_damaged(tmp_path: Path)
     flip(saved(run, 12) / "common.pt")
     with pytest.raises(DataError, match=r"--step 4: got no complete checkpoint of this step in .*, expected one of 3, 12"):
         export.export(run, tmp_path / "out", step=4)
-    with pytest.raises(DataError, match=r"damaged checkpoint: common.pt has other content .*; --step 3 takes the checkpoint before"):
+    with pytest.raises(DataError, match=r"damaged checkpoint: common\.pt .*--step 3"):
         export.export(run, tmp_path / "out")
     assert intact.fault(run / "checkpoints/step-00000003") is None
 
@@ -153,27 +114,20 @@ def test_an_adapter_is_merged_into_the_weights_it_was_trained_on_only(tmp_path: 
         export.export(tmp_path / "a", tmp_path / "out")
 
 
-QWEN: dict[str, Any] = {
-    **{"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"head_dim": 16, "vocab_size": 320, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 64},
-    **{"tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
-}
+QWEN = {**MODELS["qwen3_moe"], "mlp_only_layers": []}
 
 
 @pytest.mark.parametrize(
     ("changed", "overrides", "lines"),
     [
-        ({"hidden_size": 128}, {}, ("model.path: got a model with hidden size 128, expected hidden size 64, as step-00000004 has; ",)),
         ({"num_experts": 16}, {}, ("model.path: got a model with experts 16, expected experts 8, as step-00000004 has; ",)),
+        ({"model_type": "qwen3"}, {}, ("model.family: got qwen3, expected qwen3_moe, ", "model.path: got ")),
         ({"hidden_size": 128}, {"run": {"seed": 5, "steps": 3}}, ("model.path: got ", "run.seed: got 5", "run.steps: got 3, expected ")),
         ({}, {"run": {"seed": 5}}, ("run.seed: got 5, expected 0, as step-00000004 was made with; ",)),
         ({}, {"trainer": {"dtype": "bfloat16"}}, ("trainer.dtype: got bfloat16, expected float32, as step-00000004 was made with; ",)),
         ({}, {"trainer": {"dtype": "bfloat16", "optimizer": {"distributed": True}}}, ()),
         ({}, {"train": "lora"}, ("train: got lora, expected full, as step-00000004 has it; set train=full, or choose another ",)),
-        ({}, {"trainer": {"ranks": 2, "ep": 2}}, ()),
-        ({}, {"trainer": {"optimizer": {"distributed": True}}}, ()),
         ({}, {"trainer": {"ranks": 2, "tp": 2}}, ()),
-        ({}, {"trainer": {"ranks": 2, "pp": 2}}, ()),
         ({}, {}, ()),
     ],
 )

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from kept_trajectory import distinct
 
+from asyncmoe.errors import ProtocolError
 from asyncmoe.platform.sglang import packed_routes
 from asyncmoe.platform.sglang.packed_routes import _mend, packed
 from asyncmoe.trajectory import Routing, decode_routes
-from asyncmoe.trajectory.sent_routes import as_text, from_bytes, routing_in
+from asyncmoe.trajectory.sent_routes import as_text, from_bytes
 
 ROUTING = Routing(4, (1, 3), 3, 200)
 
 
 def rows(count: int) -> torch.Tensor:
     return torch.from_numpy(distinct(np.random.default_rng(count), count, 4, 3, 200))
-
-
-def test_the_routing_travels_as_text() -> None:
-    assert routing_in(as_text(ROUTING)) == ROUTING
 
 
 @pytest.mark.parametrize("count", [0, 1, 37])
@@ -50,23 +46,6 @@ def test_routes_that_do_not_fit_are_sent_as_they_are(routes: torch.Tensor) -> No
     assert packed(routes, ROUTING) is routes
 
 
-def test_only_what_a_request_collects_is_packed_and_only_once() -> None:
-    class Processor:
-        def _maybe_collect_routed_experts(self, req: Any) -> None:
-            if req.wanted:
-                req.routed_experts = rows(6)
-
-    module = ModuleType("processor")
-    module.Processor = Processor  # type: ignore[attr-defined]
-    _mend(module, ROUTING)
-    wanted, other = SimpleNamespace(wanted=True, routed_experts=None), SimpleNamespace(wanted=False, routed_experts=rows(2))
-    for _ in range(2):
-        Processor()._maybe_collect_routed_experts(wanted)
-        assert from_bytes(wanted.routed_experts.numpy().tobytes(), "t").rows == 6
-    Processor()._maybe_collect_routed_experts(other)
-    assert other.routed_experts.dtype == torch.int32
-
-
 def test_an_engine_that_cannot_pack_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _mend(ModuleType("processor"), ROUTING)
     assert "routes are sent unpacked: processor of another SGLang" in capsys.readouterr().out
@@ -74,3 +53,9 @@ def test_an_engine_that_cannot_pack_says_so(capsys: pytest.CaptureFixture[str], 
     monkeypatch.setitem(sys.modules, "asyncmoe.trajectory.sent_routes", None)
     packed_routes.install()
     assert "routes are sent unpacked: asyncmoe's extension, built for the trainer's Python, does not work here" in capsys.readouterr().out
+
+
+def test_bytes_that_begin_otherwise_are_no_routes() -> None:
+    sent = packed(rows(2), ROUTING).numpy().tobytes()
+    with pytest.raises(ProtocolError):
+        from_bytes(b"amr2" + sent[4:], "t")

@@ -11,13 +11,12 @@ from test_models_plan import SMALL
 
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.models.payload import Payload
 from asyncmoe.plan import memory
 from asyncmoe.plan.memory import EngineMemory
 from asyncmoe.plan.plan_command import parse_adapter
 from asyncmoe.plan.traffic import foresee
 from asyncmoe.reshard import PADDING, plan
-from benchmarks.published import FLOAT8, REAL
+from benchmarks.published import REAL
 from tests.unit.command_line import run_command
 
 REPOSITORY = Path(__file__).parents[2]
@@ -46,22 +45,13 @@ def test_figures_are_those_of_the_plan() -> None:
     assert found.seconds == pytest.approx(max(found.sent, found.received) / 0.5e9)
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["DeepSeek-V3", "GLM-4.5-Air", "Mixtral-8x22B", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("Kimi-K2", "GLM-4.5"))],
-)
+@pytest.mark.parametrize("model", ["DeepSeek-V3", "GLM-4.5-Air", "Mixtral-8x22B"])
 def test_families_can_be_planned(model: str) -> None:
     """As their configurations are, layers of multi-token prediction included: what is moved are the others."""
     engine = EngineParallel(8, 8)
     found = foresee(REAL[model], MegatronParallel(tp=4, ep=8, dp=8), engine, 1)
     held = memory.engine(REAL[model], engine, EngineMemory(0)).parts["weights"]
     assert found.model_bytes < 8 * held < 1.1 * found.model_bytes
-
-
-def test_bytes_of_a_float8_model_are_those_that_travel() -> None:
-    hf = REAL["Moonlight-16B-A3B"]
-    wide, small = (Payload(one).nbytes("bfloat16") for one in (hf, hf | {"quantization_config": FLOAT8}))
-    assert 0.5 < small / wide < 0.6
 
 
 @pytest.mark.parametrize(("experts", "billions"), [("per_expert", 3.38), ("shared_outer", 0.98)])
@@ -102,30 +92,10 @@ def test_a_run_that_does_not_fit_is_told_what_to_change(tmp_path: Path) -> None:
         assert not json.loads((tmp_path / "plan.json").read_text())["fits"]
 
 
-def test_the_time_follows_the_network() -> None:
-    every = [command("--config", CLUSTER, "--model", MODELS / "Qwen3-30B-A3B.json", "--nic", nic) for nic in (50, 25)]
-    slow, fast = (float(one.partition(" GB/s (--nic)")[2].partition("│")[2].split()[0]) for one in reversed(every))
-    assert slow == pytest.approx(2 * fast, rel=0.01)
-
-
-def test_host_memory_of_what_is_offloaded_is_said() -> None:
-    found = command("--config", CLUSTER, "--model", MODELS / "Qwen3-30B-A3B.json", "trainer.memory.optimizer_offload=0.5")
-    assert "host memory: 30.5 GB a trainer rank, for the copy that trainer.memory.optimizer_offload keeps" in found
-
-
 def test_the_command_says_what_a_yaml_is_to_say() -> None:
     line = command("--config", "examples/demo.yaml").strip().splitlines()[-1]
     assert line.startswith("# memory: trainer ")
     assert line in (REPOSITORY / "examples" / "demo.yaml").read_text()
-
-
-@pytest.mark.parametrize(
-    ("method", "way"), [("broadcast", "to every engine rank"), ("disk sync.directory=/tmp/versions", "every engine reads all of it")]
-)
-def test_a_method_that_moves_the_whole_model_is_not_planned_as_shards(method: str, way: str) -> None:
-    out = command("--config", "examples/demo.yaml", *f"sync.method={method}".split())
-    assert way in out
-    assert "bytes on the wire" not in out
 
 
 def test_the_command_splits_a_cluster(tmp_path: Path) -> None:
@@ -140,15 +110,12 @@ def test_the_command_splits_a_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "got neither, expected one of --config FILE and --nodes"),
+        ([], "got neither"),
         (["--nodes", 2, "--config", CLUSTER], "got both"),
         (["--nodes", 2], "got no --model"),
         (["--nodes", 2, "--model", MODELS, "run.steps=1"], "got run.steps=1"),
-        (["--nodes", 2, "--model", "none"], "no such directory"),
         (["--nodes", 2, "--model", MODELS / "Qwen3-30B-A3B.json", "--nic", "nan"], "--nic: got nan"),
-        (["--config", "none.yaml"], "no such file"),
         (["--config", "examples/demo.yaml", "--json", "none/plan.json"], "none/plan.json: got No such file or directory"),
-        (["--config", CLUSTER], "no such directory"),
         (["--config", CLUSTER, "--model", MODELS / "Qwen3-30B-A3B.json", "trainer.tp=3"], "trainer.ranks: got 8"),
     ],
 )

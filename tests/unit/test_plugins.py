@@ -6,11 +6,8 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from asyncmoe import checkpoints, models, plugins
+from asyncmoe import models, plugins
 from asyncmoe.config import Config, parse
 from asyncmoe.config.model import MadeModel
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.engines.sglang import process as engine_process
-from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, InvariantBroken, ProtocolError, UserError
+from asyncmoe.errors import ConfigError, DataError, InvariantBroken, ProtocolError, UserError
 from asyncmoe.launch import local, plugin_probe
-from asyncmoe.models import EngineParallel, families, make, qwen3_moe
+from asyncmoe.models import families, make, qwen3_moe
 from asyncmoe.platform.sglang.receiver_command import FAMILY_VARIABLE
 from asyncmoe.rpc.item import Item
 from asyncmoe.trainer import objective
@@ -39,7 +36,6 @@ from tests.unit.model_cases import MODELS
 
 HF = MODELS["qwen3_moe"]
 OWN = "tests.unit.plugin_functions"
-IMPORT_S, CALL_S = plugins.IMPORT_S, plugins.CALL_S
 FILE = "tests/unit/plugin_functions.py"
 
 
@@ -83,35 +79,24 @@ def loss_of(
 # ---------------------------------------------------------------- equal to what they copy
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "names",
     [
-        {"loss": f"{OWN}:ppo"},
         {"loss": f"{OWN}:ppo_with_metrics"},
         {"correction": {"weight": f"{OWN}:truncated", "cap": 1.2, "token_band": [0.5, 2]}},
         {"loss": f"{OWN}:ppo", "correction": {"weight": f"{OWN}:truncated"}, "aggregation": "sequence_mean"},
     ],
 )
-def test_a_copy_of_a_built_in_part_gives_the_same_bits(names: dict[str, Any], seed: int) -> None:
+def test_a_copy_of_a_built_in_part_gives_the_same_bits(names: dict[str, Any]) -> None:
     section, loaded = own(**names)
     built_in = {**names, "loss": "surrogate", "correction": {**names.get("correction", {}), "weight": "token"}}
-    wanted_loss, wanted_gradient, wanted_sums, _ = loss_of(ObjectiveSection.model_validate(built_in), objective.NO_PLUGINS, seed)
-    loss, gradient, sums, policy = loss_of(section, loaded, seed)
+    wanted_loss, wanted_gradient, wanted_sums, _ = loss_of(ObjectiveSection.model_validate(built_in), objective.NO_PLUGINS, 0)
+    loss, gradient, sums, policy = loss_of(section, loaded, 0)
     assert torch.equal(loss, wanted_loss)
     assert torch.equal(gradient, wanted_gradient)
     assert gradient.abs().sum() > 0
     assert sums.keys() == policy.sums.keys()
     assert all(torch.equal(sums[name], value) for name, value in wanted_sums.items() if loaded.loss is None or name != "clipped")
-
-
-def test_options_reach_the_function() -> None:
-    section, loaded = own(loss=f"{OWN}:ppo", loss_options={"low": 0.01, "high": 0.02})
-    got = loss_of(section, loaded, 1)
-    wanted = loss_of(ObjectiveSection(clip_low=0.01, clip_high=0.02), objective.NO_PLUGINS, 1)
-    assert torch.equal(got[0], wanted[0])
-    assert torch.equal(got[1], wanted[1])
-    assert not torch.equal(got[1], loss_of(*own(loss=f"{OWN}:ppo"), 1)[1])
 
 
 def test_a_weight_of_zero_rejects_and_metrics_are_means_over_sampled_tokens() -> None:
@@ -164,34 +149,29 @@ def test_a_wrong_value_during_a_run_names_the_function_and_changes_nothing() -> 
 
 LOSS, WEIGHT, ADVANTAGE = "objective.loss", "objective.correction.weight", "objective.advantage"
 BAD: list[tuple[str, str, str]] = [
-    (LOSS, "no.such.module:f", "ModuleNotFoundError: No module named 'no', expected a function that can be imported"),
-    (LOSS, f"{OWN}:missing", "AttributeError.*expected a function that can be imported"),
-    (LOSS, f"{OWN}:NUMBER", "an integer, expected a function"),
-    (LOSS, f"{OWN}:Class", "a class, expected a plain function"),
-    (LOSS, f"{OWN}:coroutine", "a coroutine function, expected a plain function"),
-    (LOSS, f"{OWN}:no_argument", r"the signature \(\) -> 'None' and the options .*no_argument.*expected one that takes \(rows\)"),
-    (LOSS, f"{OWN}:exits", rf"SystemExit: 3 at {FILE}:\d+ from {OWN}:exits .*expected a result"),
-    (LOSS, f"{OWN}:nome", f"; did you mean {OWN}:none\\?"),
-    (LOSS, f"{OWN}:raises", rf"ZeroDivisionError: no mean at {FILE}:\d+ from {OWN}:raises \({FILE}:\d+\), expected a result"),
-    (LOSS, f"{OWN}:none", r"NoneType 'None' from .*none.*expected a tensor of float32, \[16\], on cpu: a number for each row"),
-    (LOSS, f"{OWN}:detached", r"a loss without gradient from .*expected a loss that depends on rows\.logprobs"),
-    (LOSS, f"{OWN}:unclamped", r"-inf for a token with logprobs -2, proximal -1, behaviour -101, advantages 1\.5 from .*clamp ratios"),
+    (LOSS, "no.such.module:f", "ModuleNotFoundError"),
+    (LOSS, f"{OWN}:nome", f"did you mean {OWN}:none"),
+    (LOSS, f"{OWN}:NUMBER", "an integer"),
+    (LOSS, f"{OWN}:coroutine", "a coroutine function"),
+    (LOSS, f"{OWN}:no_argument", r"\(rows\)"),
+    (LOSS, f"{OWN}:exits", "SystemExit: 3"),
+    (LOSS, f"{OWN}:raises", "ZeroDivisionError: no mean"),
+    (LOSS, f"{OWN}:none", "NoneType"),
+    (LOSS, f"{OWN}:detached", "without gradient"),
+    (LOSS, f"{OWN}:unclamped", "-inf for a token with logprobs -2"),
     (LOSS, f"{OWN}:infinite_gradient", "a gradient that is not finite"),
-    (LOSS, f"{OWN}:random_loss", "different results for equal rows from .*expected a pure function"),
-    (LOSS, f"{OWN}:across_sequences", "other values for a sequence alone than beside others .*the row's own sequence only"),
-    (LOSS, f"{OWN}:changes_advantages", r"a changed rows\.advantages from .*expected rows as they were; compute out of place"),
-    (LOSS, f"{OWN}:mean_metric", r"the metric 'mean' = a tensor of float32, \[\], on cpu"),
-    (LOSS, f"{OWN}:nan_metric", "the metric 'log' that is not finite for a sampled token from .*expected finite numbers"),
-    (LOSS, f"{OWN}:nan_loss", "nan for a token with logprobs .*expected finite numbers"),
-    (LOSS, f"{OWN}:other_metrics", r"the metrics \[\] from .*expected \['many'\], as in its trial"),
-    (WEIGHT, f"{OWN}:negative", "-0.5 for a token .*expected finite numbers, none negative"),
-    (WEIGHT, f"{OWN}:unclamped", "for a token with"),
-    (ADVANTAGE, f"{OWN}:writes", rf"ValueError: assignment destination is read-only at {FILE}:\d+"),
-    (ADVANTAGE, f"{OWN}:stateful", "different advantages for equal responses"),
-    (ADVANTAGE, f"{OWN}:not_a_number", r"the advantage nan of response 8 \(reward 0, 0 sampled tokens\) from .*expected finite numbers"),
-    (ADVANTAGE, f"{OWN}:whole_numbers", r"an array of int64, \[10\]"),
-    (ADVANTAGE, f"{OWN}:nan_of_responses", "the metric 'mean' = nan from .*expected a finite number"),
-    (ADVANTAGE, f"{OWN}:wrong_metric", "the metric 'each' = an array of float64"),
+    (LOSS, f"{OWN}:random_loss", "different results for equal rows"),
+    (LOSS, f"{OWN}:across_sequences", "own sequence only"),
+    (LOSS, f"{OWN}:changes_advantages", r"rows\.advantages"),
+    (LOSS, f"{OWN}:mean_metric", "the metric 'mean'"),
+    (LOSS, f"{OWN}:nan_metric", "the metric 'log'"),
+    (LOSS, f"{OWN}:other_metrics", r"the metrics \[\]"),
+    (WEIGHT, f"{OWN}:negative", "-0.5 for a token"),
+    (ADVANTAGE, f"{OWN}:writes", "read-only"),
+    (ADVANTAGE, f"{OWN}:stateful", "different advantages"),
+    (ADVANTAGE, f"{OWN}:not_a_number", "the advantage nan of response 8"),
+    (ADVANTAGE, f"{OWN}:whole_numbers", "an array of int64"),
+    (ADVANTAGE, f"{OWN}:nan_of_responses", "the metric 'mean' = nan"),
 ]
 
 
@@ -201,9 +181,7 @@ def section_with(key: str, target: str) -> ObjectiveSection:
     return ObjectiveSection.model_validate({key.rpartition(".")[2]: target})
 
 
-@pytest.mark.parametrize(
-    ("key", "target", "said"), BAD, ids=[f"{key.rpartition('.')[2]}-{target.rpartition(':')[2]}" for key, target, _ in BAD]
-)
+@pytest.mark.parametrize(("key", "target", "said"), BAD)
 def test_an_unfit_function_is_refused_with_its_name_file_and_line(key: str, target: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         objective.load(section_with(key, target))
@@ -211,7 +189,7 @@ def test_an_unfit_function_is_refused_with_its_name_file_and_line(key: str, targ
     assert line.startswith(f"{key}: got ")
     assert "\n" not in line
     assert target in line
-    if hasattr(plugin_functions, name := target.rpartition(":")[2]) and name not in ("NUMBER", "Class", "coroutine"):
+    if hasattr(plugin_functions, name := target.rpartition(":")[2]) and name not in ("NUMBER", "coroutine"):
         assert re.search(rf"\({FILE}:\d+\)", line)
 
 
@@ -282,24 +260,11 @@ def test_a_wait_of_a_user_s_code_ends_and_the_alarm_is_as_before() -> None:
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_code_in_another_thread_has_no_limit_but_cannot_end_the_process() -> None:
-    def work() -> str:
-        try:
-            with plugins.guarded(9.0):
-                sys.exit("bye")
-        except plugins.Failed as failed:
-            return str(failed)
-
-    with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(work).result(30).startswith("SystemExit: bye at ")
-
-
 STUBBORN = """
-import sys, threading, time
+import threading, time
 print("noise on standard output")
 threading.Thread(target=time.sleep, args=(600,)).start()  # the interpreter's own end would wait for it
 
-def exits(rows): sys.exit(3)
 def catches(rows):
     while True:
         try:
@@ -316,17 +281,9 @@ def test_whatever_the_code_does_the_launcher_goes_on(tmp_path: Path, monkeypatch
     monkeypatch.setattr(plugin_probe, "_GRACE_S", 0.5)
     (tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
     (tmp_path / "stubborn.py").write_text(STUBBORN)
-    with pytest.raises(ConfigError) as caught:
-        plugin_probe.check(prepared(tmp_path, loss="stubborn:catches", correction={"weight": "stubborn:exits"}))
-    assert re.match(
-        r"objective\.loss: got stubborn:catches: it did not end in time, at stubborn\.py:(9|10|11|12), expected code", str(caught.value)
-    )
-    with pytest.raises(ConfigError) as caught:
-        plugin_probe.check(prepared(tmp_path, family="no.such:F", correction={"weight": "stubborn:exits"}))
-    family, weight = str(caught.value).splitlines()
-    assert family.startswith("model.family: got no.such:F: ModuleNotFoundError")
-    assert re.search(r"got SystemExit: 3 at stubborn\.py:6 from stubborn:exits \(stubborn\.py:6\), expected a result", weight)
-    with pytest.raises(ConfigError, match=r"^model\.family: got ends:F: the process that tried it ended with status 0, expected code that"):
+    with pytest.raises(ConfigError, match=r"^objective\.loss: got stubborn:catches: it did not end in time, at stubborn\.py:"):
+        plugin_probe.check(prepared(tmp_path, loss="stubborn:catches"))
+    with pytest.raises(ConfigError, match=r"^model\.family: got ends:F: the process that tried it ended with status 0"):
         plugin_probe.check(prepared(tmp_path, family="ends:F"))
 
 
@@ -337,13 +294,11 @@ GOOD: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": 
     ("section", "said"),
     [
         ({"loss": "gspo"}, "objective.loss: got 'gspo', expected 'surrogate' or package.module:name"),
-        ({"advantage": "grop"}, "'reinforce_plus_plus_baseline' or package.module:name; did you mean grpo?"),
-        ({"advantage": "atkmod:"}, "package.module:name; did you mean atkmod:NAME?"),
-        ({"loss": "my.objective.sapo"}, "'surrogate' or package.module:name; did you mean my.objective:sapo?"),
-        ({"clip": "cipso"}, "objective.clip: got 'cipso', expected 'ppo', 'cispo', 'dppo_tv', 'ipo' or 'none'; did you mean cispo?"),
-        ({"loss": "m:f", "clip": "cispo"}, "objective.clip: got cispo, expected ppo, its default, as objective.loss is m:f"),
-        ({"loss": "m:f", "dual_clip": 3}, "objective.dual_clip: got 3.0, expected null, its default"),
-        ({"loss_options": {"a": 1}}, "objective.loss_options: got {'a': 1}, expected null because objective.loss is surrogate"),
+        ({"advantage": "grop"}, "did you mean grpo?"),
+        ({"loss": "my.objective.sapo"}, "did you mean my.objective:sapo?"),
+        ({"loss": "m:f", "clip": "cispo"}, "objective.clip: got cispo, expected ppo"),
+        ({"loss": "m:f", "dual_clip": 3}, "objective.dual_clip: got 3.0"),
+        ({"loss_options": {"a": 1}}, "objective.loss_options: got {'a': 1}"),
         ({"correction": {"weight_options": {"a": 1}}}, "objective.correction.weight_options"),
     ],
 )
@@ -351,12 +306,6 @@ def test_keys_that_contradict_each_other(section: dict[str, Any], said: str) -> 
     with pytest.raises(ConfigError) as caught:
         parse({**GOOD, "objective": section})
     assert said in str(caught.value)
-
-
-def test_ranks_can_compare_sources() -> None:
-    _, loaded = own(loss=f"{OWN}:ppo", advantage=f"{OWN}:centred")
-    assert loaded.sources == dict.fromkeys((f"{OWN}:centred", f"{OWN}:ppo"), plugins.source_digest(f"{OWN}:ppo"))
-    assert len(plugins.source_digest(f"{OWN}:ppo")) == 64
 
 
 # ---------------------------------------------------------------- model families
@@ -378,16 +327,12 @@ def prepared(tmp_path: Path, **objective_keys: Any) -> Config:
 
 
 @pytest.mark.usefixtures("engines_here")
-def test_a_run_is_refused_before_anything_is_written(tmp_path: Path, thorough: bool) -> None:
-    """Each refusal takes a process; without --thorough only one of the objective's and one of the family's."""
-    for config, said in (
-        (prepared(tmp_path, loss=f"{OWN}:raises"), r"objective\.loss: got ZeroDivisionError"),
-        *((prepared(tmp_path, family=family), said) for family, said in UNFIT_FAMILIES[: None if thorough else 1]),
-    ):
-        with pytest.raises(UserError, match=said) as caught:
-            local.prepare(config)
-        assert "\n" not in str(caught.value)
-        assert not config.run.dir.exists()
+def test_a_run_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    config = prepared(tmp_path, loss=f"{OWN}:raises", family=f"{OWN}:BROKEN")
+    with pytest.raises(UserError) as caught:
+        local.prepare(config)
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["model.family", LOSS]
+    assert not config.run.dir.exists()
     local.prepare(prepared(tmp_path, family=f"{OWN}:SAME", loss=f"{OWN}:ppo", advantage=f"{OWN}:centred"))
 
 
@@ -428,38 +373,8 @@ def test_a_checkpoint_must_not_choose_the_code_that_runs(tmp_path: Path) -> None
     handshake.check_family(terms, "os:path")
 
 
-@pytest.mark.usefixtures("engines_here")
-def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
-    config = prepared(tmp_path)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 3})})
-    for family, refused in (({}, False), ({"family": "qwen3_moe"}, False), ({"family": "my_moe"}, True)):
-        checkpoints.start(config.run.dir, 3)
-        checkpoints.finish(config.run.dir, 3, {"step": 3, **family}, keep=1)
-        if refused:
-            with pytest.raises(ConfigError, match=r"model\.family: got qwen3_moe, expected my_moe, as step-00000003 has it"):
-                local.prepare(config)
-        else:
-            local.prepare(config)
-
-
-def test_a_family_of_ones_own_lays_weights_out_like_the_built_in_one() -> None:
-    hf = families.with_family(HF, f"{OWN}:SAME")
-    for layout in (
-        lambda family: family.hf_layout(hf, "float32"),
-        lambda family: family.sglang_layout(hf, EngineParallel(2), 1, "float32"),
-    ):
-        assert layout(models.family_of(hf)) == layout(qwen3_moe.FAMILY)
-
-
-def test_one_loader_refuses_every_kind_of_name() -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: plugins.load("nothing", "a.key", forms="some forms", wanted="x"),
-        lambda: plugins.load_function("json:__name__", "a.key", forms="some forms"),
-    ]
-    for call, said in zip(
-        calls, ("a.key: got 'nothing', expected some forms", "a.key: got json:__name__, a string, expected a function"), strict=True
-    ):
-        with pytest.raises(AsyncmoeError, match=re.escape(said)):
-            call()
+def test_the_form_of_a_name() -> None:
+    with pytest.raises(ConfigError, match=r"a\.key: got 'nothing', expected some forms"):
+        plugins.load("nothing", "a.key", forms="some forms", wanted="x")
     assert plugins.is_name("a.b:c")
     assert not any(map(plugins.is_name, ("a", "a:", ":a", "a:b.c", "http://h:1/p", "a b:c")))

@@ -17,9 +17,8 @@ from kept_trajectory import distinct
 from asyncmoe.engines.sglang.answer import answer, response
 from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import EngineError
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
-from asyncmoe.trajectory import _C, Recording, Routing, encode, encode_routes
-from asyncmoe.trajectory.native import read_base64, read_entries, read_floats, read_ints, read_lists
+from asyncmoe.trajectory import _C, Recording, Routing, encode_routes
+from asyncmoe.trajectory.native import read_floats
 from asyncmoe.trajectory.sent_routes import to_bytes
 from tests.unit.example_counts import examples
 
@@ -130,33 +129,21 @@ def test_any_answer(entries: list[tuple[int, float]], routes: bytes | None, othe
 ODD: dict[str, str] = {
     "a null log-probability": '"output_token_logprobs":[[null,1,null],[-0.5,2,null]]',
     "a text of a token": '"output_token_logprobs":[[-0.25,1,"a\\n\\u00e9"],[-0.5,2,null]]',
-    "whole numbers for log-probabilities": '"output_token_logprobs":[[-1,1,null],[-0,2,null]]',
     "tiny and huge numbers": '"output_token_logprobs":[[-1e-400,1,null],[-1e300,2,null]]',
-    "too huge a number": '"output_token_logprobs":[[-1e999,1,null],[-0.5,2,null]]',
     "numbers with very many digits": f'"output_token_logprobs":[[-0.{"3" * 900},1,null],[-{"1" * 30}.5e-29,2,null]]',
     "NaN": '"output_token_logprobs":[[NaN,1,null],[-0.5,2,null]]',
     "leading zeros": '"output_token_logprobs":[[-00.5,1,null],[-0.5,2,null]]',
-    "no digits after the point": '"output_token_logprobs":[[-0.,1,null],[-0.5,2,null]]',
-    "no digits of an exponent": '"output_token_logprobs":[[-0.5e,1,null],[-0.5,2,null]]',
-    "a plus": '"output_token_logprobs":[[+0.5,1,null],[-0.5,2,null]]',
     "a short entry": '"output_token_logprobs":[[-0.5,1],[-0.5,2,null]]',
-    "a long entry": '"output_token_logprobs":[[-0.5,1,null,null],[-0.5,2,null]]',
-    "an object": '"output_token_logprobs":{"a":1}',
     "nothing": '"output_token_logprobs":null',
     "other tokens": '"output_token_logprobs":[[-0.5,1,null],[-0.5,3,null]]',
     "a token with a fraction": '"output_token_logprobs":[[-0.5,1.5,null],[-0.5,2,null]]',
-    "a token with an exponent": '"output_token_logprobs":[[-0.5,1e0,null],[-0.5,2,null]]',
     "a token of 40 bits": '"output_token_logprobs":[[-0.5,1099511627776,null],[-0.5,2,null]]',
     "given twice": '"output_token_logprobs":[[-0.5,9,null]],"output_token_logprobs":[[-0.5,1,null],[-0.25,2,null]]',
     "a comma too many": '"output_token_logprobs":[[-0.5,1,null],[-0.5,2,null],]',
     "escapes in base64": '"routed_experts":"\\u0041\\/8="',
     "base64 without padding": '"routed_experts":"AAE"',
     "padding in the middle": '"routed_experts":"AA==AAAA"',
-    "only padding": '"routed_experts":"===="',
     "bits after the last byte": '"routed_experts":"AB=="',
-    "other characters": '"routed_experts":"AA_-"',
-    "no text": '"routed_experts":7',
-    "an empty text": '"routed_experts":""',
     "no routes": '"routed_experts":null',
 }
 
@@ -184,21 +171,6 @@ def test_damaged_answers() -> None:
     assert 0 < taken < 2000
 
 
-@settings(deadline=None, max_examples=examples(100))
-@given(st.binary(max_size=60) | st.text('[]0123456789.eE+-, null"=', max_size=60).map(str.encode))
-def test_readers_take_any_bytes(text: bytes) -> None:
-    for read, kind in ((read_ints, list[int]), (read_floats, list[float]), (read_lists, list[list[int]]), (read_base64, bytes)):
-        found: Any = read(text)
-        if found is not None:
-            wanted: Any = msgspec.json.decode(text, type=kind)
-            if read is read_lists:
-                found = [part.tolist() for part in np.split(found[1], np.cumsum(found[0])[:-1])] if len(found[0]) else []
-            if isinstance(found, np.ndarray):
-                wanted, found = np.array(wanted, found.dtype).tobytes(), found.tobytes()
-            assert found == wanted
-    read_entries(text)
-
-
 @settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.integers(1, 10**19).flatmap(lambda n: st.integers(-60, 30).map(lambda e: f"-{n}e{e}")), min_size=1))
 def test_decimals_are_rounded_as_python_and_numpy_round_them(texts: list[str]) -> None:
@@ -210,24 +182,6 @@ def test_decimals_are_rounded_as_python_and_numpy_round_them(texts: list[str]) -
         assert found.tobytes() == wanted.tobytes()
     else:
         assert found is None
-
-
-def test_a_trajectory_is_the_same_byte_for_byte() -> None:
-    random = np.random.default_rng(1)
-    recording = Recording(ROUTING, masks=True, vocabulary=200_000)
-    tokens = random.integers(0, 200_000, 3000).tolist()
-    logprobs = (-random.gamma(0.5, 1.0, 3000).astype(np.float32)).astype(float).tolist()
-    masks = [[token, *(other for other in range(5) if other != token)] for token in tokens]
-    routes = to_bytes(encode_routes(distinct(random, 3001, 3, 8, 20), ROUTING, "k"))
-    more = {"output_token_sampling_mask": masks, "output_token_sampling_logprobs": logprobs}
-    body = rendered(reply(tokens, logprobs, routes, **more), spaces=False)
-    made, wanted = (
-        assemble([Turn((7, 8), generation, 3)], EpisodeId(0, 0, 0), recording, 1.0, {})
-        for generation in (response("e", answer(body), recording), by_msgspec(body, recording))
-    )
-    assert list(map(bytes, encode(made))) == list(map(bytes, encode(wanted)))
-    assert made.tokens.tolist() == [7, 8, *tokens]
-    assert made.logprobs.tobytes() == np.array([0.0, 0.0, *logprobs], np.float32).tobytes()
 
 
 @settings(deadline=None, max_examples=examples(150))

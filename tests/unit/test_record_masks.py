@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
 from asyncmoe.trajectory.masks import _digest
-from asyncmoe.trajectory.native import crc32c
 from tests.unit.example_counts import examples
 
 
@@ -48,10 +46,9 @@ def test_the_smaller_way_is_taken() -> None:
     [
         ([[1, 2], [3, 3]], None, "row 1: got id 3 after 3"),
         ([[1], [4, 2]], None, "row 1: got id 2 after 4"),
-        ([[9]], None, "row 0: got id 9, expected one of 0 to 8"),
+        ([[9]], None, "row 0: got id 9"),
         ([[-1]], None, "row 0: got id -1"),
         ([[1, 2]], [0, 1], "offsets: got 0 to 1, expected 0 to 2"),
-        ([[1, 2]], [1, 2], "offsets: got 1 to 2, expected 0 to 2"),
         ([[1, 2]], [], "offsets: got none, expected 0 to 2"),
         ([[1, 2]], [0, 3, 2], "offsets: got 2 after 3, expected offsets that do not fall"),
     ],
@@ -104,50 +101,8 @@ def test_noise_whose_digest_is_right_is_refused_or_made_of_good_masks(rows: int,
     assert (len(again), len(again.ids)) == (rows, ids)
 
 
-@pytest.mark.parametrize(
-    ("data", "rows", "ids", "what"),
-    [
-        (b"", 0, 0, "bytes: got 0, expected at least 1"),
-        (b"\0", 1, 0, "bytes: got 1, expected at least 2"),
-        (b"\2\0", 1, 0, "encoding: got 2"),
-        (b"\1\2\0", 1, 2, "ids: got 2, expected at most 1"),
-        (b"\1\2\0\0", 1, 1, "ids up to row 0: got 2, expected at most 1"),
-        (b"\1\1\0\0", 1, 2, "ids of all rows: got 1, expected 2"),
-        (b"\1\1\0\0", 1, 1, "bytes after the last id"),
-        (b"\0\1\x03\0", 1, 1, "bytes after the last id"),
-        (b"\0\1\x10", 1, 1, "bytes after the last id"),
-        (b"\1\1\x09", 1, 1, "row 0: got id 9"),
-        (b"\1\1\x80", 1, 1, "row 0: got the end of the bytes"),
-        (b"\1\x81\x00\1", 1, 1, "row 0: got a number in too many bytes"),
-        (b"\1\1\xff\xff\xff\xff\xff\1", 1, 1, "row 0: got a number in too many bytes"),
-        (b"\1\1\xff\xff\xff\xff\x0f", 1, 1, "row 0: got a number in too many bytes"),
-        (b"\0\2\x23", 1, 2, "row 0: got id 2 after 3"),
-        (b"\0\2\x33", 1, 2, "row 0: got id 3 after 3"),
-        (b"\0\2\x33", 1, 3, "ids: got 3, expected at most 2"),
-    ],
-)
-def test_bytes_that_are_no_masks(data: bytes, rows: int, ids: int, what: str) -> None:
-    with pytest.raises(ProtocolError, match=what):
-        decode_masks(sealed(rows, ids, 9, data), "t")
-
-
-def test_huge_numbers_are_refused_before_anything_is_allocated() -> None:
-    tracemalloc.start()
-    try:
-        for rows, ids in ((2**31 - 2, 0), (1, 2**31 - 1)):
-            with pytest.raises(ProtocolError):
-                decode_masks(sealed(rows, ids, 9, b"\0\0"), "t")
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-
-
 def test_token_outside_names_the_first_row_without_its_token() -> None:
     made = csr([[1, 4], [], [2], [7, 8]], 9)
     assert token_outside(made, np.array([4, 0, 2, 7], np.int32)) is None
     assert token_outside(made, np.array([4, 0, 1, 6], np.int32)) == 2
     assert token_outside(made, np.array([2, 0, 2, 7], np.int32)) == 0
-
-
-def test_the_digest_is_of_the_numbers_too() -> None:
-    assert encode_masks(csr([[]], 9), "t").digest != crc32c(b"\0\0")

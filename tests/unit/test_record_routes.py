@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -162,33 +161,12 @@ def test_the_digest_of_a_layer_covers_its_dimensions_and_its_plane(rows: int) ->
     assert made.digests == sealed(made).digests
 
 
-def test_an_id_that_is_no_experts_is_named_even_when_the_digest_is_right() -> None:
+def test_what_is_wrong_although_the_digest_is_right_is_refused() -> None:
     ids = np.broadcast_to(np.arange(3, dtype=np.int32), (9, 2, 3)).copy()
     ids[7, 1, 2] = 6
-    made = encode_routes(ids, Routing(2, (0, 1), 3, 7), "t")
-    with pytest.raises(ProtocolError, match="token 7, layer 1, choice 2: got expert 6 of 6"):
-        decode_routes(sealed(dataclasses.replace(made, experts=6)), "t")
-
-
-def test_bits_after_the_last_id_are_refused_even_when_the_digest_is_right() -> None:
-    made = encode_routes(np.zeros((3, 1, 1), np.int32), Routing(1, (0,), 1, 8), "t")
-    with pytest.raises(ProtocolError, match="expected zeros"):
-        decode_routes(sealed(dataclasses.replace(made, planes=b"\0\2")), "t")
-
-
-def test_more_experts_a_token_than_are_supported_is_refused_even_when_the_digest_is_right() -> None:
-    wide = sealed(Routes(1, (0,), 257, 1 << 16, (0,), bytes(2 * 257)))
-    with pytest.raises(ProtocolError, match="routes of g1: got 1 rows, top 257"):
-        decode_routes(wide, "g1")
-
-
-def test_huge_numbers_are_refused_before_anything_is_allocated() -> None:
-    made = encode_routes(np.zeros((3, 1, 1), np.int32), Routing(1, (0,), 1, 8), "t")
-    tracemalloc.start()
-    try:
-        for changes in ({"rows": 2**31 - 1}, {"top_k": 256, "experts": 1 << 16}, {"rows": 2**63}):
-            with pytest.raises(ProtocolError):
-                decode_routes(dataclasses.replace(made, **changes), "t")
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
+    outside = dataclasses.replace(encode_routes(ids, Routing(2, (0, 1), 3, 7), "t"), experts=6)
+    bits = dataclasses.replace(encode_routes(np.zeros((3, 1, 1), np.int32), Routing(1, (0,), 1, 8), "t"), planes=b"\0\2")
+    wide = Routes(1, (0,), 257, 1 << 16, (0,), bytes(2 * 257))
+    for routes, words in ((outside, "token 7, layer 1, choice 2: got expert 6"), (bits, "zeros"), (wide, "top 257")):
+        with pytest.raises(ProtocolError, match=words):
+            decode_routes(sealed(routes), "g1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,11 +12,9 @@ from hypothesis import strategies as st
 from kept_trajectory import distinct
 
 from asyncmoe.engines.decode import cut, routed_experts, sampling_masks, with_packed_routes
-from asyncmoe.engines.sglang.answer import answer as read
 from asyncmoe.engines.types import Generation, IdLists, VersionSpan
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.trajectory import Routes, Routing, decode_masks, decode_routes, encode_masks, encode_routes
-from asyncmoe.trajectory.routes import sealed
 from asyncmoe.trajectory.sent_routes import joined, to_bytes
 
 ROUTING = Routing(all_layers=3, layers=(1, 2), top_k=2, experts=8)
@@ -33,8 +30,6 @@ def packed(routes: np.ndarray, start: int = 0, routing: Routing = ROUTING) -> by
     return to_bytes(encode_routes(routes[min(start, len(routes)) :].astype(np.int32), routing, "a response"))
 
 
-SIX = Routing(2, (0, 1), 2, 6)
-"""3 bits an expert, of which 6 and 7 are none; 42 bits a plane."""
 SENT = pytest.mark.parametrize("sent", [answer, packed])
 
 
@@ -44,14 +39,6 @@ def made(rows: int, routing: Routing = ROUTING) -> np.ndarray:
 
 def ids(routes: Routes) -> np.ndarray:
     return decode_routes(routes, "g1").transpose(1, 0, 2)
-
-
-@SENT
-def test_rows_are_of_all_tokens_but_the_last(sent: Callable[..., bytes]) -> None:
-    routes = made(6)
-    got = routed_experts(sent(routes), ROUTING, tokens=7, routed=0, key="g1")
-    assert (got.rows, got.layers) == (6, ROUTING.layers)
-    np.testing.assert_array_equal(ids(got), routes[:, 1:])
 
 
 @SENT
@@ -69,11 +56,6 @@ def test_turns_that_ask_only_for_what_they_lack_add_up(sent: Callable[..., bytes
     got = joined(parts, "g1")
     assert got == encode_routes(whole, routing, "g1")
     np.testing.assert_array_equal(ids(got), whole[:, 1:])
-
-
-@SENT
-def test_an_answer_without_new_rows(sent: Callable[..., bytes]) -> None:
-    assert routed_experts(sent(made(4), 4), ROUTING, tokens=5, routed=4, key="g1").rows == 0
 
 
 def damaged(at: int) -> bytes:
@@ -111,12 +93,6 @@ def test_routes_of_another_form_are_refused_by_name(sent: bytes | None, reason: 
     assert caught.value.reason == reason
 
 
-@SENT
-def test_more_rows_held_than_there_are_is_refused(sent: Callable[..., bytes]) -> None:
-    with pytest.raises(TrajectoryRejected, match=r"length_mismatch: g1: .*expected -1"):
-        routed_experts(sent(made(0)), ROUTING, tokens=5, routed=5, key="g1")
-
-
 def test_a_row_of_minus_one_is_refused() -> None:
     routes = made(7)
     routes[3] = -1
@@ -140,28 +116,6 @@ def test_routes_of_an_engine_that_does_not_pack_are_packed_when_they_arrive() ->
     for other, rows in ((response, 8), (replace(response, routes=answer(outside)), 9), (with_packed_routes(response, ROUTING, 9), 9)):
         assert with_packed_routes(other, ROUTING, rows) is other, "left for the trajectory's check, or packed already"
     assert with_packed_routes(response, None, 9) is response
-
-
-@pytest.mark.parametrize("wrong", ["an expert of another model", "an expert twice", "bits after the last expert"])
-def test_packed_routes_with_right_digests_and_wrong_experts_are_refused(wrong: str) -> None:
-    right = encode_routes(made(7, SIX), SIX, "a response")
-    planes = bytearray(right.planes)
-    if wrong == "an expert of another model":
-        planes[0] |= 7
-    elif wrong == "an expert twice":
-        planes[0] = 0
-    else:
-        planes[right.plane_bytes - 1] |= 128
-    sent = to_bytes(sealed(replace(right, planes=bytes(planes))))
-    with pytest.raises(TrajectoryRejected, match=r"^routes_malformed: routes of g1: "):
-        routed_experts(sent, SIX, tokens=8, routed=0, key="g1")
-
-
-@pytest.mark.parametrize("text", ["AAA", "A" * 7 + "*", "é" * 8])
-def test_base64_that_is_none_is_refused_with_the_answer(text: str) -> None:
-    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [], "weight_versions": [], "routed_experts": text}
-    with pytest.raises(ValueError, match=r"^routed_experts: .*base64"):
-        read(json.dumps({"output_ids": [], "meta_info": meta}).encode())
 
 
 def masks(lists: list[list[int]] | None, response: list[int], vocabulary: int = 10) -> list[list[int]]:

@@ -51,10 +51,3 @@ def test_positions_are_those_of_the_rows(lengths: list[int], size: int, data: st
     starts = np.array(bounds)[np.searchsorted(bounds, rows.numpy(), "right") - 1]
     found = zigzag.positions(torch.tensor(bounds, dtype=torch.int32), len(rows), size, rank)
     assert found.tolist() == (rows.numpy() - starts).tolist()
-
-
-@given(st.integers(1, 1000), st.integers(2, 8))
-def test_sequences_are_padded_to_twice_the_ranks(length: int, size: int) -> None:
-    assert zigzag.padded(length, 1) == length
-    assert zigzag.padded(length, size) % (2 * size) == 0
-    assert 0 <= zigzag.padded(length, size) - length < 2 * size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,16 @@ from safetensors.torch import save_file
 
 from asyncmoe.errors import DataError
 from asyncmoe.models import load_hf_config
-from asyncmoe.models.checkpoint import hf_name
 from asyncmoe.models.families import family_of, with_family, without_family
 from asyncmoe.models.hf_checkpoint import file_name, write_index
 from asyncmoe.models.hf_folder import copy_texts, tokenizer_faults, write_config
 from asyncmoe.models.importing import folder, names, settings
-from asyncmoe.models.importing.names import TensorPart
-from asyncmoe.models.importing.tensors import CheckpointTensors
+from asyncmoe.models.importing.folder import CheckpointTensors
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.quantised import without
-from asyncmoe.models.shape import HfConfig, Shape, Shapes
-from asyncmoe.reshard.layout import Piece, RankLayout
+from asyncmoe.models.shape import HfConfig
+from asyncmoe.reshard import buckets
+from asyncmoe.reshard.layout import Piece
 from asyncmoe.storage import check_new, new_directory, writing
 
 _WHAT = "imported model"
@@ -59,7 +58,7 @@ def import_checkpoint(
 ) -> Imported:
     """Write `out`, which is complete or does not exist: the weights of the checkpoint, with configuration and tokenizer of `model`.
 
-    Memory: one shard of the checkpoint, one of Megatron's parameters, and up to 4 GiB of what is written next.
+    Memory: the experts of a layer, and up to 4 GiB of what is written next.
 
     Args:
         checkpoint, iteration: see `folder.find`.
@@ -79,118 +78,98 @@ def import_checkpoint(
     if model.is_file():
         raise DataError("--model", got=f"the file {model}", expected="the directory of a Hugging Face model, with its tokenizer")
     hf = with_family(load_hf_config(model), family)
-    found = folder.find(checkpoint, iteration)
     family_of(hf).check(hf, MegatronParallel(), EngineParallel())
     for place in (checkpoint, model):
         if out.resolve().is_relative_to(place.resolve()):
             raise DataError("OUT", got=f"{out}, inside {place}", expected="a new path elsewhere")
+    found = folder.find(checkpoint, iteration)
     notes = settings.check(found, hf, model)
     source = _Source(CheckpointTensors(found), hf)
     notes += source.check()
     if tokenizer_faults(model):
         notes.append(f"{model} has no tokenizer, so {out} has none, and a run needs one: copy one there")
     with new_directory(_WHAT, out, signals) as scratch, writing(_WHAT, out):
-        nbytes, count = _write_weights(scratch, source, say)
+        nbytes = _write_weights(scratch, source, say)
         copy_texts(model, scratch)
         write_config(scratch, _config(hf), source.dtype)
-    return Imported(found, count, source.dtype, nbytes, tuple(notes))
+    return Imported(found, len(source.on_disk.storages), source.dtype, nbytes, tuple(notes))
 
 
 class _Source:
-    """The canonical tensors of a checkpoint."""
+    """The weights of a checkpoint, by their names on disk.
+
+    Attributes:
+        dtype: of most.
+        on_disk: their layout in Hugging Face's files.
+    """
 
     def __init__(self, tensors: CheckpointTensors, hf: HfConfig) -> None:
         family = family_of(hf)
-        self._tensors, self._front = tensors, names.front_of(tensors)
-        self._m: Shape = family.shape_of(hf)
-        self._hf_names = family.hf_names
-        self.shapes: Shapes = family.tensors(hf)
-        self._layout: RankLayout = family.megatron_layout(hf, MegatronParallel(), 0, "float32")
-        self._parts = {name: self._parts_of(name, storage.shape) for name, storage in self._layout.storages.items()}
-        self._dtypes = {name: tensors.stored(parts[0].name).dtype for name, parts in self._parts.items()}
-        self.dtype = str(self._dtypes["embedding.word_embeddings.weight"]).removeprefix("torch.")
-
-    def _parts_of(self, parameter: str, shape: tuple[int, ...]) -> list[TensorPart]:
-        return names.parts_of(self._tensors, self._front, parameter, shape, self._m.layers, self._m.experts)
+        self._tensors, self._front, self._m = tensors, names.front_of(tensors), family.shape_of(hf)
+        trained = family.megatron_layout(hf, MegatronParallel(), 0, "float32")
+        self._parts = {
+            name: names.parts_of(tensors, self._front, name, storage.shape, self._m) for name, storage in trained.storages.items()
+        }
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in trained.pieces:
+            self._pieces.setdefault(piece.tensor, []).append(piece)
+        self.dtype = str(tensors.stored[self._parts[names.EMBEDDING][0].name].properties.dtype).removeprefix("torch.")
+        self.on_disk = family.hf_layout(hf, self.dtype)
+        self._tensor_of = {piece.storage: piece.tensor for piece in self.on_disk.pieces}
 
     def check(self) -> list[str]:
-        """Find out, without reading weights, whether all are there, whole, and none is left over. Return notes for the user.
+        """Refuse a checkpoint with other weights besides. Return notes for the user.
 
         Raises:
-            DataError: names the first fault.
+            DataError: names the first of them.
         """
-        taken = {part.name for parts in self._parts.values() for part in parts}
-        self._tensors.check(sorted(taken))
-        left, prediction = names.left_over(self._tensors, self._front, taken)
-        tied = f"{self._front}output_layer.weight"
-        if self._m.tied and tied in left:
-            raise DataError("the checkpoint", got=f"a tensor {tied}", expected="none: config.json of --model has tie_word_embeddings")
+        rest = sorted(self._tensors.stored.keys() - {part.name for parts in self._parts.values() for part in parts})
+        inner = {name: name.removeprefix(self._front) for name in rest}
+        left = [name for name in rest if not names.NOT_OURS.search(inner[name])]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise DataError(
-                "the checkpoint", got=f"a tensor {left[0]}{others}", expected="the weights of the model that --model names only"
-            )
+            tied = ", which has tie_word_embeddings" if self._m.tied else ""
+            expected = f"only the weights of the model that --model names{tied}"
+            raise DataError("the checkpoint", got=f"a tensor {left[0]}{others}", expected=expected)
+        prediction = any(one.startswith("mtp.") for one in inner.values())
         return ["layers of multi-token prediction are left out: asyncmoe neither trains nor serves them"] if prediction else []
 
-    def hf_name(self, tensor: str) -> str:
-        return hf_name(self._m, self._hf_names, tensor)
-
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every canonical tensor once, in the order of Megatron's parameters.
+    def value(self, name: str) -> torch.Tensor:
+        """Return a weight in its own dtype, one that is always float32 so.
 
         Raises:
-            DataError: a shard is damaged, or a weight is not finite.
+            DataError: a shard is missing or damaged, or the weight is not finite.
         """
-        pieces: dict[str, list[Piece]] = {}
-        for piece in self._layout.pieces:
-            pieces.setdefault(piece.storage, []).append(piece)
-        for parameter, parts in self._parts.items():
-            whole = torch.cat([self._tensors.read(part.name, part.box) for part in parts])
-            flat = whole.reshape(-1)
-            made: dict[str, torch.Tensor] = {}
-            for piece in pieces[parameter]:
-                tensor = made.setdefault(
-                    piece.tensor, torch.empty(self.shapes[piece.tensor], dtype=self._dtype_of(piece.tensor, parameter))
-                )
-                box = tuple(slice(a, a + n) for a, n in zip(piece.box.start, piece.box.extent, strict=True))
-                tensor[box] = flat.as_strided(piece.box.extent, piece.strides, piece.offset)
-            for name, tensor in made.items():
-                if not bool(torch.isfinite(tensor).all()):
-                    where = parts[0].name
-                    raise DataError(f"the checkpoint: tensor {where}", got="infinite values or no numbers", expected="finite ones")
-                yield name, tensor
+        tensor, shape = self._tensor_of[name], self.on_disk.storages[name].shape
+        stored = [self._stored(piece) for piece in self._pieces[tensor]]
+        wide = tensor.split(".", 2)[-1] in self._m.wide
+        made = torch.empty(shape, dtype=torch.float32 if wide else stored[0].dtype)
+        for piece, value in zip(self._pieces[tensor], stored, strict=True):
+            made[tuple(slice(a, a + n) for a, n in zip(piece.box.start, piece.box.extent, strict=True))] = value
+        if not bool(torch.isfinite(made).all()):
+            raise DataError(f"the checkpoint: {name}", got="infinite values or no numbers", expected="finite ones")
+        return made
 
-    def _dtype_of(self, tensor: str, parameter: str) -> torch.dtype:
-        return torch.float32 if tensor.split(".", 2)[-1] in self._m.wide else self._dtypes[parameter]
+    def _stored(self, piece: Piece) -> torch.Tensor:
+        parts = self._parts[piece.storage]
+        read = [self._tensors.read(part.name, part.box).view(-1, *part.shape)[part.at] for part in parts]
+        whole = read[0] if len(read) == 1 else torch.cat(read)
+        return whole.as_strided(piece.box.extent, piece.strides, whole.storage_offset() + piece.offset)
 
 
-def _write_weights(scratch: Path, source: _Source, say: Callable[[str], None]) -> tuple[int, int]:
-    """Write all tensors; return their bytes and their number."""
+def _write_weights(scratch: Path, source: _Source, say: Callable[[str], None]) -> int:
+    """Write all tensors; return their bytes."""
+    files = buckets(source.on_disk, _SHARD_BYTES)
     index: dict[str, str] = {}
-    held: dict[str, torch.Tensor] = {}
-    files: list[str] = []
-    size = total = 0
-
-    def write() -> None:
-        name = f"part-{len(files) + 1:05d}.safetensors"
-        save_file(held, scratch / name, {"format": "pt"})
-        files.append(name)
-        index.update(dict.fromkeys(held, name))
-        held.clear()
+    total = 0
+    for number, bucket in enumerate(files, 1):
+        values = {name: source.value(name) for name in bucket.names}
+        save_file(values, scratch / file_name(number, len(files)), {"format": "pt"})
+        index |= dict.fromkeys(values, file_name(number, len(files)))
+        total += sum(value.nbytes for value in values.values())
         say(f"{total / 1e9:.1f} GB in {len(index)} tensors")
-
-    for tensor, value in source.values():
-        if held and size + value.nbytes > _SHARD_BYTES:
-            write()
-            size = 0
-        held[source.hf_name(tensor)] = value
-        size, total = size + value.nbytes, total + value.nbytes
-    write()
-    final = {name: file_name(number, len(files)) for number, name in enumerate(files, 1)}
-    for name, last in final.items():
-        (scratch / name).rename(scratch / last)
-    write_index(scratch, total, {name: final[file] for name, file in index.items()})
-    return total, len(index)
+    write_index(scratch, total, index)
+    return total
 
 
 def _config(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,33 +20,42 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from asyncmoe.errors import DataError
-from asyncmoe.models.importing.tensors import CheckpointTensors
+from asyncmoe.models.importing.folder import CheckpointTensors
+from asyncmoe.models.shape import Shape
 from asyncmoe.reshard.layout import Box
 
-_EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
 _FUSED = {
-    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight",),
-    "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",),
-    "self_attention.q_layernorm.weight": ("self_attention.linear_q_up_proj.layer_norm_weight",),
-    "self_attention.kv_layernorm.weight": ("self_attention.linear_kv_up_proj.layer_norm_weight",),
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 """Other names of a layer's norms."""
 _HALVES = ("_w", "_v")
-_NOT_OURS = re.compile(
+NOT_OURS = re.compile(
     r"^(optimizer\.|chained_\d+\.|rng_state|rerun_state|opt_param_scheduler|mtp\.)|_extra_state$|\.expert_bias_|local_tokens_per_expert$"
 )
 """What a checkpoint has besides the weights: the optimizer, states of layers, counts, and layers of multi-token prediction."""
-_VOCABULARY = (_EMBEDDING, "output_layer.weight")
+_VOCABULARY = (EMBEDDING, "output_layer.weight")
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A box of a checkpoint's tensor that has a parameter, or a half of one."""
+    """Where a parameter, or a half of its rows, is.
+
+    Attributes:
+        name, box: of the checkpoint's tensor; all experts of a layer are in the box of each.
+        at: the parameter's number among those in the box.
+        shape: of the parameter or half.
+    """
 
     name: str
     box: Box
+    at: int
+    shape: tuple[int, ...]
 
 
 def front_of(tensors: CheckpointTensors) -> str:
@@ -55,73 +64,55 @@ def front_of(tensors: CheckpointTensors) -> str:
     Raises:
         DataError: the checkpoint has no embedding, or several.
     """
-    found = [name for name in tensors.names() if name.endswith(_EMBEDDING) and not _NOT_OURS.search(name)]
+    found = [name for name in tensors.stored if name.endswith(EMBEDDING) and not NOT_OURS.search(name)]
     if len(found) != 1:
-        raise DataError("the checkpoint", got=f"{len(found)} tensors ...{_EMBEDDING}", expected="one: a GPTModel of Megatron's")
-    return found[0].removesuffix(_EMBEDDING)
+        raise DataError("the checkpoint", got=f"{len(found)} tensors ...{EMBEDDING}", expected="one: a GPTModel of Megatron's")
+    return found[0].removesuffix(EMBEDDING)
 
 
-def parts_of(tensors: CheckpointTensors, front: str, parameter: str, shape: tuple[int, ...], layers: int, experts: int) -> list[TensorPart]:
+def parts_of(tensors: CheckpointTensors, front: str, parameter: str, shape: tuple[int, ...], m: Shape) -> list[TensorPart]:
     """Return where a parameter is; two parts are halves of its rows.
 
     Args:
         front: see `front_of`.
         parameter: as a single rank of Megatron's own layers has it.
         shape: of the parameter.
-        layers, experts: of the model.
+        m: of the model.
 
     Raises:
         DataError: the checkpoint has no such tensor, or one of another shape.
     """
-    names, there = list(_places(parameter, layers, experts)), tensors.names()
-    for name, at, stacked in names:
-        whole = front + name
-        if whole in there:
-            return [TensorPart(whole, _box(tensors, whole, parameter, at, stacked, shape))]
-        if all(whole + half in there for half in _HALVES):
-            rows = (shape[0] // 2, *shape[1:])
-            return [TensorPart(whole + half, _box(tensors, whole + half, parameter, at, stacked, rows)) for half in _HALVES]
-    raise DataError("the checkpoint", got=f"no tensor {front}{names[0][0]}", expected="the weights of the model that --model names")
+    places = list(_places(parameter))
+    for name, layer, expert in places:
+        layers, experts = () if layer is None else (m.layers,), () if expert is None else (m.experts,)
+        for ends, rows in ((("",), shape), (_HALVES, (shape[0] // 2, *shape[1:]))):
+            if all(front + name + end in tensors.stored for end in ends):
+                inner = (*experts, *rows)
+                box = Box((layer or 0,) * len(layers) + (0,) * len(inner), (1,) * len(layers) + inner)
+                for end in ends:
+                    _check(tensors, front + name + end, layers + inner, parameter in _VOCABULARY)
+                return [TensorPart(front + name + end, box, expert or 0, rows) for end in ends]
+    raise DataError("the checkpoint", got=f"no tensor {front}{places[0][0]}", expected="the weights of the model that --model names")
 
 
-def left_over(tensors: CheckpointTensors, front: str, taken: set[str]) -> tuple[list[str], bool]:
-    """Return the weights that nothing was made of, sorted, and whether there are layers of multi-token prediction among the others."""
-    rest = sorted(tensors.names() - taken)
-    inner = {name: name.removeprefix(front) for name in rest}
-    return [name for name in rest if not _NOT_OURS.search(inner[name])], any(one.startswith("mtp.") for one in inner.values())
-
-
-def _places(parameter: str, layers: int, experts: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Yield the names that a parameter may have, with its index in the stacked dimensions and their sizes."""
+def _places(parameter: str) -> Iterator[tuple[str, int | None, int | None]]:
+    """Yield the names that a parameter may have, with its numbers in the stacked layers and experts; None: they are not stacked."""
     found = _LAYER.match(parameter)
     if found is None:
-        yield parameter, (), ()
+        yield parameter, None, None
         return
     layer, inner = int(found[1]), found[2]
-    for name, at, stacked in _in_layer(inner, experts):
-        yield f"decoder.layers.{layer}.{name}", at, stacked
-        yield f"decoder.layers.{name}", (layer, *at), (layers, *stacked)
+    inners: list[tuple[str, int | None]] = [(inner, None), *([(_FUSED[inner], None)] if inner in _FUSED else [])]
+    if (of_expert := _EXPERT.match(inner)) is not None:
+        inners = [(f"mlp.experts.experts.{of_expert[2]}", int(of_expert[1])), (f"mlp.experts.experts.{of_expert[1]}.{of_expert[2]}", None)]
+    for name, expert in inners:
+        yield f"decoder.layers.{layer}.{name}", None, expert
+        yield f"decoder.layers.{name}", layer, expert
 
 
-def _in_layer(inner: str, experts: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    found = _EXPERT.match(inner)
-    if found is None:
-        for name in (inner, *_FUSED.get(inner, ())):
-            yield name, (), ()
-        return
-    expert, rest = int(found[1]), found[2]
-    yield f"mlp.experts.experts.{rest}", (expert,), (experts,)
-    yield f"mlp.experts.experts.{expert}.{rest}", (), ()
-
-
-def _box(
-    tensors: CheckpointTensors, name: str, parameter: str, at: tuple[int, ...], stacked: tuple[int, ...], shape: tuple[int, ...]
-) -> Box:
-    """Return a parameter's box in a tensor. A vocabulary may be padded, so only its first rows are the model's."""
-    got, wanted = tensors.shape(name), (*stacked, *shape)
-    padded = parameter in _VOCABULARY and len(got) == len(wanted) and got[0] >= wanted[0] and got[1:] == wanted[1:]
-    if got != wanted and not padded:
-        raise DataError(
-            f"the checkpoint: tensor {name}", got=f"shape {list(got)}", expected=f"shape {list(wanted)}, as the model of --model has"
-        )
-    return Box((*at, *(0 for _ in shape)), (*(1 for _ in stacked), *shape))
+def _check(tensors: CheckpointTensors, name: str, wanted: tuple[int, ...], padded: bool) -> None:
+    """Refuse a tensor of another shape; of a padded vocabulary only the first rows are the model's."""
+    got = tuple(tensors.stored[name].size)
+    if got != wanted and not (padded and len(got) == len(wanted) and got[0] >= wanted[0] and got[1:] == wanted[1:]):
+        expected = f"shape {list(wanted)}, as the model of --model has"
+        raise DataError(f"the checkpoint: tensor {name}", got=f"shape {list(got)}", expected=expected)

@@ -49,11 +49,6 @@ class Kind:
     experts: Experts = "per_expert"
 
     def __post_init__(self) -> None:
-        unknown = [target for target in self.targets if target not in TARGETS]
-        if unknown or not self.targets:
-            raise UserError("adapter's targets", got=", ".join(unknown) or "none", expected=f"some of {', '.join(TARGETS)}")
-        if self.rank < 1 or self.alpha <= 0:
-            raise UserError("adapter", got=f"rank {self.rank}, alpha {self.alpha}", expected="a positive rank and alpha")
         object.__setattr__(self, "targets", tuple(target for target in TARGETS if target in self.targets))
 
     @property

@@ -36,12 +36,8 @@ def rank_layout(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dty
 
 
 def rank_layouts(m: Shape, kind: Kind, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
-    """Return the layouts of all trainer ranks from 0; each distinct layout is made once, so that planning reads it once."""
-    made: dict[tuple[int, int, int, int], RankLayout] = {}
-    for rank in range(parallel.world):
-        if parallel.place(rank) not in made:
-            made[parallel.place(rank)] = rank_layout(m, kind, parallel, rank, dtype)
-    return [made[parallel.place(rank)].at(rank) for rank in range(parallel.world)]
+    """Return the layouts of all trainer ranks from 0."""
+    return parallel.layouts(lambda rank: rank_layout(m, kind, parallel, rank, dtype))
 
 
 def _layer(held: tuple[Half, ...], rank: int, dtype: str) -> RankLayout:

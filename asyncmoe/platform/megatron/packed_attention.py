@@ -6,8 +6,9 @@ Megatron's own local attention asserts that there are no packed sequences, and b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cache
 from inspect import signature
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -17,15 +18,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.platform.megatron import context_attention, together
-from asyncmoe.platform.megatron.together import Batches
+from asyncmoe.platform.megatron import context_attention
 
 Kernel = Literal["varlen", "each"]
 _FLASH_HEAD = 256
 """The widest head that flash attention supports; widths must be multiples of 8."""
 _SHORT = 512
-"""Rows of a sequence below which torch's kernel for CPUs is slower in bfloat16 than in float32: at 42 rows by a factor of 3.4; up to it,
-sequences share calls of the kernel, of which the work is small then."""
+"""Rows of a sequence below which torch's kernel for CPUs is slower in bfloat16 than in float32: at 42 rows by a factor of 3.4."""
 
 
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
@@ -41,12 +40,6 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     def __init__(self, cu_seqlens: torch.Tensor, bounds: Sequence[int], longest: int) -> None:
         super().__init__("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
         self.bounds = tuple(bounds)
-
-    @cached_property
-    def batches(self) -> tuple[Batches, torch.Tensor]:
-        """The sequences laid out as batches, and where each row lies there: int64[T], on the model's device. Made once for all layers."""
-        laid = together.batches(self.bounds, _SHORT)
-        return laid, torch.from_numpy(laid.place).to(self.cu_seqlens_q.device, non_blocking=True)
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -103,22 +96,14 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         elif kernel(query.device.type, query.dtype, query.shape[-1]) == "varlen":
             out = packed(query, key, value, packed_seq_params, self.scale)
         else:
-            out = self._each(query, key, value, packed_seq_params)
+            out = self._each(query, key, value, bounds)
         return out[..., :width].flatten(1)
 
-    def _each(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
-        """[T, heads, d] -> [T, heads, d]. Padding comes after a sequence's rows, which are causal, so none of them sees it."""
-        laid, place = sequences.batches
-        spread = [query, key, value]
-        if not laid.in_place:
-            spread = [together.spread(x, place, laid.rows) for x in spread]
-        sizes = [count * longest for count, longest in laid.shapes]
-        made = []
-        for (count, longest), *part in zip(laid.shapes, *(torch.split(x, sizes) for x in spread), strict=True):
-            q, k, v = (x.unflatten(0, (count, longest)).transpose(0, 1) for x in part)
-            made.append(self._attend(q, k, v).transpose(0, 1).flatten(0, 1))
-        whole = torch.cat(made)
-        return whole if laid.in_place else together.taken(whole, place)
+    def _each(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
+        """[T, heads, d] -> [T, heads, d], one sequence after another."""
+        sizes = [last - first for first, last in pairwise(bounds)]
+        parts = zip(*(torch.split(x.unsqueeze(1), sizes) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*part) for part in parts]).squeeze(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[S, B, heads, d] -> [S, B, heads, d]."""
@@ -135,7 +120,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 
 def kernel(device: str, dtype: torch.dtype, width: int) -> Kernel:
     """Return the kernel for packed sequences: "varlen", flash attention over all of them at once (torch has it for 16-bit dtypes on GPUs),
-    or "each", torch's choice of kernel for sequences of similar lengths."""
+    or "each", torch's choice of kernel for one sequence after another."""
     flash = device == "cuda" and dtype in (torch.bfloat16, torch.float16) and width <= _FLASH_HEAD and width % 8 == 0
     return "varlen" if flash and {"scale", "window_size"} <= arguments() else "each"
 

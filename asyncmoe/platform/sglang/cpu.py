@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from asyncmoe.platform.sglang import cpu_attention, cpu_experts, cpu_float8, cpu_latent, cpu_lora
+from asyncmoe.platform.sglang import cpu_experts, cpu_float8, cpu_latent, cpu_lora
 from asyncmoe.platform.sglang.lifetime import end_with_parent
 from asyncmoe.platform.sglang.patching import PatchTargetGone
 from asyncmoe.platform.sglang.standin import decorate, provide, refuse
@@ -56,7 +56,7 @@ def install() -> None:
     _triton()
     _sgl_kernel()
     _torchvision()
-    for part in (cpu_attention, cpu_experts, cpu_lora, cpu_latent, cpu_float8):
+    for part in (cpu_experts, cpu_lora, cpu_latent, cpu_float8):
         part.install()
     _pinned_host_memory()
 

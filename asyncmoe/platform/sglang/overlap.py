@@ -11,10 +11,9 @@ The loop pops an entry for every step that it launched, so a settled step leaves
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,42 +23,8 @@ from asyncmoe.platform.sglang.patching import after_import
 
 MODULE = "sglang.srt.managers.scheduler"
 OFF = "--disable-overlap-schedule"
-_QUEUE = "result_queue"
-_RELIED_ON = (
-    "_dispatch_event_loop_once",
-    "Scheduler.run_event_loop",
-    "Scheduler.ingest_requests",
-    "Scheduler.run_batch",
-    "Scheduler.launch_batch_sample_if_needed",
-    "Scheduler.process_batch_result",
-    "Scheduler.get_next_batch_to_run",
-    "Scheduler.pause_generation",
-    "Scheduler.continue_generation",
-    "Scheduler.record_weight_version_change",
-)
-"""Functions that settling relies on, in addition to every function that uses `result_queue`."""
-
-KNOWN: Mapping[str, str] = {
-    "Scheduler._advance_pending_grammar": "d9c9047ecf83",
-    "Scheduler._collect_inflight_batches": "2eedddc21a81",
-    "Scheduler._reqs_finishing_inflight": "f1e75598a082",
-    "Scheduler.continue_generation": "5d6d1a88e9a3",
-    "Scheduler.event_loop_overlap": "9c160c9f9aaa",
-    "Scheduler.get_next_batch_to_run": "89e3176bd984",
-    "Scheduler.ingest_requests": "ad10134904e3",
-    "Scheduler.init_overlap": "c47bfeca9bfe",
-    "Scheduler.init_running_status": "46854ae5194e",
-    "Scheduler.is_disable_overlap_for_batch": "9bd4677def9a",
-    "Scheduler.is_fully_idle": "66f0794b5c9b",
-    "Scheduler.launch_batch_sample_if_needed": "61f9422d396d",
-    "Scheduler.pause_generation": "00cbcd11ca6a",
-    "Scheduler.process_batch_result": "98ba1006adfa",
-    "Scheduler.record_weight_version_change": "03787fc11966",
-    "Scheduler.run_batch": "c95dbca10896",
-    "Scheduler.run_event_loop": "02edf60f593a",
-    "_dispatch_event_loop_once": "4220153895a2",
-}
-"""Fingerprints by function in sglang 0.5.23, for which `settle` was written."""
+KNOWN = "cb8f6de62ad1e200df34114cbcffec747e16d667eddbc719ccb9052723e8b4e5"
+"""SHA-256 of `managers/scheduler.py` of sglang 0.5.23, for which `settle` was written."""
 
 
 @lru_cache
@@ -70,10 +35,10 @@ def obstacle() -> str:
         return "sglang: got no installed package"
     path = Path(found.submodule_search_locations[0], *MODULE.split(".")[1:]).with_suffix(".py")
     try:
-        differs = differences(fingerprints(path.read_text()))
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
         return f"{path.name} of sglang cannot be read: {error}"
-    return f"sglang's {path.name} differs from 0.5.23's in {', '.join(differs)}" if differs else ""
+    return "" if digest == KNOWN else f"sglang's {path.name} is not that of 0.5.23"
 
 
 def checked(arguments: Sequence[str]) -> list[str]:
@@ -82,32 +47,6 @@ def checked(arguments: Sequence[str]) -> list[str]:
         return [*arguments]
     print(f"the overlap schedule is off: {reason}", flush=True)
     return [*arguments, OFF]
-
-
-def fingerprints(source: str) -> dict[str, str]:
-    """Compute the fingerprints of the functions that settling relies on.
-
-    Args:
-        source: source text of sglang.srt.managers.scheduler.
-
-    Returns:
-        {"Scheduler.run_batch": 12 hexadecimal digits}, independent of the function's comments and indentation.
-
-    Raises:
-        SyntaxError: `source` is not Python.
-    """
-    lines, found = source.splitlines(), {}
-    for name, node in _functions(ast.parse(source)):
-        text = [line.strip() for line in lines[node.lineno - 1 : node.end_lineno]]
-        code = "\n".join(line for line in text if line and not line.startswith("#"))
-        if name in _RELIED_ON or _QUEUE in code:
-            found[name] = hashlib.sha256(code.encode()).hexdigest()[:12]
-    return found
-
-
-def differences(found: Mapping[str, str], known: Mapping[str, str] = KNOWN) -> list[str]:
-    """Return the functions that have changed, are gone, or are new."""
-    return sorted(name for name in {*found, *known} if found.get(name) != known.get(name))
 
 
 def install() -> None:
@@ -160,12 +99,3 @@ def _settled_first(method: Callable[..., Any], needed: Callable[..., bool]) -> C
         return method(self, *arguments, **named)
 
     return wrapped
-
-
-def _functions(module: ast.Module) -> list[tuple[str, ast.FunctionDef]]:
-    """Return all functions of a module and of its classes, by qualified name."""
-    found = [(node.name, node) for node in module.body if isinstance(node, ast.FunctionDef)]
-    for owner in module.body:
-        if isinstance(owner, ast.ClassDef):
-            found += [(f"{owner.name}.{node.name}", node) for node in owner.body if isinstance(node, ast.FunctionDef)]
-    return found

@@ -11,8 +11,6 @@ IDLE = 0.4
 """Share of idle time above which the other side is called the bottleneck."""
 BOTH_IDLE = 0.25
 """Share of idle time of both sides above which they are reported to wait for each other."""
-HELD = 0.5
-"""Part of the engines' idle time from which on waiting episodes are its cause, and part of these from which on it is the scorer's."""
 SETTLED_STEPS = 5
 """RL steps without which shares of time say more about the start than about the run."""
 DROPPED = 0.1
@@ -38,12 +36,6 @@ def advise(gauges: Gauges) -> list[str]:
     settled = gauges.steps >= SETTLED_STEPS
     found = [sentence for rule in _RULES if (settled or rule not in _SPEED) and (sentence := rule(gauges))]
     return found or [ALL_WELL if settled else FEW_STEPS]
-
-
-def _loss(g: Gauges) -> str | None:
-    if g.lost_step is None:
-        return None
-    return f"The loss of step {g.lost_step} is not a finite number: lower trainer.optimizer.lr and resume from an earlier checkpoint."
 
 
 def _agreement(g: Gauges) -> str | None:
@@ -80,10 +72,10 @@ def _off_policy(g: Gauges) -> str | None:
 def _idle(g: Gauges) -> str | None:
     trainer, engines = g.trainer_idle or 0.0, g.engine_idle or 0.0
     if min(trainer, engines) > BOTH_IDLE:
-        both = f"Trainer idle {percent(g.trainer_idle)} and engines idle {percent(g.engine_idle)}"
-        if (g.held or 0.0) > HELD * engines:
-            return f"{both}: {_holding(g)}"
-        return f"{both}: they wait for each other; raise queue.staleness.max_staleness so that the engines may run ahead."
+        return (
+            f"Trainer idle {percent(g.trainer_idle)} and engines idle {percent(g.engine_idle)}: they wait for each other, or for scorers, "
+            "tools and agents; raise queue.staleness.max_staleness so that the engines may run ahead, or make the latter faster."
+        )
     if trainer > IDLE:
         return (
             f"Trainer idle {percent(g.trainer_idle)}: the engines are the bottleneck; add engines (engines.count), raise "
@@ -95,12 +87,6 @@ def _idle(g: Gauges) -> str | None:
             "trainer.tokens_per_microbatch, or give engines' devices to the trainer."
         )
     return None
-
-
-def _holding(g: Gauges) -> str:
-    if (g.held_in_scoring or 0.0) > HELD:
-        return "episodes wait for their scores; make the scorer faster, or raise scoring.concurrency."
-    return "episodes wait for their agent or tools; make those faster, or raise rollout.groups_per_step so that more run at once."
 
 
 def _dropped(g: Gauges) -> str | None:
@@ -124,5 +110,5 @@ def _pause(g: Gauges) -> str | None:
     return f"Engines pause {number(g.pause_ms, 'ms')} per update: raise sync.every, or leave GPUs room for a second copy of the weights."
 
 
-_RULES: tuple[Rule, ...] = (_loss, _agreement, _no_signal, _rejected, _off_policy, _idle, _dropped, _sync, _pause)
+_RULES: tuple[Rule, ...] = (_agreement, _no_signal, _rejected, _off_policy, _idle, _dropped, _sync, _pause)
 _SPEED = frozenset((_idle, _sync, _pause))

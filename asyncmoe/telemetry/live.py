@@ -17,7 +17,7 @@ from asyncmoe.telemetry.follow import Followed, Follower, Sink
 from asyncmoe.telemetry.loggers import checks
 from asyncmoe.telemetry.loggers.sink import LoggerSink, client
 from asyncmoe.telemetry.prometheus import Prometheus
-from asyncmoe.telemetry.records import sessions, trainer_restarts
+from asyncmoe.telemetry.records import sessions
 from asyncmoe.telemetry.rejected import evaluated, rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
@@ -43,7 +43,6 @@ class LiveView:
         )
         self._follower = Follower(config.run.dir)
         self._view = View(config.run.dir.name, config.warmup.steps, config.warmup.steps + config.run.steps)
-        self._starts: list[Resume] = []
         self._rollout: deque[Rollout] = deque(maxlen=RECENT_ROLLOUTS)
         self._sinks: list[Sink] = []
         self._stack = ExitStack()
@@ -65,8 +64,7 @@ class LiveView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        gone = rejected(self._view.rollout)
-        if self._live is None and gone.by_reason:
+        if self._live is None and (gone := rejected(self._view.rollout)):
             self._print(f"rejected {gone}")
         self._stack.close()
 
@@ -98,15 +96,10 @@ class LiveView:
     def _take(self, records: list[Followed]) -> None:
         self._rollout.extend(record for record in records if isinstance(record, Rollout))
         steps = [record for record in records if isinstance(record, Step | Resume)]
-        if steps:
-            self._starts += [record for record in steps if isinstance(record, Resume)]
-            valid = list(chain.from_iterable(sessions([*self._view.steps, *steps])))
-            resumed_at = self._starts[-1].resumed_at if self._starts else 0
-            restarts = trainer_restarts(self._starts)
-            self._view = replace(self._view, steps=valid[-RECENT_STEPS:], trainer_restarts=restarts, resumed_at=resumed_at)
+        valid = [*chain.from_iterable(sessions([*self._view.steps, *steps]))][-RECENT_STEPS:] if steps else self._view.steps
         evaluations = [record for record in records if isinstance(record, Evaluation)]
         newest = evaluations[-1] if evaluations else self._view.evaluation
-        self._view = replace(self._view, rollout=tuple(self._rollout), evaluation=newest)
+        self._view = replace(self._view, steps=valid, rollout=tuple(self._rollout), evaluation=newest)
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

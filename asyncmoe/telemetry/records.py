@@ -5,9 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,12 +20,6 @@ from asyncmoe.telemetry.schema import Resume, Span, Step, What
 
 Record = Step | Resume | Rollout | Evaluation | Span
 R = TypeVar("R", Step, Resume, Rollout, Evaluation, Span)
-T = TypeVar("T")
-Convert = Callable[[Path, int, dict[str, Any]], T]
-"""(file, line, values) -> the record; raises DataError for values that are none."""
-
-RENAMED = {"kl_engine": "train_infer_kl", "routing_differs": "routing_mismatch", "engine_busy_share": "engine_utilization"}
-"""Former names of fields, and their names now: a run that an older version began is read as one series."""
 
 
 class JsonLines:
@@ -122,14 +115,7 @@ class Tail:
         return [(number, _parse(self.path, number, line)) for number, line in self.lines()]
 
     def lines(self) -> list[tuple[int, bytes]]:
-        """Return the new lines with their numbers, without a look at what they hold.
-
-        Raises:
-            DataError: the path is no file.
-        """
-        if self.path.exists() and not self.path.is_file():  # opening a pipe would wait for its writer
-            got = "a directory" if self.path.is_dir() else "a pipe or a device"
-            raise DataError(str(self.path), got=got, expected="a file of records")
+        """Return the new lines with their numbers, without a look at what they hold."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -144,35 +130,11 @@ class Tail:
 
     def poll_steps(self) -> list[Step | Resume]:
         """Like `poll`, with typed records, for metrics.jsonl."""
-        return [step_or_resume(self.path, number, values) for number, values in self.numbered()]
+        return [_convert(self.path, number, values, Resume if "resumed_at" in values else Step) for number, values in self.numbered()]
 
     def poll_as(self, kind: type[R]) -> list[R]:
         """Like `poll`, with typed records, for the other files."""
         return [_convert(self.path, number, values, kind) for number, values in self.numbered()]
-
-
-def readable(path: Path, convert: Convert[T], notes: list[str]) -> list[T]:
-    """Read all records of a file but those whose lines are damaged, which a note counts.
-
-    Raises:
-        DataError: the path is no file.
-    """
-    found: list[T] = []
-    damaged: list[str] = []
-    for number, line in Tail(path).lines():
-        try:
-            found.append(convert(path, number, _parse(path, number, line)))
-        except DataError as error:
-            damaged.append(f"line {number}, {error.got}")
-    if damaged:
-        count = f"{len(damaged)} damaged lines are" if len(damaged) > 1 else "a damaged line is"
-        notes.append(f"{path.name}: {count} left out: {damaged[0]}")
-    return found
-
-
-def as_record(kind: type[R]) -> Convert[R]:
-    """Return what makes a record of a line's values."""
-    return partial(_convert, kind=kind)
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
@@ -182,13 +144,8 @@ def read_evaluations(path: Path) -> list[Evaluation]:
     Raises:
         DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.
     """
-    return valid_evaluations(Tail(path).poll_as(Evaluation))
-
-
-def valid_evaluations(records: Iterable[Evaluation]) -> list[Evaluation]:
-    """Return the evaluations that no later one supersedes; see `read_evaluations`."""
     found: list[Evaluation] = []
-    for record in records:
+    for record in Tail(path).poll_as(Evaluation):
         found = [*(earlier for earlier in found if not _superseded(earlier, record)), record]
     return found
 
@@ -238,17 +195,9 @@ def _until(found: list[list[Step]], last: int) -> list[list[Step]]:
     return [[step for step in session if step.step <= last] for session in found]
 
 
-def step_or_resume(path: Path, number: int, values: dict[str, Any]) -> Step | Resume:
-    """Return a record of metrics.jsonl. Raises DataError."""
-    if "resumed_at" in values:
-        return _convert(path, number, values, Resume)
-    return _convert(path, number, values, Step)
-
-
 def _convert(path: Path, number: int, values: dict[str, Any], kind: type[R]) -> R:
-    current = {RENAMED.get(name, name): value for name, value in values.items()}
     try:
-        return msgspec.convert(current, kind, str_keys=True)
+        return msgspec.convert(values, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise DataError(f"{path} line {number}", got=str(error), expected=f"{an(kind.__name__)} record") from error
 

@@ -1,5 +1,4 @@
-"""The records of a run, one JSON object per line. A reader ignores unknown fields, accepts former names (`records.RENAMED`) and rejects
-wrong types.
+"""The records of a run, one JSON object per line. A reader ignores unknown fields and rejects wrong types.
 
 metrics.jsonl           Step, one per optimizer step, and Resume once per resumed start; written by trainer rank 0
 rollout.jsonl           Rollout, about one per second; written by the controller

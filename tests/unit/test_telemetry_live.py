@@ -24,10 +24,9 @@ from asyncmoe.telemetry.gauges import Gauges, gauge
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import read_steps
-from asyncmoe.telemetry.rejected import evaluated
 from asyncmoe.telemetry.rollout_schema import Calls, Rollout, Scoring
-from asyncmoe.telemetry.schema import METRICS, Resume, Step
-from asyncmoe.telemetry.screen import View, heading, line, panel, remaining_seconds
+from asyncmoe.telemetry.schema import METRICS, Step
+from asyncmoe.telemetry.screen import View, heading, line, panel
 
 
 def _config(run_dir: Path, **telemetry: object) -> Config:
@@ -66,7 +65,6 @@ def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> None:
         "[bold] stopping",
         f"rejected {percent(1 / started)} of {started} started (scorer_timeout 1)",
     ]
-    assert lines[1].endswith(f"rejected {percent(1 / started)}")
     assert "reward" in lines[0]
     assert lines[2] == "evaluated version 3   reward 0.21 ± 0.05   25 % failed"
 
@@ -80,12 +78,6 @@ def test_on_a_terminal_a_panel_is_drawn(tmp_path: Path) -> None:
         view.refresh()
         assert "step 4 of 10" in out.getvalue()
         assert "version 2   reward 0.2 ± 0.05   25 % failed" in out.getvalue()
-        assert "trainer" in out.getvalue()
-        assert "restarts" not in out.getvalue()
-        with (tmp_path / "later" / METRICS).open("ab") as file:
-            file.write(msgspec.json.encode(Resume(resumed_at=6, epoch=1)) + b"\n")
-        view.refresh()
-        assert re.search(r"restarts +trainer 1", re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()))
 
 
 def test_the_view_keeps_what_it_shows_however_long_the_run(tmp_path: Path) -> None:
@@ -100,73 +92,28 @@ def test_the_view_keeps_what_it_shows_however_long_the_run(tmp_path: Path) -> No
         tracemalloc.stop()
         assert held < 200_000
         assert "step 19998 of 10" in out.getvalue()
-        file.write(msgspec.json.encode(Resume(resumed_at=6)) + b"\n")
-        view.refresh()
-        assert "50 %" in out.getvalue().rsplit("steps", 1)[1], "6 of 12 steps are taken, though the view has none of them"
 
 
-def test_telemetry_live_off_prints_lines_on_a_terminal(tmp_path: Path) -> None:
-    console, out = _console(terminal=True)
-    with LiveView(_config(tmp_path, live="off"), console) as view:
-        write_run(tmp_path, warmup=2, rl=0)
-        view.refresh()
-    assert out.getvalue().splitlines() == ["warm-up 1/2  loss 3", "warm-up 2/2  loss 1.5"]
-
-
-def _view(run_dir: Path) -> View:
-    return View("demo", 2, 12, read_steps(run_dir / METRICS), [r for r in Follower(run_dir).poll() if isinstance(r, Rollout)])
-
-
-def test_panel_fits_80_columns_and_says_everything(tmp_path: Path) -> None:
+def test_the_panel_says_everything_within_80_columns(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=2, rl=8, wait=6)
+    judge = Scoring(scored=1204, failed={"scorer_error": 6, "scorer_nan": 2}, seconds=121.2)
+    last = Rollout(time=1e10, queue_depth=5, started=200, rejected={"a": 1, "b": 40, "c": 8, "d": 2}, scoring={"scorer": judge})
+    view = View("demo", 2, 12, read_steps(tmp_path / METRICS), [last], "a note", evaluation(7, 0.5, reward_stderr=None, failed_share=0.0))
     console, out = _console(terminal=False)
-    console.print(panel(replace(_view(tmp_path), message="a note")))
+    console.print(panel(view))
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= 80
-    for piece in (
-        "demo · step 8 of 10 · version 9",
-        "reward 0.",
-        "loss",
-        "depth",
-        "trainer",
-        "engines",
-        "tokens/s",
-        "ms",
-        "the engines are the",
-        "a note",
-    ):
-        assert piece in text
-    assert " left" in text
-
-
-def test_panel_shows_what_tools_take() -> None:
-    last = Rollout(time=2.0, tools={"add": Calls(calls=4, seconds=2.0), "idle": Calls(), "find": Calls(calls=1, seconds=9.0)})
-    console, out = _console(terminal=False)
-    console.print(panel(replace(View("demo", 2, 12), rollout=[last])))
-    assert "find 9 s a call   add 0.5 s a call" in out.getvalue()
-    assert "idle 0" not in out.getvalue()
-
-
-def test_heading_and_remaining_time(tmp_path: Path) -> None:
-    empty = View("demo", 2, 12)
-    assert (heading(empty), remaining_seconds(empty)) == ("demo · starting", None)
-    warm = Step(step=1, phase="warmup", time=1.0, step_seconds=3.0)
-    assert heading(replace(empty, steps=[warm])) == "demo · warm-up 1 of 2"
-    assert remaining_seconds(replace(empty, steps=[warm])) is None
-    rl = [Step(step=n, phase="rl", time=1.0, step_seconds=seconds) for n, seconds in ((3, 1.0), (4, 5.0), (5, 2.0))]
-    assert remaining_seconds(replace(empty, steps=[warm, *rl])) == 2.0 * 7
-
-
-def test_unmeasured_values_are_left_out_of_a_line() -> None:
-    assert line(View("x", 2, 12), Step(step=5, phase="rl", time=0.0, reward_mean=0.5)) == "step 3/10  reward 0.5"
+    said = ("demo · step 8 of 10 · version 9", "83 %", " left", "depth 5", "the engines are the", "a note", "version 7   reward 0.5")
+    more = ("1,204 scored in 0.1 s each   8 failed (scorer_error 6, scorer_nan 2)", "26 % of 200 started (b 40, c 8, d 2)")
+    joined = " ".join(text.replace("│", " ").split())
+    for piece in (*said, *more):
+        assert " ".join(piece.split()) in joined
+    assert heading(View("demo", 2, 12)) == "demo · starting"
+    assert heading(View("demo", 2, 12, [Step(step=1, phase="warmup", time=1.0)])) == "demo · warm-up 1 of 2"
+    assert line(view, Step(step=5, phase="rl", time=0.0, reward_mean=0.5)) == "step 3/10  reward 0.5"
 
 
 # ---------------------------------------------------------------- gauges and advice
-
-
-def test_an_evaluation_in_words() -> None:
-    assert evaluated(evaluation(7, 0.5, reward_stderr=None, failed_share=0.0)) == "version 7   reward 0.5"
-    assert evaluated(evaluation(7, None, reward_stderr=None, failed_share=1.0)) == "version 7   reward –   100 % failed"
 
 
 def test_gauges_by_hand() -> None:
@@ -216,7 +163,6 @@ WELL = Gauges(steps=5, reward_std=0.3, trainer_idle=0.1, engine_idle=0.1, step_s
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"lost_step": 7}, "loss of step 7"),
         ({"logprob_diff": 0.8}, "differ by up to 0.8 nats"),
         ({"reward_std": 0.0, "reward": 1.0}, r"same reward \(1\)"),
         ({"rejected": 0.08, "rejected_most": "timeout"}, "8 % of the trajectories were rejected, most of them because of timeout"),
@@ -236,24 +182,10 @@ def test_one_gauge_off_is_one_sentence(changed: dict[str, float], said: str) -> 
     assert re.search(said, sentences[0])
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"held": 0.6}, "episodes wait for their agent or tools; make those faster, or raise rollout.groups_per_step"),
-        ({"held": 0.6, "held_in_scoring": 0.9}, "episodes wait for their scores; make the scorer faster, or raise scoring.concurrency"),
-        ({"held": 0.1}, "they wait for each other; raise queue.staleness.max_staleness"),
-    ],
-)
-def test_engines_without_work_are_not_told_to_run_ahead_of_slow_episodes(changed: dict[str, float], said: str) -> None:
-    (sentence,) = advise(replace(WELL, trainer_idle=0.7, engine_idle=0.8, **changed))  # type: ignore[arg-type]
-    assert said in sentence
-    assert sentence.startswith("Trainer idle 70 % and engines idle 80 %: ")
-
-
 def test_a_run_that_was_mostly_its_start_gets_no_advice_on_speed() -> None:
     slow = replace(WELL, trainer_idle=0.7, engine_idle=0.8, sync_share=0.3, sync_seconds=1.5)
     assert advise(replace(slow, steps=2)) == [FEW_STEPS]
-    assert advise(replace(slow, steps=2, lost_step=1))[0].startswith("The loss of step 1")
+    assert "log-prob" not in advise(replace(slow, steps=2, logprob_diff=0.8))[0] != FEW_STEPS
     steps = [Step(step=1, phase="rl", time=60, step_seconds=60, wait_seconds=55, loss=0.0, reward_std=0.3)]
     steps += [Step(step=n, phase="rl", time=58 + 2 * n, step_seconds=2, wait_seconds=0.2, loss=0.0, reward_std=0.3) for n in range(2, 9)]
     records = [Rollout(time=second, running=8, engine_utilization={"engine.0": 0.0 if second <= 60 else 0.9}) for second in range(1, 75)]
@@ -263,29 +195,10 @@ def test_a_run_that_was_mostly_its_start_gets_no_advice_on_speed() -> None:
     assert advise(found) == [ALL_WELL]
 
 
-def _seconds(running: int, **more: object) -> list[Rollout]:
-    return [Rollout(time=second, running=running, **more) for second in range(1, 41)]  # type: ignore[arg-type]
-
-
-def test_which_episodes_hold_the_engines_idle() -> None:
-    steps = [Step(step=n, phase="rl", time=4 * n, step_seconds=4, wait_seconds=3, loss=0.0) for n in range(1, 11)]
-    blocking = gauge(steps, _seconds(16, engine_utilization={"engine.0": 0.05, "engine.1": 0.05}))
-    assert blocking.held == pytest.approx(0.9)
-    assert blocking.held_in_scoring == 0
-    assert "their agent or tools" in advise(blocking)[0]
-    judge = gauge(steps, _seconds(16, engine_utilization={"engine.0": 0.1}, scoring={"scorer": Scoring(in_flight=8, waiting=4)}))
-    assert judge.held_in_scoring == pytest.approx(0.75)
-    assert "their scores" in advise(judge)[0]
-    halves = _seconds(16, engine_utilization={"engine.0": 0.5})
-    lockstep = [msgspec.structs.replace(record, running=16 if record.time % 2 else 0) for record in halves]
-    assert gauge(steps, lockstep).held == pytest.approx(0, abs=0.03)
-    assert "max_staleness" in advise(gauge(steps, lockstep))[0]
-
-
 def test_advice_is_quiet_when_all_is_well_and_puts_wrong_results_first() -> None:
     assert advise(WELL) == [ALL_WELL]
     assert advise(Gauges()) == [NO_STEP]
-    assert "loss" in advise(replace(WELL, trainer_idle=0.9, lost_step=3))[0]
+    assert "differ by up to" in advise(replace(WELL, trainer_idle=0.9, logprob_diff=0.8))[0]
 
 
 # ---------------------------------------------------------------- words
@@ -355,15 +268,3 @@ def test_prometheus_serves_the_newest_numbers() -> None:
     assert not [text for text in shown if 'age="0"' in text]
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", sink.port)) != 0
-
-
-def test_scoring_and_rejections_are_rows_of_the_panel() -> None:
-    judge = Scoring(in_flight=3, waiting=2, scored=1204, retried=5, failed={"scorer_error": 6, "scorer_nan": 2}, seconds=121.2)
-    lost = Rollout(time=1, started=200, rejected={"a": 1, "b": 40, "c": 8, "d": 2}, scoring={"scorer": judge, "teacher": Scoring(scored=7)})
-    console, out = _console(terminal=False, width=200)
-    console.print(panel(View("demo", 2, 12, rollout=[lost])))
-    text = out.getvalue()
-    assert "1,204 scored in 0.1 s each   8 failed (scorer_error 6, scorer_nan 2)   5 retried" in text
-    assert "5 retried   3 in flight   2 waiting" in text
-    assert "7 scored" in text
-    assert re.search(r"rejected +26 % of 200 started \(b 40, c 8, d 2, \.\.\.\)", text)

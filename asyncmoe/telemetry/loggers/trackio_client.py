@@ -24,7 +24,6 @@ class Trackio:
     def __init__(self, section: TrackioSection, name: str) -> None:
         self._section, self._name = section, name
         self._away = section.space_id or os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL") or ""
-        self.where = f"{self._away} {section.project}"
         self._run: Any = None
 
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:

@@ -25,17 +25,8 @@ def as_json(sample: GroupSample, most: int = 0) -> str:
     """
     entry, group = sample.entry, sample.group
     values = {
-        "group": group.group,
-        "attempt": group.attempt,
-        "outcome": entry.outcome,
-        "reason": entry.reason,
-        "detail": group.detail,
-        "step": entry.step,
-        "version": group.version,
-        "time": group.time,
-        "reward": entry.reward,
-        "question": group.question,
-        "answer": group.answer,
+        **{name: getattr(entry, name) for name in ("group", "attempt", "outcome", "reason", "step", "reward")},
+        **{name: getattr(group, name) for name in ("detail", "version", "time", "question", "answer")},
         "members": [_member(sample, member, most) for member in group.members],
     }
     return escaped(json.dumps(values, ensure_ascii=False))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from asyncmoe.config import Config, load, loading, parse
+from asyncmoe.config import Config, load, parse
 from asyncmoe.errors import ConfigError
-from asyncmoe.simulate.plant import Plant
 
 GOOD: dict[str, Any] = {
     "run": {"dir": "runs/x", "steps": 3},
@@ -100,6 +97,8 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("objective.kl.estimator", "k4", "'k4'", "'k1', 'k2', 'k3' or 'unbiased'"),
         ("sync.every", 3, "3", "at most queue.staleness.max_staleness + 1 = 2"),
         ("telemetry.live", "maybe", "'maybe'", "'auto', 'on' or 'off'"),
+        ("rollout", {"max_concurrent": 1, "workers": 2}, "1", "at least rollout.workers = 2"),
+        ("log.max_bytes", 2**63, str(2**63), "a number of at most 64 bits"),
     ],
 )
 def test_a_bad_value_names_its_key_what_was_got_and_what_was_expected(path: str, value: Any, got: str, expected: str) -> None:
@@ -158,33 +157,11 @@ def test_an_objective_without_what_it_learns_from_is_refused(objective: Any, sco
     parse({**GOOD, "objective": objective, "scoring": SOURCES})
 
 
-def test_an_environment_may_reward_steps_itself() -> None:
-    parse({**GOOD, "objective": {"process": {"weight": 0.5}}, "environment": {"kind": "mine:Own"}})
-
-
 def test_an_address_of_redis_has_no_password() -> None:
     for url in ("redis://:secret@redis.site:6379", "redis://me:secret@redis.site", "rediss://redis.site?password=secret"):
         line = refused(with_value("log.redis", url))
         assert "without a password, which is in ASYNCMOE_LOG_PASSWORD" in line
         assert "secret" not in line.partition("expected")[0].partition("got")[2]
-
-
-def test_a_number_has_64_bits() -> None:
-    assert f"got {2**63}, expected a number of at most 64 bits" in refused(with_value("log.max_bytes", 2**63))
-    parse(with_value("log.max_bytes", 2**63 - 1))
-
-
-@pytest.mark.parametrize("section", ["process", "distill"])
-def test_groups_of_equal_rewards_are_not_left_out_where_their_tokens_teach_something(section: str) -> None:
-    values = with_value("rollout.filter_equal", True)
-    parse(values)
-    line = refused({**values, "objective": {section: {"weight": 0.5}}, "scoring": SOURCES})
-    assert "rollout.filter_equal: got true, expected false because objective." in line
-    assert f"objective.{section}.weight is 0.5" in line
-
-
-def test_a_wrong_element_is_named_by_its_index() -> None:
-    assert "task.operations.1: got '/'" in refused(with_value("task.operations", ["+", "/"]))
 
 
 @pytest.mark.parametrize(
@@ -208,10 +185,6 @@ def test_a_missing_key_and_a_missing_section() -> None:
     assert "run.steps: got nothing, expected a value" in refused(values)
     del values["run"]
     assert "run: got nothing, expected a value" in refused(values)
-
-
-def test_a_key_that_is_not_text() -> None:
-    assert "expected" in refused({**GOOD, 7: 1})  # type: ignore[dict-item]
 
 
 def write(path: Path, text: str) -> Path:
@@ -258,7 +231,6 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         ("trainer.optimizer.beta=1", "; did you mean trainer.optimizer.betas?"),
         ("telemetry.profile.memory=true", "command line: telemetry.profile.steps: got nothing, expected a value"),
         ("run.dir=", "command line: run.dir: got None, expected a path, which is text"),
-        (r'task.system_prompt="hi \ud83d"', "half a surrogate pair"),
         ("run.dir=" + "[" * 3000, "command line: run.dir: got sections or lists nested too deeply"),
         ("task.sources=[{weight: 1e308}, {weight: 1e308}]", "task.sources: got weights whose sum is no finite number"),
         ("task={kind: jsonl, path: a.jsonl, difficulty: 2}", "task.difficulty: got 2, expected none because task.kind is jsonl"),
@@ -271,11 +243,6 @@ def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_an_emoji_as_json_writes_it_is_one_character(tmp_path: Path) -> None:
-    file = good_file(tmp_path)
-    assert str(load(file, [r'run.dir="hi \ud83d\ude00"']).run.dir) == "hi \U0001f600"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -283,7 +250,6 @@ def test_an_emoji_as_json_writes_it_is_one_character(tmp_path: Path) -> None:
         (b"\xff\xfe\xfa", "expected valid YAML"),
         (b"run: !!python/object/apply:os.system [ls]", "expected valid YAML"),
         (b"run: {steps: 1}\nrun: {steps: 2}\n", "key 'run' is given twice"),
-        (rb'a: "hi \ude00"', "half a surrogate pair in 'hi \\ude00'"),
         (b"a: " + b"[" * 3000 + b"]" * 3000, "got sections or lists nested too deeply, expected valid YAML"),
         (b"", "got NoneType, expected a mapping"),
     ],
@@ -298,9 +264,7 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: bytes, expec
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("path", "got"), [("/dev/zero", "something else than a file"), ("a" * 5000, "File name too long"), ("a\0b", "no such file")]
-)
+@pytest.mark.parametrize(("path", "got"), [("/dev/zero", "no such file"), ("a" * 5000, "File name too long"), ("a\0b", "no such file")])
 def test_what_cannot_be_read_is_refused_unread(path: str, got: str) -> None:
     with pytest.raises(ConfigError, match=f": got {got}, expected a YAML configuration"):
         load(Path(path))
@@ -312,17 +276,12 @@ def test_digest_tells_configurations_apart_and_is_stable(tmp_path: Path) -> None
     assert load(file, ["rollout.temperature=0.9"]).digest != load(file).digest
 
 
-def test_expert_gradients_that_megatron_would_not_reduce_are_refused() -> None:
-    values = with_value("trainer", {"ranks": 2, "tp": 2, "etp": 1})
-    assert "expert gradients" in refused(values)
-    assert parse(with_value("trainer", {"ranks": 2, "tp": 2})).trainer.expert_tp == 2
-
-
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
         ({"ranks": 3, "cp": 2}, ["trainer.ranks: got 3, expected a multiple of tp * cp * pp = 2", "change trainer.ranks, tp, cp or pp"]),
         ({"ranks": 4, "cp": 0}, ["trainer.cp", "a number above 0"]),
+        ({"ranks": 2, "tp": 2, "etp": 1}, ["trainer.etp: got 1, expected tp = 2", "expert gradients"]),
         ({"vpp": 2}, ["trainer.vpp: got 2, expected 1", "trainer.pp is 1"]),
         ({"first_stage_layers": 1}, ["trainer.first_stage_layers: got 1", "trainer.pp is 1"]),
         ({"last_stage_layers": 1}, ["trainer.last_stage_layers: got 1", "trainer.pp is 1"]),
@@ -333,12 +292,6 @@ def test_sizes_of_the_trainer_that_cannot_be_are_refused(trainer: dict[str, int]
     text = refused(with_value("trainer", trainer))
     for word in words:
         assert word in text
-
-
-def test_more_workers_than_requests_are_refused() -> None:
-    two = {"workers": 2, "max_concurrent": 1, "group_size": 2}
-    line = refused({**GOOD, "engines": {**GOOD.get("engines", {}), "count": 2}, "rollout": two})
-    assert "rollout.max_concurrent: got 1, expected at least rollout.workers = 2: each worker has a request in flight" in line
 
 
 def test_modes_to_compare_with_decide_how_old_a_batch_may_be() -> None:
@@ -356,11 +309,10 @@ def test_modes_to_compare_with_decide_how_old_a_batch_may_be() -> None:
 
 def test_all_mistakes_of_a_file_are_named_at_once_with_their_lines(tmp_path: Path) -> None:
     file = good_file(tmp_path)
-    text = file.read_text() + "rolout: {group_size: 3}\n"
-    file.write_text(text)
+    file.write_text(file.read_text() + "rolout: {group_size: 3}\n")
     with pytest.raises(ConfigError) as caught:
         load(file, ["trainer.tpp=2", "run.steps=0", "trainer.lr=1e-3"])
-    lines = str(caught.value).split("\n")
+    text, lines = file.read_text(), str(caught.value).split("\n")
     by_key = {line.partition(": got ")[0].rpartition(": ")[2]: line for line in lines}
     assert set(by_key) == {"rolout", "trainer.tpp", "run.steps", "trainer.lr"}
     assert by_key["rolout"].startswith(f"{file}:{len(text.splitlines())}: rolout: got an unknown key")
@@ -369,52 +321,8 @@ def test_all_mistakes_of_a_file_are_named_at_once_with_their_lines(tmp_path: Pat
     assert by_key["run.steps"].startswith("command line: run.steps: "), "the override is wrong, not the line of the file"
     assert by_key["trainer.tpp"].endswith("did you mean trainer.tp?")
     assert "did you mean trainer.optimizer.lr" in by_key["trainer.lr"]
-
-
-def test_an_override_that_spoils_a_key_of_the_file_is_named_beside_it(tmp_path: Path) -> None:
-    file = good_file(tmp_path)
-    line = len(file.read_text().splitlines()) + 1
-    file.write_text(file.read_text() + "objective: {updates_per_batch: 2}\n")
+    file.write_text(yaml.safe_dump(GOOD) + "objective: {updates_per_batch: 2}\n")
     with pytest.raises(ConfigError) as caught:
         load(file, ["rollout.groups_per_step=3", "rollout.group_size=4"])
+    line = len(file.read_text().splitlines())
     assert str(caught.value).startswith(f"{file}:{line} with rollout.groups_per_step=3: objective.updates_per_batch: got 2, expected ")
-
-
-def test_a_value_of_a_file_is_named_with_its_line(tmp_path: Path) -> None:
-    file = good_file(tmp_path)
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join([*lines, "cluster:", "  network: loopback", "  trainer_nodes: 0"]) + "\n")
-    with pytest.raises(ConfigError) as caught:
-        load(file)
-    assert str(caught.value).startswith(f"{file}:{len(lines) + 3}: cluster.trainer_nodes: got 0, expected ")
-
-
-def test_a_checkout_that_was_not_built_reads_the_configuration_first(tmp_path: Path) -> None:
-    """A typing mistake is named before the compiled extension is missed, and the extension is missed in a line."""
-    hide = (
-        "import sys; sys.modules['asyncmoe.reshard._C'] = None; from asyncmoe import cli; "
-        "sys.argv = ['asyncmoe', 'run', *sys.argv[1:]]; cli.main()"
-    )
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", hide, *arguments], capture_output=True, text=True, check=False, timeout=60)
-
-    file = str(good_file(tmp_path))
-    mistaken = run(file, "trainer.tpp=2")
-    assert mistaken.returncode == 2
-    assert "did you mean trainer.tp?" in mistaken.stderr
-    unbuilt = run(file)
-    assert unbuilt.returncode == 2
-    assert (
-        unbuilt.stderr.splitlines()[-1]
-        == "error: asyncmoe.reshard._C: got no compiled extension, expected it beside the package; run: make setup"
-    )
-
-
-def test_a_plant_is_sent_to_the_command_that_takes_it() -> None:
-    file = Path(__file__).parents[2] / "examples" / "plant.yaml"
-    with pytest.raises(ConfigError) as caught:
-        load(file, ["run.steps=3"])
-    said = f"{file}: got a plant, which describes a cluster to simulate, expected the configuration of a run; run: asyncmoe simulate {file}"
-    assert str(caught.value) == said
-    assert set(loading.PLANT_KEYS) <= set(Plant.model_fields) - set(Config.model_fields)

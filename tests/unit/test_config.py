@@ -55,22 +55,14 @@ def test_defaults_are_valid_and_frozen() -> None:
     [
         ("run.steps", 0, "0", "a number above 0"),
         ("run.steps", True, "True", "a number"),
-        ("run.steps", 1.5, "1.5", "a whole number"),
-        ("run.dir", 3, "3", "path"),
         ("rollout.temperature", float("nan"), "nan", "a finite number"),
-        ("rollout.temperature", 0, "0", "a number, at least 1e-06"),
-        ("rollout.top_k", 1, "1", "a number, at least 2"),
         ("trainer.optimizer", {"lr": 1e-6, "min_lr": 1e-5, "decay": "linear"}, "1e-05", "at most lr = 1e-06"),
-        ("trainer.optimizer.lr", -1e-6, "-1e-06", "a number above 0"),
         ("trainer.optimizer.betas", [0.9, 1.0], "1.0", "a number below 1"),
         ("trainer.optimizer.betas", [0.9], "nothing", "a value"),
         ("trainer.dtype", "float16", "'float16'", "'float32', 'bfloat16' or 'auto'"),
         ("task.kind", "gsm8k", "'gsm8k'", "'arithmetic', 'jsonl', 'dataset' or package.module:name"),
         ("task.operations", ["/"], "'/'", "'+', '-' or '*'"),
-        ("task.operations", [], "an empty list", "at least one of"),
         ("task.kind", "jsonl", "nothing", "the path of a JSONL file"),
-        ("engines.port", 65536, "65536", "a number, at most 65535"),
-        ("engines.args", "--x", "'--x'", "a list"),
         (
             "engines.args",
             ["--enable-mixed-chunk", "--tp", "2"],
@@ -78,23 +70,12 @@ def test_defaults_are_valid_and_frozen() -> None:
             "none of the arguments asyncmoe gives an engine; set engines.tp",
         ),
         ("engines.args", ["--device", "cpu"], "--device", "a supported argument of SGLang"),
-        ("queue.staleness.max_staleness", -1, "-1", "a number, at least 0"),
-        ("queue.staleness.rule", "keep", "'keep'", "'drop'"),
         ("queue.capacity", 127, "127", "at least a step's batch"),
         ("trainer", None, "None", "a section"),
-        ("trainer.tp", 2, "1", "a multiple of tp * cp * pp = 2"),
         ("engines.ep", 2, "2", "a divisor of engines.tp = 1"),
         ("rollout.group_size", 1, "1", "at least 2"),
         ("objective.updates_per_batch", 3, "3", "a divisor of rollout.groups_per_step = 16"),
-        ("objective.proximal", "behaviour", "token", "none because objective.proximal is behaviour"),
-        ("objective.dual_clip", 1.0, "1.0", "a number above 1"),
-        ("objective.advantage", "gae", "'gae'", "'grpo', 'dr_grpo', 'rloo'"),
         ("objective.correction.token_band", [1.5, 2.0], "[1.5, 2.0]", "one number below 1 and one above"),
-        ("objective.correction.sequence_band", [0.5, 0.9], "[0.5, 0.9]", "one number below 1 and one above"),
-        ("objective.correction.token_band", [-0.5, 2.0], "-0.5", "a number, at least 0"),
-        ("objective.correction.cap", 0, "0", "a number above 0"),
-        ("objective.distill.clip", 0.0, "0.0", "a number above 0"),
-        ("objective.kl.estimator", "k4", "'k4'", "'k1', 'k2', 'k3' or 'unbiased'"),
         ("sync.every", 3, "3", "at most queue.staleness.max_staleness + 1 = 2"),
         ("telemetry.live", "maybe", "'maybe'", "'auto', 'on' or 'off'"),
         ("rollout", {"max_concurrent": 1, "workers": 2}, "1", "at least rollout.workers = 2"),
@@ -116,9 +97,7 @@ def test_a_bad_value_names_its_key_what_was_got_and_what_was_expected(path: str,
         ({"proximal": "behaviour", "correction": {"weight": "sequence"}}, "sequence", "would be applied twice", "objective.proximal to"),
         ({"clip": "cispo", "dual_clip": 3.0}, "3.0", "null because objective.clip is cispo", "leave it out"),
         ({"clip": "ipo", "ratio": "sequence"}, "sequence", "token because objective.clip is ipo", "set objective.clip to ppo"),
-        ({"clip": "dppo_tv", "ratio": "sequence"}, "sequence", "token because objective.clip is dppo_tv", "set objective.clip to ppo"),
         ({"process": {"weight": 0.5}, "advantage": "dr_grpo"}, "0.5", "0 because objective.advantage is dr_grpo", "advantage to grpo"),
-        ({"process": {"weight": 1}, "advantage": "pass_at_k"}, "1", "0 because objective.advantage is pass_at_k", "advantage to grpo"),
     ],
 )
 def test_objectives_that_contradict_themselves_are_refused_with_a_hint(objective: Any, got: str, expected: str, hint: str) -> None:
@@ -170,8 +149,6 @@ def test_an_address_of_redis_has_no_password() -> None:
         ("trainr", "run, model, task"),
         ("trainer.tensor_parallel", "ranks, tp, pp, ep"),
         ("trainer.optimizer.learning_rate", "lr, min_lr"),
-        ("queue.staleness.max", "max_staleness, rule"),
-        ("model.make.depth", "layers, hidden"),
     ],
 )
 def test_an_unknown_key_lists_those_there_are(path: str, known: str) -> None:
@@ -221,7 +198,6 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
     ("override", "line"),
     [
         ("run.steps", "command line: got 'run.steps', expected key.path=value"),
-        ("=3", "command line: got '=3', expected key.path=value"),
         ("run.steps.more=1", "command line: run.steps.more: got steps is not a section, expected a section"),
         ("run.steps=[1", "command line: run.steps: got '[1', expected a YAML value"),
         ("run.stps=1", "command line: run.stps: got an unknown key, expected one of dir, steps"),
@@ -233,7 +209,6 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         ("run.dir=", "command line: run.dir: got None, expected a path, which is text"),
         ("run.dir=" + "[" * 3000, "command line: run.dir: got sections or lists nested too deeply"),
         ("task.sources=[{weight: 1e308}, {weight: 1e308}]", "task.sources: got weights whose sum is no finite number"),
-        ("task={kind: jsonl, path: a.jsonl, difficulty: 2}", "task.difficulty: got 2, expected none because task.kind is jsonl"),
     ],
 )
 def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:
@@ -247,7 +222,6 @@ def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) ->
     ("text", "expected"),
     [
         (b"run: [", "expected valid YAML"),
-        (b"\xff\xfe\xfa", "expected valid YAML"),
         (b"run: !!python/object/apply:os.system [ls]", "expected valid YAML"),
         (b"run: {steps: 1}\nrun: {steps: 2}\n", "key 'run' is given twice"),
         (b"a: " + b"[" * 3000 + b"]" * 3000, "got sections or lists nested too deeply, expected valid YAML"),
@@ -280,12 +254,9 @@ def test_digest_tells_configurations_apart_and_is_stable(tmp_path: Path) -> None
     ("trainer", "words"),
     [
         ({"ranks": 3, "cp": 2}, ["trainer.ranks: got 3, expected a multiple of tp * cp * pp = 2", "change trainer.ranks, tp, cp or pp"]),
-        ({"ranks": 4, "cp": 0}, ["trainer.cp", "a number above 0"]),
         ({"ranks": 2, "tp": 2, "etp": 1}, ["trainer.etp: got 1, expected tp = 2", "expert gradients"]),
         ({"vpp": 2}, ["trainer.vpp: got 2, expected 1", "trainer.pp is 1"]),
         ({"first_stage_layers": 1}, ["trainer.first_stage_layers: got 1", "trainer.pp is 1"]),
-        ({"last_stage_layers": 1}, ["trainer.last_stage_layers: got 1", "trainer.pp is 1"]),
-        ({"ranks": 2, "pp": 2, "last_stage_layers": 0}, ["trainer.last_stage_layers", "a number above 0"]),
     ],
 )
 def test_sizes_of_the_trainer_that_cannot_be_are_refused(trainer: dict[str, int], words: list[str]) -> None:

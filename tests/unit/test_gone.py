@@ -96,26 +96,6 @@ def test_all_that_an_older_configuration_asks_for_is_answered_at_once(tmp_path: 
     assert gone.LAST in str(caught.value)
 
 
-def test_sections_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
-    idle = {"sync": {"store": {}}, "queue": {"mooncake": None, "redis_patience_s": 60}}
-    assert configuration.load(written(tmp_path, idle)) == configuration.parse(NEEDED)
-    with pytest.raises(ConfigError, match=r"sync\.store: got /x, which was removed"):
-        configuration.load(written(tmp_path, {"sync": {"store": "/x"}}))
-
-
-def test_an_optional_section_that_loses_its_keys_stays(tmp_path: Path) -> None:
-    older = {
-        "telemetry": {
-            "wandb": {"entity": None, "group": None, "tags": [], "mode": None},
-            "mlflow": {"tags": {}},
-            "trackio": {},
-            "profile": {"steps": [1], "shapes": False, "stack": False, "max_mb": 2048},
-        }
-    }
-    found = configuration.load(written(tmp_path, older)).telemetry
-    assert None not in (found.wandb, found.mlflow, found.trackio, found.profile)
-
-
 def test_a_directory_of_versions_is_absolute_and_only_for_disk() -> None:
     for sync in ({"directory": "/shared"}, *({"method": "disk", "directory": one} for one in ("", "w", "s3://bucket/w"))):
         with pytest.raises(ConfigError, match=r"sync\.directory: got"):

@@ -10,7 +10,6 @@ import stat
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,7 +20,7 @@ from asyncmoe.platform import collectives
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.scoring import Sample, Score, parse_score
+from asyncmoe.rollout.scoring import Sample, Score
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice, kept
@@ -106,19 +105,6 @@ def test_the_halves_of_a_trajectory_meet_token_by_token(tmp_path: Path) -> None:
     assert all(
         one.version is one.engine is one.trainer is None for one in tokens(sample) if isinstance(one, TokenView) and one.role == "prompt"
     )
-
-
-def test_how_a_batch_is_split_changes_nothing(tmp_path: Path) -> None:
-    found = []
-    for parts in (1, 2, 4):
-        run = SampledRun(tmp_path / str(parts))
-        made = [t for n in range(2) for t in run.group(n, ["19", "a longer one"])]
-        run.train(made, 4, parts=parts)
-        lines = (tmp_path / str(parts) / "samples" / "trainer.jsonl").read_bytes().splitlines()[1:]
-        records = [{**msgspec.json.decode(line), "time": 0, "mismatch": 0} for line in lines]
-        found.append(records)
-    assert found[0] == found[1] == found[2]
-    assert [record["key"] for record in found[0]] == [f"g{n}.e{e}.a0.t0" for n in range(2) for e in range(SIZE)]
 
 
 def test_ranks_have_parts_whose_sum_is_the_whole(tmp_path: Path) -> None:
@@ -215,16 +201,6 @@ def test_tools_leave_their_calls(tmp_path: Path) -> None:
     assert [call.name for call in sample.group.members[1].calls] == ["abacus"]
     roles = [role for role, _ in sample.group.members[0].roles]
     assert roles == ["prompt", "response", "observation", "response"]
-
-
-def test_a_scorer_says_why(tmp_path: Path) -> None:
-    class Explains(Wrong):
-        async def score(self, sample: Sample) -> Score:
-            return parse_score.read({"reward": 0.5, "why": f"{sample.response!r} \udc80 is half right"}, sample, None, lambda tokens: "")
-
-    run = SampledRun(tmp_path / "run", scorer=Explains())
-    run.group(0, ["19", "18"])
-    assert [member.why for member in only(tmp_path / "run").group.members] == ["'19' ? is half right", "'18' ? is half right"]
 
 
 # ---------------------------------------------------------------- groups that are not trained

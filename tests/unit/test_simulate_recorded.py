@@ -9,12 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from asyncmoe.cli import app
 from asyncmoe.errors import DataError, UserError
-from asyncmoe.simulate import command
 from asyncmoe.simulate.recorded import read_recorded
 from asyncmoe.simulate.workload import parse
 from asyncmoe.telemetry.records import JsonLines
@@ -83,15 +81,6 @@ def test_seconds_are_medians_of_the_steps(run: SampledRun) -> None:
     assert (keys["groups_per_step"], keys["group_size"]) == (4, 2)
 
 
-def test_the_trace_goes_before_the_file_and_the_command_line_before_both(run: SampledRun, tmp_path: Path) -> None:
-    run.group(0, ["1", "22"])
-    steps(run.config.run.dir, train_seconds=8.0)
-    plant = tmp_path / "plant.yaml"
-    plant.write_text("steps: 7\ngroup_size: 3\ntrainer:\n  step_s: 1\n")
-    found = command.read_plant([str(plant), "group_size=5"], read_recorded(run.config.run.dir))
-    assert (found.steps, found.group_size, found.trainer.step_s, found.workload) == (7, 5, 8.0, str(run.config.run.dir))
-
-
 def test_the_command_simulates_a_run_from_its_records(run: SampledRun, tmp_path: Path) -> None:
     run.group(0, ["1", "22"])
     steps(run.config.run.dir, train_seconds=8.0)
@@ -100,17 +89,6 @@ def test_the_command_simulates_a_run_from_its_records(run: SampledRun, tmp_path:
     figures = json.loads((tmp_path / "found.json").read_text())
     assert figures["plant"]["trainer"]["step_s"] == 8.0
     assert figures["pools"]["t_train"] == pytest.approx(8.0)
-
-
-def test_a_run_whose_engines_finish_first_is_said_not_to_be_simulated_so(run: SampledRun) -> None:
-    run.group(0, ["1", "22"])
-    file = run.config.run.dir / "config.yaml"
-    values = yaml.safe_load(file.read_text())
-    values["rollout"]["interruption"] = "drain"
-    values["keep"]["routing"] = "off"
-    file.write_text(yaml.safe_dump(values))
-    (note,) = read_recorded(run.config.run.dir).notes
-    assert note.startswith("rollout.interruption=drain is not simulated")
 
 
 def test_a_directory_that_is_no_run_and_a_run_without_anything(run: SampledRun, tmp_path: Path) -> None:

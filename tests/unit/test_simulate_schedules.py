@@ -117,21 +117,10 @@ def test_a_policy_that_forgets_staleness_is_caught(monkeypatch: pytest.MonkeyPat
         simulate(plant, parse("lognormal"))
 
 
-def test_a_policy_that_lets_nothing_start_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Admission, "may_start", lambda *_: False)
-    with pytest.raises(InvariantBroken, match="nothing can happen any more at step 0"):
-        simulate(Plant(), parse("lognormal"))
-
-
 @settings(max_examples=15)
 @given(plant=plants, mode=modes, workload=workloads)
 def test_the_same_seed_gives_the_same_run(plant: Plant, mode: Mode, workload: str) -> None:
     assert simulate(plant, parse(workload), mode) == simulate(plant, parse(workload), mode)
-
-
-def test_another_seed_gives_another_run() -> None:
-    plant = Plant().having({"engines.count": 4, "groups_per_step": 8, "steps": 6})
-    assert simulate(plant, parse("lognormal")).wall != simulate(plant.having({"seed": 1}), parse("lognormal")).wall
 
 
 # ---------------------------------------------------------------- the command
@@ -181,21 +170,6 @@ def test_the_example_is_a_plant_and_all_its_wrong_keys_are_named_with_their_line
     assert re.findall(r"command line: [\w.]+", str(refused.value)) == ["command line: sync.pause"]
 
 
-def test_the_configuration_of_a_run_is_no_plant() -> None:
-    with pytest.raises(ConfigError) as refused:
-        invoke(str(Path(__file__).parents[2] / "examples" / "demo.yaml"))
-    assert "got the configuration of a run (run, model, task), expected a plant: " in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-def test_lengths_of_one_s_own(tmp_path: Path) -> None:
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("10\n20\n30\n40\n")
-    groups = parse(str(lengths)).groups(64, 0)
-    drawn = [turns[0] for turns, _ in next(groups)]
-    assert 10 <= min(drawn) < 15 < 35 < max(drawn) <= 40
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -216,10 +190,3 @@ def test_lengths_of_one_s_own(tmp_path: Path) -> None:
 def test_bad_input_is_refused_by_name(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         run_command(["simulate", *arguments], catch_exceptions=False)
-
-
-@pytest.mark.parametrize("text", ["5", "5\n0\n", "5\nlong\n", "5\nnan\n"])
-def test_lengths_that_are_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "lengths.txt").write_text(text)
-    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
-        parse(str(tmp_path / "lengths.txt"))

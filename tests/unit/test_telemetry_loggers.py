@@ -235,18 +235,6 @@ def test_missing_credentials_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     checks.check(config_of(tmp_path, wandb={}).telemetry)
 
 
-def test_a_run_goes_on_without_its_logger_and_says_so_once(tmp_path: Path) -> None:
-    """The real client, which fails: in this environment its package is missing, or its server is."""
-    config = config_of(tmp_path / "run", mlflow={"uri": "http://127.0.0.1:9"})
-    out = io.StringIO()
-    with LiveView(config, Console(file=out, width=300)) as view:
-        write_run(config.run.dir, warmup=2, rl=8)
-        view.refresh()
-    lines = [line for line in out.getvalue().splitlines() if line.startswith("mlflow: ")]
-    assert len(lines) == 1
-    assert "step 8/8" in out.getvalue()
-
-
 def test_versions_of_the_engines_environment_are_found(tmp_path: Path) -> None:
     info = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang-9.9.dist-info"
     info.mkdir(parents=True)

@@ -167,6 +167,7 @@ _UNMEASURED = "nothing: it is measured no more"
 _RUN = "--config FILE with the keys of a run, for example trainer.tp=4 engines.count=16"
 OPTIONS: Mapping[str, str] = {
     "bench changes --dither": _UNMEASURED,
+    "doctor --compare": "jq -c .versions of each node's asyncmoe doctor --json, which sort -u shows where they differ (docs/cluster.md)",
     "plan --bucket-bytes": "--config FILE with sync.bucket_bytes",
     "plan --dtype": "nothing: weights on GPUs are bfloat16, or float8 as the checkpoint says",
     "plan --engines": _RUN,

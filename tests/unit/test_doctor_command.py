@@ -11,13 +11,15 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 import asyncmoe
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.doctor import command, compare, finding, nvidia, run
+from asyncmoe.doctor import command, finding, nvidia, run
+from asyncmoe.doctor.compare import Report
 from asyncmoe.doctor.planned import planned
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
@@ -35,8 +37,7 @@ def test_the_report_of_this_machine(tmp_path: Path) -> None:
         words = [str(DEMO), f"run.dir={tmp_path / 'run'}", f"engines.port={server.getsockname()[1]}"]
         line = [sys.executable, "-m", "asyncmoe", "doctor", *words, "--json"]
         done = subprocess.run(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
-    (tmp_path / "report.json").write_text(done.stdout)
-    report = compare.read(tmp_path / "report.json")
+    report = msgspec.json.decode(done.stdout, type=Report)
     assert (done.returncode, report.host) == (1, socket.gethostname())
     assert report.versions["torch of the trainer's Python"].startswith("2.")
     found = {name: one.state for name, one in report.checks.items()}

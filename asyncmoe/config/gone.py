@@ -92,6 +92,7 @@ KEYS: Mapping[str, Gone] = {
     "task.curriculum.floor": Gone(_ORDER, None),
     "task.curriculum.memory": Gone(_ORDER, None),
     "task.curriculum.pass_reward": Gone(_ORDER, None),
+    "telemetry.live": Gone("nothing: a line for each step, on a terminal and elsewhere", None),
     "telemetry.loggers.finish_timeout_s": Gone("nothing: the end of a run waits 30 s for its loggers", (30.0,)),
     "telemetry.loggers.samples": Gone("nothing: asyncmoe show and asyncmoe report show the samples", (False,)),
     "telemetry.logs.keep": Gone(_LOGS, (3,)),

@@ -77,9 +77,8 @@ class SamplesSection(Section):
 
 
 class TelemetrySection(Section):
-    """Live view, export of metrics, and profiles. Records, logs and the report are always written."""
+    """Export of metrics, and profiles. Records, logs and the report are always written."""
 
-    live: Annotated[Literal["auto", "on", "off"], Switch] = Field("auto", description="Live view of the run; auto: only on a terminal.")
     tensorboard: Annotated[Literal["auto", "on", "off"], Switch] = Field(
         "auto", description="Also write TensorBoard files, to run.dir/tensorboard; auto: if the package tensorboard is installed."
     )

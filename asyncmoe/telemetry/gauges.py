@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncmoe.telemetry.rollout_schema import Rollout
@@ -29,11 +28,6 @@ class Gauges:
     sync_share: float | None = None
     """Share of the steps' time that the trainer spent waiting for weight sync."""
     pause_ms: float | None = None
-    trained_per_s: float | None = None
-    generated_per_s: float | None = None
-    queue_depth: int | None = None
-    running: int | None = None
-    ages: Mapping[int, int] | None = None
     clip_fraction: float | None = None
     tis_capped: float | None = None
     logprob_diff: float | None = None
@@ -49,9 +43,6 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
     """Compute gauges from RL steps and rollout records, both oldest first. Counters come from the newest rollout record."""
     seconds = sum(step.step_seconds or 0.0 for step in rl)
     updates = [step for step in rl if step.sync_seconds]
-    ages: Counter[int] = Counter()
-    for step in rl:
-        ages.update(step.ages or {})
     last = rollout[-1] if rollout else None
     settled = [record for record in rollout if rl and record.time > rl[0].time]
     busy = mean(share for record in settled for share in record.engine_utilization.values())
@@ -65,11 +56,6 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
         sync_seconds=median(step.sync_seconds for step in updates),
         sync_share=sum_over((step.sync_wait_seconds for step in rl), seconds),
         pause_ms=median(step.pause_ms for step in updates),
-        trained_per_s=sum_over((step.tokens for step in rl), seconds),
-        generated_per_s=mean(record.tokens_per_s for record in rollout),
-        queue_depth=last.queue_depth if last else None,
-        running=last.running if last else None,
-        ages=dict(ages) or None,
         clip_fraction=mean(step.clip_fraction for step in rl),
         tis_capped=mean(step.tis_capped_fraction for step in rl),
         logprob_diff=max(known(step.logprob_diff_max_same_version for step in rl), default=None),

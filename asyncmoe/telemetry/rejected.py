@@ -1,4 +1,4 @@
-"""Rejections, scoring and evaluations in words, for the live view and the report."""
+"""Rejections, scoring and evaluations in words, for the terminal and the report."""
 
 from __future__ import annotations
 

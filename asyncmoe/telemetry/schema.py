@@ -7,7 +7,7 @@ spans-trainer.jsonl     Span; written by trainer rank 0
 spans-controller.jsonl  Span; written by the controller
 
 Step, Resume and Span are here, the first fields of Step in `learning_schema`, Rollout and Evaluation in `rollout_schema`. A field with a
-`Metric` is a metric, and this declaration is all that TensorBoard, Prometheus, the live view, the report and docs/metrics.md know of it.
+`Metric` is a metric, and this declaration is all that TensorBoard, Prometheus, the terminal, the report and docs/metrics.md know of it.
 They show metrics in the order of the fields.
 """
 

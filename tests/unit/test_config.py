@@ -77,7 +77,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("objective.updates_per_batch", 3, "3", "a divisor of rollout.groups_per_step = 16"),
         ("objective.correction.token_band", [1.5, 2.0], "[1.5, 2.0]", "one number below 1 and one above"),
         ("sync.every", 3, "3", "at most queue.staleness.max_staleness + 1 = 2"),
-        ("telemetry.live", "maybe", "'maybe'", "'auto', 'on' or 'off'"),
+        ("telemetry.tensorboard", "maybe", "'maybe'", "'auto', 'on' or 'off'"),
         ("rollout", {"max_concurrent": 1, "workers": 2}, "1", "at least rollout.workers = 2"),
         ("log.max_bytes", 2**63, str(2**63), "a number of at most 64 bits"),
     ],
@@ -182,7 +182,7 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("word", "value"), [("off", "off"), ("on", "on"), ("no", "off"), ("auto", "auto"), ("'off'", "off")])
 def test_an_unquoted_on_or_off_is_taken_as_written(tmp_path: Path, word: str, value: str) -> None:
-    assert load(write(tmp_path, yaml.safe_dump(GOOD) + f"telemetry: {{live: {word}}}\n")).telemetry.live == value
+    assert load(write(tmp_path, yaml.safe_dump(GOOD) + f"telemetry: {{tensorboard: {word}}}\n")).telemetry.tensorboard == value
 
 
 def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:

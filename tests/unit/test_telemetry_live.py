@@ -1,16 +1,14 @@
-"""The live view, the advice, and what feeds Prometheus."""
+"""The lines on the terminal, the advice, and what feeds Prometheus."""
 
 from __future__ import annotations
 
 import io
 import re
 import socket
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
 
-import msgspec
 import pytest
 from rich.console import Console
 from telemetry_runs import evaluation, write_run
@@ -19,14 +17,13 @@ from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError
 from asyncmoe.telemetry.advice import ALL_WELL, FEW_STEPS, NO_STEP, advise
 from asyncmoe.telemetry.follow import Follower
-from asyncmoe.telemetry.format import duration, number, percent, shares
+from asyncmoe.telemetry.format import duration, number, percent
 from asyncmoe.telemetry.gauges import Gauges, gauge
-from asyncmoe.telemetry.live import LiveView
+from asyncmoe.telemetry.live import LiveView, line
 from asyncmoe.telemetry.prometheus import Prometheus
-from asyncmoe.telemetry.records import read_steps
+from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.rollout_schema import Calls, Rollout, Scoring
 from asyncmoe.telemetry.schema import METRICS, Step
-from asyncmoe.telemetry.screen import View, heading, line, panel
 
 
 def _config(run_dir: Path, **telemetry: object) -> Config:
@@ -41,15 +38,11 @@ def _config(run_dir: Path, **telemetry: object) -> Config:
     )
 
 
-def _console(terminal: bool, width: int = 80) -> tuple[Console, io.StringIO]:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_each_new_step_is_one_line(tmp_path: Path, terminal: bool) -> None:
     out = io.StringIO()
-    return Console(file=out, force_terminal=terminal, width=width), out
-
-
-def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> None:
-    console, out = _console(terminal=False)
     end = write_run(tmp_path, warmup=2, rl=1)
-    with LiveView(_config(tmp_path), console) as view:
+    with LiveView(_config(tmp_path), Console(file=out, force_terminal=terminal)) as view:
         view.refresh()
         assert out.getvalue() == ""
         write_run(tmp_path, warmup=2, rl=3, first=4, start=end + 10)
@@ -65,52 +58,24 @@ def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> None:
         "[bold] stopping",
         f"rejected {percent(1 / started)} of {started} started (scorer_timeout 1)",
     ]
-    assert "reward" in lines[0]
+    assert re.search(r"  reward 0\.\d+  .*  left \d+ s$", lines[0])
     assert lines[2] == "evaluated version 3   reward 0.21 ± 0.05   25 % failed"
 
 
-def test_on_a_terminal_a_panel_is_drawn(tmp_path: Path) -> None:
-    console, out = _console(terminal=True)
-    with LiveView(_config(tmp_path / "later"), console) as view:
-        view.refresh()
-        assert "starting" in out.getvalue()
-        write_run(tmp_path / "later", warmup=2, rl=4)
-        view.refresh()
-        assert "step 4 of 10" in out.getvalue()
-        assert "version 2   reward 0.2 ± 0.05   25 % failed" in out.getvalue()
+def test_advice_is_said_when_it_changes(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with LiveView(_config(tmp_path), Console(file=out, width=300)) as view, JsonLines(tmp_path / METRICS) as metrics:
+        for n in range(1, 20):
+            reward_std = 0.0 if n >= 7 else 0.3
+            metrics.write(Step(step=n, phase="rl", time=float(n), step_seconds=1.0, wait_seconds=0.0, reward_std=reward_std))
+            view.refresh()
+    (advice,) = [text for text in out.getvalue().splitlines() if text.startswith("advice")]
+    assert advice.startswith("advice: Every response gets the same reward")
 
 
-def test_the_view_keeps_what_it_shows_however_long_the_run(tmp_path: Path) -> None:
-    console, out = _console(terminal=True)
-    with LiveView(_config(tmp_path), console) as view, (tmp_path / METRICS).open("ab", buffering=0) as file:
-        file.write(b"".join(msgspec.json.encode(Step(step=i, phase="rl", time=float(i))) + b"\n" for i in range(1, 10001)))
-        view.refresh()
-        tracemalloc.start()
-        file.write(b"".join(msgspec.json.encode(Step(step=i, phase="rl", time=float(i))) + b"\n" for i in range(10001, 20001)))
-        view.refresh()
-        held, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert held < 200_000
-        assert "step 19998 of 10" in out.getvalue()
-
-
-def test_the_panel_says_everything_within_80_columns(tmp_path: Path) -> None:
-    write_run(tmp_path, warmup=2, rl=8, wait=6)
-    judge = Scoring(scored=1204, failed={"scorer_error": 6, "scorer_nan": 2}, seconds=121.2)
-    last = Rollout(time=1e10, queue_depth=5, started=200, rejected={"a": 1, "b": 40, "c": 8, "d": 2}, scoring={"scorer": judge})
-    view = View("demo", 2, 12, read_steps(tmp_path / METRICS), [last], "a note", evaluation(7, 0.5, reward_stderr=None, failed_share=0.0))
-    console, out = _console(terminal=False)
-    console.print(panel(view))
-    text = out.getvalue()
-    assert max(map(len, text.splitlines())) <= 80
-    said = ("demo · step 8 of 10 · version 9", "83 %", " left", "depth 5", "the engines are the", "a note", "version 7   reward 0.5")
-    more = ("1,204 scored in 0.1 s each   8 failed (scorer_error 6, scorer_nan 2)", "26 % of 200 started (b 40, c 8, d 2)")
-    joined = " ".join(text.replace("│", " ").split())
-    for piece in (*said, *more):
-        assert " ".join(piece.split()) in joined
-    assert heading(View("demo", 2, 12)) == "demo · starting"
-    assert heading(View("demo", 2, 12, [Step(step=1, phase="warmup", time=1.0)])) == "demo · warm-up 1 of 2"
-    assert line(view, Step(step=5, phase="rl", time=0.0, reward_mean=0.5)) == "step 3/10  reward 0.5"
+def test_unmeasured_values_are_left_out_of_a_line() -> None:
+    assert line(Step(step=5, phase="rl", time=0.0, reward_mean=0.5), 2, 10, 125.0) == "step 3/10  reward 0.5  left 2 min 05 s"
+    assert line(Step(step=1, phase="warmup", time=0.0), 2, 10) == "warm-up 1/2"
 
 
 # ---------------------------------------------------------------- gauges and advice
@@ -146,10 +111,6 @@ def test_gauges_by_hand() -> None:
         sync_seconds=3,
         sync_share=0.1,
         pause_ms=10,
-        trained_per_s=40,
-        generated_per_s=9,
-        queue_depth=7,
-        ages={0: 3, 1: 5},
         dropped=0.2,
         rejected=0.1,
         rejected_most="timeout",
@@ -218,8 +179,6 @@ def test_words() -> None:
     assert number(3e-5, "nats", 2) == "3e-05 nats"
     assert [percent(x) for x in (None, 0, 0.004, 0.613, 0.996, 1)] == ["–", "0 %", "0.4 %", "61 %", "99.6 %", "100 %"]
     assert [duration(x) for x in (None, 0.25, 41.4, 59.7, 192, 7500)] == ["–", "0.25 s", "41 s", "1 min 00 s", "3 min 12 s", "2 h 05 min"]
-    assert shares({}) == "–"
-    assert shares({1: 25, 0: 75}) == "0: 75 %   1: 25 %"
 
 
 # ---------------------------------------------------------------- sinks

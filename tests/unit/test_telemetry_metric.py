@@ -53,8 +53,7 @@ def test_declarations_make_sense(kind: type[msgspec.Struct]) -> None:
     hints = get_type_hints(kind)
     for name, found in declared(kind).items():
         assert bool(found.key) == _is_mapping(hints[name]), f"{name}: a mapping needs a key, and only a mapping"
-        assert not (found.word and found.key), f"{name}: the live view shows plain numbers"
-        assert not found.panel or (found.word and kind is Step), f"{name}: the panel shows steps' metrics that have a word"
+        assert not (found.word and found.key), f"{name}: the terminal shows plain numbers"
         assert found.source is None or kind is Rollout, f"{name}: only rollout records are copied"
         if found.plot is not None:
             assert found.unit, f"{name}: the axis of a figure needs a unit"

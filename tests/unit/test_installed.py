@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -88,17 +87,3 @@ def test_make_setup_brings_the_extras_that_it_is_named_for() -> None:
     for extra, names in extras().items():
         if extra in installed.EXTRAS:
             assert (names - {"asyncmoe"} <= pinned) == (extra in installed._OF_SETUP), extra
-
-
-def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line in a process that cannot import typer."""
-    program = "import sys; sys.modules['typer'] = None; from asyncmoe import installed; installed.has = lambda name: name != 'typer'; "
-    program += f"sys.argv = ['asyncmoe', *{arguments!r}]; from asyncmoe.__main__ import main; main()"
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-
-@pytest.mark.parametrize(("arguments", "extra"), [(["run", "x.yaml"], "train"), (["plan"], "cli"), (["--help"], "train")])
-def test_without_typer_a_line_says_how_to_install_it(arguments: list[str], extra: str) -> None:
-    refused = bare(*arguments)
-    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
-    assert f": got no module typer, expected the extra {extra}; run: " in refused.stderr

@@ -79,14 +79,6 @@ def test_a_gpu_too_few_is_refused_in_a_line(total: int, name: str, gpus_each: in
     assert said.startswith("placement of node01: got " if total > 1 else "GPUs of node01: got none")
 
 
-def test_nccl_of_two_versions_stops_a_run_that_needs_it_and_is_named_to_one_that_does_not() -> None:
-    other = {"engine__nccl__version": 23007}
-    with pytest.raises(UserError, match=r"nccl of node01: got 2.27.3 in the trainer's Python, 2.30.7 in the engines' Python"):
-        preflight.judge(machine(*configured("demo-gpus.yaml", "sync.transport=nccl"), 2, GPUS[0], **other))
-    (line,) = preflight.judge(machine(*configured("demo-gpu.yaml"), 1, GPUS[0], **other))
-    assert line.startswith("nccl: 2.27.3")
-
-
 def test_a_machine_without_gpus_is_not_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nvidiactl")
     monkeypatch.setattr(preflight, "gather", lambda config: pytest.fail("it looked"))
@@ -95,21 +87,6 @@ def test_a_machine_without_gpus_is_not_examined(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "nvidiactl").touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert preflight.check(config) == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "words"),
-    [
-        ("demo-gpu.yaml", ("sync.method=broadcast",), "sync.method: got broadcast, expected reshard because engines.share_gpus is true"),
-        ("demo-gpu.yaml", ("sync.transport=nccl",), "sync.transport: got nccl, expected auto or ipc because engines.share_gpus is true"),
-        ("demo-gpu.yaml", ("launch=ray",), "launch: got ray, expected local because engines.share_gpus is true"),
-        ("demo-gpu.yaml", ("cluster.network=hostname",), "cluster.network: got hostname, expected loopback because"),
-    ],
-)
-def test_what_sharing_rules_out_is_refused(name: str, overrides: tuple[str, ...], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(EXAMPLES / name, overrides)
-    assert words in str(caught.value)
 
 
 def test_an_engine_that_joins_has_gpus_of_its_machine() -> None:

@@ -102,31 +102,3 @@ def test_an_offload_that_the_host_has_no_memory_for_is_refused_with_what_fits() 
     share = float(str(caught.value).partition("left free; take ")[2].partition(",")[0])
     less = trainer(memory={"optimizer_offload": share})
     budget.check_host(less, budget.of_run(less, HF), 300_000_000_000)
-
-
-@pytest.mark.parametrize(
-    ("keys", "refusal"),
-    [
-        ({"memory": {"optimizer_offload": 1.5}}, "optimizer_offload: got 1.5, expected a number, at most 1"),
-        ({"memory": {"optimizer_offload": 1, "exp_avg_dtype": "bfloat16"}}, "optimizer_offload: got 1, expected 0 because exp_avg_dtype"),
-        ({"memory": {"optimizer_offload": 1}, "optimizer": {"distributed": False}}, "optimizer.distributed: got false, expected true"),
-        (
-            {"memory": {"exp_avg_sq_dtype": "bfloat16"}, "dtype": "float32"},
-            "exp_avg_sq_dtype: got bfloat16, expected float32 because trainer.dtype is float32; it needs a GPU: leave it out",
-        ),
-        (
-            {"memory": {"optimizer_offload": 0.5}, "dtype": "float32"},
-            "optimizer_offload: got 0.5, expected 0.0 because trainer.dtype is float32; it needs a GPU: leave it out",
-        ),
-        (
-            {"precision": "fp8", "dtype": "float32"},
-            "trainer.dtype: got float32, expected bfloat16 because trainer.precision is fp8; leave it out, and run on a GPU, which",
-        ),
-        ({"precision": "fp16"}, "trainer.precision"),
-    ],
-)
-def test_what_megatron_does_not_do_together_is_refused(keys: dict[str, Any], refusal: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        trainer(**keys)
-    assert refusal in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -19,7 +19,7 @@ from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Span, Step, What
 
 Record = Step | Resume | Rollout | Evaluation | Span
-R = TypeVar("R", Step, Resume, Rollout, Evaluation, Span)
+T = TypeVar("T")
 
 
 class JsonLines:
@@ -108,11 +108,16 @@ class Tail:
         Raises:
             DataError: a complete line is not a JSON object; names file and line.
         """
-        return [values for _, values in self.numbered()]
+        return self.poll_as(dict[str, Any])
 
-    def numbered(self) -> list[tuple[int, dict[str, Any]]]:
-        """Like `poll`, with the number of each line, counted from 1."""
-        return [(number, _parse(self.path, number, line)) for number, line in self.lines()]
+    def poll_as(self, kind: type[T]) -> list[T]:
+        """Like `poll`, with typed records. Raises DataError also for a field that is missing or has a wrong type."""
+        return [_decoded(self.path, number, line, kind) for number, line in self.lines()]
+
+    def poll_steps(self) -> list[Step | Resume]:
+        """Like `poll_as`, for metrics.jsonl."""
+        kinds = ((number, line, Resume if b'"resumed_at"' in line else Step) for number, line in self.lines())
+        return [_decoded(self.path, number, line, kind) for number, line, kind in kinds]
 
     def lines(self) -> list[tuple[int, bytes]]:
         """Return the new lines with their numbers, without a look at what they hold."""
@@ -127,14 +132,6 @@ class Tail:
         self._offset += len(new) - len(torn)
         self._line += len(lines)
         return list(enumerate(lines, first))
-
-    def poll_steps(self) -> list[Step | Resume]:
-        """Like `poll`, with typed records, for metrics.jsonl."""
-        return [_convert(self.path, number, values, Resume if "resumed_at" in values else Step) for number, values in self.numbered()]
-
-    def poll_as(self, kind: type[R]) -> list[R]:
-        """Like `poll`, with typed records, for the other files."""
-        return [_convert(self.path, number, values, kind) for number, values in self.numbered()]
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
@@ -195,21 +192,11 @@ def _until(found: list[list[Step]], last: int) -> list[list[Step]]:
     return [[step for step in session if step.step <= last] for session in found]
 
 
-def _convert(path: Path, number: int, values: dict[str, Any], kind: type[R]) -> R:
+def _decoded(path: Path, number: int, line: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.convert(values, kind, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise DataError(f"{path} line {number}", got=str(error), expected=f"{an(kind.__name__)} record") from error
-
-
-def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        values = msgspec.json.decode(line)
+        return msgspec.json.decode(line, type=kind)
     except ValueError as error:
-        raise DataError(f"{path} line {number}", got=str(error), expected="a JSON object") from error
-    if not isinstance(values, dict):
-        raise DataError(f"{path} line {number}", got=type(values).__name__, expected="a JSON object")
-    return values
+        raise DataError(f"{path} line {number}", got=str(error), expected=f"{an(kind.__name__)} record") from error
 
 
 def _cut_torn_line(path: Path) -> None:

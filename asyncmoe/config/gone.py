@@ -215,7 +215,7 @@ def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[
     found: dict[tuple[str, ...], tuple[Any, str]] = {}
     for path, value in list(_leaves(values)):
         key = _key(path)
-        gone = keys.get(key) or _section(key, keys)
+        gone = keys.get(key)
         if isinstance(value, str) and (key, value) in VALUES:
             found[path] = value, VALUES[key, value]
         elif gone is None:
@@ -224,13 +224,6 @@ def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[
             found[path] = value, gone.instead
         _remove(values, path)
     return found
-
-
-def _section(name: str, keys: Mapping[str, Gone]) -> Gone | None:
-    """Return a removed section, which asks for nothing if it is empty; None: it is none."""
-    if keys is KEYS and name not in SECTIONS:
-        return None
-    return next((Gone(one.instead, (None, False, {})) for key, one in keys.items() if key.startswith(f"{name}.")), None)
 
 
 def _key(path: tuple[str, ...]) -> str:

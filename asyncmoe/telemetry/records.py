@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -67,31 +67,19 @@ class JsonLines:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> JsonLines:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class Spans:
-    """Records spans (who did what, from when to when) in a `JsonLines` file."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = JsonLines(path)
+class Spans(JsonLines):
+    """Records spans: who did what, from when to when."""
 
     def add(self, who: str, what: What, begin: float, end: float) -> None:
         """Record a span that the caller measured, in Unix seconds."""
-        self._lines.write(Span(who, what, begin, end))
-
-    def close(self) -> None:
-        self._lines.close()
-
-    def __enter__(self) -> Spans:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.write(Span(who, what, begin, end))
 
 
 class Tail:

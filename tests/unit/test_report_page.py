@@ -127,7 +127,7 @@ def test_what_cannot_be_shown_or_written_is_refused(tmp_path: Path) -> None:
             command.write([tmp_path / "run"], out)
     with (tmp_path / "run" / EVALUATION).open("a") as file:
         file.write("[]\n")
-    with pytest.raises(DataError, match=rf"{EVALUATION} line \d+: got list"):
+    with pytest.raises(DataError, match=rf"{EVALUATION} line \d+: got "):
         command.report(tmp_path / "run")
 
 

@@ -33,10 +33,10 @@ def written(folder: Path, values: dict[str, Any]) -> Path:
 
 
 def test_values_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
-    """As in the configuration of an older run, which has every key."""
-    file = written(tmp_path, {})
+    """As in the configuration of an older run, which has every key; an optional section that loses keys stays."""
+    optional = {"telemetry": {"wandb": {}, "mlflow": {}, "trackio": {}, "profile": {"steps": [1]}}}
     given = [f"{key}={json.dumps(value)}" for key, value in IDLE.items() if not key.startswith(("task.sources.", "evaluation.sets."))]
-    assert configuration.load(file, given) == configuration.parse(NEEDED)
+    assert configuration.load(written(tmp_path, optional), given) == configuration.parse(NEEDED | optional)
 
 
 def test_all_that_an_older_configuration_asks_for_is_answered_at_once(tmp_path: Path) -> None:

@@ -89,18 +89,6 @@ def test_all_that_can_be_missing_is_looked_for_before_anything_large_is_fetched(
     assert [("--clear" in line) for line in lines if "-m venv" in line] == [before != "fresh"] * 2, "CPU builds do not stay beside others"
 
 
-def test_both_environments_are_held_to_the_same_pins_and_to_what_pip_resolved(tree: Path) -> None:
-    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    if not (ROOT / "requirements" / "resolved" / f"trainer-gpu-{tag}.txt").exists():
-        pytest.skip(f"requirements/resolved has no resolution for {tag}")
-    lines = commands(tree, "GPU=1", f"PYTHON={sys.executable}")
-    for environment, words in (("trainer", ("train.txt",)), ("engine", ("engine-gpu.txt",))):
-        line = lines[place(lines, *words)]
-        assert "-c requirements/gpu.txt" in line
-        assert f"-c requirements/resolved/{environment}-gpu-{tag}.txt" in line
-    assert not [line for line in lines if "cpu.txt" in line or ("torch.sh" in line and " gpu" not in line)]
-
-
 # ---------------------------------------------------------------- the driver
 
 

@@ -10,11 +10,9 @@ import pytest
 from doctor_machines import GPUS, NODE, but, shown
 from test_launch_gpus import H200, configured, machine
 
-from asyncmoe.doctor import cards
-from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, PythonFacts, Shown, Torch
-from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.launch import gpus, preflight
-from asyncmoe.plan import budget
+from asyncmoe.doctor.facts import GpuFacts, Machine, Shown
+from asyncmoe.errors import UserError
+from asyncmoe.launch import preflight
 from asyncmoe.platform.kernels import Kernels
 
 H100 = GPUS[0]
@@ -146,36 +144,3 @@ def test_without_a_configuration_what_would_stop_a_run_is_a_warning_and_one_does
     (line,) = preflight.judge(but(NODE, nvidia__gpus=(PROHIBITED, replace(GPUS[1], used_mib=70000), *GPUS[2:])))
     for words in ("compute mode of GPU 0 is Prohibited", "other processes use up to 70000 MiB of GPU 1", "nvidia-smi -i 0 -c DEFAULT"):
         assert words in line
-
-
-def bounds(monkeypatch: pytest.MonkeyPatch, name: str, found: Nvidia, seen: tuple[Shown, ...] = (), *overrides: str) -> tuple[str, ...]:
-    """The arguments of an engine on a machine."""
-    config, hf = configured(name, *overrides)
-    monkeypatch.setattr(gpus.nvidia, "look", lambda: found)
-    torch = Torch("2.9.0", "13.0", shown=seen)
-    monkeypatch.setattr(gpus.pythons, "look", lambda *_: PythonFacts("python", torch=torch))
-    monkeypatch.setattr(gpus.models, "load_hf_config", lambda path: hf)
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    return gpus.engine_arguments(config, 0)
-
-
-def test_an_engine_is_bounded_by_the_gpus_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, hf = configured(TWO)
-    h100 = budget.engine_arguments(config, hf, 81559 * 2**20 / 1e9)
-    small = replace(T400, index=1, uuid="GPU-1")
-    chosen = Nvidia(3, "580.65", (replace(small, index=0), GPUS[1], GPUS[2]), chosen=("1", "2"))
-    assert bounds(monkeypatch, TWO, chosen) == h100
-    # CUDA puts the fastest first, nvidia-smi what comes first on the bus: torch's ids tell.
-    assert bounds(monkeypatch, TWO, Nvidia(3, "580.65", (GPUS[0], small, GPUS[2])), shown(GPUS[0], GPUS[2], small)) == h100
-
-
-def test_an_engine_is_bounded_by_what_torch_says_where_nvidia_smi_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, hf = configured(ONE)
-    expected = budget.engine_arguments(config, hf, (40 << 30) / 1e9)
-    for found in (Nvidia(1, "580.65", (SLICED,)), Nvidia(1, "580.65", (SLICED,), chosen=("MIG-a",)), Nvidia(1, "580.65", (GB10,))):
-        assert bounds(monkeypatch, ONE, found, instance(40)) == expected
-    monkeypatch.setattr(gpus.cards, "cards", lambda *_: (cards.GpuCard(0),))
-    with pytest.raises(ConfigError, match=r"memory of an engine's GPU: got not known.*engines.max_total_tokens"):
-        bounds(monkeypatch, ONE, Nvidia(1, "580.65", (GB10,)))
-    given = ("engines.max_total_tokens=9000", 'engines.args=["--mem-fraction-static","0.3"]')
-    assert bounds(monkeypatch, ONE, Nvidia(1, "580.65", (GB10,)), (), *given) == ()

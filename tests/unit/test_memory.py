@@ -172,26 +172,6 @@ def test_stages_keep_micro_batches_as_the_published_schedules_do() -> None:
         assert first == pytest.approx(one * (1 + (p - 1) / (p * chunks)))
 
 
-def test_the_output_layer_is_the_last_stages_and_has_a_block_of_logits() -> None:
-    """8192 rows and 2^26 logits: 8192 ids in a block. Two copies of it, in bfloat16 and in float32, one more for the entropy."""
-    m = family_of(HF).shape_of(HF)
-    kept, block, gradient = 8192 * (2 * H + 12), 6 << 26, 4 * 8192 * H + 2 * 8192 * H
-    small = replace(PASS, recompute=False)
-    parallel = MegatronParallel(tp=4, pp=2, ep=8, dp=2)
-    assert activations.head(m, parallel, small) == kept + max(block + (4 << 26), block + gradient)
-    assert activations.head(m, parallel, small, entropy=False) == kept + block + gradient
-    assert activations.head(m, parallel, replace(small, support=20)) == activations.head(m, parallel, small) + 8192 * (12 * 20 + 1)
-    on_cpu = replace(small, dtype="float32", cpu=True)
-    assert activations.head(m, parallel, on_cpu) == 8192 * (4 * H + 12) + max(8 << 22, (4 << 22) + 4 * 8192 * H)
-    layer = activations.working(m, parallel, 0, small)
-    assert activations.working(m, parallel, 1, small) == max(layer, activations.head(m, parallel, small))
-    assert activations.working(m, parallel, 1, replace(small, rows=64)) == activations.head(m, parallel, replace(small, rows=64))
-    first = activations.working(m, parallel, 0, small)
-    assert first == activations.layer(m, parallel, small, dense=False) + 16 * 2 * F * H * 2
-    again = activations.working(m, parallel, 0, PASS)
-    assert again - first == activations.layer(m, parallel, small, dense=False)
-
-
 # ---------------------------------------------------------------- engines
 
 

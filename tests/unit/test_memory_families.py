@@ -52,26 +52,6 @@ def test_deepseek_v3_on_a_trainers_rank() -> None:
     assert parts["weight sync"] == 2 * (256 << 20)
 
 
-def test_glms_routers_are_sent_from_copies() -> None:
-    """In float32, as an engine has them; where the trainer has them in float32 too they are sent themselves."""
-    parallel = MegatronParallel(tp=8, ep=32, dp=4)
-    attention = 5120 * (12288 + 2 * 1024) + 12288 * 5120 + (12288 + 2 * 1024)
-    copied = 2 * 5120 + 2 * 128
-    router, expert, dense, table = 160 * 5120, 3 * 5120 * 1536, 3 * 5120 * 12288, 151552 * 5120
-    mine = 92 * (attention // 8 + copied) + 3 * dense // 8 + 89 * (router + expert // 8) + 2 * table // 8 + 5120
-    of_experts = 89 * 5 * expert
-    biases, copies = 89 * 160 * 4, 89 * router * 4
-    held = memory.weights_of(GLM, parallel, 0, "bfloat16")
-    sent = (2 * mine + biases + copies // 2) // 4 + 2 * of_experts  # routers take twice the bytes
-    assert held == RankParameters(mine, of_experts, 2 * (mine + of_experts) + biases, copies, sent)
-    assert memory.trainer(GLM, parallel, Training(PASS))[0].parts["weight sync"] == 2 * (256 << 20) + 291_635_200
-    assert copies == 291_635_200
-    nbytes = 4 * (mine + of_experts) + biases
-    assert memory.weights_of(GLM, parallel, 0, "float32") == RankParameters(
-        mine, of_experts, nbytes, sent=(4 * mine + biases) // 4 + 4 * of_experts
-    )
-
-
 @families
 def test_a_rank_alone_holds_the_model(hf: dict[str, Any]) -> None:
     held, whole = memory.weights_of(hf, MegatronParallel(), 0, "float32"), memory.whole(hf)

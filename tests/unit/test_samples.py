@@ -327,15 +327,6 @@ def test_a_full_folder_stops_samples_and_nothing_else(
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 6000
 
 
-def test_a_folder_that_cannot_be_written_costs_the_samples_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "samples").write_text("a file")
-    with caplog.at_level(logging.WARNING):
-        run = SampledRun(tmp_path / "run")
-        run.train(run.group(0, ["19", "18"]), 4)
-    assert "no samples are kept" in caplog.text
-
-
 def test_a_torn_line_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     run = SampledRun(tmp_path / "run")
     with pytest.raises(DataError, match=r"got none.*telemetry\.samples\.groups"):

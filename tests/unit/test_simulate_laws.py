@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from asyncmoe.simulate import laws
@@ -86,14 +85,6 @@ def test_cost_of_stragglers_as_an_independent_simulation_has_it(workload: str, e
         )
         sync = simulate(plant, parse(workload), "sync")
         assert sync.tokens / plant.full_rate / sync.wait_s == pytest.approx(e, rel=0.1)
-
-
-@pytest.mark.parametrize("icc", [0.0, 0.3, 0.9])
-def test_members_of_a_group_are_as_alike_as_asked(icc: float) -> None:
-    groups = parse(f"lognormal:cap=1e7,icc={icc}").groups(8, seed=2)
-    logs = np.log([[turns[0] for turns, _ in next(groups)] for _ in range(2048)])
-    between, within = logs.mean(1).var(ddof=1), logs.var(1, ddof=1).mean()
-    assert (between - within / 8) / (between + within * 7 / 8) == pytest.approx(icc, abs=0.05)
 
 
 def finished(fleet: Fleet[str]) -> str:

@@ -75,30 +75,6 @@ def test_a_queue_that_is_too_small_only_delays(plant: Plant, mode: Mode, workloa
     check(plant, simulate(plant.having({"queue_capacity": least + int(room * (most - least))}), parse(workload), mode))
 
 
-@pytest.mark.parametrize("total", [MILLION // 8, pytest.param(MILLION, marks=pytest.mark.thorough)])
-def test_capacity_law_over_a_million_trajectories(total: int) -> None:
-    plant = Plant().having(
-        {
-            "engines.count": 64,
-            "engines.max_running": 16,
-            "groups_per_step": 64,
-            "group_size": 8,
-            "trainer.step_s": 20.0,
-            "sync.seconds": 5.0,
-            "sync.pause_s": 0.5,
-            "scoring.seconds": 2.0,
-            "scoring.sigma": 1.0,
-            "scoring.concurrency": 512,
-            "max_staleness": 4,
-            "steps": total // 512 + 1,
-        }
-    )
-    found = simulate(plant, parse("lognormal:median=1024,cap=16384,icc=0.3"))
-    check(plant, found)
-    assert found.ledger["trained"] >= total
-    assert found.dropped["stale"]
-
-
 def test_a_policy_that_forgets_staleness_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator looks at the ages itself, it does not take the policy's word for them."""
     monkeypatch.setattr(Admission, "is_stale", lambda *_: False)

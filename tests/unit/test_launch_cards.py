@@ -114,7 +114,7 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
     (
         "engines.first_gpu",
         lambda: node(TWO, [H100] * 8, "engines.first_gpu=8"),
-        ("8, expected 9: 1 x engines.tp 1 from GPU 8 on (engines.first_gpu)", "; lower engines.first_gpu, or"),
+        ("8, expected 9: 1 x engines.tp 1 from GPU 8 on", "; take fewer or smaller engines"),
     ),
     (
         "ipc between machines",

@@ -104,8 +104,11 @@ class Tail:
 
     def poll_steps(self) -> list[Step | Resume]:
         """Like `poll_as`, for metrics.jsonl."""
-        kinds = ((number, line, Resume if b'"resumed_at"' in line else Step) for number, line in self.lines())
-        return [_decoded(self.path, number, line, kind) for number, line, kind in kinds]
+        found: list[Step | Resume] = []
+        for number, line in self.lines():
+            kind: type[Step | Resume] = Resume if b'"resumed_at"' in line else Step
+            found.append(_decoded(self.path, number, line, kind))
+        return found
 
     def lines(self) -> list[tuple[int, bytes]]:
         """Return the new lines with their numbers, without a look at what they hold."""

@@ -34,7 +34,8 @@ def written(folder: Path, values: dict[str, Any]) -> Path:
 
 def test_values_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
     """As in the configuration of an older run, which has every key; an optional section that loses keys stays."""
-    optional = {"telemetry": {"wandb": {}, "mlflow": {}, "trackio": {}, "profile": {"steps": [1]}}}
+    telemetry = {"wandb": {}, "mlflow": {}, "trackio": {}, "profile": {"steps": [1]}}
+    optional = {"telemetry": telemetry, "environment": {"tools": {"options": {"python": {}}}}}
     given = [f"{key}={json.dumps(value)}" for key, value in IDLE.items() if not key.startswith(("task.sources.", "evaluation.sets."))]
     assert configuration.load(written(tmp_path, optional), given) == configuration.parse(NEEDED | optional)
 

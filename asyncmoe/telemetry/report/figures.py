@@ -166,12 +166,12 @@ def _heat(title: str, curves: Sequence[Curve], shares: bool) -> Figure:
     rows = [
         (x, *(column[key] / whole[x] if key in column else absent for key in keys)) for x, column in sorted(columns.items()) if whole[x]
     ]
-    places_x, *z = zip(*thinned(rows), strict=True)
+    xs, *z = zip(*thinned(rows), strict=True)
     unit = f"share of {metric.unit}, %" if shares else _unit(metric)
     suffix = " %" if unit.endswith("%") else ""
     trace = {
         "type": "heatmap",
-        "x": places_x,
+        "x": xs,
         "y": [f"{key:g}" for key in keys],
         "z": [[_short(value) for value in row] for row in z],
         "zmin": 0,

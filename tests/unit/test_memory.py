@@ -241,3 +241,41 @@ def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> Non
     assert budget.serving(plain, {**HF, "max_position_embeddings": 100}).tokens == 1600
     assert budget.serving(config(engines={"max_total_tokens": 7}), HF).tokens == 7
     assert not budget.stages(config(sync={"method": "broadcast"}), HF, 1e6)
+
+
+def test_the_output_layer_is_the_last_stages_and_has_a_block_of_logits() -> None:
+    """8192 rows and 2^26 logits: 8192 ids in a block. Two copies of it, in bfloat16 and in float32, one more for the entropy."""
+    m = family_of(HF).shape_of(HF)
+    kept, block, gradient = 8192 * (2 * H + 12), 6 << 26, 4 * 8192 * H + 2 * 8192 * H
+    small = replace(PASS, recompute=False)
+    parallel = MegatronParallel(tp=4, pp=2, ep=8, dp=2)
+    assert activations.head(m, parallel, small) == kept + max(block + (4 << 26), block + gradient)
+    assert activations.head(m, parallel, small, entropy=False) == kept + block + gradient
+    assert activations.head(m, parallel, replace(small, support=20)) == activations.head(m, parallel, small) + 8192 * (12 * 20 + 1)
+    on_cpu = replace(small, dtype="float32", cpu=True)
+    assert activations.head(m, parallel, on_cpu) == 8192 * (4 * H + 12) + max(8 << 22, (4 << 22) + 4 * 8192 * H)
+    layer = activations.working(m, parallel, 0, small)
+    assert activations.working(m, parallel, 1, small) == max(layer, activations.head(m, parallel, small))
+    assert activations.working(m, parallel, 1, replace(small, rows=64)) == activations.head(m, parallel, replace(small, rows=64))
+    first = activations.working(m, parallel, 0, small)
+    assert first == activations.layer(m, parallel, small, dense=False) + 16 * 2 * F * H * 2
+    again = activations.working(m, parallel, 0, PASS)
+    assert again - first == activations.layer(m, parallel, small, dense=False)
+
+
+def test_key_heads_are_divided_until_each_rank_has_one() -> None:
+    assert [memory.kv_bytes(HF, EngineParallel(tp), "bfloat16") for tp in (1, 2, 4, 8)] == [L * 2 * n * D * 2 for n in (4, 2, 1, 1)]
+    assert memory.kv_bytes(HF, EngineParallel(4), "float32") == L * 2 * 1 * D * 4
+
+
+def test_communicators_are_counted_where_nccl_carries_weights() -> None:
+    """One an engine on the trainer's GPUs, one on an engine's; 16 MiB for each of at most 8 CTAs."""
+    sixteen = budget.training(config(engines={"count": 16}), HF).communicators
+    assert sixteen == 16 * ONE
+    assert budget.serving(config(engines={"count": 16}), HF).communicators == ONE
+    assert budget.training(config(engines={"count": 16}), HF, cpu=True).communicators == 0
+    for together in ({"sync": {"transport": "ipc"}}, {"cluster": {"network": "loopback"}}):
+        assert budget.training(config(engines={"count": 16}, **together), HF).communicators == 0
+    assert budget.training(config(engines={"count": 64}), HF).communicators == 64 * ONE // 2
+    plain = memory.trainer(HF, NODE, Training(PASS))[0].parts["weight sync"]
+    assert memory.trainer(HF, NODE, Training(PASS, communicators=sixteen))[0].parts["weight sync"] == plain + sixteen

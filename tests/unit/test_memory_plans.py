@@ -102,3 +102,14 @@ def test_an_offload_that_the_host_has_no_memory_for_is_refused_with_what_fits() 
     share = float(str(caught.value).partition("left free; take ")[2].partition(",")[0])
     less = trainer(memory={"optimizer_offload": share})
     budget.check_host(less, budget.of_run(less, HF), 300_000_000_000)
+
+
+def test_averages_in_bfloat16_take_half_but_for_copies_in_the_step() -> None:
+    plain, both, one = (
+        budget.of_run(trainer(memory=memory), HF).trainer.parts
+        for memory in ({}, {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, {"exp_avg_dtype": "bfloat16"})
+    )
+    parameters = plain["optimizer"] // 12
+    assert (both["optimizer"], one["optimizer"]) == (8 * parameters, 10 * parameters)
+    experts = 48 * 16 * 3 * 2048 * 768
+    assert both["working set"] + both["activations"] == 4 * 2 * experts, "Transformer Engine's Adam copies both of all experts"

@@ -108,3 +108,8 @@ def test_the_keys_that_are_printed_make_the_run_that_is_meant(cluster: Cluster) 
     found = budget.of_run(config, hf)
     assert (found.trainer, found.engine) == (one.trainer.memory, one.engine.memory)
     assert config.cluster.trainer_nodes + config.cluster.engine_nodes == cluster.nodes
+
+
+def test_nodes_without_room_for_an_engine_are_refused() -> None:
+    with pytest.raises(ConfigError, match="room for an engine with 8 conversations of 8192 tokens on 1 of 2 nodes"):
+        split.suggest(LARGE, Cluster(2, gpus=4))

@@ -222,3 +222,20 @@ def test_failing_and_slow_commands_hold_up_nothing_and_are_said_once(monkeypatch
     begin = time.monotonic()
     sent(("sleep", "60"), *(alerts * 50))
     assert time.monotonic() - begin < 3.0
+
+
+def test_a_process_that_does_not_say_so_gets_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hanging(tmp_path) as process:
+        path = heartbeats.path_of(tmp_path, "trainer.0")
+        path.write_bytes(path.read_bytes().replace(b'"dumps":true', b'"dumps":false'))
+        (first, *_) = stacks.stacks(tmp_path)
+        assert "hangs_here" not in first.partition("\n")[2].partition("\n")[2]
+        assert process.poll() is None
+
+
+def test_another_failure_while_a_process_is_silent_names_it_and_keeps_its_exit_code(tmp_path: Path) -> None:
+    error = AsyncmoeError("rank 0: gloo timed out")
+    error.exit_code = 2
+    with pytest.raises(AsyncmoeError, match=r"^trainer\.1 has been silent for 6 s.*; then: rank 0: gloo timed out$") as caught:
+        watched(tmp_path, (0.0, 6.0), role="trainer.1", error=error)
+    assert caught.value.exit_code == 2

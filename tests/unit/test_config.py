@@ -94,7 +94,6 @@ def test_a_bad_value_names_its_key_what_was_got_and_what_was_expected(path: str,
     ("objective", "got", "expected", "hint"),
     [
         ({"proximal": "behaviour"}, "token", "none because objective.proximal is behaviour", "set it to none"),
-        ({"proximal": "behaviour", "correction": {"weight": "sequence"}}, "sequence", "would be applied twice", "objective.proximal to"),
         ({"clip": "cispo", "dual_clip": 3.0}, "3.0", "null because objective.clip is cispo", "leave it out"),
         ({"clip": "ipo", "ratio": "sequence"}, "sequence", "token because objective.clip is ipo", "set objective.clip to ppo"),
         ({"process": {"weight": 0.5}, "advantage": "dr_grpo"}, "0.5", "0 because objective.advantage is dr_grpo", "advantage to grpo"),
@@ -111,11 +110,8 @@ def test_objectives_that_contradict_themselves_are_refused_with_a_hint(objective
     "objective",
     [
         {"proximal": "behaviour", "correction": {"weight": "none", "token_band": [0.5, 5.0]}, "clip": "none"},
-        {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
-        {"correction": {"weight": "token", "cap": None, "token_band": [0.5, 5]}, "dual_clip": 3},
         {"correction": {"weight": "none", "opsm_delta": 1e-4, "max_age": 0, "veto": [0, 100]}, "kl": {"coefficient": 1e-3}},
         {"process": {"weight": 0.5}, "distill": {"weight": 0.1, "clip": 2.0}, "advantage": "reinforce_plus_plus_baseline"},
-        {"distill": {"weight": 1.0}, "advantage": "dr_grpo"},
     ],
 )
 def test_objectives_survive_being_written_out(objective: Any) -> None:
@@ -128,7 +124,6 @@ def test_objectives_survive_being_written_out(objective: Any) -> None:
     [
         ({"distill": {"weight": 1.0}}, {}, "objective.distill.weight: got 1, expected 0 because there is no scoring.teacher"),
         ({"process": {"weight": 0.5}}, {}, "objective.process.weight: got 0.5, expected 0 because scoring.scorer is auto"),
-        ({"process": {"weight": 0.5}}, {"scorer": "exact"}, "expected 0 because scoring.scorer is exact, which does not score steps"),
     ],
 )
 def test_an_objective_without_what_it_learns_from_is_refused(objective: Any, scoring: Any, line: str) -> None:
@@ -147,7 +142,6 @@ def test_an_address_of_redis_has_no_password() -> None:
     ("path", "known"),
     [
         ("trainr", "run, model, task"),
-        ("trainer.tensor_parallel", "ranks, tp, pp, ep"),
         ("trainer.optimizer.learning_rate", "lr, min_lr"),
     ],
 )
@@ -201,10 +195,7 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         ("run.steps.more=1", "command line: run.steps.more: got steps is not a section, expected a section"),
         ("run.steps=[1", "command line: run.steps: got '[1', expected a YAML value"),
         ("run.stps=1", "command line: run.stps: got an unknown key, expected one of dir, steps"),
-        ("run={dir: x, steps: 0}", "command line: run.steps: got 0, expected a number above 0"),
-        ("rollout.n=8", "got an unknown key, expected one of groups_per_step, "),
         ("trainer.lr=1", "; did you mean trainer.optimizer.lr"),
-        ("trainer.optimizer.beta=1", "; did you mean trainer.optimizer.betas?"),
         ("telemetry.profile.memory=true", "command line: telemetry.profile.steps: got nothing, expected a value"),
         ("run.dir=", "command line: run.dir: got None, expected a path, which is text"),
         ("run.dir=" + "[" * 3000, "command line: run.dir: got sections or lists nested too deeply"),

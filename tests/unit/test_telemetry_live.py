@@ -22,7 +22,7 @@ from asyncmoe.telemetry.gauges import Gauges, gauge
 from asyncmoe.telemetry.live import LiveView, line
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.records import JsonLines
-from asyncmoe.telemetry.rollout_schema import Calls, Rollout, Scoring
+from asyncmoe.telemetry.rollout_schema import Rollout, Scoring
 from asyncmoe.telemetry.schema import METRICS, Step
 
 
@@ -185,23 +185,12 @@ def test_words() -> None:
 
 
 def test_prometheus_serves_the_newest_numbers() -> None:
+    scoring = {"teacher": Scoring(in_flight=4, failed={"scorer_timeout": 2, "scorer_garbage": 1})}
     sink = Prometheus(0)
     try:
         sink.feed([Step(step=3, phase="rl", time=1.0, reward_mean=0.25, ages={0: 5, 1: 2})])
         sink.feed(
-            [
-                Step(step=4, phase="rl", time=2.0, reward_mean=0.5, ages={1: 7}),
-                Rollout(
-                    time=2.0,
-                    engine_utilization={"engine.0": 0.9},
-                    rejected={"engine_died": 3},
-                    dropped={"stale": 2},
-                    requeued={"stale": 1},
-                    scoring={"teacher": Scoring(in_flight=4, failed={"scorer_timeout": 2, "scorer_garbage": 1})},
-                    tools={"python": Calls(calls=5, seconds=1.5, failures={"time": 2})},
-                ),
-                evaluation(3, 0.75),
-            ]
+            [Step(step=4, phase="rl", time=2.0, reward_mean=0.5, ages={1: 7}), Rollout(time=2.0, scoring=scoring), evaluation(3, 0.75)]
         )
         with urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
@@ -209,21 +198,10 @@ def test_prometheus_serves_the_newest_numbers() -> None:
             Prometheus(sink.port)
     finally:
         sink.close()
-    shown = [text for text in lines if not text.startswith("#")]
-    for expected in (
-        "asyncmoe_step 4.0",
-        "asyncmoe_step_reward_mean 0.5",
-        "asyncmoe_evaluation_reward_mean 0.75",
-        'asyncmoe_step_ages{age="1"} 7.0',
-        'asyncmoe_rollout_rejected{reason="engine_died"} 3.0',
-        'asyncmoe_rollout_scoring_in_flight{who="teacher"} 4.0',
-        'asyncmoe_rollout_scoring_failed{who="teacher"} 3.0',
-        'asyncmoe_rollout_tools_calls{tool="python"} 5.0',
-        'asyncmoe_rollout_tools_seconds{tool="python"} 1.5',
-        'asyncmoe_rollout_tools_failures{tool="python"} 2.0',
-    ):
-        assert expected in shown
-    assert 'asyncmoe_rollout_engine_utilization{engine="engine.0"} 0.9' in shown
+    shown = {text for text in lines if not text.startswith("#")}
+    assert {"asyncmoe_step 4.0", "asyncmoe_step_reward_mean 0.5", "asyncmoe_evaluation_reward_mean 0.75"} <= shown
+    nested = {f'asyncmoe_rollout_scoring_{name}{{who="teacher"}} {value}' for name, value in (("in_flight", 4.0), ("failed", 3.0))}
+    assert {'asyncmoe_step_ages{age="1"} 7.0', *nested} <= shown
     assert not [text for text in shown if 'age="0"' in text]
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", sink.port)) != 0

@@ -64,6 +64,7 @@ KEYS: Mapping[str, Gone] = {
     "environment.sandbox.retries": Gone("nothing: a program that has not begun is posted again for as long as it may run", (2,)),
     "environment.tools.options.python.namespaces": Gone(_SANDBOX + ", where there are no user namespaces", (True,)),
     "environment.on_conflict": Gone(_OVERRIDDEN, ("run",)),
+    **dict.fromkeys(("evaluation.min_p", "evaluation.sets.min_p"), Gone("rollout.min_p, which evaluations use too", (None,))),
     **dict.fromkeys(("evaluation.overlap", "evaluation.sets.overlap"), Gone(_LEFT_OUT, ("refuse", "leave_out", None))),
     "queue.mooncake.master": Gone(_MEMORY, (None,)),
     "queue.mooncake.metadata": Gone(_MEMORY, None),

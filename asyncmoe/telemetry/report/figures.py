@@ -39,7 +39,8 @@ COLOURS = (
 """The first are Okabe and Ito's, which colour-blind readers can distinguish."""
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SCALE = ((0, "#f7fafc"), (0.25, "#b9dcef"), (0.6, "#3d93c4"), (1, "#08306b"))
-_KINDS: Mapping[type[Step | Rollout | Evaluation], str] = {Evaluation: "RL step", Step: "RL step", Rollout: "minutes of RL"}
+Drawn = Step | Rollout | Evaluation
+_KINDS: Mapping[type[Drawn], str] = {Evaluation: "RL step", Step: "RL step", Rollout: "minutes of RL"}
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 Row = tuple[float | None, ...]
 """x, and values there; None: not measured."""
@@ -107,7 +108,7 @@ def sections(runs: Mapping[str, RunRecords]) -> list[PageSection]:
     return [PageSection(title, note, found[title], folded=title == REST) for title, note in SECTIONS.items()]
 
 
-def _placed(run: RunRecords, kind: type[Step | Rollout | Evaluation]) -> Sequence[tuple[float, Step | Rollout | Evaluation]]:
+def _placed(run: RunRecords, kind: type[Drawn]) -> Sequence[tuple[float, Drawn]]:
     """Return the records of a kind with their place on the x axis: for steps the RL step, for evaluations the RL step evaluated, for
     rollout records the minutes of RL time since the first RL step began."""
     if kind is Step:
@@ -115,7 +116,7 @@ def _placed(run: RunRecords, kind: type[Step | Rollout | Evaluation]) -> Sequenc
     if kind is Evaluation:
         first = run.rl[0].step if run.rl else 1
         return [(record.version - first + 1, record) for record in run.evaluations]
-    points: list[tuple[float, Step | Rollout | Evaluation]] = []
+    points: list[tuple[float, Drawn]] = []
     before = 0.0
     for begin, end in run.rl_windows:
         points += [((before + record.time - begin) / 60, record) for record in run.rollout if begin <= record.time <= end]
@@ -128,7 +129,7 @@ def rl_step(run: RunRecords, step: Step) -> int:
     return step.step - run.rl[0].step + 1
 
 
-def _curves(run_name: str, run: RunRecords, kind: type[Step | Rollout | Evaluation]) -> Iterator[tuple[str, str, Curve]]:
+def _curves(run_name: str, run: RunRecords, kind: type[Drawn]) -> Iterator[tuple[str, str, Curve]]:
     """Yield the curves of a run's records of a kind, with the section and the title of their figures."""
     found: dict[str, dict[str, dict[float, float]]] = {}
     metrics: dict[str, Metric] = {}

@@ -76,7 +76,7 @@ def config(name: str, folder: Path, mode: Mode, sizes: PoolSizes) -> Config:
         # A reference policy, and a look at the log-probabilities before training: work enough for about a fifth of a synchronous step.
         "trainer": {"dtype": "float32", "pack": False, "recompute": "full", "checkpoint_every": 0, "optimizer": {"lr": 1e-6}},
         "objective": {"kl": {"coefficient": 1e-4}},
-        "telemetry": {"live": "off", "tensorboard": False},
+        "telemetry": {"tensorboard": False},
     }
     if mode == "async":
         values["queue"] = {"staleness": {"max_staleness": sizes.max_staleness}}

@@ -146,7 +146,6 @@ def changes_(
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="A run's configuration instead of an arm.")] = None,
     steps: Annotated[int, typer.Option(min=2, help="RL steps of a run; each is exported.")] = 8,
     rates: Annotated[str, typer.Option(help="Learning rates, separated by commas.")] = "2e-5,2e-6",
-    dither: Annotated[bool, typer.Option("--dither", help="Weights begin anywhere between two bfloat16 numbers.")] = False,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw all results as SVG.")] = None,
 ) -> None:
     """Share of the bfloat16 and float8 weights that a step of a real model changes, by kind of layer and learning rate."""
@@ -158,8 +157,6 @@ def changes_(
     if settings and config is None:
         raise UserError("KEY=VALUE", got=settings[0], expected="none without --config")
     subject = changes.of_arm(arm) if config is None else changes.of_configuration(config, settings or [])
-    if dither:
-        subject = subject.from_anywhere()
     found = changes.run(results, subject, steps, known.rates(rates))
     if picture is not None:
         changes.picture(found, picture)
@@ -176,19 +173,6 @@ def gpu_(
 
     results = gpu.run(scale, bucket_mib << 20)
     _show(results, json_path or gpu.results_path(results))
-
-
-@bench.command("routes")
-def routes_(
-    json_path: Results = None,
-    tokens: Annotated[int, typer.Option(help="Of the trajectory.", min=1)] = 8192,
-) -> None:
-    """Expert routes of Qwen3-30B-A3B's shape: bit-packed against base64 in JSON; what recording costs an engine and replay a trainer."""
-    from benchmarks import routes
-
-    results = routes.everything(tokens)
-    _show(results, json_path)
-    typer.echo(routes.table(results))
 
 
 @bench.command("intake")
@@ -250,19 +234,6 @@ def async_(
     typer.echo(asynchrony.table(results))
 
 
-@bench.command("interruption")
-def interruption_(
-    json_path: Results = None,
-    updates: Annotated[int, typer.Option(help="Weight updates in each way.", min=5)] = 20,
-) -> None:
-    """What becomes of responses when a version lands, in each way: how long an engine stands still, tokens lost and computed again."""
-    from benchmarks import interruption
-
-    results = interruption.run(updates)
-    _show(results, json_path)
-    typer.echo(interruption.table(results))
-
-
 @bench.command("recovery")
 def recovery_(
     json_path: Results = None,
@@ -315,57 +286,6 @@ def hosts_(
     results = whole_run.run(rate, steps, tokens)
     _show(results, json_path)
     typer.echo(results["skipped"] or whole_run.table(results))
-
-
-@bench.command("ledger")
-def ledger_(
-    json_path: Results = None,
-    rounds: Annotated[int, typer.Option(help="Measurements of each case; the best counts.", min=1)] = 3,
-    shrink: Annotated[int, typer.Option(help="Divides the numbers of trajectories, for a trial.", min=1)] = 1,
-) -> None:
-    """The controller beside rollout workers that only answer: its CPU time a trajectory; and the memory of one that a worker holds."""
-    from benchmarks import ledger
-
-    results = ledger.run(rounds, shrink)
-    _show(results, json_path)
-    typer.echo(ledger.table(results))
-
-
-@bench.command("hang")
-def hang_(
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too; those of other faults stay.")
-    ] = None,
-    fault: Annotated[list[str] | None, typer.Option(help="scheduler or main: what of an engine is stopped; default: both.")] = None,
-    rounds: Annotated[int, typer.Option(help="Times that each is stopped.", min=1)] = 3,
-) -> None:
-    """What one hung engine of two costs the other: when it is fenced, and the other's tokens a second meanwhile."""
-    from benchmarks import hang
-
-    results = hang.run(fault or tuple(hang.FAULTS), rounds, _earlier(json_path))
-    _show(results, json_path)
-    typer.echo(hang.table(results))
-
-
-@bench.command("soak")
-def soak_(
-    json_path: Results = None,
-    seconds: Annotated[float, typer.Option(help="How long the run takes.", min=1200.0)] = 7200.0,
-    folder: Annotated[Path | None, typer.Option(help="New folder for the run and its samples; default: a temporary one.")] = None,
-) -> None:
-    """A long run of very small steps: whether memory, threads or descriptors of any of its processes grow."""
-    from benchmarks import soak, soak_slopes
-
-    results = soak.run(seconds, folder)
-    _show(results, json_path)
-    typer.echo(soak_slopes.table(results))
-
-
-def _earlier(path: Path | None) -> dict[str, Any] | None:
-    """Results that are in a file already."""
-    import json
-
-    return dict(json.loads(path.read_text())) if path is not None and path.exists() else None
 
 
 def _show(results: dict[str, Any], path: Path | None) -> None:

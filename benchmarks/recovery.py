@@ -37,7 +37,6 @@ _SHAPE = (
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
     f"trainer.checkpoint_every={EVERY}",
-    "telemetry.live=off",
 )
 
 

@@ -18,21 +18,11 @@ def doctor(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare", help="Compare nodes: give output files of `srun --output=doctor-%N.json asyncmoe doctor --json` instead of CONFIG."
-        ),
-    ] = False,
 ) -> None:
-    """Check what on this machine would stop a run or slow it down, with a fix on each line. --compare lists differences between nodes."""
+    """Check what on this machine would stop a run or slow it down, with a fix on each line."""
     from asyncmoe.doctor import command
-    from asyncmoe.errors import ConfigError
 
-    if as_json and compare:
-        raise ConfigError("asyncmoe doctor --compare", got="--json", expected="no other option", hint="leave --json out")
-    words = arguments or ()
-    raise typer.Exit(command.compared([Path(word) for word in words]) if compare else command.check(words, as_json=as_json))
+    raise typer.Exit(command.check(arguments or (), as_json=as_json))
 
 
 def plan(

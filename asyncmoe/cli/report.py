@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from asyncmoe.errors import DataError, StorageError
-
 
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, of finished or running runs.")],
@@ -23,24 +21,12 @@ def report(
 
     docs/guides/report.md explains the page.
     """
+    from asyncmoe.telemetry.records import read_steps
     from asyncmoe.telemetry.report import command
-    from asyncmoe.telemetry.run import broken_configuration
-
-    command.check(run_dirs)
-    for run_dir in run_dirs:
-        if (broken := broken_configuration(run_dir)) is not None:
-            typer.echo(f"note: {broken}", err=True)
-    if len(run_dirs) == 1:
-        _write_summary(run_dirs[0])
-    name = command.REPORT if len(run_dirs) == 1 else command.COMPARISON
-    typer.echo(command.write(run_dirs, out or run_dirs[0] / name, samples=samples))
-
-
-def _write_summary(run_dir: Path) -> None:
-    """Write summary.json, or say why not: its numbers are of whole records, while the page shows what there is."""
+    from asyncmoe.telemetry.schema import METRICS
     from asyncmoe.telemetry.summary import write_summary
 
-    try:
-        write_summary(run_dir)
-    except (DataError, StorageError) as error:
-        typer.echo(f"note: summary.json is not written: {error}", err=True)
+    name = command.REPORT if len(run_dirs) == 1 else command.COMPARISON
+    typer.echo(command.write(run_dirs, out or run_dirs[0] / name, samples=samples))
+    if len(run_dirs) == 1 and read_steps(run_dirs[0] / METRICS):
+        write_summary(run_dirs[0])

@@ -13,7 +13,7 @@ from asyncmoe.process import unbroken_output
 
 
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Run everything on this machine: engines, queue, trainer, live view, report. Repeat the command to resume a stopped run.
+    """Run everything on this machine: engines, queue, trainer, report. Repeat the command to resume a stopped run.
 
     CONFIG may be the directory of a run, which then goes on there, even if it was moved or copied:
 

@@ -134,25 +134,13 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
         )
     end = asked.first + asked.engines * asked.tp
     if asked.engines and end > gpus:
-        # A first GPU that is neither 0 nor behind the trainer is one that the configuration names.
-        given = asked.first not in (0, asked.ranks)
-        if given:
-            besides = " (engines.first_gpu)"
-        elif asked.ranks and devices.shared:
-            besides = f", shared with {counted(asked.ranks, 'rank')} of the trainer"
-        else:
-            besides = f" and {asked.ranks} of the trainer" if asked.ranks else ""
-        ways = ["lower engines.first_gpu"] if given else []
-        ways += ["take fewer or smaller engines" + ("" if asked.share or not asked.ranks else " or fewer trainer ranks")]
-        ways += ["share those of the trainer with engines.share_gpus=true"] if asked.ranks and not asked.share else []
-        each = f"x engines.tp {asked.tp} from GPU {asked.first} on"
-        if asked.parted:
-            each = f"x engines.tp / engines.nodes {asked.tp} from GPU {asked.first} on"
+        each = "engines.tp / engines.nodes" if asked.parted else "engines.tp"
+        ways = "take fewer or smaller engines" + (", or share the trainer's GPUs with engines.share_gpus=true" if asked.ranks else "")
         raise ConfigError(
             "GPUs of this machine",
             got=f"{gpus}{limited}",
-            expected=f"{end}: {asked.engines} {each}{besides}",
-            hint=more + ", or ".join(ways),
+            expected=f"{end}: {asked.engines} x {each} {asked.tp} from GPU {asked.first} on",
+            hint=more + ways,
         )
     return devices
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, Real, Section, Share, refused
+from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Positive, Real, Section, Share, refused
 from asyncmoe.config.task import READ, Kind, SourceSection, TaskSection
 
-_SAMPLED = ("prompts", "samples", "temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+_SAMPLED = ("prompts", "samples", "temperature", "top_p", "top_k", "max_new_tokens")
 
 
 class EvaluationSet(SourceSection):
@@ -27,7 +27,6 @@ class EvaluationSet(SourceSection):
     temperature: NonNegativeFloat | None = Field(None, description="Sampling temperature; 0: always the most probable token.")
     top_p: Share | None = Field(None, description="As rollout.top_p.")
     top_k: Positive | None = Field(None, description="As rollout.top_k.")
-    min_p: Decay | None = Field(None, description="As rollout.min_p.")
     max_new_tokens: Positive | None = Field(None, description="Maximum tokens of a response.")
 
     @property
@@ -81,7 +80,6 @@ class EvaluationSection(Section):
     )
     top_p: Share | None = Field(None, description="As rollout.top_p, for evaluation; null: rollout.top_p.")
     top_k: Positive | None = Field(None, description="As rollout.top_k, for evaluation; null: rollout.top_k.")
-    min_p: Decay | None = Field(None, description="As rollout.min_p, for evaluation; null: rollout.min_p.")
     max_new_tokens: Positive | None = Field(None, description="Maximum tokens of a response; null: rollout.max_new_tokens.")
     max_concurrent: Positive | None = Field(
         None, description="Evaluation episodes in flight, as a part of rollout.max_concurrent; null: an eighth of it."

@@ -68,6 +68,7 @@ KEYS: Mapping[str, Gone] = {
     "environment.sandbox.retries": Gone("nothing: a program that has not begun is posted again for as long as it may run", (2,)),
     "environment.tools.options.python.namespaces": Gone(_SANDBOX + ", where there are no user namespaces", (True,)),
     "environment.on_conflict": Gone(_OVERRIDDEN, ("run",)),
+    **dict.fromkeys(("evaluation.min_p", "evaluation.sets.min_p"), Gone("rollout.min_p, which evaluations use too", (None,))),
     **dict.fromkeys(("evaluation.overlap", "evaluation.sets.overlap"), Gone(_LEFT_OUT, ("refuse", "leave_out", None))),
     "queue.mooncake.master": Gone(_MEMORY, (None,)),
     "queue.mooncake.metadata": Gone(_MEMORY, None),
@@ -96,10 +97,12 @@ KEYS: Mapping[str, Gone] = {
     "task.curriculum.floor": Gone(_ORDER, None),
     "task.curriculum.memory": Gone(_ORDER, None),
     "task.curriculum.pass_reward": Gone(_ORDER, None),
+    "telemetry.live": Gone("nothing: a line for each step, on a terminal and elsewhere", None),
     "telemetry.loggers.finish_timeout_s": Gone("nothing: the end of a run waits 30 s for its loggers", (30.0,)),
     "telemetry.loggers.samples": Gone("nothing: asyncmoe show and asyncmoe report show the samples", (False,)),
     "telemetry.logs.keep": Gone(_LOGS, (3,)),
     "telemetry.logs.max_bytes": Gone(_LOGS, (64 << 20,)),
+    "telemetry.mlflow.name": Gone("nothing: the run has the name of run.dir", (None,)),
     "telemetry.mlflow.tags": Gone("nothing: a run of MLflow has every key of the configuration as a parameter", ({},)),
     "telemetry.profile.max_mb": Gone(_PROFILE, (2048,)),
     "telemetry.nvtx": Gone("nothing: nsys profile --pytorch=autograd-nvtx names the parts of a step", (False,)),
@@ -111,9 +114,11 @@ KEYS: Mapping[str, Gone] = {
     "telemetry.samples.max_tokens": Gone("nothing: 8,192 tokens are kept of a prompt, and of what follows it", (8192,)),
     "telemetry.trackio.group": Gone("nothing: Trackio's own page groups runs by their configuration", (None,)),
     "telemetry.trackio.name": Gone("nothing: the run has the name of run.dir", (None,)),
+    "telemetry.trackio.space_id": Gone("the id in the variable TRACKIO_SPACE_ID", (None,)),
     "telemetry.trackio.server_url": Gone("the address in the variable TRACKIO_SERVER_URL", (None,)),
     "telemetry.wandb.entity": Gone("the name in the variable WANDB_ENTITY", (None,)),
     "telemetry.wandb.group": Gone("the name in the variable WANDB_RUN_GROUP", (None,)),
+    "telemetry.wandb.name": Gone("nothing: the run has the name of run.dir", (None,)),
     "telemetry.wandb.mode": Gone("the word in the variable WANDB_MODE", (None,)),
     "telemetry.wandb.tags": Gone("the tags, with commas between them, in the variable WANDB_TAGS", ([], ())),
     **dict.fromkeys(
@@ -196,6 +201,8 @@ TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memor
 _UNMEASURED = "nothing: it is measured no more"
 _RUN = "--config FILE with the keys of a run, for example trainer.tp=4 engines.count=16"
 OPTIONS: Mapping[str, str] = {
+    "bench changes --dither": _UNMEASURED,
+    "doctor --compare": "jq -c .versions of each node's asyncmoe doctor --json, which sort -u shows where they differ (docs/cluster.md)",
     "plan --bucket-bytes": "--config FILE with sync.bucket_bytes",
     "plan --dtype": "nothing: weights on GPUs are bfloat16, or float8 as the checkpoint says",
     "plan --engines": _RUN,
@@ -214,13 +221,18 @@ COMMANDS: Mapping[str, str] = {
     "resend": "nothing: a run sends its records itself; wandb sync sends what W&B kept without a network",
     "upcycle": "examples/real/make_mixture.py, which makes a mixture of experts from a dense model",
     "bench context": _UNMEASURED,
+    "bench interruption": _UNMEASURED,
     "bench journal": "asyncmoe bench log",
+    "bench hang": _UNMEASURED,
+    "bench ledger": _UNMEASURED,
+    "bench routes": _UNMEASURED,
     "bench peers": "asyncmoe bench learning --arms dense-trl, which trains next to TRL",
     "bench policies": "asyncmoe simulate",
     "bench queue": "asyncmoe bench batches",
     "bench redis": "asyncmoe bench log",
     "bench samples": _UNMEASURED,
     "bench sandbox": _UNMEASURED,
+    "bench soak": _UNMEASURED,
     "bench segments": "asyncmoe bench log",
     "bench staging": "asyncmoe plan --config FILE",
     "bench store": "asyncmoe bench sync",
@@ -237,7 +249,7 @@ def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[
     found: dict[tuple[str, ...], tuple[Any, str]] = {}
     for path, value in list(_leaves(values)):
         key = _key(path)
-        gone = keys.get(key) or _section(key, keys)
+        gone = keys.get(key)
         if isinstance(value, str) and (key, value) in VALUES:
             found[path] = value, VALUES[key, value]
         elif gone is None:
@@ -246,13 +258,6 @@ def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[
             found[path] = value, gone.instead
         _remove(values, path)
     return found
-
-
-def _section(name: str, keys: Mapping[str, Gone]) -> Gone | None:
-    """Return a removed section, which asks for nothing if it is empty; None: it is none."""
-    if keys is KEYS and name not in SECTIONS:
-        return None
-    return next((Gone(one.instead, (None, False, {})) for key, one in keys.items() if key.startswith(f"{name}.")), None)
 
 
 def _key(path: tuple[str, ...]) -> str:

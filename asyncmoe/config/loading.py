@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +17,6 @@ from asyncmoe.errors import ConfigError, together
 
 Schema = TypeVar("Schema", bound=BaseModel)
 _TOO_DEEP = "sections or lists nested too deeply"
-_MOST_FILES = 40
-"""YAML files of a folder that a message names."""
 
 
 def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = (), *, idle: bool = False) -> Schema:
@@ -31,9 +29,6 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
         ConfigError: the file is missing or not YAML, or a key, type or value is refused; every refused key has a line.
     """
     values, lines = ({}, {}) if path is None else read(path)
-    if schema is Config and path is not None and _is_plant(values):
-        got, expected = "a plant, which describes a cluster to simulate", "the configuration of a run"
-        raise ConfigError(str(path), got=got, expected=expected, hint=f"run: asyncmoe simulate {path}")
     given = {}
     for override in overrides:
         _override(values, override)
@@ -50,25 +45,12 @@ def _removed(source: Source, key: Sequence[str], value: object, instead: str) ->
     return ConfigError(f"{source.at(key)}: {'.'.join(key)}", got=f"{said(value)}, which was removed", expected=instead)
 
 
-PLANT_KEYS = ("workload", "groups_per_step", "group_size", "max_staleness")
-"""Keys that only a plant of `asyncmoe simulate` has at its top."""
-
-
-def _is_plant(values: Mapping[str, Any]) -> bool:
-    needed = {name for name, field in Config.model_fields.items() if field.is_required()}
-    return not needed & values.keys() and not values.keys().isdisjoint(PLANT_KEYS)
-
-
 def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     """Return the values of a YAML file, and the line of each key by its path. Raises ConfigError if it is missing or not YAML."""
     try:
-        if path.is_dir():
-            raise ConfigError(str(path), got="a folder", expected="a YAML configuration", hint=_files_in(path))
         if not path.is_file():  # a device may have no end
-            got = "something else than a file" if path.exists() else "no such file"
-            first = "=" in str(path) and not path.exists()
-            hint = f"the file comes first: CONFIG {path}" if first else None
-            raise ConfigError(str(path), got=got, expected="a YAML configuration", hint=hint)
+            hint = f"the file comes first: CONFIG {path}" if "=" in str(path) else None
+            raise ConfigError(str(path), got="no such file", expected="a YAML configuration", hint=hint)
         with path.open(encoding="utf-8") as file:
             node = yaml.compose(file, Loader=_Loader)
         with path.open(encoding="utf-8") as file:
@@ -82,13 +64,6 @@ def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     if not isinstance(values, dict):
         raise ConfigError(str(path), got=type(values).__name__, expected="a mapping of sections")
     return values, dict(_lines(node))
-
-
-def _files_in(folder: Path) -> str | None:
-    """Return a hint that names the YAML files of a folder, or None if there are none."""
-    files = sorted(str(path) for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file())
-    more = f" or {len(files) - _MOST_FILES} more" if len(files) > _MOST_FILES else ""
-    return f"give one of {', '.join(files[:_MOST_FILES])}{more}" if files else None
 
 
 def parse(values: dict[str, Any], source: str = "config") -> Config:
@@ -146,24 +121,13 @@ def _override(values: dict[str, Any], override: str) -> None:
         value = yaml.load(text, Loader=_Loader)
         values[last] = text if text.endswith(":") and isinstance(value, dict) else value  # a name in the making, not a mapping
     except yaml.YAMLError as error:
-        why = f" ({error.problem})" if isinstance(error, yaml.constructor.ConstructorError) else ""
-        raise ConfigError(f"{COMMAND_LINE}: {path}", got=f"{text!r}{why}", expected="a YAML value") from error
+        raise ConfigError(f"{COMMAND_LINE}: {path}", got=repr(text), expected="a YAML value") from error
     except RecursionError as error:
         raise ConfigError(f"{COMMAND_LINE}: {path}", got=_TOO_DEEP, expected="a YAML value") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys, of which YAML would silently keep the last, and joins surrogate pairs."""
-
-    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        value = super().construct_scalar(node)
-        if not isinstance(value, str) or value.isascii():
-            return value
-        try:
-            # JSON writes an emoji as a surrogate pair, which YAML reads as two characters.
-            return value.encode("utf-16", "surrogatepass").decode("utf-16")
-        except UnicodeDecodeError as error:
-            raise yaml.constructor.ConstructorError(None, None, f"half a surrogate pair in {value!a}", node.start_mark) from error
+    """SafeLoader that refuses duplicate keys, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -62,18 +62,10 @@ def _names(message: str, key: Sequence[str]) -> bool:
 def explain(error: ValidationError, source: Source, schema: type[BaseModel] = Config) -> list[ConfigError]:
     """Return an error for each invalid key, in the order of the schema. Not empty."""
     found: dict[str, ConfigError] = {}
-    every = error.errors()
-    for one in every:
-        if one["type"] == "too_short" and any(_within(other, one) for other in every):
-            continue  # pydantic counts only the valid items
+    for one in error.errors():
         made = _explained(one, source, schema)
         found.setdefault(made.what, made)  # a union reports a value once for each of its types
     return list(found.values())
-
-
-def _within(one: ErrorDetails, other: ErrorDetails) -> bool:
-    length = len(other["loc"])
-    return len(one["loc"]) > length and one["loc"][:length] == other["loc"]
 
 
 _KINDS: Mapping[str, str] = {

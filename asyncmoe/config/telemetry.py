@@ -16,8 +16,7 @@ class WandbSection(Section):
     """Weights & Biases; needs `pip install 'asyncmoe[wandb]'`. The key comes from WANDB_API_KEY or `wandb login`, never from here; what
     else W&B can do, such as WANDB_MODE=offline, is in its own variables."""
 
-    project: str = Field("asyncmoe", min_length=1, description="Project.")
-    name: str | None = Field(None, description="Name of the run; null: the name of run.dir.")
+    project: str = Field("asyncmoe", min_length=1, description="Project. The run has the name of run.dir.")
 
 
 class MlflowSection(Section):
@@ -26,8 +25,7 @@ class MlflowSection(Section):
     uri: str | None = Field(
         None, description="Tracking server, e.g. http://127.0.0.1:5000 (https with one that is not yours); null: MLFLOW_TRACKING_URI."
     )
-    experiment: str = Field("asyncmoe", min_length=1, description="Experiment; made if there is none.")
-    name: str | None = Field(None, description="Name of the run; null: the name of run.dir.")
+    experiment: str = Field("asyncmoe", min_length=1, description="Experiment, made if there is none. The run has the name of run.dir.")
 
     @model_validator(mode="after")
     def _check(self) -> MlflowSection:
@@ -40,11 +38,11 @@ class MlflowSection(Section):
 class TrackioSection(Section):
     """Trackio; needs `pip install 'asyncmoe[trackio]'`. Keys come from HF_TOKEN or TRACKIO_WRITE_TOKEN, never from here."""
 
-    project: str = Field("asyncmoe", pattern=r"^[\w\- ]+$", description="Project.")
-    space_id: str | None = Field(
-        None,
-        description="Hugging Face Space that shows the run, made private if there is none; null: TRACKIO_SERVER_URL, a server of your own, "
-        "else this machine, see `trackio show`.",
+    project: str = Field(
+        "asyncmoe",
+        pattern=r"^[\w\- ]+$",
+        description="Project. It is on this machine, see `trackio show`; in the Hugging Face Space that the variable TRACKIO_SPACE_ID "
+        "names, made private if there is none; or on the server of TRACKIO_SERVER_URL.",
     )
 
 
@@ -72,9 +70,8 @@ class SamplesSection(Section):
 
 
 class TelemetrySection(Section):
-    """Live view, export of metrics, and profiles. Records, logs and the report are always written."""
+    """Export of metrics, and profiles. Records, logs and the report are always written."""
 
-    live: Annotated[Literal["auto", "on", "off"], Switch] = Field("auto", description="Live view of the run; auto: only on a terminal.")
     tensorboard: Annotated[Literal["auto", "on", "off"], Switch] = Field(
         "auto", description="Also write TensorBoard files, to run.dir/tensorboard; auto: if the package tensorboard is installed."
     )

@@ -1,20 +1,16 @@
-"""The command: check this machine and print what was found; or compare the reports of several nodes."""
+"""The command: check this machine and print what was found."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from asyncmoe.doctor import compare
-from asyncmoe.doctor.compare import Report
 from asyncmoe.doctor.examination import examine
 from asyncmoe.doctor.finding import Finding, State
-from asyncmoe.errors import ConfigError
 
 _STYLE: Mapping[State, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "not here": "dim"}
 
@@ -27,24 +23,6 @@ def check(words: Sequence[str], *, as_json: bool) -> int:
     else:
         show(found.host, found.checks, Console())
     return int(any(finding.state == "error" for finding in found.checks.values()))
-
-
-def compared(files: Sequence[Path]) -> int:
-    """Run `asyncmoe doctor --compare FILE FILE...`, and return the exit status: 1 if nodes differ.
-
-    Raises:
-        ConfigError: fewer than two reports.
-        DataError: a file is not a report.
-    """
-    if len(files) < 2:
-        raise ConfigError("asyncmoe doctor --compare", got=f"{len(files)} files", expected="the reports of at least two nodes")
-    nodes: dict[str, Report] = {}
-    for file in files:
-        found = compare.read(file)
-        nodes[f"{found.host} ({file})" if found.host in nodes else found.host] = found
-    differ = compare.differences(nodes)
-    print("\n".join(differ) or f"{len(nodes)} nodes have the same versions")
-    return int(bool(differ))
 
 
 def show(host: str, checks: Mapping[str, Finding], console: Console) -> None:

@@ -1,18 +1,13 @@
-"""Reports of several nodes of a cluster, and in what the nodes differ."""
+"""The report of a node, and the versions in which the nodes of a cluster must agree."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
 
 from asyncmoe.doctor import versions
 from asyncmoe.doctor.facts import Machine, PythonFacts
 from asyncmoe.doctor.finding import Finding
-from asyncmoe.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -28,20 +23,6 @@ class Report:
     host: str
     versions: Mapping[str, str]
     checks: Mapping[str, Finding]
-
-
-def read(file: Path) -> Report:
-    """Read a report from a file.
-
-    Raises:
-        DataError: the file cannot be read, or is not a report of this version of the doctor.
-    """
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Report)
-    except (OSError, ValueError) as error:
-        got = error.strerror if isinstance(error, OSError) else error
-        hint = "write it again there: srun --output=doctor-%N.json asyncmoe doctor --json"
-        raise DataError(str(file), got=got, expected="what asyncmoe doctor --json printed", hint=hint) from error
 
 
 def versions_of(machine: Machine, digest: str | None) -> dict[str, str]:
@@ -68,19 +49,3 @@ def _of_python(machine: Machine, python: PythonFacts, of: str) -> Iterator[tuple
         yield f"sources of asyncmoe's extension {of}", " ".join(digest[:12] for digest in python.extension.built_from)
     if python.nccl is not None and python.nccl.version is not None:
         yield f"NCCL {of}", versions.nccl(python.nccl.version)
-
-
-def differences(nodes: Mapping[str, Report]) -> list[str]:
-    """Return a line for each version and the nodes whose value is not that of most nodes.
-
-    Args:
-        nodes: report by the name of the node.
-    """
-    lines = []
-    for what in dict.fromkeys(what for report in nodes.values() for what in report.versions):
-        has = {node: report.versions[what] for node, report in nodes.items() if what in report.versions}
-        (most, count), *others = Counter(has.values()).most_common()
-        for value, _ in others:
-            named = ", ".join(node for node, one in has.items() if one == value)
-            lines.append(f"{what}: {named}: got {value}, expected {most}, as on {count} of {len(has)} nodes; make it equal there")
-    return lines

@@ -1,4 +1,4 @@
-"""A run on this machine: the controller, engines, the trainer under torchrun, and a live view of all.
+"""A run on this machine: the controller, engines, the trainer under torchrun, and a line for each step.
 
 All launchers share `prepare` and `claim`, which check and write files before a process starts, and the supervision in
 `asyncmoe.launch.watch`.

@@ -176,7 +176,6 @@ def sampling(section: EvaluationSet, training: Sampling) -> Sampling:
         temperature=1.0 if greedy else section.temperature or training.temperature,
         top_k=1 if greedy else section.top_k or training.top_k,
         top_p=training.top_p if section.top_p is None else section.top_p,
-        min_p=training.min_p if section.min_p is None else section.min_p,
         max_new_tokens=section.max_new_tokens or training.max_new_tokens,
         recording=NOTHING,
     )

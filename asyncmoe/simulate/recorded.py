@@ -13,13 +13,12 @@ from pathlib import Path
 from statistics import median, pstdev
 from typing import Any
 
-import msgspec
-
 from asyncmoe.config.moved import of_run
 from asyncmoe.config.schema import Config
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.records import read_steps, readable
-from asyncmoe.telemetry.samples.records import FOLDER, FORMAT, ROLLOUT_SAMPLES, Begin, SampledGroup, SampledMember
+from asyncmoe.telemetry.records import read_steps
+from asyncmoe.telemetry.samples.index import lines
+from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES, SampledGroup, SampledMember
 from asyncmoe.telemetry.schema import METRICS, Step
 
 Episode = tuple[tuple[int, ...], tuple[float, ...]]
@@ -34,7 +33,7 @@ class RecordedRun:
         path: directory of the run.
         groups: the kept groups' episodes. A trajectory of several agents or paths counts as one of its own.
         keys: values of a plant's keys.
-        notes: what of the run is not simulated, and which lines of the kept groups were left out, a sentence each.
+        notes: what of the run is not simulated, a sentence each.
     """
 
     path: Path
@@ -58,40 +57,26 @@ def read_recorded(run_dir: Path) -> RecordedRun:
         notes.append(
             "rollout.interruption=drain is not simulated: here engines pause for a new version, and do not wait for the longest response"
         )
-    found = list(_groups(run_dir / FOLDER / ROLLOUT_SAMPLES, notes))
+    found = list(_groups(run_dir / FOLDER / ROLLOUT_SAMPLES))
     members = [member for group in found for member in group]
     groups = tuple(tuple(map(_episode, group)) for group in found)
     if not groups:
-        got = "; ".join(["a run without kept groups", *notes])
-        raise DataError(str(run_dir), got=got, expected="one that has trained, and keeps groups (telemetry.samples.groups)")
+        expected = "one that has trained, and keeps groups (telemetry.samples.groups)"
+        raise DataError(str(run_dir), got="a run without kept groups", expected=expected)
     keys = {**_sizes(config), **_step_seconds(steps), **_scoring(members)}
     return RecordedRun(run_dir, groups, keys, tuple(notes))
 
 
-def _groups(path: Path, notes: list[str]) -> Iterator[list[SampledMember]]:
-    """The whole trajectories of each group that has any; damaged lines are left out, as by `asyncmoe show`, and noted.
+def _groups(path: Path) -> Iterator[list[SampledMember]]:
+    """The whole trajectories of each group that has any.
 
     A group that tail batching put off has only its shortest; it counts when it was sampled again.
     """
-    records = readable(path, _record, notes)
-    if not records and not notes and path.is_file() and path.stat().st_size:
-        notes.append(f"{path.name}: it has no whole line")
-    for record in records:
-        if isinstance(record, Begin) and record.format > FORMAT:
-            expected = f"at most {FORMAT}, from an asyncmoe that is not newer than this one"
-            raise DataError(str(path), got=f"format {record.format}", expected=expected)
+    for record, _ in lines(path):
         if isinstance(record, SampledGroup) and record.reason != "deferred":
             whole = [one for one in record.members if one.digest is not None and _sampled(one)]
             if whole:
                 yield whole
-
-
-def _record(path: Path, line: int, values: dict[str, Any]) -> Begin | SampledGroup | None:
-    kind = {"begin": Begin, "group": SampledGroup}.get(values.get("record", ""))
-    try:
-        return None if kind is None else msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise DataError(f"{path} line {line}", got=str(error), expected="a record of samples") from error
 
 
 def _sampled(member: SampledMember) -> list[int]:

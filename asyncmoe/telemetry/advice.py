@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from asyncmoe.telemetry.format import number, percent
 from asyncmoe.telemetry.gauges import Gauges
@@ -11,8 +11,6 @@ IDLE = 0.4
 """Share of idle time above which the other side is called the bottleneck."""
 BOTH_IDLE = 0.25
 """Share of idle time of both sides above which they are reported to wait for each other."""
-HELD = 0.5
-"""Part of the engines' idle time from which on waiting episodes are its cause, and part of these from which on it is the scorer's."""
 SETTLED_STEPS = 5
 """RL steps without which shares of time say more about the start than about the run."""
 DROPPED = 0.1
@@ -28,101 +26,57 @@ ALL_WELL = "No gauge is off."
 NO_STEP = "No reinforcement-learning step yet."
 FEW_STEPS = f"Nothing is wrong so far; what limits the speed is said after {SETTLED_STEPS} RL steps."
 
-Rule = Callable[[Gauges], str | None]
-
 
 def advise(gauges: Gauges) -> list[str]:
     """Return one sentence per abnormal gauge, the most urgent first: wrong results before lost time."""
     if gauges.steps == 0:
         return [NO_STEP]
     settled = gauges.steps >= SETTLED_STEPS
-    found = [sentence for rule in _RULES if (settled or rule not in _SPEED) and (sentence := rule(gauges))]
+    found = [*_wrong(gauges), *(_slow(gauges) if settled else ())]
     return found or [ALL_WELL if settled else FEW_STEPS]
 
 
-def _loss(g: Gauges) -> str | None:
-    if g.lost_step is None:
-        return None
-    return f"The loss of step {g.lost_step} is not a finite number: lower trainer.optimizer.lr and resume from an earlier checkpoint."
-
-
-def _agreement(g: Gauges) -> str | None:
-    if (g.logprob_diff or 0.0) <= LOGPROB_DIFF:
-        return None
-    return (
-        f"Engines and trainer differ by up to {number(g.logprob_diff)} nats on tokens of the same version: check the engines' weights with "
-        "sync.verify_every=1, and that both sides use the same dtype."
-    )
-
-
-def _no_signal(g: Gauges) -> str | None:
-    if g.reward_std is None or g.reward_std > 1e-9:
-        return None
-    return (
-        f"Every response gets the same reward ({number(g.reward)}), so there is nothing to learn from: change task.difficulty, "
-        "raise rollout.temperature, or take more warmup.steps."
-    )
-
-
-def _rejected(g: Gauges) -> str | None:
-    if (g.rejected or 0.0) <= REJECTED:
-        return None
-    return f"{percent(g.rejected)} of the trajectories were rejected, most of them because of {g.rejected_most}: check scoring.scorer."
-
-
-def _off_policy(g: Gauges) -> str | None:
+def _wrong(g: Gauges) -> Iterator[str]:
+    if (g.logprob_diff or 0.0) > LOGPROB_DIFF:
+        yield (
+            f"Engines and trainer differ by up to {number(g.logprob_diff)} nats on tokens of the same version: check the engines' weights "
+            "with sync.verify_every=1, and that both sides use the same dtype."
+        )
+    if g.reward_std is not None and g.reward_std <= 1e-9:
+        yield (
+            f"Every response gets the same reward ({number(g.reward)}), so there is nothing to learn from: change task.difficulty, "
+            "raise rollout.temperature, or take more warmup.steps."
+        )
+    if (g.rejected or 0.0) > REJECTED:
+        yield f"{percent(g.rejected)} of the trajectories were rejected, most of them because of {g.rejected_most}: check scoring.scorer."
     for share, name in ((g.clip_fraction, "clipped"), (g.tis_capped, "capped by objective.correction.cap")):
         if (share or 0.0) > OFF_POLICY:
-            return f"{percent(share)} of the tokens are {name}: lower queue.staleness.max_staleness or trainer.optimizer.lr."
-    return None
+            yield f"{percent(share)} of the tokens are {name}: lower queue.staleness.max_staleness or trainer.optimizer.lr."
+    if (g.dropped or 0.0) > DROPPED:
+        yield (
+            f"{percent(g.dropped)} of the trajectories were dropped or requeued as too old: raise queue.staleness.max_staleness or lower "
+            "rollout.max_concurrent."
+        )
 
 
-def _idle(g: Gauges) -> str | None:
+def _slow(g: Gauges) -> Iterator[str]:
     trainer, engines = g.trainer_idle or 0.0, g.engine_idle or 0.0
     if min(trainer, engines) > BOTH_IDLE:
-        both = f"Trainer idle {percent(g.trainer_idle)} and engines idle {percent(g.engine_idle)}"
-        if (g.held or 0.0) > HELD * engines:
-            return f"{both}: {_holding(g)}"
-        return f"{both}: they wait for each other; raise queue.staleness.max_staleness so that the engines may run ahead."
-    if trainer > IDLE:
-        return (
+        yield (
+            f"Trainer idle {percent(g.trainer_idle)} and engines idle {percent(g.engine_idle)}: they wait for each other, or for scorers, "
+            "tools and agents; raise queue.staleness.max_staleness so that the engines may run ahead, or make the latter faster."
+        )
+    elif trainer > IDLE:
+        yield (
             f"Trainer idle {percent(g.trainer_idle)}: the engines are the bottleneck; add engines (engines.count), raise "
             "engines.max_running and rollout.max_concurrent, or lower rollout.max_new_tokens."
         )
-    if engines > IDLE:
-        return (
+    elif engines > IDLE:
+        yield (
             f"Engines idle {percent(g.engine_idle)}: the trainer is the bottleneck; add trainer ranks (trainer.ranks), raise "
             "trainer.tokens_per_microbatch, or give engines' devices to the trainer."
         )
-    return None
-
-
-def _holding(g: Gauges) -> str:
-    if (g.held_in_scoring or 0.0) > HELD:
-        return "episodes wait for their scores; make the scorer faster, or raise scoring.concurrency."
-    return "episodes wait for their agent or tools; make those faster, or raise rollout.groups_per_step so that more run at once."
-
-
-def _dropped(g: Gauges) -> str | None:
-    if (g.dropped or 0.0) <= DROPPED:
-        return None
-    return (
-        f"{percent(g.dropped)} of the trajectories were dropped or requeued as too old: raise queue.staleness.max_staleness or lower "
-        "rollout.max_concurrent."
-    )
-
-
-def _sync(g: Gauges) -> str | None:
-    if (g.sync_share or 0.0) <= SYNC_SHARE:
-        return None
-    return f"Weight sync takes {percent(g.sync_share)} of the time ({number(g.sync_seconds, 's')} an update): raise sync.every."
-
-
-def _pause(g: Gauges) -> str | None:
-    if g.pause_ms is None or not g.step_seconds or g.pause_ms / 1000 <= PAUSE_SHARE * g.step_seconds:
-        return None
-    return f"Engines pause {number(g.pause_ms, 'ms')} per update: raise sync.every, or leave GPUs room for a second copy of the weights."
-
-
-_RULES: tuple[Rule, ...] = (_loss, _agreement, _no_signal, _rejected, _off_policy, _idle, _dropped, _sync, _pause)
-_SPEED = frozenset((_idle, _sync, _pause))
+    if (g.sync_share or 0.0) > SYNC_SHARE:
+        yield f"Weight sync takes {percent(g.sync_share)} of the time ({number(g.sync_seconds, 's')} an update): raise sync.every."
+    if g.pause_ms is not None and g.step_seconds and g.pause_ms / 1000 > PAUSE_SHARE * g.step_seconds:
+        yield f"Engines pause {number(g.pause_ms, 'ms')} per update: raise sync.every, or leave GPUs room for a second copy of the weights."

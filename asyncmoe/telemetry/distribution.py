@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -35,21 +36,4 @@ def counts(values: Iterable[float]) -> dict[float, int]:
     """Count finite numbers by the grid's point next to each, in ascending order; at most `STEPS` + 2 points."""
     known = np.asarray([*values], np.float64).tolist()
     step = grid_step(min(known), max(known)) if known else 0.0
-    return added(((value, 1) for value in known), step)
-
-
-def added(counted: Iterable[tuple[float, int]], step: float) -> dict[float, int]:
-    """Add (number, count) pairs by the point, of the grid with this step, next to each number."""
-    found: dict[float, int] = {}
-    for value, count in counted:
-        point = on_grid(value, step)
-        found[point] = found.get(point, 0) + count
-    return dict(sorted(found.items()))
-
-
-def aligned(each: Iterable[Mapping[float, int]]) -> list[dict[float, int]]:
-    """Bring counts that were made one by one to one grid."""
-    each = list(each)
-    keys = [key for one in each for key in one]
-    step = grid_step(min(keys), max(keys)) if keys else 0.0
-    return [added(one.items(), step) for one in each]
+    return dict(sorted(Counter(on_grid(value, step) for value in known).items()))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 ABSENT = "–"
 
 
@@ -51,9 +49,3 @@ def quantity(value: float | None, unit: str) -> str:
     if unit.startswith("share"):
         return percent(value)
     return number(value, "ms" if unit == "milliseconds" else "")
-
-
-def shares(counts: Mapping[int, int] | None) -> str:
-    """Format a histogram: each key and its share."""
-    total = sum(counts.values()) if counts else 0
-    return "   ".join(f"{key}: {percent(counts[key] / total)}" for key in sorted(counts)) if counts and total else ABSENT

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncmoe.telemetry.rollout_schema import Rollout
@@ -20,27 +19,15 @@ class Gauges:
     reward: float | None = None
     reward_std: float | None = None
     """Largest standard deviation of rewards within a step."""
-    lost_step: int | None = None
-    """First step whose loss is not finite."""
     step_seconds: float | None = None
     trainer_idle: float | None = None
     """Median over the steps of the idle share of a step: one slow start does not move it."""
     engine_idle: float | None = None
     """Idle share of the engines after the first step, which waits for the start of engines."""
-    held: float | None = None
-    """Share of the time after the first step in which episodes were in progress, but no engine had work. At least: work of several
-    engines is taken not to coincide."""
-    held_in_scoring: float | None = None
-    """Of the episodes in progress in that time, the share that waited for a score."""
     sync_seconds: float | None = None
     sync_share: float | None = None
     """Share of the steps' time that the trainer spent waiting for weight sync."""
     pause_ms: float | None = None
-    trained_per_s: float | None = None
-    generated_per_s: float | None = None
-    queue_depth: int | None = None
-    running: int | None = None
-    ages: Mapping[int, int] | None = None
     clip_fraction: float | None = None
     tis_capped: float | None = None
     logprob_diff: float | None = None
@@ -56,64 +43,26 @@ def gauge(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> Gauges:
     """Compute gauges from RL steps and rollout records, both oldest first. Counters come from the newest rollout record."""
     seconds = sum(step.step_seconds or 0.0 for step in rl)
     updates = [step for step in rl if step.sync_seconds]
-    ages: Counter[int] = Counter()
-    for step in rl:
-        ages.update(step.ages or {})
     last = rollout[-1] if rollout else None
     settled = [record for record in rollout if rl and record.time > rl[0].time]
     busy = mean(share for record in settled for share in record.engine_utilization.values())
-    held, held_in_scoring = _held(settled)
     return Gauges(
         steps=len(rl),
         reward=mean(step.reward_mean for step in rl),
         reward_std=max(known(step.reward_std for step in rl), default=None),
-        lost_step=next((step.step for step in rl if step.loss is None), None),
         step_seconds=median(step.step_seconds for step in rl),
         trainer_idle=median(sum_over((step.wait_seconds,), step.step_seconds or 0.0) for step in rl),
         engine_idle=None if busy is None else 1 - busy,
-        held=held,
-        held_in_scoring=held_in_scoring,
         sync_seconds=median(step.sync_seconds for step in updates),
         sync_share=sum_over((step.sync_wait_seconds for step in rl), seconds),
         pause_ms=median(step.pause_ms for step in updates),
-        trained_per_s=sum_over((step.tokens for step in rl), seconds),
-        generated_per_s=mean(record.tokens_per_s for record in rollout),
-        queue_depth=_latest([*(s.queue_depth for s in rl[-1:]), *(r.queue_depth for r in rollout[-1:])]),
-        running=last.running if last else None,
-        ages=dict(ages) or None,
         clip_fraction=mean(step.clip_fraction for step in rl),
         tis_capped=mean(step.tis_capped_fraction for step in rl),
         logprob_diff=max(known(step.logprob_diff_max_same_version for step in rl), default=None),
-        dropped=ratio(_too_old(last), last.accepted) if last else None,
-        rejected=ratio(total(last.rejected), last.started) if last else None,
-        rejected_most=max(last.rejected, key=lambda reason: last.rejected[reason]) if last and last.rejected else None,
+        dropped=ratio(last.dropped.get("stale", 0) + last.requeued.get("stale", 0), last.accepted) if last else None,
+        rejected=ratio(sum(last.rejected.values()), last.started) if last else None,
+        rejected_most=max(last.rejected, key=last.rejected.__getitem__, default=None) if last else None,
     )
-
-
-def _held(rollout: Sequence[Rollout]) -> tuple[float | None, float | None]:
-    """Return `Gauges.held` and `Gauges.held_in_scoring`.
-
-    A record says what an engine did since the last record, but whether episodes were in progress at one moment only. Over many records the
-    share of moments with episodes estimates their share of the time; what engines' work exceeds of it is noise.
-    """
-    known_running = [record for record in rollout if record.running is not None and record.engine_utilization]
-    if not known_running:
-        return None, None
-    working = statistics.fmean(min(1.0, sum(record.engine_utilization.values())) for record in known_running)
-    with_episodes = [record for record in known_running if record.running]
-    running = sum(record.running or 0 for record in with_episodes)
-    scored = sum(one.in_flight + one.waiting for record in with_episodes for one in record.scoring.values())
-    return max(0.0, len(with_episodes) / len(known_running) - working), ratio(min(scored, running), running)
-
-
-def total(counts: Mapping[str, int] | int) -> int:
-    """Return the total of a counter that may be split by reason."""
-    return counts if isinstance(counts, int) else sum(counts.values())
-
-
-def _too_old(last: Rollout) -> int:
-    dropped = last.dropped if isinstance(last.dropped, int) else last.dropped.get("stale", 0)
-    return dropped + last.requeued.get("stale", 0)
 
 
 def known(values: Iterable[float | None]) -> list[float]:
@@ -142,7 +91,3 @@ def sum_over(values: Iterable[float | None], whole: float) -> float | None:
 def ratio(part: float, whole: float) -> float | None:
     """Return `part` / `whole`; None if `whole` is not above 0."""
     return part / whole if whole > 0 else None
-
-
-def _latest(values: Sequence[int | None]) -> int | None:
-    return next((value for value in reversed(values) if value is not None), None)

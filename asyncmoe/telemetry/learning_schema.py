@@ -23,7 +23,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
 
     # Learning
     reward_mean: Annotated[
-        float | None, Metric("Mean reward of the batch.", "reward", word="reward", panel=True, plot=Plot("Learning", "Mean reward"))
+        float | None, Metric("Mean reward of the batch.", "reward", word="reward", plot=Plot("Learning", "Mean reward"))
     ] = None
     reward_std: Annotated[
         float | None, Metric("Standard deviation of the batch's rewards.", "reward", plot=Plot("Learning", "Reward spread", from_zero=True))
@@ -42,7 +42,7 @@ class Learning(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         Metric("Mean reward of the rewarded steps of the batch's responses.", "reward", plot=Plot("Learning", "Mean reward of steps")),
     ] = None
-    loss: Annotated[float | None, Metric("Loss.", "loss", word="loss", panel=True, plot=Plot("Learning", "Policy loss"))] = None
+    loss: Annotated[float | None, Metric("Loss.", "loss", word="loss", plot=Plot("Learning", "Policy loss"))] = None
     grad_norm: Annotated[float | None, Metric("Gradient norm before clipping.", "norm", plot=Plot("Learning", "Gradient norm"))] = None
     lr: Annotated[float | None, Metric("Learning rate.", "a step", plot=Plot("Learning", "Learning rate", from_zero=True))] = None
     entropy: Annotated[

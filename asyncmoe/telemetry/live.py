@@ -1,34 +1,37 @@
-"""The live view of a run: on the terminal and, if configured, in Prometheus and loggers."""
+"""A run as it goes on: lines on the terminal and, if configured, Prometheus and loggers."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import chain
 from types import TracebackType
 
 from rich.console import Console
-from rich.live import Live
 
 from asyncmoe.config import Config
+from asyncmoe.telemetry.advice import ALL_WELL, FEW_STEPS, NO_STEP, advise
 from asyncmoe.telemetry.follow import Followed, Follower, Sink
+from asyncmoe.telemetry.format import ABSENT, duration, quantity
+from asyncmoe.telemetry.gauges import gauge
 from asyncmoe.telemetry.loggers import checks
 from asyncmoe.telemetry.loggers.sink import LoggerSink, client
+from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.prometheus import Prometheus
-from asyncmoe.telemetry.records import sessions, trainer_restarts
+from asyncmoe.telemetry.records import sessions
 from asyncmoe.telemetry.rejected import evaluated, rejected
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
-from asyncmoe.telemetry.screen import RECENT_ROLLOUTS, RECENT_STEPS, View, line, panel
+
+RECENT_STEPS = 10
+RECENT_ROLLOUTS = 30
 
 
 class LiveView:
     """Follows the files of `config.run.dir`. Use as a context manager and call `refresh` a few times per second.
 
-    On a terminal (or with `telemetry.live: on`) it redraws one panel; otherwise it prints one line per step. The panel includes the records
-    of earlier starts of the run, but they are not printed again.
+    It prints a line for each step and evaluation, and advice when it changes. Records of earlier starts of the run are not printed again.
 
     Args:
         sinks: get new records too; they are not closed.
@@ -37,14 +40,10 @@ class LiveView:
     def __init__(self, config: Config, console: Console | None = None, sinks: Sequence[Sink] = ()) -> None:
         self._config, self._given = config, sinks
         self._console = console or Console()
-        wanted = config.telemetry.live
-        self._live = (
-            Live(console=self._console, auto_refresh=False) if wanted == "on" or (wanted == "auto" and self._console.is_terminal) else None
-        )
         self._follower = Follower(config.run.dir)
-        self._view = View(config.run.dir.name, config.warmup.steps, config.warmup.steps + config.run.steps)
-        self._starts: list[Resume] = []
+        self._steps: list[Step] = []
         self._rollout: deque[Rollout] = deque(maxlen=RECENT_ROLLOUTS)
+        self._advice = ""
         self._sinks: list[Sink] = []
         self._stack = ExitStack()
 
@@ -59,15 +58,12 @@ class LiveView:
             for sink in made:
                 stack.callback(sink.close)
                 self._sinks.append(sink)
-            if self._live:
-                stack.enter_context(self._live)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        gone = rejected(self._view.rollout)
-        if self._live is None and gone.by_reason:
-            self._print(f"rejected {gone}")
+        if gone := rejected(list(self._rollout)):
+            self.say(f"rejected {gone}")
         self._stack.close()
 
     def refresh(self) -> None:
@@ -80,33 +76,37 @@ class LiveView:
         self._take(new)
         for sink in self._sinks:
             sink.feed(new)
-        if self._live:
-            self._live.update(panel(self._view), refresh=True)
-            return
         for record in new:
             if isinstance(record, Step):
-                self._print(line(self._view, record))
+                self.say(line(record, self._config.warmup.steps, self._config.run.steps, self._left(record)))
             elif isinstance(record, Evaluation):
-                self._print(f"evaluated {evaluated(record)}")
+                self.say(f"evaluated {evaluated(record)}")
+        if any(isinstance(record, Step) for record in new):
+            self._advise()
 
     def say(self, text: str) -> None:
-        """Show a message below the panel's rows, or print it without a panel."""
-        self._view = replace(self._view, message=text)
-        if self._live is None or not self._live.is_started:
-            self._print(text)
+        """Print a message."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _take(self, records: list[Followed]) -> None:
         self._rollout.extend(record for record in records if isinstance(record, Rollout))
-        steps = [record for record in records if isinstance(record, Step | Resume)]
-        if steps:
-            self._starts += [record for record in steps if isinstance(record, Resume)]
-            valid = list(chain.from_iterable(sessions([*self._view.steps, *steps])))
-            resumed_at = self._starts[-1].resumed_at if self._starts else 0
-            restarts = trainer_restarts(self._starts)
-            self._view = replace(self._view, steps=valid[-RECENT_STEPS:], trainer_restarts=restarts, resumed_at=resumed_at)
-        evaluations = [record for record in records if isinstance(record, Evaluation)]
-        newest = evaluations[-1] if evaluations else self._view.evaluation
-        self._view = replace(self._view, rollout=tuple(self._rollout), evaluation=newest)
+        if steps := [record for record in records if isinstance(record, Step | Resume)]:
+            self._steps = list(chain.from_iterable(sessions([*self._steps, *steps])))[-RECENT_STEPS:]
 
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def _left(self, step: Step) -> float | None:
+        """Estimate the remaining time: the steps that remain, each as long as the recent ones."""
+        seconds = gauge([one for one in self._steps if one.phase == "rl"]).step_seconds
+        return None if seconds is None else seconds * (self._config.warmup.steps + self._config.run.steps - step.step)
+
+    def _advise(self) -> None:
+        advice, *_ = advise(gauge([step for step in self._steps if step.phase == "rl"], list(self._rollout)))
+        if advice != self._advice and advice not in (ALL_WELL, FEW_STEPS, NO_STEP):
+            self.say(f"advice: {advice}")
+        self._advice = advice
+
+
+def line(step: Step, warmup: int, steps: int, left: float | None = None) -> str:
+    """Describe one step in one line of plain text, without missing values: "step 3/10  reward 0.5  left 2 min 05 s"."""
+    place = f"warm-up {step.step}/{warmup}" if step.phase == "warmup" else f"step {step.step - warmup}/{steps}"
+    parts = [(metric.word, quantity(getattr(step, name), metric.unit)) for name, metric in declared(Step).items() if metric.word]
+    return "  ".join([place, *(f"{word} {text}" for word, text in [*parts, ("left", duration(left))] if text != ABSENT)])

@@ -1,7 +1,7 @@
 """What a metric is: the declaration beside a field of a record, and what readers derive from it.
 
 A field of a record is a metric if its type is annotated with a `Metric`; a field annotated with a text is described, but not exported.
-TensorBoard, Prometheus, the live view, the report and docs/metrics.md know no metric by name: they show what is declared.
+TensorBoard, Prometheus, the terminal, the report and docs/metrics.md know no metric by name: they show what is declared.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class Metric:
         help: one or two sentences, for Prometheus and docs/metrics.md.
         unit: unit in words, the label of the figure's axis. If it begins with "share", values are between 0 and 1, and people see per cent.
         key: what the keys of a mapping are; the label in Prometheus.
-        word: its name in the live view's line of a step; "" leaves it out.
-        panel: the live view's panel shows it too, as the mean of the recent steps.
+        word: its name in the line of a step on the terminal; "" leaves it out.
         plot: where the report draws it; None: nowhere.
         over_updates: how the figures of a step's optimizer updates (`StepMetrics.figures` of the trainer) become one.
         source: the record copies the attribute of the same name, of the queue's statistics or of the engine pool.
@@ -59,7 +58,6 @@ class Metric:
     unit: str = ""
     key: str = ""
     word: str = ""
-    panel: bool = False
     plot: Plot | None = None
     over_updates: Literal["mean", "sum", "first"] = "mean"
     source: Literal["queue", "pool"] | None = None

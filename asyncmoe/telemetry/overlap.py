@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 Interval = tuple[float, float]
 
 
@@ -42,11 +40,3 @@ def intersection(one: Iterable[Interval], other: Iterable[Interval]) -> list[Int
         else:
             j += 1
     return common
-
-
-def covered(intervals: Iterable[Interval], times: np.ndarray) -> np.ndarray:
-    """Return the length of the union before each time (float64[N])."""
-    disjoint = np.array(union(intervals), np.float64).reshape(-1, 2)
-    until = np.cumsum(disjoint[:, 1] - disjoint[:, 0])
-    before = np.concatenate([[0.0], until[:-1]])
-    return np.interp(times, disjoint.ravel(), np.stack([before, until], 1).ravel()) if len(disjoint) else np.zeros(len(times))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -20,13 +19,7 @@ from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Span, Step, What
 
 Record = Step | Resume | Rollout | Evaluation | Span
-R = TypeVar("R", Step, Resume, Rollout, Evaluation, Span)
 T = TypeVar("T")
-Convert = Callable[[Path, int, dict[str, Any]], T]
-"""(file, line, values) -> the record; raises DataError for values that are none."""
-
-RENAMED = {"kl_engine": "train_infer_kl", "routing_differs": "routing_mismatch", "engine_busy_share": "engine_utilization"}
-"""Former names of fields, and their names now: a run that an older version began is read as one series."""
 
 
 class JsonLines:
@@ -74,31 +67,19 @@ class JsonLines:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> JsonLines:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class Spans:
-    """Records spans (who did what, from when to when) in a `JsonLines` file."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = JsonLines(path)
+class Spans(JsonLines):
+    """Records spans: who did what, from when to when."""
 
     def add(self, who: str, what: What, begin: float, end: float) -> None:
         """Record a span that the caller measured, in Unix seconds."""
-        self._lines.write(Span(who, what, begin, end))
-
-    def close(self) -> None:
-        self._lines.close()
-
-    def __enter__(self) -> Spans:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.write(Span(who, what, begin, end))
 
 
 class Tail:
@@ -115,21 +96,22 @@ class Tail:
         Raises:
             DataError: a complete line is not a JSON object; names file and line.
         """
-        return [values for _, values in self.numbered()]
+        return self.poll_as(dict[str, Any])
 
-    def numbered(self) -> list[tuple[int, dict[str, Any]]]:
-        """Like `poll`, with the number of each line, counted from 1."""
-        return [(number, _parse(self.path, number, line)) for number, line in self.lines()]
+    def poll_as(self, kind: type[T]) -> list[T]:
+        """Like `poll`, with typed records. Raises DataError also for a field that is missing or has a wrong type."""
+        return [_decoded(self.path, number, line, kind) for number, line in self.lines()]
+
+    def poll_steps(self) -> list[Step | Resume]:
+        """Like `poll_as`, for metrics.jsonl."""
+        found: list[Step | Resume] = []
+        for number, line in self.lines():
+            kind: type[Step | Resume] = Resume if b'"resumed_at"' in line else Step
+            found.append(_decoded(self.path, number, line, kind))
+        return found
 
     def lines(self) -> list[tuple[int, bytes]]:
-        """Return the new lines with their numbers, without a look at what they hold.
-
-        Raises:
-            DataError: the path is no file.
-        """
-        if self.path.exists() and not self.path.is_file():  # opening a pipe would wait for its writer
-            got = "a directory" if self.path.is_dir() else "a pipe or a device"
-            raise DataError(str(self.path), got=got, expected="a file of records")
+        """Return the new lines with their numbers, without a look at what they hold."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -142,38 +124,6 @@ class Tail:
         self._line += len(lines)
         return list(enumerate(lines, first))
 
-    def poll_steps(self) -> list[Step | Resume]:
-        """Like `poll`, with typed records, for metrics.jsonl."""
-        return [step_or_resume(self.path, number, values) for number, values in self.numbered()]
-
-    def poll_as(self, kind: type[R]) -> list[R]:
-        """Like `poll`, with typed records, for the other files."""
-        return [_convert(self.path, number, values, kind) for number, values in self.numbered()]
-
-
-def readable(path: Path, convert: Convert[T], notes: list[str]) -> list[T]:
-    """Read all records of a file but those whose lines are damaged, which a note counts.
-
-    Raises:
-        DataError: the path is no file.
-    """
-    found: list[T] = []
-    damaged: list[str] = []
-    for number, line in Tail(path).lines():
-        try:
-            found.append(convert(path, number, _parse(path, number, line)))
-        except DataError as error:
-            damaged.append(f"line {number}, {error.got}")
-    if damaged:
-        count = f"{len(damaged)} damaged lines are" if len(damaged) > 1 else "a damaged line is"
-        notes.append(f"{path.name}: {count} left out: {damaged[0]}")
-    return found
-
-
-def as_record(kind: type[R]) -> Convert[R]:
-    """Return what makes a record of a line's values."""
-    return partial(_convert, kind=kind)
-
 
 def read_evaluations(path: Path) -> list[Evaluation]:
     """Read the valid records of evaluation.jsonl, by ascending version. A record supersedes earlier records of its set and version, and of
@@ -182,13 +132,8 @@ def read_evaluations(path: Path) -> list[Evaluation]:
     Raises:
         DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.
     """
-    return valid_evaluations(Tail(path).poll_as(Evaluation))
-
-
-def valid_evaluations(records: Iterable[Evaluation]) -> list[Evaluation]:
-    """Return the evaluations that no later one supersedes; see `read_evaluations`."""
     found: list[Evaluation] = []
-    for record in records:
+    for record in Tail(path).poll_as(Evaluation):
         found = [*(earlier for earlier in found if not _superseded(earlier, record)), record]
     return found
 
@@ -238,29 +183,11 @@ def _until(found: list[list[Step]], last: int) -> list[list[Step]]:
     return [[step for step in session if step.step <= last] for session in found]
 
 
-def step_or_resume(path: Path, number: int, values: dict[str, Any]) -> Step | Resume:
-    """Return a record of metrics.jsonl. Raises DataError."""
-    if "resumed_at" in values:
-        return _convert(path, number, values, Resume)
-    return _convert(path, number, values, Step)
-
-
-def _convert(path: Path, number: int, values: dict[str, Any], kind: type[R]) -> R:
-    current = {RENAMED.get(name, name): value for name, value in values.items()}
+def _decoded(path: Path, number: int, line: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.convert(current, kind, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise DataError(f"{path} line {number}", got=str(error), expected=f"{an(kind.__name__)} record") from error
-
-
-def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        values = msgspec.json.decode(line)
+        return msgspec.json.decode(line, type=kind)
     except ValueError as error:
-        raise DataError(f"{path} line {number}", got=str(error), expected="a JSON object") from error
-    if not isinstance(values, dict):
-        raise DataError(f"{path} line {number}", got=type(values).__name__, expected="a JSON object")
-    return values
+        raise DataError(f"{path} line {number}", got=str(error), expected=f"{an(kind.__name__)} record") from error
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -60,7 +60,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     started: Annotated[int, Metric("Started trajectories.", "trajectories", source="queue")] = 0
     accepted: Annotated[int, Metric("Accepted trajectories.", "trajectories", source="queue")] = 0
     rejected: Annotated[Mapping[str, int], Metric("Rejected trajectories by reason.", "trajectories", key="reason", source="queue")] = {}
-    dropped: Annotated[Mapping[str, int] | int, Metric("Dropped trajectories by reason.", "trajectories", key="reason", source="queue")] = 0
+    dropped: Annotated[Mapping[str, int], Metric("Dropped trajectories by reason.", "trajectories", key="reason", source="queue")] = {}
     requeued: Annotated[
         Mapping[str, int], Metric("Trajectories whose prompts are sampled again, by reason.", "trajectories", key="reason", source="queue")
     ] = {}

@@ -8,11 +8,9 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
-from asyncmoe.config import Config
-from asyncmoe.config.loading import load_as
-from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.errors import DataError
 from asyncmoe.telemetry.overlap import Interval
-from asyncmoe.telemetry.records import as_record, readable, sessions, step_or_resume, trainer_restarts, valid_evaluations
+from asyncmoe.telemetry.records import Tail, read_evaluations, sessions, trainer_restarts
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Span, Step, What
@@ -24,7 +22,6 @@ class RunRecords:
 
     Attributes:
         sessions: the valid steps, one list per start of the trainer (`records.sessions`).
-        notes: which lines were left out, a sentence for each file.
         trainer_restarts: how often the trainer was started again in place (`records.trainer_restarts`).
     """
 
@@ -33,7 +30,6 @@ class RunRecords:
     rollout: Sequence[Rollout]
     spans: Sequence[Span]
     evaluations: Sequence[Evaluation] = ()
-    notes: Sequence[str] = ()
     trainer_restarts: int = 0
 
     @cached_property
@@ -57,11 +53,6 @@ class RunRecords:
         return [(session[0].begin, session[-1].time) for session in rl if session]
 
     @cached_property
-    def windows(self) -> list[Interval]:
-        """Like `rl_windows`, warm-up included."""
-        return [(session[0].begin, session[-1].time) for session in self.sessions]
-
-    @cached_property
     def engines(self) -> list[str]:
         """Names of the engines with at least one span, such as "engine.0", by number."""
         names = {span.who for span in self.spans if span.who.startswith("engine.")}
@@ -72,33 +63,19 @@ class RunRecords:
         return [(span.begin, span.end) for span in self.spans if span.what == what and who in (None, span.who)]
 
 
-def broken_configuration(run_dir: Path) -> str | None:
-    """Return what is wrong with a run's config.yaml, in a line; None if it can be read."""
-    file = run_dir / "config.yaml"
-    try:
-        if not file.exists():
-            return f"the run has no {file.name}, so its configuration is not known"
-        load_as(Config, file, idle=True)
-    except ConfigError as error:
-        return f"the configuration of the run cannot be read: {str(error).splitlines()[0]}"
-    return None
-
-
 def load(run_dir: Path) -> RunRecords:
-    """Read a run directory, without damaged lines, and before the first step. All files may be absent but one.
+    """Read a run directory, even before the first step. All files may be absent but one.
 
     Raises:
-        DataError: nothing is recorded, or a path is no file.
+        DataError: nothing is recorded, or a record is damaged; names file and line.
     """
-    notes: list[str] = []
-    records = readable(run_dir / METRICS, step_or_resume, notes)
-    steps = sessions(records)
-    rollout = readable(run_dir / ROLLOUT, as_record(Rollout), notes)
-    if not (steps or rollout or (run_dir / FOLDER / ROLLOUT_SAMPLES).is_file()):
+    records = Tail(run_dir / METRICS).poll_steps()
+    rollout = Tail(run_dir / ROLLOUT).poll_as(Rollout)
+    if not (records or rollout or (run_dir / FOLDER / ROLLOUT_SAMPLES).is_file()):
         raise no_step(run_dir)
-    spans = [span for name in (TRAINER_SPANS, CONTROLLER_SPANS) for span in readable(run_dir / name, as_record(Span), notes)]
-    evaluations = valid_evaluations(readable(run_dir / EVALUATION, as_record(Evaluation), notes))
-    return RunRecords(run_dir.resolve().name, steps, rollout, spans, evaluations, notes, trainer_restarts(records))
+    spans = [span for name in (TRAINER_SPANS, CONTROLLER_SPANS) for span in Tail(run_dir / name).poll_as(Span)]
+    evaluations = read_evaluations(run_dir / EVALUATION)
+    return RunRecords(run_dir.resolve().name, sessions(records), rollout, spans, evaluations, trainer_restarts(records))
 
 
 def no_step(run_dir: Path) -> DataError:

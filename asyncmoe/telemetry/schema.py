@@ -1,5 +1,4 @@
-"""The records of a run, one JSON object per line. A reader ignores unknown fields, accepts former names (`records.RENAMED`) and rejects
-wrong types.
+"""The records of a run, one JSON object per line. A reader ignores unknown fields and rejects wrong types.
 
 metrics.jsonl           Step, one per optimizer step, and Resume once per resumed start; written by trainer rank 0
 rollout.jsonl           Rollout, about one per second; written by the controller
@@ -8,7 +7,7 @@ spans-trainer.jsonl     Span; written by trainer rank 0
 spans-controller.jsonl  Span; written by the controller
 
 Step, Resume and Span are here, the first fields of Step in `learning_schema`, Rollout and Evaluation in `rollout_schema`. A field with a
-`Metric` is a metric, and this declaration is all that TensorBoard, Prometheus, the live view, the report and docs/metrics.md know of it.
+`Metric` is a metric, and this declaration is all that TensorBoard, Prometheus, the terminal, the report and docs/metrics.md know of it.
 They show metrics in the order of the fields.
 """
 

@@ -9,7 +9,6 @@ from typing import Annotated
 import msgspec
 
 from asyncmoe import storage
-from asyncmoe.errors import DataError
 from asyncmoe.telemetry.format import duration, number, percent, quantity
 from asyncmoe.telemetry.gauges import known, mean, median, ratio, sum_over
 from asyncmoe.telemetry.metric import Metric, declared
@@ -69,8 +68,6 @@ def summarise(run_dir: Path) -> dict[str, object]:
         DataError: no step is recorded, or a line is malformed.
     """
     run = load(run_dir)
-    if run.notes:
-        raise DataError(str(run_dir), got=run.notes[0], expected="whole records")
     if not run.steps:
         raise no_step(run_dir)
     found: dict[str, object] = msgspec.to_builtins(summary_of(run))
@@ -96,7 +93,7 @@ def summary_of(run: RunRecords) -> Summary:
     wall = length(run.rl_windows)
     rewards = known(step.reward_mean for step in rl)
     updates = [step for step in rl if step.sync_seconds]
-    gone = rejected(run.rollout)
+    last = run.rollout[-1] if run.rollout else None
     return Summary(
         steps=len(rl),
         reward_first=fmean(rewards[:ENDS]) if rewards else None,
@@ -116,8 +113,8 @@ def summary_of(run: RunRecords) -> Summary:
         wall_seconds=wall,
         evaluation_first=run.evaluations[0] if run.evaluations else None,
         evaluation_last=next((one for one in reversed(run.evaluations) if one.name == run.evaluations[0].name), None),
-        rejected_share=gone.share,
-        rejected=dict(gone.by_reason) if run.rollout else None,
+        rejected_share=ratio(sum(last.rejected.values()), last.started) if last else None,
+        rejected=dict(last.rejected) if last else None,
         trainer_restarts=run.trainer_restarts,
     )
 
@@ -140,7 +137,7 @@ def rows(run: RunRecords, summary: Summary) -> list[Row]:
             found.append((name.replace("_", " "), number(evaluation.reward_mean), evaluated(evaluation)))
     for record in run.rollout[-1:]:
         found += [(name, number(stage.scored), describe(stage)) for name, stage in record.scoring.items()]
-        found.append(("rejected", percent(summary.rejected_share), str(rejected(run.rollout))))
+        found.append(("rejected", percent(summary.rejected_share), rejected(run.rollout)))
     return found
 
 

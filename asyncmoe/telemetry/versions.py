@@ -8,24 +8,13 @@ import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from asyncmoe import installed
-from asyncmoe.errors import DataError
-from asyncmoe.telemetry.records import JsonLines, readable
+from asyncmoe.telemetry.records import JsonLines, Tail
 
 VERSIONS = "versions.jsonl"
 _PACKAGES = ("asyncmoe", "torch", "megatron-core", "transformer-engine", "transformers", "sglang", "numpy")
 _GIT_S = 5.0
-
-
-class Started(msgspec.Struct, frozen=True):
-    """A start of the run, in Unix seconds, and the versions it had."""
-
-    time: float
-    versions: Mapping[str, str]
 
 
 def record(run_dir: Path, engine_python: Path | str | None) -> None:
@@ -34,20 +23,14 @@ def record(run_dir: Path, engine_python: Path | str | None) -> None:
         lines.write({"time": time.time(), "versions": versions(engine_python)})
 
 
-def read(run_dir: Path, notes: list[str]) -> list[Started]:
-    """Return the starts of a run, in order; none of a run that an older asyncmoe began. A note tells of damaged lines.
+def read(run_dir: Path) -> Mapping[str, str]:
+    """Return the versions of the newest start of a run; {} of a run that an older asyncmoe began.
 
     Raises:
-        DataError: the path is no file.
+        DataError: a line is damaged.
     """
-    return readable(run_dir / VERSIONS, _started, notes)
-
-
-def _started(path: Path, number: int, values: dict[str, Any]) -> Started:
-    try:
-        return msgspec.convert(values, Started)
-    except msgspec.ValidationError as error:
-        raise DataError(f"{path} line {number}", got=str(error), expected="the start of a run") from error
+    starts = Tail(run_dir / VERSIONS).poll()
+    return starts[-1]["versions"] if starts else {}
 
 
 def versions(engine_python: Path | str | None) -> dict[str, str]:

@@ -13,7 +13,6 @@ DENSE, MIXTURE = Path("runs/models/smollm2"), Path("runs/models/smollm2-moe")
 _COMMON = (
     "objective.kl.coefficient=0",
     "evaluation.max_concurrent=64",
-    "telemetry.live=off",
 )
 _EVERY, _GROUPS = 6, 4
 _UNCORRECTED = "objective.correction.weight=none"

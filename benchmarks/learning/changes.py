@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from asyncmoe import config as configuration
 from asyncmoe.errors import UserError
@@ -112,18 +111,6 @@ class Subject:
     start: Path | None
     warmup: int = 0
 
-    def from_anywhere(self) -> Subject:
-        """Return it with weights that are `dithered`, in float32.
-
-        Raises:
-            UserError: its model is made by the run.
-        """
-        if self.start is None:
-            raise UserError("--dither", got=f"{self.name}, whose model the warm-up makes", expected="one that starts with a model")
-        start = dithered(self.start, RUNS / f"dithered-{self.start.name}")
-        more = (f"model.path={start}", "trainer.dtype=float32")
-        return replace(self, name=f"{self.name}-dithered", settings=(*self.settings, *more), start=start)
-
 
 def of_arm(name: str) -> Subject:
     """Return an arm of bench learning.
@@ -147,33 +134,6 @@ def of_configuration(path: Path, settings: Sequence[str]) -> Subject:
     if not warmup and not (model / "config.json").is_file():
         raise UserError("model.path", got=f"{model}, which is not there", expected="a model, or a configuration with a warm-up")
     return Subject(path.stem, path.absolute(), tuple(settings), None if warmup else model.absolute(), warmup)
-
-
-def dithered(model: Path, to: Path, seed: int = 0) -> Path:
-    """Write a float32 model whose weights lie anywhere among the numbers that round to those of `model`, as after long training.
-
-    Weights that were just loaded lie in the middle, so that eight steps take only those of small magnitude to another bfloat16 number.
-
-    Args:
-        model: a directory with one `model.safetensors`.
-        to: a directory, which is overwritten.
-
-    Returns:
-        `to`.
-    """
-    shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(model, to, ignore=shutil.ignore_patterns("model.safetensors"))
-    generator = torch.Generator().manual_seed(seed)
-    made: dict[str, torch.Tensor] = {}
-    with safe_open(model / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118  it is no mapping
-            rounded = file.get_tensor(name).to(torch.bfloat16)
-            middle = rounded.float()
-            spacing = torch.exp2((torch.frexp(middle).exponent - 8).float())
-            moved = middle + (torch.rand(middle.shape, generator=generator) - 0.5) * spacing
-            made[name] = torch.where(moved.to(torch.bfloat16) == rounded, moved, middle)
-    save_file(made, to / "model.safetensors", {"format": "pt"})
-    return to
 
 
 def measure(subject: Subject, rate: float, steps: int) -> dict[str, list[float]]:

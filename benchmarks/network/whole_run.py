@@ -56,7 +56,6 @@ OPTIONS = (
     "trainer.timeout_s=600",
     "engines.hang_timeout_s=300",
     'engines.args=["--mem-fraction-static","0.9"]',
-    "telemetry.live=off",
     "telemetry.samples.groups=0",  # what is kept to be read travels to the controller
 )
 

@@ -36,7 +36,6 @@ SHAPE = (
     "watch.beat_s=1",
     "watch.stacks_after_s=20",
     "watch.end_after_s=40",
-    "telemetry.live=off",
     "telemetry.samples.groups=4",
 )
 _PARTS = ("scheduler.0", "scheduler.1", "detokenizer.0", "detokenizer.1")

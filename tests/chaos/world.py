@@ -69,7 +69,7 @@ def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
         "sync": {"timeout_s": 20.0, "verify_every": 2},
         "cluster": {"heartbeat_timeout_s": 6.0},
         "watch": {"beat_s": 0.5, "stacks_after_s": 6.0, "end_after_s": 12.0},
-        "telemetry": {"live": "off", "tensorboard": "off", "samples": {"groups": 4}},
+        "telemetry": {"tensorboard": "off", "samples": {"groups": 4}},
     }
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 mlflow = pytest.importorskip("mlflow", reason="run: make test-integrations ONLY=mlflow")
 
 from asyncmoe.telemetry.live import LiveView  # noqa: E402
-from asyncmoe.telemetry.loggers.mlflow_client import Mlflow, metric_name  # noqa: E402
+from asyncmoe.telemetry.loggers.mlflow_client import metric_name  # noqa: E402
 from asyncmoe.telemetry.loggers.sink import FOLDER, read  # noqa: E402
 from tests.integrations.logged_run import config_of, figures, recorded, sent, write_run  # noqa: E402
 
@@ -100,8 +100,3 @@ def test_a_server_that_comes_late_and_goes_away_ends_up_with_the_figures_of_the_
         assert sorted(step for name, step in values if name == "loss") == list(range(1, total + 7))
         assert set(counts.values()) == {1}, "each figure once"
         assert len(mlflow.MlflowClient(uri).search_runs([run.info.experiment_id])) == 1
-
-        # Changed keys of a resume, and values that MLflow does not take.
-        Mlflow(config.telemetry.mlflow, "run").open(state.id, 0, {"run": {"steps": 9}, "new": "x" * 9000})
-        run = mlflow.MlflowClient(uri).get_run(state.id)
-        assert (run.data.params["run.steps"], run.data.tags["resumed/run.steps"], len(run.data.params["new"])) == ("8", "9", 6000)

@@ -26,7 +26,6 @@ SMALL = (
     "run.steps=3",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "telemetry.live=off",
 )
 ONE_RANK = ("trainer.ranks=1", "trainer.ep=1")
 """Where the number of ranks does not matter: each takes as long to start as all of a small run's steps."""

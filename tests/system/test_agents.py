@@ -15,7 +15,7 @@ pytestmark = pytest.mark.system
 def learn(example: str, directory: Path, *overrides: str) -> tuple[float, float]:
     """Run an example of `examples/agents`; mean reward of its first and of its last steps."""
     model = directory / "model"
-    where = (f"run.dir={directory}", f"model.path={model}", "telemetry.live=off")
+    where = (f"run.dir={directory}", f"model.path={model}")
     command = Command("run", f"examples/agents/{example}.yaml", *where, *overrides)
     status, out, error = command.finish(560.0)
     assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}\n{logs(directory)}"

@@ -70,7 +70,7 @@ def test_too_large_a_mismatch_is_refused_before_anything_is_trained(tmp_path: Pa
     run_dir = tmp_path / "run"
     model = f"model.path={provide(tmp_path / 'model')}"
     verify = "verify.max_logprob_diff=1.0e-12"
-    small = ("rollout.groups_per_step=4", "rollout.group_size=4", "telemetry.live=off")
+    small = ("rollout.groups_per_step=4", "rollout.group_size=4")
     line = refused("run", "examples/demo.yaml", f"run.dir={run_dir}", model, *small, *ONE_RANK, *STILL, "engines.dtype=bfloat16", verify)
     assert "max_logprob_diff is" in line
     assert not metrics(run_dir)

@@ -53,7 +53,7 @@ def test_ranks_that_share_sequences_train_what_the_engine_computes(tmp_path: Pat
 @pytest.mark.thorough
 def test_an_agent_with_tools_is_trained_by_ranks_that_share_sequences(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    where = (f"run.dir={directory}", f"model.path={directory / 'model'}", "telemetry.live=off", "run.steps=20")
+    where = (f"run.dir={directory}", f"model.path={directory / 'model'}", "run.steps=20")
     command = Command("run", "examples/agents/tools.yaml", *where, *SHARED)
     status, out, error = command.finish(560.0)
     assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}\n{logs(directory)}"

@@ -23,7 +23,7 @@ LORA = ("train=lora", "lora.rank=4", "lora.alpha=8")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that knows the format of sums and little else."""
     folder = tmp_path_factory.mktemp("base")
-    where = (f"run.dir={folder / 'run'}", f"model.path={folder / 'run' / 'model'}", "telemetry.live=off")
+    where = (f"run.dir={folder / 'run'}", f"model.path={folder / 'run' / 'model'}")
     status, _, error = Command("run", "examples/demo.yaml", *where, "run.steps=1").finish(300.0)
     assert status == 0, error[-3000:]
     status, _, error = Command("export", str(folder / "run"), str(folder / "base")).finish()
@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learn(base: Path, directory: Path, *overrides: str) -> dict[str, Any]:
-    command = Command("run", "examples/lora.yaml", f"run.dir={directory}", f"model.path={base}", "telemetry.live=off", *overrides)
+    command = Command("run", "examples/lora.yaml", f"run.dir={directory}", f"model.path={base}", *overrides)
     status, out, error = command.finish(300.0)
     assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}"
     assert command.gone(), command.alive()

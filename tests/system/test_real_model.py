@@ -22,7 +22,7 @@ TEMPERATURE, TOP_P, TOP_K, CLOSE = 0.7, 0.9, 64, 1e-4
 _SETTINGS = (
     *("run.steps=2", "rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.every=0", "telemetry.samples.groups=4"),
     *("trainer.dtype=float32", "engines.dtype=float32", "verify.max_logprob_diff=1.0e-4"),
-    *(f"rollout.temperature={TEMPERATURE}", f"rollout.top_p={TOP_P}", f"rollout.top_k={TOP_K}", "telemetry.live=off"),
+    *(f"rollout.temperature={TEMPERATURE}", f"rollout.top_p={TOP_P}", f"rollout.top_k={TOP_K}"),
 )
 
 

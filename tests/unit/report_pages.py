@@ -58,7 +58,7 @@ def write_samples(run_dir: Path, groups: int = 2, said: Sequence[str] = NASTY) -
     folder = run_dir / FOLDER
     with JsonLines(folder / ROLLOUT_SAMPLES, 0o600) as rollout, JsonLines(folder / TRAINER_SAMPLES, 0o600) as trainer:
         for lines in (rollout, trainer):
-            lines.write(Begin(time=1.0, format=1, step=0))
+            lines.write(Begin(time=1.0, step=0))
         for number in range(groups):
             rollout.write(_group(number, said))
             if number < groups - 1 or groups == 1:

@@ -68,18 +68,6 @@ def test_every_folder_has_a_floor() -> None:
     assert {f"asyncmoe.{name}" for name in folders} <= set(known)
 
 
-def test_a_log_knows_nothing_of_what_it_keeps() -> None:
-    """It can be read, checked and measured without the queue."""
-    files = modules()
-    store = {name for name in files if name.startswith("asyncmoe.log.")}
-    below = {"asyncmoe.errors", "asyncmoe.storage", "asyncmoe.trajectory"}
-    known = store | below
-    found = {(name, module) for name in store for module in imported(files[name]) if module.startswith("asyncmoe.")}
-    assert ("asyncmoe.log.files", "asyncmoe.trajectory.Buffer") in found, "imports are found"
-    strange = {(name, module) for name, module in found if where(module, dict.fromkeys(known, 1)) is None}
-    assert not strange
-
-
 def test_no_modules_import_each_other_in_a_circle() -> None:
     known = modules()
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.unit.doc_pages import PAGES, ROOT, files, read
@@ -49,11 +46,3 @@ def test_what_users_are_told_to_import_is_public() -> None:
                 imported |= {(where, name if name in MODULES else node.module) for name in inner}
     assert len(imported) > 10
     assert sorted((where, module) for where, module in imported if module not in MODULES) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_lists_begin_after_a_blank_line(page: Path) -> None:
-    """GitHub needs none, the site does."""
-    outside = re.sub(r"^```.*?^```$", "```", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
-    after_text = [line for before, line in pairwise(outside) if re.match(r"[^\s#\d-]", before)]
-    assert [line for line in after_text if re.match(r"(-|\d+\.) ", line)] == []

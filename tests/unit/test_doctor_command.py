@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -12,16 +11,16 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 import asyncmoe
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.doctor import command, compare, finding, host, nvidia, run
+from asyncmoe.doctor import command, finding, nvidia, run
+from asyncmoe.doctor.compare import Report
 from asyncmoe.doctor.planned import planned
-from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo.yaml"
@@ -38,8 +37,7 @@ def test_the_report_of_this_machine(tmp_path: Path) -> None:
         words = [str(DEMO), f"run.dir={tmp_path / 'run'}", f"engines.port={server.getsockname()[1]}"]
         line = [sys.executable, "-m", "asyncmoe", "doctor", *words, "--json"]
         done = subprocess.run(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
-    (tmp_path / "report.json").write_text(done.stdout)
-    report = compare.read(tmp_path / "report.json")
+    report = msgspec.json.decode(done.stdout, type=Report)
     assert (done.returncode, report.host) == (1, socket.gethostname())
     assert report.versions["torch of the trainer's Python"].startswith("2.")
     found = {name: one.state for name, one in report.checks.items()}
@@ -108,46 +106,3 @@ def test_a_run_directory(tmp_path: Path) -> None:
         found = run.run_dir(config, replace(made, hf={**made.hf, "num_hidden_layers": max(1, int(layers * factor))}), mounts)
         assert (found.state, "keep_checkpoints" in (found.hint or "")) == (state, True), found
     assert list(tmp_path.iterdir()) == [mounts]
-
-
-def test_the_last_of_the_longest_mount_points_wins() -> None:
-    mounts = "/dev/a / ext4 rw 0 0\nfs /share lustre rw 0 0\nfs /sharp nfs4 rw 0 0\nx /a\\040b tmpfs rw 0 0\ny /share overlay rw 0 0\n"
-    kinds = {path: run.kind_of(Path(path), mounts) for path in ("/home", "/share", "/share/run", "/sharp", "/a b/c", "/shared")}
-    assert kinds == {"/home": "ext4", "/share": "overlay", "/share/run": "overlay", "/sharp": "nfs4", "/a b/c": "tmpfs", "/shared": "ext4"}
-
-
-def test_limits_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host.shm(tmp_path / "none").state == "error"
-    room = os.statvfs(tmp_path)
-    monkeypatch.setattr(host, "_SHM_BYTES", room.f_bavail * room.f_frsize * 2)
-    assert (host.shm(tmp_path).state, "--shm-size" in (host.shm(tmp_path).hint or "")) == ("warning", True)
-    for limits, state, hint in (
-        ((1 << 20, 1 << 20), "ok", ""),
-        ((1024, 1 << 20), "warning", "ulimit -n"),
-        ((1024, 1024), "warning", "nofile"),
-    ):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
-        found = host.open_files(demo())
-        assert (found.state, hint in (found.hint or "")) == (state, True)
-
-
-def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host.infiniband(tmp_path).state == "not here"
-    for name, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
-        (tmp_path / name / "ports" / "1").mkdir(parents=True)
-        (tmp_path / name / "ports" / "1" / "state").write_text(state)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 16, 1 << 16))
-    assert (host.infiniband(tmp_path).state, "65.5 kB" in host.infiniband(tmp_path).found) == ("error", True)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    found = host.infiniband(tmp_path)
-    assert (found.state, found.found) == ("warning", "mlx5_0:1 is ACTIVE, mlx5_1:1 is DOWN")
-    assert (found.hint or "").endswith("in NCCL_IB_HCA")
-
-
-def test_the_sandbox_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(limits: PythonLimits) -> None:
-        raise ConfigError("environment.sandbox", got="no user namespace", expected="one", hint="as root: sysctl")
-
-    monkeypatch.setattr(host, "python_tool", refuses)
-    assert host.sandbox() == finding.warning("the default sandbox is refused: no user namespace", "for the tool python: as root: sysctl")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import runpy
 import shutil
 import subprocess
@@ -90,38 +89,6 @@ def test_all_that_can_be_missing_is_looked_for_before_anything_large_is_fetched(
     assert [("--clear" in line) for line in lines if "-m venv" in line] == [before != "fresh"] * 2, "CPU builds do not stay beside others"
 
 
-def test_both_environments_are_held_to_the_same_pins_and_to_what_pip_resolved(tree: Path) -> None:
-    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    if not (ROOT / "requirements" / "resolved" / f"trainer-gpu-{tag}.txt").exists():
-        pytest.skip(f"requirements/resolved has no resolution for {tag}")
-    lines = commands(tree, "GPU=1", f"PYTHON={sys.executable}")
-    for environment, words in (("trainer", ("train.txt",)), ("engine", ("engine-gpu.txt",))):
-        line = lines[place(lines, *words)]
-        assert "-c requirements/gpu.txt" in line
-        assert f"-c requirements/resolved/{environment}-gpu-{tag}.txt" in line
-    assert not [line for line in lines if "cpu.txt" in line or ("torch.sh" in line and " gpu" not in line)]
-
-
-def test_without_a_word_about_gpus_builds_for_the_cpu_are_installed(tree: Path) -> None:
-    lines = commands(tree, f"PYTHON={sys.executable}")
-    assert not [line for line in lines if "gpu.txt" in line or "ASYNCMOE_CUDA=1" in line or "check_gpu" in line]
-    hashed = [line for line in lines if "--require-hashes --no-deps -r requirements/hashed/" in line]
-    if f"cp{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}" == "cp311-x86_64":
-        assert len(hashed) == 2
-        assert not [line for line in lines if "train.txt" in line or "engine-cpu.txt" in line]
-        assert place(lines, "hashed/trainer") < place(lines, "torch.sh .venv/bin/python cpu"), "else torch's dependencies come unchecked"
-    else:
-        assert not hashed
-        assert place(lines, "torch.sh .venv/bin/python cpu") < place(lines, "train.txt")
-
-
-@pytest.mark.parametrize(("word", "got"), [("yes", '"yes"'), ("2", '"2"'), ("", "nothing"), ("1 ", '"1 "'), ("0 1", '"0 1"')])
-def test_another_word_about_gpus_is_refused(tree: Path, word: str, got: str) -> None:
-    done = run("make", "--dry-run", "setup", f"GPU={word}", cwd=tree)
-    assert done.returncode == 2
-    assert f"GPU: got {got}, expected 0 or 1" in done.stderr
-
-
 # ---------------------------------------------------------------- the driver
 
 
@@ -170,27 +137,3 @@ def test_which_torch_is_refused(version: str, cuda: str | None, nccl: str | None
 
 
 # ---------------------------------------------------------------- Transformer Engine
-
-
-def build_te(folder: Path, fails: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """transformer_engine.sh with a Python that writes down what it is asked, and fails at one thing."""
-    record = folder / "asked"
-    python = program(
-        folder / "bin" / "python",
-        f'echo "$NVTE_PYTORCH_FORCE_BUILD $NVTE_BUILD_USE_NVIDIA_WHEELS jobs=$MAX_JOBS home=$CUDA_HOME $*" >> {record}\n'
-        f"case \"$*\" in *{fails}*) echo 'error: cudnn.h: No such file' >&2; exit 1;; esac",
-    )
-    done = run(FOLDER / "transformer_engine.sh", python, folder / "log", "-c", "more.txt", env={"CUDA_HOME": "/elsewhere"})
-    return done, record.read_text().splitlines()
-
-
-@pytest.mark.parametrize("fails", ["transformer-engine.txt", "transformer-engine-torch", "check_transformer_engine"])
-def test_without_transformer_engine_the_setup_goes_on_and_nothing_of_it_stays(tmp_path: Path, fails: str) -> None:
-    done, asked = build_te(tmp_path, fails)
-    assert done.returncode == 0
-    told = done.stderr.splitlines()[-1]
-    assert told.startswith(
-        f"Transformer Engine: got none (error: cudnn.h: No such file), expected {PINS['transformer-engine']}; the trainer uses"
-    )
-    assert f"{tmp_path / 'log'} says and run: make transformer-engine GPU=1" in told
-    assert "uninstall --quiet --yes transformer-engine transformer-engine-cu13 transformer-engine-torch" in asked[-1]

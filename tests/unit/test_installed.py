@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -15,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from asyncmoe import installed
-from asyncmoe.errors import UserError
 from tests.unit.source_imports import statements
 
 ROOT = Path(__file__).parents[2]
@@ -84,14 +80,6 @@ def test_a_module_of_the_user_and_one_that_is_there_keep_their_traceback() -> No
     assert installed.explained(ModuleNotFoundError(), "asyncmoe run") is None
 
 
-@pytest.mark.parametrize("extra", ["wandb", "mlflow", "trackio", "datasets", "verifiers", "mcp"])
-def test_a_checkout_names_the_packages_that_make_setup_does_not_bring(extra: str) -> None:
-    program, *requirements = shlex.split(installed.fix(extra))
-    assert (program, requirements[:3]) == (sys.executable, ["-m", "pip", "install"])
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
-    assert requirements[3:] == declared
-
-
 def test_make_setup_brings_the_extras_that_it_is_named_for() -> None:
     """The oracle are the lists that `make setup` installs from."""
     listed = "".join((ROOT / "requirements" / f"{name}.txt").read_text() for name in ("train", "dev", "cpu", "engine-cpu-nodeps"))
@@ -99,46 +87,3 @@ def test_make_setup_brings_the_extras_that_it_is_named_for() -> None:
     for extra, names in extras().items():
         if extra in installed.EXTRAS:
             assert (names - {"asyncmoe"} <= pinned) == (extra in installed._OF_SETUP), extra
-
-
-def test_something_is_refused_that_needs_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed.need("numpy", "anything")
-    monkeypatch.setattr(installed, "has", lambda name: False)
-    with pytest.raises(UserError, match=r"asyncmoe report: got no module plotly, expected the extra report"):
-        installed.need("plotly", "asyncmoe report")
-
-
-def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line in a process that cannot import typer."""
-    program = "import sys; sys.modules['typer'] = None; from asyncmoe import installed; installed.has = lambda name: name != 'typer'; "
-    program += f"sys.argv = ['asyncmoe', *{arguments!r}]; from asyncmoe.__main__ import main; main()"
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-
-@pytest.mark.parametrize(("arguments", "extra"), [(["run", "x.yaml"], "train"), (["plan"], "cli"), (["--help"], "train")])
-def test_without_typer_a_line_says_how_to_install_it(arguments: list[str], extra: str) -> None:
-    refused = bare(*arguments)
-    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
-    assert f": got no module typer, expected the extra {extra}; run: " in refused.stderr
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Path) -> None:
-    """The signal comes from inside of an import, where a user's would land."""
-    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    command = [sys.executable, "-m", "asyncmoe", "run", "x.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped before the command began; repeat it\n")
-
-
-@pytest.mark.parametrize(("wanted", "there", "written"), [("auto", True, 1), ("auto", False, 0), ("off", True, 0), ("on", True, 1)])
-def test_tensorboards_files_are_written_where_it_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, there: bool, written: int
-) -> None:
-    from asyncmoe.config import parse
-    from asyncmoe.telemetry.loggers import checks
-
-    monkeypatch.setattr(installed, "has", lambda name: there)
-    sections = {"run": {"dir": str(tmp_path), "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    assert len(checks.configured(parse({**sections, "telemetry": {"tensorboard": wanted}}).telemetry)) == written

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_machines import ENGINE, GPUS, NODE, but, shown
+from doctor_machines import GPUS, NODE, but, shown
 
 from asyncmoe.config import Config, devices, load
 from asyncmoe.config.transports import transport_for
-from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, PythonFacts, Torch
+from asyncmoe.doctor.facts import GpuFacts, Machine
 from asyncmoe.doctor.planned import PlannedRun
 from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import ConfigError, UserError
@@ -79,27 +79,6 @@ def test_a_gpu_too_few_is_refused_in_a_line(total: int, name: str, gpus_each: in
     assert said.startswith("placement of node01: got " if total > 1 else "GPUs of node01: got none")
 
 
-def test_nccl_of_two_versions_stops_a_run_that_needs_it_and_is_named_to_one_that_does_not() -> None:
-    other = {"engine__nccl__version": 23007}
-    with pytest.raises(UserError, match=r"nccl of node01: got 2.27.3 in the trainer's Python, 2.30.7 in the engines' Python"):
-        preflight.judge(machine(*configured("demo-gpus.yaml", "sync.transport=nccl"), 2, GPUS[0], **other))
-    (line,) = preflight.judge(machine(*configured("demo-gpu.yaml"), 1, GPUS[0], **other))
-    assert line.startswith("nccl: 2.27.3")
-
-
-def test_without_transformer_engine_a_run_is_slower_and_says_so() -> None:
-    node = machine(*configured("demo-gpus.yaml"), 2, GPUS[0], trainer__packages={"transformer-engine": None})
-    (line,) = preflight.judge(node)
-    assert line.startswith("transformer-engine: not installed")
-
-
-def test_an_installation_for_the_cpu_runs_on_the_cpu_of_a_machine_with_gpus_and_says_so() -> None:
-    cpu = Torch("2.9.0+cpu")
-    node = machine(*configured("demo-gpu.yaml"), 1, GPUS[0], trainer__torch=cpu, engine=replace(ENGINE, torch=cpu))
-    (line,) = preflight.judge(node)
-    assert "make setup GPU=1" in line
-
-
 def test_a_machine_without_gpus_is_not_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nvidiactl")
     monkeypatch.setattr(preflight, "gather", lambda config: pytest.fail("it looked"))
@@ -108,21 +87,6 @@ def test_a_machine_without_gpus_is_not_examined(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "nvidiactl").touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert preflight.check(config) == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "words"),
-    [
-        ("demo-gpu.yaml", ("sync.method=broadcast",), "sync.method: got broadcast, expected reshard because engines.share_gpus is true"),
-        ("demo-gpu.yaml", ("sync.transport=nccl",), "sync.transport: got nccl, expected auto or ipc because engines.share_gpus is true"),
-        ("demo-gpu.yaml", ("launch=ray",), "launch: got ray, expected local because engines.share_gpus is true"),
-        ("demo-gpu.yaml", ("cluster.network=hostname",), "cluster.network: got hostname, expected loopback because"),
-    ],
-)
-def test_what_sharing_rules_out_is_refused(name: str, overrides: tuple[str, ...], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(EXAMPLES / name, overrides)
-    assert words in str(caught.value)
 
 
 def test_an_engine_that_joins_has_gpus_of_its_machine() -> None:
@@ -134,15 +98,6 @@ def test_an_engine_that_joins_has_gpus_of_its_machine() -> None:
     assert list(gpus.check(over, 3, 8)) == [6, 7]
     with pytest.raises(ConfigError, match=r"GPUs of this machine: got 8, expected 10: 5 x engines\.tp / engines\.nodes 2 from GPU 0 on"):
         gpus.check(over, 4, 8)
-
-
-def test_engines_in_float32_are_for_attention_that_takes_it() -> None:
-    config, hf = configured("demo-gpus.yaml", "engines.dtype=float32")
-    with pytest.raises(UserError, match=r"got engines.dtype: float32.*expected bfloat16.*set engines.dtype=bfloat16"):
-        preflight.judge(machine(config, hf, 2, GPUS[0]))
-    for given in ('["--attention-backend","triton"]', '["--attention-backend=torch_native"]'):
-        config, hf = configured("demo-gpus.yaml", "engines.dtype=float32", f"engines.args={given}")
-        assert preflight.judge(machine(config, hf, 2, GPUS[0])) == ()
 
 
 def option(arguments: tuple[str, ...], name: str) -> float:
@@ -258,27 +213,3 @@ def test_kernels_begin_in_order_where_tensor_parallelism_counts_on_it(caplog: py
     assert not caplog.records
     assert environment(2, **{connections.VARIABLE: "8"}) == {connections.VARIABLE: "8"}
     assert "unset the variable" in caplog.text
-
-
-def test_an_engine_is_bounded_by_the_smallest_gpu_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, hf = configured("demo-gpu.yaml")
-    found = Nvidia(2, "580.65", (replace(GPUS[0], memory_mib=40960), GPUS[1]))
-    monkeypatch.setattr(gpus.nvidia, "look", lambda: found)
-    monkeypatch.setattr(gpus.pythons, "look", lambda *_: PythonFacts("python", torch=Torch("2.9.0", "13.0", shown=shown(*found.gpus))))
-    monkeypatch.setattr(gpus.models, "load_hf_config", lambda path: hf)
-    monkeypatch.setattr("torch.version.cuda", None)
-    assert gpus.engine_arguments(config, 0) == (), "this environment computes on the CPU"
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    assert gpus.engine_arguments(config, 0) == budget.engine_arguments(config, hf, 40960 * 2**20 / 1e9)
-    assert gpus.engine_arguments(config, 0) != budget.engine_arguments(config, hf, 81559 * 2**20 / 1e9)
-    monkeypatch.setattr(gpus.nvidia, "look", Nvidia)
-    assert gpus.engine_arguments(config, 0) == ()
-
-
-def test_a_shared_gpu_holds_both_by_the_planner() -> None:
-    config, hf = configured("demo-gpu.yaml")
-    found = budget.of_run(config, hf, 15.5)
-    assert found.trainer.fits(15.5)
-    assert found.engine.fits(15.5)
-    assert found.refusals
-    assert found.line == "# memory: trainer 0.603 GB, engine 14.3 GB of 15.5 together"

@@ -55,13 +55,6 @@ def test_a_scorers_process_loads_nothing_heavy(directory: Path) -> None:
     assert json.loads(scored) == {"value": {"reward": 1.0, "why": ""}}
 
 
-@pytest.mark.parametrize(("function", "argument", "loaded"), [("tool", "", ""), ("typed", '{"number": 1}', "pydantic")])
-def test_a_tools_process_loads_pydantic_for_typed_parameters_alone(directory: Path, function: str, argument: str, loaded: str) -> None:
-    started, answered = output(directory, ["-m", "asyncmoe.rollout.episodes.tools.function_worker", f"users_code:{function}"], [argument])
-    assert json.loads(started) == {"text": ""}
-    assert json.loads(answered) == {"text": loaded}
-
-
 @pytest.mark.parametrize(
     "module",
     [

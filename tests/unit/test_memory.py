@@ -11,12 +11,11 @@ from test_models_plan import SMALL, small_trainers
 
 from asyncmoe.config import Config, parse
 from asyncmoe.config.lora import GROUPED, MLP
-from asyncmoe.errors import UserError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
 from asyncmoe.plan import activations, budget, memory, traffic
 from asyncmoe.plan.activations import Microbatch
-from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
+from asyncmoe.plan.memory import EngineMemory, Training
 from benchmarks.published import REAL
 
 HF = REAL["Qwen3-30B-A3B"]
@@ -60,13 +59,6 @@ def test_all_weights_of_a_real_model_on_one_node() -> None:
     assert float32["weight sync"] == 2 << 20
 
 
-def test_the_first_and_the_last_stage_have_the_embedding_and_the_output_layer() -> None:
-    sizes = MegatronParallel(tp=4, pp=3, ep=4, dp=1, first_layers=14, last_layers=16)
-    layer = DIVIDED // 4 + COPIED + 32 * EXPERT
-    stages = [stage.parts["weights"] for stage in memory.trainer(HF, sizes, Training(PASS))]
-    assert stages == [2 * (14 * layer + V * H // 4), 2 * 18 * layer, 2 * (16 * layer + V * H // 4 + H)]
-
-
 def test_a_reference_policy_is_a_second_copy_of_the_weights_but_not_under_adapters() -> None:
     plain = of(NODE, Training(PASS))
     found = of(NODE, Training(PASS, reference=True))
@@ -87,14 +79,6 @@ def test_the_base_of_deltas_is_what_a_rank_sends_by_the_real_plan(sizes: Megatro
     sent = traffic.foresee(HF, sizes, engine, 1).sent
     bases = [stage.parts["delta base"] for stage in memory.trainer(HF, sizes, Training(PASS, bucket_bytes=0, delta_base=True))]
     assert max(bases) == pytest.approx(sent, rel=0.01)
-
-
-@pytest.mark.parametrize("delta", ["off", "auto"])
-@pytest.mark.parametrize("cpu", [False, True])
-def test_a_run_counts_the_base_of_its_deltas(delta: str, cpu: bool) -> None:
-    values = {"run": {"dir": "run", "steps": 1}, "model": {"path": "model"}, "task": {"kind": "arithmetic"}, "sync": {"delta": delta}}
-    found = budget.of_run(parse({**values, "trainer": {"dtype": "float32" if cpu else "bfloat16"}}), HF, budget.CPU_GB, cpu)
-    assert ("delta base" in found.trainer.parts) == (delta == "auto")
 
 
 def test_adapters_are_all_that_has_gradients() -> None:
@@ -188,44 +172,6 @@ def test_stages_keep_micro_batches_as_the_published_schedules_do() -> None:
         assert first == pytest.approx(one * (1 + (p - 1) / (p * chunks)))
 
 
-def test_the_output_layer_is_the_last_stages_and_has_a_block_of_logits() -> None:
-    """8192 rows and 2^26 logits: 8192 ids in a block. Two copies of it, in bfloat16 and in float32, one more for the entropy."""
-    m = family_of(HF).shape_of(HF)
-    kept, block, gradient = 8192 * (2 * H + 12), 6 << 26, 4 * 8192 * H + 2 * 8192 * H
-    small = replace(PASS, recompute=False)
-    parallel = MegatronParallel(tp=4, pp=2, ep=8, dp=2)
-    assert activations.head(m, parallel, small) == kept + max(block + (4 << 26), block + gradient)
-    assert activations.head(m, parallel, small, entropy=False) == kept + block + gradient
-    assert activations.head(m, parallel, replace(small, support=20)) == activations.head(m, parallel, small) + 8192 * (12 * 20 + 1)
-    on_cpu = replace(small, dtype="float32", cpu=True)
-    assert activations.head(m, parallel, on_cpu) == 8192 * (4 * H + 12) + max(8 << 22, (4 << 22) + 4 * 8192 * H)
-    layer = activations.working(m, parallel, 0, small)
-    assert activations.working(m, parallel, 1, small) == max(layer, activations.head(m, parallel, small))
-    assert activations.working(m, parallel, 1, replace(small, rows=64)) == activations.head(m, parallel, replace(small, rows=64))
-    first = activations.working(m, parallel, 0, small)
-    assert first == activations.layer(m, parallel, small, dense=False) + 16 * 2 * F * H * 2
-    again = activations.working(m, parallel, 0, PASS)
-    assert again - first == activations.layer(m, parallel, small, dense=False)
-
-
-def test_on_a_cpu_a_backward_pass_has_freed_what_it_used() -> None:
-    """1000 rows in float32: the gradient of the layer's output, and 3 times the experts' inputs, or the two factors of a product. Angles of
-    128 dimensions. `asyncmoe bench memory` compares it with tensors."""
-    m, rows = family_of(HF).shape_of(HF), 1000
-    alone = Microbatch(rows, recompute=False, dtype="float32", adapter=KIND, cpu=True)  # adapters: no gradient of a weight
-    halves = MegatronParallel(pp=2)
-    assert activations.working(m, halves, 0, alone) == 4 * rows * (H + 3 * K * H + D)
-    again = activations.working(m, halves, 0, replace(alone, recompute=True))
-    assert again == activations.working(m, halves, 0, alone) + activations.layer(m, halves, alone, dense=False)
-    assert activations._layer_backward(m, halves, alone, dense=True) == 4 * rows * (H + 2 * m.dense_width)
-    # Of 4 ranks, one has the keys, the values and their gradients of all, those of a block's heads, of its queries, and lost the MLP's.
-    shared, heads = 4 * 2 * 2 * KV, 4.5 * Q + 3.5 * (2 * Q + KV)
-    divided = activations._layer_backward(m, halves, replace(alone, cp=4), dense=True)
-    assert divided == 4 * rows * (H + shared + heads) - activations._mlp(m, 1, alone)
-    few = replace(alone, rows=64)
-    assert activations.working(m, halves, 1, few) == activations.head(m, halves, few) + 4 * 64 * (2 * H + D)
-
-
 # ---------------------------------------------------------------- engines
 
 
@@ -245,11 +191,6 @@ def test_an_engine_of_a_real_model() -> None:
     assert bare.keys() == {"weights", "KV cache", "weight sync"}
 
 
-def test_key_heads_are_divided_until_each_rank_has_one() -> None:
-    assert [memory.kv_bytes(HF, EngineParallel(tp), "bfloat16") for tp in (1, 2, 4, 8)] == [L * 2 * n * D * 2 for n in (4, 2, 1, 1)]
-    assert memory.kv_bytes(HF, EngineParallel(4), "float32") == L * 2 * 1 * D * 4
-
-
 @pytest.mark.parametrize(("experts", "billions"), [("per_expert", 3.38), ("shared_outer", 0.98)])
 def test_adapters_of_an_engine_are_in_two_slots_and_a_third_place(experts: str, billions: float) -> None:
     """Sizes at rank 32 as published for this model."""
@@ -266,12 +207,6 @@ def test_the_kv_cache_gets_what_is_left() -> None:
     assert memory.engine(HF, parallel, replace(serving, tokens=tokens)).fits(80.0)
     assert not memory.engine(HF, parallel, replace(serving, tokens=tokens + 1)).fits(80.0)
     assert memory.kv_room(HF, EngineParallel(), serving, 80.0) == 0  # twice 61 GB
-
-
-def test_what_is_planned_for_is_a_share_of_the_gpu() -> None:
-    assert memory.usable(80.0) == 76_000_000_000
-    assert GpuMemory({"weights": 76_000_000_000}).fits(80.0)
-    assert not GpuMemory({"weights": 76_000_000_000, "gradients": 1}).fits(80.0)
 
 
 # ---------------------------------------------------------------- of a configuration
@@ -308,21 +243,29 @@ def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> Non
     assert not budget.stages(config(sync={"method": "broadcast"}), HF, 1e6)
 
 
-@pytest.mark.parametrize("args", [["--chunked-prefill-size"], ["--chunked-prefill-size", "-1"], ["--chunked-prefill-size=x"]])
-def test_an_argument_that_is_no_number_is_refused(args: list[str]) -> None:
-    with pytest.raises(UserError, match="--chunked-prefill-size"):
-        budget.serving(config(engines={"args": args}), HF)
+def test_the_output_layer_is_the_last_stages_and_has_a_block_of_logits() -> None:
+    """8192 rows and 2^26 logits: 8192 ids in a block. Two copies of it, in bfloat16 and in float32, one more for the entropy."""
+    m = family_of(HF).shape_of(HF)
+    kept, block, gradient = 8192 * (2 * H + 12), 6 << 26, 4 * 8192 * H + 2 * 8192 * H
+    small = replace(PASS, recompute=False)
+    parallel = MegatronParallel(tp=4, pp=2, ep=8, dp=2)
+    assert activations.head(m, parallel, small) == kept + max(block + (4 << 26), block + gradient)
+    assert activations.head(m, parallel, small, entropy=False) == kept + block + gradient
+    assert activations.head(m, parallel, replace(small, support=20)) == activations.head(m, parallel, small) + 8192 * (12 * 20 + 1)
+    on_cpu = replace(small, dtype="float32", cpu=True)
+    assert activations.head(m, parallel, on_cpu) == 8192 * (4 * H + 12) + max(8 << 22, (4 << 22) + 4 * 8192 * H)
+    layer = activations.working(m, parallel, 0, small)
+    assert activations.working(m, parallel, 1, small) == max(layer, activations.head(m, parallel, small))
+    assert activations.working(m, parallel, 1, replace(small, rows=64)) == activations.head(m, parallel, replace(small, rows=64))
+    first = activations.working(m, parallel, 0, small)
+    assert first == activations.layer(m, parallel, small, dense=False) + 16 * 2 * F * H * 2
+    again = activations.working(m, parallel, 0, PASS)
+    assert again - first == activations.layer(m, parallel, small, dense=False)
 
 
-def test_the_line_of_a_budget() -> None:
-    found = budget.Budget(GpuMemory({"weights": 61_234_000_000}), GpuMemory({"weights": 5_000_000, "KV cache": 2_000_000}), 80.0)
-    assert found.line == "# memory: trainer 61.2 GB, engine 0.007 GB of 80"
-    assert replace(found, gpu_gb=0.5, cpu=True).line == "# memory: trainer 61.2 GB, engine 0.007 GB of 0.5 on CPU"
-    assert found.refusals == ()
-    (refusal,) = replace(found, gpu_gb=64.0).refusals
-    assert str(refusal.got).startswith("61.2 GB of the trainer (weights 61.2)")
-    (both,) = replace(found, gpu_gb=64.0, shared=True).refusals
-    assert "61.2 GB of the trainer and an engine (weights of the trainer 61.2, " in str(both.got)
+def test_key_heads_are_divided_until_each_rank_has_one() -> None:
+    assert [memory.kv_bytes(HF, EngineParallel(tp), "bfloat16") for tp in (1, 2, 4, 8)] == [L * 2 * n * D * 2 for n in (4, 2, 1, 1)]
+    assert memory.kv_bytes(HF, EngineParallel(4), "float32") == L * 2 * 1 * D * 4
 
 
 def test_communicators_are_counted_where_nccl_carries_weights() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +9,9 @@ from model_cases import MODELS
 
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.shape import Shape
-from asyncmoe.plan import activations, memory, split
+from asyncmoe.plan import activations, memory
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, RankParameters, Training
-from asyncmoe.plan.split import Cluster
 from benchmarks.published import REAL
 
 DEEPSEEK, GLM, AIR, MOONLIGHT = (REAL[name] for name in ("DeepSeek-V3", "GLM-4.5", "GLM-4.5-Air", "Moonlight-16B-A3B"))
@@ -54,26 +52,6 @@ def test_deepseek_v3_on_a_trainers_rank() -> None:
     assert parts["weight sync"] == 2 * (256 << 20)
 
 
-def test_glms_routers_are_sent_from_copies() -> None:
-    """In float32, as an engine has them; where the trainer has them in float32 too they are sent themselves."""
-    parallel = MegatronParallel(tp=8, ep=32, dp=4)
-    attention = 5120 * (12288 + 2 * 1024) + 12288 * 5120 + (12288 + 2 * 1024)
-    copied = 2 * 5120 + 2 * 128
-    router, expert, dense, table = 160 * 5120, 3 * 5120 * 1536, 3 * 5120 * 12288, 151552 * 5120
-    mine = 92 * (attention // 8 + copied) + 3 * dense // 8 + 89 * (router + expert // 8) + 2 * table // 8 + 5120
-    of_experts = 89 * 5 * expert
-    biases, copies = 89 * 160 * 4, 89 * router * 4
-    held = memory.weights_of(GLM, parallel, 0, "bfloat16")
-    sent = (2 * mine + biases + copies // 2) // 4 + 2 * of_experts  # routers take twice the bytes
-    assert held == RankParameters(mine, of_experts, 2 * (mine + of_experts) + biases, copies, sent)
-    assert memory.trainer(GLM, parallel, Training(PASS))[0].parts["weight sync"] == 2 * (256 << 20) + 291_635_200
-    assert copies == 291_635_200
-    nbytes = 4 * (mine + of_experts) + biases
-    assert memory.weights_of(GLM, parallel, 0, "float32") == RankParameters(
-        mine, of_experts, nbytes, sent=(4 * mine + biases) // 4 + 4 * of_experts
-    )
-
-
 @families
 def test_a_rank_alone_holds_the_model(hf: dict[str, Any]) -> None:
     held, whole = memory.weights_of(hf, MegatronParallel(), 0, "float32"), memory.whole(hf)
@@ -101,26 +79,6 @@ def test_what_latent_attention_keeps() -> None:
     assert straight == 1000 * 2 * (6_144 + 1_600 + 12_288 + 256 + 6_144 + 56_320)
 
 
-def test_what_a_layer_of_glm_keeps() -> None:
-    """Half of each head rotates; the smaller model has no norms of queries and keys."""
-    experts = 15_360 + 7_680 + 114_688  # norm; the shared expert; 8 * (5120 + 6 * 1536)
-    layer = activations.layer(shape(GLM), MegatronParallel(), ALONE, dense=False)
-    assert layer == 1000 * (2 * (15_360 + 14_336 + 25_600 + 13_312 + 24_576 + 256 + experts) + 1_600)
-    air = activations.layer(shape(AIR), MegatronParallel(), ALONE, dense=True)
-    assert air == 1000 * 2 * (12_288 + 14_336 + 13_312 + 24_576 + 256 + 12_288 + 54_720)
-
-
-def test_the_largest_weight_may_be_of_attention_or_of_the_shared_expert() -> None:
-    m, alone = shape(DEEPSEEK), replace(ALONE, adapter=None)
-    for parallel, largest in (
-        (MegatronParallel(ep=64, dp=64), 7168 * 128 * 128),
-        (MegatronParallel(tp=8, ep=256, dp=32), 2 * 7168 * 2048),
-        (MegatronParallel(ep=8, dp=8), 32 * 2 * 7168 * 2048),
-    ):
-        backward = activations._layer_backward(m, parallel, alone, dense=False)
-        assert backward == activations.layer(m, parallel, alone, dense=False) + 2 * largest
-
-
 # ---------------------------------------------------------------- engines
 
 
@@ -141,12 +99,3 @@ def test_an_engine_keeps_the_layer_that_leads_up_twice() -> None:
 
 
 # ---------------------------------------------------------------- splits
-
-
-def test_a_split_for_glm_air() -> None:
-    found = split.suggest(AIR, Cluster(8, gpu_gb=141.0))
-    for one in found:
-        family_of(AIR).check(AIR, one.trainer.parallel, one.engine.parallel)
-        assert one.trainer.memory.fits(141.0)
-        assert one.engine.memory.fits(141.0)
-    assert found[0].trainer_nodes < 8

@@ -6,15 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import yaml
 
-from asyncmoe import models
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel, family_of
-from asyncmoe.plan import activations, budget, memory, render_plan, split
+from asyncmoe.plan import activations, budget
 from asyncmoe.plan.activations import Microbatch
-from asyncmoe.plan.split import Cluster
 from benchmarks.published import REAL
 
 HF = REAL["Qwen3-30B-A3B"]
@@ -37,33 +34,6 @@ def test_context_parallel_ranks_share_rows_and_optimizer_and_hold_all_keys_and_v
     assert activations.working(m, parallel, 0, share) == activations.working(m, parallel, 0, alone) + gathered
 
 
-def test_a_latent_key_travels_as_it_is_attended_to() -> None:
-    """DeepSeek-V3: 192 dimensions of a key and 128 of a value for each of 128 heads; on a CPU a value is padded to the key."""
-    hf = REAL["DeepSeek-V3"]
-    m = family_of(hf).shape_of(hf)
-    assert activations.gathered(m, MegatronParallel(tp=8, dp=2), Microbatch(100, False, cp=2)) == 200 * 16 * (192 + 128) * 2
-    held = activations.gathered(m, MegatronParallel(tp=8, dp=2), Microbatch(100, False, "float32", cp=2))
-    assert held == 200 * 16 * (192 + 192) * 4 * 2, "and the gradients of all of them"
-
-
-def test_long_contexts_are_divided_where_they_do_not_fit_whole() -> None:
-    hf, cluster = HF, Cluster(4, context=262144)
-    one = split.suggest(hf, cluster)[0]
-    assert one.trainer.cp > 1
-    assert cluster.context >= one.trainer.cp * 8192
-    config = parse(BASE | yaml.safe_load("\n".join(render_plan.yaml_keys(one))))
-    models.check(config, hf)
-    assert config.trainer.cp == one.trainer.cp
-    assert budget.of_run(config, hf).trainer == one.trainer.memory
-    training = split._training(cluster, one.trainer.recompute, one.engines)
-    assert not max(memory.trainer(hf, one.trainer.parallel, training), key=lambda stage: stage.total).fits(cluster.gpu_gb)
-
-
-def test_cp_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer.ranks: got 8, expected a multiple of tp \* cp \* pp = 12"):
-        parse({**BASE, "trainer": {"ranks": 8, "tp": 4, "cp": 3}})
-
-
 # ---------------------------------------------------------------- trainer.memory
 
 SHARE = {"ranks": 8, "tp": 4, "ep": 8, "recompute": "full", "tokens_per_microbatch": 8192}
@@ -84,17 +54,6 @@ def test_the_offloaded_share_of_the_optimizer_is_on_the_host_with_its_gradients(
     assert plain.host == {}
     others = {name: nbytes for name, nbytes in plain.trainer.parts.items() if name != "optimizer"}
     assert dict(whole.trainer.parts) == others
-
-
-def test_averages_in_bfloat16_take_half_but_for_copies_in_the_step() -> None:
-    plain, both, one = (
-        budget.of_run(trainer(memory=memory), HF).trainer.parts
-        for memory in ({}, {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, {"exp_avg_dtype": "bfloat16"})
-    )
-    parameters = plain["optimizer"] // 12
-    assert (both["optimizer"], one["optimizer"]) == (8 * parameters, 10 * parameters)
-    experts = 48 * 16 * 3 * 2048 * 768
-    assert both["working set"] + both["activations"] == 4 * 2 * experts, "Transformer Engine's Adam copies both of all experts"
 
 
 def test_float8_keeps_both_copies_of_the_matrices_but_of_the_layers_at_the_ends() -> None:
@@ -145,35 +104,12 @@ def test_an_offload_that_the_host_has_no_memory_for_is_refused_with_what_fits() 
     budget.check_host(less, budget.of_run(less, HF), 300_000_000_000)
 
 
-@pytest.mark.parametrize(
-    ("keys", "refusal"),
-    [
-        ({"memory": {"optimizer_offload": 1.5}}, "optimizer_offload: got 1.5, expected a number, at most 1"),
-        ({"memory": {"optimizer_offload": 1, "exp_avg_dtype": "bfloat16"}}, "optimizer_offload: got 1, expected 0 because exp_avg_dtype"),
-        ({"memory": {"optimizer_offload": 1}, "optimizer": {"distributed": False}}, "optimizer.distributed: got false, expected true"),
-        (
-            {"memory": {"exp_avg_sq_dtype": "bfloat16"}, "dtype": "float32"},
-            "exp_avg_sq_dtype: got bfloat16, expected float32 because trainer.dtype is float32; it needs a GPU: leave it out",
-        ),
-        (
-            {"memory": {"optimizer_offload": 0.5}, "dtype": "float32"},
-            "optimizer_offload: got 0.5, expected 0.0 because trainer.dtype is float32; it needs a GPU: leave it out",
-        ),
-        (
-            {"precision": "fp8", "dtype": "float32"},
-            "trainer.dtype: got float32, expected bfloat16 because trainer.precision is fp8; leave it out, and run on a GPU, which",
-        ),
-        ({"precision": "fp16"}, "trainer.precision"),
-    ],
-)
-def test_what_megatron_does_not_do_together_is_refused(keys: dict[str, Any], refusal: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        trainer(**keys)
-    assert refusal in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_state_that_is_offloaded_is_sharded_even_on_one_rank() -> None:
-    one = parse({**BASE, "trainer": {"memory": {"optimizer_offload": 0.5}}})
-    assert one.trainer.distributed_optimizer
-    assert not parse(BASE).trainer.distributed_optimizer
+def test_averages_in_bfloat16_take_half_but_for_copies_in_the_step() -> None:
+    plain, both, one = (
+        budget.of_run(trainer(memory=memory), HF).trainer.parts
+        for memory in ({}, {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, {"exp_avg_dtype": "bfloat16"})
+    )
+    parameters = plain["optimizer"] // 12
+    assert (both["optimizer"], one["optimizer"]) == (8 * parameters, 10 * parameters)
+    experts = 48 * 16 * 3 * 2048 * 768
+    assert both["working set"] + both["activations"] == 4 * 2 * experts, "Transformer Engine's Adam copies both of all experts"

@@ -44,7 +44,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def of(run_dir: Path, *settings: str) -> Config:
-    return configuration.load(ROOT / "examples" / "demo.yaml", [f"run.dir={run_dir}", "telemetry.live=off", *settings])
+    return configuration.load(ROOT / "examples" / "demo.yaml", [f"run.dir={run_dir}", *settings])
 
 
 @pytest.mark.parametrize(

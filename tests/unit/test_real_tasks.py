@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from examples.real.tasks import Products, Records, Sums, number, record
-
-
-@pytest.mark.parametrize(("made", "most"), [(Sums, 0), (Products, 1), (Sums, -3)])
-def test_a_task_of_no_questions_is_refused(made: type, most: int) -> None:
-    with pytest.raises(ValueError, match=f"most: got {most}, expected at least"):
-        made(most)
 
 
 def test_sums_and_their_scorer() -> None:

@@ -51,15 +51,6 @@ def test_a_list_holds_all_that_is_asked_for_at_the_pinned_versions(name: str) ->
     assert absent <= (ONLY_SOURCE if name.startswith("trainer") else {p for p in PINS if p.startswith("transformer-engine")})
 
 
-def test_all_lists_have_the_same_torch_nccl_and_cuda() -> None:
-    """NCCL refuses ranks of two versions, and torch loads the one of its own package. CUTLASS's Python may differ."""
-    lists = [resolved(name) for name in LISTS]
-    shared = set.intersection(*map(set, lists))
-    stack = {name for name in shared if name in ("torch", "triton", "cuda-toolkit") or re.match("nvidia-(?!cutlass)", name)}
-    assert {"torch", "triton", "nvidia-nccl-cu13", "nvidia-cuda-runtime", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-cuda-nvcc"} <= stack
-    assert {name: {found[name] for found in lists} for name in stack} == {name: {lists[0][name]} for name in stack}
-
-
 def test_the_pins_are_those_sglang_asks_for() -> None:
     """The SGLang that is installed here, on the CPU, declares the same as on a GPU: this torch, and CUDA 13 in several packages."""
     site = next((ROOT / ".venv-engine").glob("lib/python3*/site-packages"), None)

@@ -51,33 +51,6 @@ def test_under_mpirun() -> None:
     assert out.count("all is right") == 4
 
 
-WAITING = """
-import sys
-from pathlib import Path
-from asyncmoe.errors import WaitTimeout
-from asyncmoe.reshard.mpi_transport import MpiTransport
-transport = MpiTransport()
-if transport.rank == 0:
-    try:
-        transport.exchange([], [(1, transport.empty(8))], timeout_s=0.5)
-    except WaitTimeout as error:
-        Path(sys.argv[1]).write_text(str(error))  # the launcher may lose what is printed before an abort
-    from mpi4py import MPI
-    MPI.COMM_WORLD.Abort(0)
-else:
-    import time
-    time.sleep(60)
-"""
-
-
-def test_mpi_times_out_and_names_the_rank(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    said = tmp_path / "said"
-    command = [*mpirun(), "-n", "2", sys.executable, "-c", WAITING, str(said)]
-    subprocess.run(command, capture_output=True, timeout=50, check=False, env=environment)
-    assert said.read_text() == "waited 0.5 s for rank 1: its message"
-
-
 ALONE = """
 import sys
 for name in ("torch", "megatron", "sglang", "transformers", "mpi4py", "cupy"):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 
 from asyncmoe.simulate import laws
@@ -13,7 +10,6 @@ from asyncmoe.simulate.decoding import StepTime
 from asyncmoe.simulate.fleet import Fleet
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.simulation import simulate
-from asyncmoe.simulate.sweep import sweep
 from asyncmoe.simulate.workload import Workload, parse
 
 SIXTEEN = Plant().having(
@@ -91,38 +87,6 @@ def test_cost_of_stragglers_as_an_independent_simulation_has_it(workload: str, e
         assert sync.tokens / plant.full_rate / sync.wait_s == pytest.approx(e, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("workload", "mean"),
-    [
-        ("math", 9_575),
-        ("lognormal:sigma=0.5,cap=1e6", 4096 * math.exp(0.125)),
-    ],
-)
-def test_lengths_have_the_published_mean(workload: str, mean: float) -> None:
-    """Caps take a little off."""
-    groups = parse(workload).groups(16, seed=1)
-    drawn = [turns[0] for _ in range(2048) for turns, _ in next(groups)]
-    assert np.mean(drawn) == pytest.approx(mean, rel=0.03)
-
-
-@pytest.mark.parametrize("icc", [0.0, 0.3, 0.9])
-def test_members_of_a_group_are_as_alike_as_asked(icc: float) -> None:
-    groups = parse(f"lognormal:cap=1e7,icc={icc}").groups(8, seed=2)
-    logs = np.log([[turns[0] for turns, _ in next(groups)] for _ in range(2048)])
-    between, within = logs.mean(1).var(ddof=1), logs.var(1, ddof=1).mean()
-    assert (between - within / 8) / (between + within * 7 / 8) == pytest.approx(icc, abs=0.05)
-
-
-def test_tool_calls_are_those_of_the_trace() -> None:
-    """Search-R1: 2.6 turns, 77 tokens a turn; a tool call takes 0.16 s in the median."""
-    groups = parse("search").groups(16, seed=3)
-    episodes = [episode for _ in range(1024) for episode in next(groups)]
-    assert np.mean([len(turns) for turns, _ in episodes]) == pytest.approx(2.6, rel=0.02)
-    assert np.mean([n for turns, _ in episodes for n in turns]) == pytest.approx(77, rel=0.03)
-    assert np.median([s for _, tools in episodes for s in tools]) == pytest.approx(0.16, rel=0.05)
-    assert all(len(tools) == len(turns) - 1 for turns, tools in episodes)
-
-
 def finished(fleet: Fleet[str]) -> str:
     """The request that finishes next."""
     return fleet.happen()[0]
@@ -138,29 +102,6 @@ def test_an_engine_slows_down_as_it_fills() -> None:
     assert finished(fleet) == "short"
     assert fleet.next_event() == pytest.approx(7.0 + 6 * 1.5)
     assert (finished(fleet), fleet.tokens, fleet.busy) == ("long", pytest.approx(12), pytest.approx(16.0))
-
-
-def test_prompts_are_computed_in_one_pass_between_steps_while_others_wait() -> None:
-    fleet: Fleet[str] = Fleet(1, 4, StepTime(1.0, 1e9), prefill_s=0.5)
-    fleet.place("a", 4, now=0.0)
-    fleet.place("b", 2, now=0.0)
-    assert fleet.next_event() == pytest.approx(2.5)
-    assert finished(fleet) == "b"
-    fleet.place("c", 1, now=2.5)
-    fleet.place("d", 3, now=2.6)  # with c, whose pass is not over
-    assert fleet.next_event() == pytest.approx(4.0)
-    assert finished(fleet) == "c"
-    assert (fleet.next_event(), finished(fleet)) == (pytest.approx(5.0), "a")
-    assert (fleet.next_event(), finished(fleet)) == (pytest.approx(6.0), "d")
-    assert fleet.busy == pytest.approx(6.0)
-
-
-def test_requests_go_where_the_fewest_are() -> None:
-    fleet: Fleet[int] = Fleet(3, 4, StepTime(1.0, 1e9))
-    for request in range(6):
-        fleet.place(request, 10, now=0.0)
-    assert [engine.load for engine in fleet._engines] == [2, 2, 2]
-    assert fleet.free == 6
 
 
 def test_a_slow_judge_sets_the_pace_and_nothing_else() -> None:
@@ -199,14 +140,3 @@ def test_one_step_off_takes_the_longer_phase_of_the_two() -> None:
     assert found.rows["one_step_off"].speedup == pytest.approx((pools.t_gen + pools.t_train) / max(pools.t_gen, pools.t_train), rel=0.03)
     assert found.rows["one_step_off"].outcome.oldest_age == 1
     assert found.rows["sync"].outcome.oldest_age == 0
-
-
-@pytest.mark.thorough
-def test_the_sweep_finds_the_split_of_the_law_and_an_eta_that_is_large_enough() -> None:
-    plant = SIXTEEN.having({"engines.count": 12, "trainer.gpus": 8, "trainer.step_s": 20.0, "max_staleness": 8, "steps": 32})
-    found = sweep(plant, parse("lognormal"))
-    assert {point.engine_gpus + point.trainer_gpus for point in found.points} == {20}
-    assert abs(found.advised.engine_gpus - found.law_engine_gpus) <= 2
-    assert found.advised.outcome.max_staleness == 8
-    assert found.advised.speedup == pytest.approx(found.advised.s_pools, rel=0.07)
-    assert sweep(plant, parse("lognormal:sigma=0.2")).advised.outcome.max_staleness < 8

@@ -9,16 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from asyncmoe.cli import app
 from asyncmoe.errors import DataError, UserError
-from asyncmoe.simulate import command
 from asyncmoe.simulate.recorded import read_recorded
 from asyncmoe.simulate.workload import parse
 from asyncmoe.telemetry.records import JsonLines
-from asyncmoe.telemetry.samples.records import FORMAT, Begin, SampledGroup, SampledMember, ToolCall
+from asyncmoe.telemetry.samples.records import Begin, SampledGroup, SampledMember, ToolCall
 from asyncmoe.telemetry.schema import METRICS, Step
 from tests.unit.command_line import run_command
 from tests.unit.sampled_run import SampledRun
@@ -69,7 +67,7 @@ def test_turns_and_tools_of_agents(run: SampledRun) -> None:
     members = [agent("a", (), 0.0), agent("b", (5, 8), 2.0), agent("c", (11,), 3.0)]
     broken = msgspec.structs.replace(members[0], key="d", digest=None)
     group = SampledGroup(time=0.0, group=0, fate="queued", version=0, question="", answer="", members=[*members, broken])
-    groups(run.config.run.dir, Begin(time=0.0, format=FORMAT, step=0), group)
+    groups(run.config.run.dir, Begin(time=0.0, step=0), group)
     found = read_recorded(run.config.run.dir)
     assert found.groups == ((((10,), ()), ((10, 20, 30), (2.0, 2.0)), ((10, 20), (3.0,))),)
     assert (found.keys["scoring.seconds"], found.keys["scoring.sigma"]) == (0.5, 0.0)
@@ -83,15 +81,6 @@ def test_seconds_are_medians_of_the_steps(run: SampledRun) -> None:
     assert (keys["groups_per_step"], keys["group_size"]) == (4, 2)
 
 
-def test_the_trace_goes_before_the_file_and_the_command_line_before_both(run: SampledRun, tmp_path: Path) -> None:
-    run.group(0, ["1", "22"])
-    steps(run.config.run.dir, train_seconds=8.0)
-    plant = tmp_path / "plant.yaml"
-    plant.write_text("steps: 7\ngroup_size: 3\ntrainer:\n  step_s: 1\n")
-    found = command.read_plant([str(plant), "group_size=5"], read_recorded(run.config.run.dir))
-    assert (found.steps, found.group_size, found.trainer.step_s, found.workload) == (7, 5, 8.0, str(run.config.run.dir))
-
-
 def test_the_command_simulates_a_run_from_its_records(run: SampledRun, tmp_path: Path) -> None:
     run.group(0, ["1", "22"])
     steps(run.config.run.dir, train_seconds=8.0)
@@ -100,17 +89,6 @@ def test_the_command_simulates_a_run_from_its_records(run: SampledRun, tmp_path:
     figures = json.loads((tmp_path / "found.json").read_text())
     assert figures["plant"]["trainer"]["step_s"] == 8.0
     assert figures["pools"]["t_train"] == pytest.approx(8.0)
-
-
-def test_a_run_whose_engines_finish_first_is_said_not_to_be_simulated_so(run: SampledRun) -> None:
-    run.group(0, ["1", "22"])
-    file = run.config.run.dir / "config.yaml"
-    values = yaml.safe_load(file.read_text())
-    values["rollout"]["interruption"] = "drain"
-    values["keep"]["routing"] = "off"
-    file.write_text(yaml.safe_dump(values))
-    (note,) = read_recorded(run.config.run.dir).notes
-    assert note.startswith("rollout.interruption=drain is not simulated")
 
 
 def test_a_directory_that_is_no_run_and_a_run_without_anything(run: SampledRun, tmp_path: Path) -> None:
@@ -147,35 +125,6 @@ def test_figures_that_the_run_does_not_have_are_named(run: SampledRun, tmp_path:
     assert [caution for caution in cautions_of(arguments, tmp_path) if "of the plant" in caution] == []
 
 
-@pytest.mark.parametrize(
-    ("noise", "told"), [(b"\xff\x00\n\x01", "rollout.jsonl: a damaged line is left out: line 1"), (b"\xff\x00", "it has no whole line")]
-)
-def test_samples_that_cannot_be_read_are_said(run: SampledRun, tmp_path: Path, noise: bytes, told: str) -> None:
-    run.group(0, ["1", "22"])
-    run_dir = run.config.run.dir
-    file = run_dir / "samples" / "rollout.jsonl"
-    whole = file.read_bytes()
-    file.write_bytes(noise)
-    with pytest.raises(DataError, match=told):
-        read_recorded(run_dir)
-    file.write_bytes(b"\xff\x00\n" + whole)
-    for arguments in (["--trace", str(run_dir)], [f"workload={run_dir}"]):
-        assert sum("a damaged line is left out: line 1" in caution for caution in cautions_of(arguments, tmp_path)) == 1
-
-
-def test_samples_of_a_newer_format_are_refused(run: SampledRun) -> None:
-    groups(run.config.run.dir, Begin(time=0.0, format=FORMAT + 1, step=0))
-    with pytest.raises(DataError, match=f"got format {FORMAT + 1}, expected at most {FORMAT}"):
-        read_recorded(run.config.run.dir)
-
-
-def test_a_damaged_line_is_left_out(run: SampledRun) -> None:
-    run.group(0, ["1", "22"])
-    file = run.config.run.dir / "samples" / "rollout.jsonl"
-    file.write_bytes(file.read_bytes() + b'{"record":"group","time":1,"group":"x"}\n')
-    assert len(read_recorded(run.config.run.dir).groups) == 1
-
-
 def test_scoring_times_have_the_spread_of_the_records(run: SampledRun) -> None:
     members = [msgspec.structs.replace(agent(str(n), (), 0.0), seconds={"score": seconds}) for n, seconds in enumerate((0.1, 1.0, 10.0))]
     group = SampledGroup(time=0.0, group=0, fate="queued", version=0, question="", answer="", members=members)
@@ -183,9 +132,3 @@ def test_scoring_times_have_the_spread_of_the_records(run: SampledRun) -> None:
     keys = read_recorded(run.config.run.dir).keys
     assert keys["scoring.seconds"] == 1.0
     assert keys["scoring.sigma"] == pytest.approx(math.log(10) * math.sqrt(2 / 3))
-
-
-def test_scoring_that_takes_no_time_in_the_records_takes_none(run: SampledRun) -> None:
-    members = [msgspec.structs.replace(agent(str(n), (), 0.0), seconds={"score": 0.0}) for n in range(2)]
-    groups(run.config.run.dir, SampledGroup(time=0.0, group=0, fate="queued", version=0, question="", answer="", members=members))
-    assert {"scoring.seconds": 0.0, "scoring.sigma": 0.0}.items() <= read_recorded(run.config.run.dir).keys.items()

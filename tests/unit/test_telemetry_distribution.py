@@ -41,7 +41,3 @@ def test_a_number_moves_by_half_a_step_at_most(values: list[float]) -> None:
 )
 def test_rewards_by_hand(values: list[float], found: dict[float, int]) -> None:
     assert distribution.counts(values) == found
-
-
-def test_counts_of_steps_with_other_ranges_come_to_one_grid() -> None:
-    assert distribution.aligned([{0.05: 2, 0.1: 1}, {}, {0.0: 1, 10.0: 3}]) == [{0.0: 3}, {}, {0.0: 1, 10.0: 3}]

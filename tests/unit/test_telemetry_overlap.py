@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.telemetry.overlap import Interval, covered, intersection, length, union
+from asyncmoe.telemetry.overlap import Interval, intersection, length, union
 
 times = st.integers(0, 40)
 intervals = st.lists(st.tuples(times, times), max_size=12)
@@ -36,15 +35,3 @@ def test_intersection(one: list[tuple[int, int]], other: list[tuple[int, int]]) 
     found = intersection(one, other)
     assert cells(found) == cells(one) & cells(other)
     assert disjoint_and_rising(found)
-
-
-@given(intervals, st.lists(times, max_size=5))
-def test_covered(one: list[tuple[int, int]], at: list[int]) -> None:
-    found = covered(one, np.array(at, np.float64))
-    assert found.tolist() == [len(cells(one) & set(range(time))) for time in at]
-
-
-def test_by_hand() -> None:
-    assert union([(5.0, 6.5), (0.0, 2.0), (1.0, 3.0), (4.0, 4.0)]) == [(0.0, 3.0), (5.0, 6.5)]
-    assert intersection([(0.0, 3.0), (5.0, 6.5)], [(2.5, 5.25), (6.0, 9.0)]) == [(2.5, 3.0), (5.0, 5.25), (6.0, 6.5)]
-    assert length([]) == 0

@@ -10,7 +10,7 @@ import pytest
 from telemetry_runs import evaluation, write_run
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.records import JsonLines, Spans, read_evaluations
+from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Step
 from asyncmoe.telemetry.summary import summarise, write_summary
@@ -105,11 +105,6 @@ def test_every_number(run_dir: Path) -> None:
     }
 
 
-def test_evaluations_made_again_after_a_resume_supersede_those_of_later_versions(run_dir: Path) -> None:
-    found = read_evaluations(run_dir / EVALUATION)
-    assert [(record.version, record.reward_mean) for record in found] == [(1, 0.1), (3, 0.3), (4, 0.4)]
-
-
 def test_written_summary_is_what_is_returned(run_dir: Path) -> None:
     summary = write_summary(run_dir)
     assert json.loads((run_dir / "summary.json").read_text()) == summary
@@ -128,21 +123,8 @@ def test_no_step_is_a_data_error(tmp_path: Path) -> None:
         summarise(tmp_path)
 
 
-def test_without_spans_only_what_needs_them_is_null(run_dir: Path) -> None:
-    (run_dir / TRAINER_SPANS).unlink()
-    (run_dir / CONTROLLER_SPANS).unlink()
-    summary = summarise(run_dir)
-    assert {key for key, value in summary.items() if value is None} == {"engine_idle_share", "overlap_share"}
-
-
-def test_never_compared_logprobs_are_null(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / METRICS) as metrics:
-        metrics.write(_rl(1, 10))
-    assert summarise(tmp_path)["max_abs_logprob_diff_same_version"] is None
-
-
 def test_a_broken_span_is_named(run_dir: Path) -> None:
     with (run_dir / TRAINER_SPANS).open("a") as file:
         file.write('{"who": "trainer.0", "what": "sleep", "begin": 1, "end": 2}\n')
-    with pytest.raises(DataError, match=r"spans-trainer\.jsonl: a damaged line .*line 7"):
+    with pytest.raises(DataError, match=r"spans-trainer\.jsonl line 7"):
         summarise(run_dir)

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def configured(tmp_path: Path) -> Config:
-    return config.load(ROOT / "examples" / "demo.yaml", [f"run.dir={tmp_path / 'run'}", "telemetry.live=off"])
+    return config.load(ROOT / "examples" / "demo.yaml", [f"run.dir={tmp_path / 'run'}"])
 
 
 def checkpoint(run_dir: Path) -> Path:
@@ -152,7 +152,7 @@ from asyncmoe.process import Child
 from tests.unit.supervised import table_of
 
 folder = Path(sys.argv[1])
-settings = config.load(Path(sys.argv[2]), [f"run.dir={folder / 'run'}", "telemetry.live=on"])
+settings = config.load(Path(sys.argv[2]), [f"run.dir={folder / 'run'}"])
 saves = f'trap "echo saved > {folder}/saved; exit 0" INT; sleep 600 & wait'
 
 def start(ending):

@@ -16,9 +16,9 @@ import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, Interrupted
+from asyncmoe.errors import AsyncmoeError, DataError
 from asyncmoe.launch import stacks, watching
-from asyncmoe.telemetry import alarm, heartbeats, processes
+from asyncmoe.telemetry import alarm, heartbeats
 from asyncmoe.telemetry.alarm import Alarm
 from asyncmoe.telemetry.alerts import NO_STEP_S, Alert, Told, tell
 from asyncmoe.telemetry.heartbeats import Beat, BeatListener, Heart, Silence
@@ -107,15 +107,6 @@ def test_a_process_that_hangs_writes_its_own_stacks(tmp_path: Path, monkeypatch:
         process.send_signal(18)
 
 
-def test_a_process_that_does_not_say_so_gets_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hanging(tmp_path) as process:
-        path = heartbeats.path_of(tmp_path, "trainer.0")
-        path.write_bytes(path.read_bytes().replace(b'"dumps":true', b'"dumps":false'))
-        (first, *_) = stacks.stacks(tmp_path)
-        assert "hangs_here" not in first.partition("\n")[2].partition("\n")[2]
-        assert process.poll() is None
-
-
 # ---------------------------------------------------------------- the watcher
 
 
@@ -149,40 +140,6 @@ def test_a_silent_rank_is_named_with_the_stacks_of_every_process_before_the_run_
     assert "hangs_here" in path.read_text()
 
 
-def test_lost_engines_and_rollout_workers_are_said_on_the_terminal(tmp_path: Path) -> None:
-    said: list[str] = []
-    with watching.Watcher(loaded(tmp_path), clock=lambda: 0.0) as watcher:
-        watcher.say = said.append
-        watcher.feed([Rollout(time=0.0, engines_serving=1)])
-        watcher.feed([Rollout(time=1.0, engines_serving=1, engines_lost=1, workers_lost=2, workers_missing=1)])
-    assert [text.partition(" lost")[0] for text in said] == ["1 engine(s)", "2 rollout worker(s)"]
-
-
-def test_files_of_stacks_are_bounded_in_number(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    for number in range(30):
-        (tmp_path / "logs" / f"stacks-20260101T0000{number:02d}.txt").write_text("old")
-    path = watching.write_stacks(tmp_path, [Silence("trainer.0", 9.0, "x")])
-    left = sorted((tmp_path / "logs").iterdir())
-    assert (len(left), left[-1]) == (20, path)
-    assert "asyncmoe stacks: got" in path.read_text()  # there is no process to show
-
-
-def test_another_failure_while_a_process_is_silent_names_it_and_keeps_its_exit_code(tmp_path: Path) -> None:
-    error = AsyncmoeError("rank 0: gloo timed out")
-    error.exit_code = 2
-    with pytest.raises(AsyncmoeError, match=r"^trainer\.1 has been silent for 6 s.*; then: rank 0: gloo timed out$") as caught:
-        watched(tmp_path, (0.0, 6.0), role="trainer.1", error=error)
-    assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize("error", [AsyncmoeError("disk full"), Interrupted("stopped at step 3")])
-def test_an_error_without_silence_and_a_stop_of_the_user_s_are_left_alone(tmp_path: Path, error: AsyncmoeError) -> None:
-    with pytest.raises(type(error)) as caught, watching.Watcher(loaded(tmp_path)):
-        raise error
-    assert caught.value is error
-
-
 @pytest.mark.parametrize("remade", [False, True])
 def test_a_run_ends_when_its_folder_is_moved(tmp_path: Path, remade: bool) -> None:
     run_dir = tmp_path / "run"
@@ -199,20 +156,6 @@ def test_a_run_ends_when_its_folder_is_moved(tmp_path: Path, remade: bool) -> No
 def test_a_silent_engine_is_told_but_ends_no_run(tmp_path: Path) -> None:
     watched(tmp_path, (0.0, 60.0), "watch.end_after_s=5", role="engine.0")
     assert "engine.0 has been silent for 60 s" in (tmp_path / "said.json").read_text()
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        "watch.stacks_after_s=1",
-        "watch.end_after_s=60",
-        "watch.beat_s=.nan",
-        "watch.alerts.command=[]",
-    ],
-)
-def test_wrong_keys_are_refused(tmp_path: Path, given: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{given.partition('=')[0]}"):
-        loaded(tmp_path, given)
 
 
 # ---------------------------------------------------------------- alerts
@@ -280,9 +223,18 @@ def test_failing_and_slow_commands_hold_up_nothing_and_are_said_once(monkeypatch
     assert time.monotonic() - begin < 3.0
 
 
-def test_processes_of_the_run_are_recorded_under_the_names_that_beat() -> None:
-    """`asyncmoe stacks` asks only a process whose recorded role and pid are those of its heartbeat."""
-    for source in ("asyncmoe/launch/part.py", "asyncmoe/trainer/__main__.py"):
-        text = (ROOT / source).read_text()
-        assert text.count("processes.record(") == text.count("heartbeats.start(")
-    assert processes.FOLDER != heartbeats.FOLDER
+def test_a_process_that_does_not_say_so_gets_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hanging(tmp_path) as process:
+        path = heartbeats.path_of(tmp_path, "trainer.0")
+        path.write_bytes(path.read_bytes().replace(b'"dumps":true', b'"dumps":false'))
+        (first, *_) = stacks.stacks(tmp_path)
+        assert "hangs_here" not in first.partition("\n")[2].partition("\n")[2]
+        assert process.poll() is None
+
+
+def test_another_failure_while_a_process_is_silent_names_it_and_keeps_its_exit_code(tmp_path: Path) -> None:
+    error = AsyncmoeError("rank 0: gloo timed out")
+    error.exit_code = 2
+    with pytest.raises(AsyncmoeError, match=r"^trainer\.1 has been silent for 6 s.*; then: rank 0: gloo timed out$") as caught:
+        watched(tmp_path, (0.0, 6.0), role="trainer.1", error=error)
+    assert caught.value.exit_code == 2

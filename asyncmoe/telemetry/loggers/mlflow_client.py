@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import posixpath
 import re
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from asyncmoe.telemetry.loggers.points import LoggedPoint, flat
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
 """Largest batches that the server takes (mlflow/utils/validation.py)."""
-_MOST_NAME, _MOST_PARAM, _MOST_TAG = 250, 6000, 5000
+_MOST_NAME, _MOST_PARAM = 250, 6000
 
 
 class Mlflow:
@@ -22,45 +21,33 @@ class Mlflow:
     (MLFLOW_HTTP_REQUEST_MAX_RETRIES).
 
     Args:
-        name: the run's name if the configuration has none.
+        name: the run's name.
     """
 
     def __init__(self, section: MlflowSection, name: str) -> None:
-        self._section, self._name = section, section.name or name
-        self.where = f"{section.uri or os.environ.get('MLFLOW_TRACKING_URI', '')} {section.experiment}"
+        self._section, self._name = section, name
         self._client: Any = None
         self._id = ""
 
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
-        """See `LoggerClient`. What differs from the first parameters becomes tags `resumed/KEY`: MLflow keeps the first."""
+        """See `LoggerClient`. MLflow keeps the first parameters of a run, so those of a resumed one are not sent."""
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         section = self._section
         self._client = MlflowClient(tracking_uri=section.uri)
         found = self._client.get_experiment_by_name(section.experiment)
         experiment = self._client.create_experiment(section.experiment) if found is None else found.experiment_id
-        wanted = {key: str(value)[:_MOST_PARAM] for key, value in flat(parameters).items()}
-        if id is None:
-            self._id = self._client.create_run(experiment, run_name=self._name).info.run_id
-            known: Mapping[str, str] = {}
-        else:
+        if id is not None:
             self._id = id
             self._client.update_run(id, status="RUNNING")
-            known = self._client.get_run(id).data.params
-        self._describe(wanted, known)
+        else:
+            self._id = self._client.create_run(experiment, run_name=self._name).info.run_id
+            params = [Param(key, str(value)[:_MOST_PARAM]) for key, value in flat(parameters).items()]
+            for i in range(0, len(params), _MOST_PARAMS):
+                self._client.log_batch(self._id, params=params[i : i + _MOST_PARAMS])
         base = (section.uri or "").rstrip("/")
-        address = f"{base}/#/experiments/{experiment}/runs/{self._id}" if base.startswith("http") else ""
-        return self._id, address
-
-    def _describe(self, wanted: Mapping[str, str], known: Mapping[str, str]) -> None:
-        from mlflow.entities import Param, RunTag
-
-        params = [Param(key, value) for key, value in wanted.items() if key not in known]
-        for i in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(self._id, params=params[i : i + _MOST_PARAMS])
-        tags = [RunTag(f"resumed/{key}", wanted[key][:_MOST_TAG]) for key in wanted if known.get(key, wanted[key]) != wanted[key]]
-        for i in range(0, len(tags), _MOST_PARAMS):
-            self._client.log_batch(self._id, tags=tags[i : i + _MOST_PARAMS])
+        return self._id, f"{base}/#/experiments/{experiment}/runs/{self._id}" if base.startswith("http") else ""
 
     def log(self, point: LoggedPoint) -> None:
         """See `LoggerClient`. The server's SQL store keeps equal figures of equal time once, so a repeated request repeats none."""

@@ -26,32 +26,30 @@ class LoggedPoint:
         time: Unix seconds.
         values: figures by name. A step's names are the fields of metrics.jsonl ("loss", "ages/0"); those of the newest rollout record by
             then begin with "rollout/". An evaluation's begin with "evaluation/".
-        evaluation: None for a step; else the name of the evaluation, "" if it has none.
+        evaluation: it is of an evaluation.
     """
 
     step: int
     time: float
     values: Mapping[str, float]
-    evaluation: str | None = None
+    evaluation: bool = False
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What a logger has been sent: the last step, the last version of each evaluation by its name, and the number of points."""
+    """What a logger has been sent: the last step, the time of the last evaluation, and the number of points."""
 
     step: int = 0
-    versions: dict[str, int] = {}
+    evaluated: float = 0.0
     points: int = 0
 
     def has(self, point: LoggedPoint) -> bool:
         """True if the point, or a later one of its kind, was sent."""
-        last = self.step if point.evaluation is None else self.versions.get(point.evaluation, -1)
-        return point.step <= last
+        return point.time <= self.evaluated if point.evaluation else point.step <= self.step
 
     def plus(self, point: LoggedPoint) -> Sent:
         """What has been sent once this point is sent too."""
-        if point.evaluation is None:
-            return Sent(point.step, self.versions, self.points + 1)
-        return Sent(self.step, {**self.versions, point.evaluation: point.step}, self.points + 1)
+        step, evaluated = (self.step, point.time) if point.evaluation else (point.step, self.evaluated)
+        return Sent(step, evaluated, self.points + 1)
 
 
 class Points:
@@ -88,10 +86,8 @@ class Points:
 
 
 def _evaluation(record: Evaluation) -> LoggedPoint:
-    # A text of an evaluation names the set of questions; each set is a series of its own.
-    name = "/".join(value for value in msgspec.structs.astuple(record) if isinstance(value, str))
-    prefix = f"evaluation/{name}/" if name else "evaluation/"
-    return LoggedPoint(record.version, record.time, _named(prefix, numbers(record)), name)
+    prefix = f"evaluation/{record.name}/" if record.name else "evaluation/"
+    return LoggedPoint(record.version, record.time, _named(prefix, numbers(record)), evaluation=True)
 
 
 def _named(prefix: str, found: Iterator[Number]) -> dict[str, float]:

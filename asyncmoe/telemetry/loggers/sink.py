@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, DataError
+from asyncmoe.errors import DataError
 from asyncmoe.storage import replace, writing
 from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.loggers.points import LoggedPoint, Points, Sent
@@ -28,13 +28,7 @@ _MOST_PROBLEM = 300
 
 
 class LoggerClient(Protocol):
-    """A logger's client. Every method may raise whatever the logger's package raises.
-
-    Attributes:
-        where: server and project. A run elsewhere is not continued, but begun anew.
-    """
-
-    where: str
+    """A logger's client. Every method may raise whatever the logger's package raises."""
 
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
         """Begin a run, or continue run `id`, to which `points` points were sent; return its id, and its address ("" without one).
@@ -50,10 +44,9 @@ class LoggerClient(Protocol):
 
 
 class LoggerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The id of the logger's run, None before it exists; where it is (`LoggerClient.where`), "" if that is not known; and what was sent."""
+    """The id of the logger's run, None before it exists, and what was sent."""
 
     id: str | None = None
-    where: str = ""
     sent: Sent = Sent()
 
 
@@ -71,8 +64,7 @@ class LoggerSink:
     def __init__(self, config: Config, name: str, client: LoggerClient, before: Sequence[Followed], say: Callable[[str], None]) -> None:
         self._config, self._name, self._client, self._say = config, name, client, say
         self._path = config.run.dir / FOLDER / f"{name}.json"
-        state = read(self._path)
-        self._state = state if state.where in ("", client.where) else LoggerState()
+        self._state = read(self._path)
         self._points = Points(self._state.sent)
         self._before = before
         self._waiting: queue.Queue[LoggedPoint | None] = queue.Queue()
@@ -100,26 +92,20 @@ class LoggerSink:
         return f"it has the steps up to {self._state.sent.step}, and the next start of the run sends the rest"
 
     def _work(self) -> None:
-        try:
-            self._send()
-        except AsyncmoeError as error:
-            self._say(f"{self._name}: {error}; the run goes on without it: {self._missing}")
-
-    def _send(self) -> None:
-        """Send until the run has ended. Raises AsyncmoeError: the logger's client raised anything, or the state cannot be written."""
+        """Send until the run has ended."""
         parameters = {**self._config.model_dump(mode="json"), "versions": versions(self._config.engines.python)}
         try:
             id, url = self._client.open(self._state.id, self._state.sent.points, parameters)
-            self._keep(LoggerState(id=id, where=self._client.where, sent=self._state.sent))
+            self._keep(LoggerState(id=id, sent=self._state.sent))
             if url:
                 self._say(f"{self._name}: {url}")
             while (point := self._waiting.get()) is not None:
                 self._client.log(point)
-                self._keep(LoggerState(id=id, where=self._client.where, sent=self._state.sent.plus(point)))
+                self._keep(LoggerState(id=id, sent=self._state.sent.plus(point)))
             self._client.close(self._state.sent.step >= self._config.warmup.steps + self._config.run.steps)
-        except Exception as error:  # clients raise errors of all kinds; whatever it is, the user is told and the run goes on
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise AsyncmoeError(said[:_MOST_PROBLEM]) from error
+        except Exception as error:  # noqa: BLE001  clients raise errors of all kinds; the user is told, and the run goes on
+            said = " ".join(str(error).split())[:_MOST_PROBLEM] or type(error).__name__
+            self._say(f"{self._name}: {said}; the run goes on without it: {self._missing}")
 
     def _keep(self, state: LoggerState) -> None:
         self._state = state

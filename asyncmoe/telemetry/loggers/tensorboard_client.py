@@ -13,8 +13,6 @@ from asyncmoe.telemetry.loggers.points import LoggedPoint
 class TensorBoard:
     """A folder of TensorBoard's; implements `LoggerClient`. Each start of the run writes a file of its own."""
 
-    where = ""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: Any = None

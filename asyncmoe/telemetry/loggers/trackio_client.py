@@ -23,8 +23,6 @@ class Trackio:
 
     def __init__(self, section: TrackioSection, name: str) -> None:
         self._section, self._name = section, name
-        self._away = section.space_id or os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL") or ""
-        self.where = f"{self._away} {section.project}"
         self._run: Any = None
 
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
@@ -35,10 +33,9 @@ class Trackio:
         self._run = trackio.init(
             project=self._section.project,
             name=name,
-            space_id=self._section.space_id,
             config=flat(parameters),
             resume="allow",
-            private=True if self._away else None,
+            private=True if "TRACKIO_SPACE_ID" in os.environ else None,
             embed=False,
             auto_log_cpu=False,
         )

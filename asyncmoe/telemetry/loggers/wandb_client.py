@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,12 +23,11 @@ class Wandb:
 
     Args:
         folder: holds what W&B writes.
-        name: the run's name if the configuration has none.
+        name: the run's name.
     """
 
     def __init__(self, section: WandbSection, folder: Path, name: str) -> None:
-        self._section, self._folder, self._name = section, folder, section.name or name
-        self.where = " ".join([*(os.environ.get(name, "") for name in ("WANDB_BASE_URL", "WANDB_ENTITY")), section.project])
+        self._section, self._folder, self._name = section, folder, name
         self._run: Any = None
         self._rows = 0
 
@@ -57,7 +55,7 @@ class Wandb:
 
     def log(self, point: LoggedPoint) -> None:
         """See `LoggerClient`."""
-        axis = {STEP: point.step} if point.evaluation is None else {}
+        axis = {} if point.evaluation else {STEP: point.step}
         self._run.log({**point.values, **axis, "_timestamp": point.time}, step=self._rows, commit=True)
         self._rows += 1
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
-from asyncmoe.telemetry.metric import Metric
-from asyncmoe.telemetry.report.series import Drawn, RecordedSeries, Row, grid, recorded, running_mean, thinned
+from asyncmoe.telemetry.distribution import grid_step, on_grid
+from asyncmoe.telemetry.metric import Metric, numbers
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import Step
@@ -26,8 +29,9 @@ SECTIONS: Mapping[str, str] = {
 }
 """Titles and notes of the sections with figures of metrics; the last has the metrics without a plot."""
 REST = [*SECTIONS][-1]
+MOST_POINTS = 500
 MOST_CURVES = 32
-"""Curves of a run in a figure; the text about the figure says if there are more."""
+"""Curves of a run in a figure."""
 COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"),
     *("#7a6a00", "#30363d", "#8250df", "#bf3989", "#116329", "#a40e26"),
@@ -35,9 +39,11 @@ COLOURS = (
 """The first are Okabe and Ito's, which colour-blind readers can distinguish."""
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SCALE = ((0, "#f7fafc"), (0.25, "#b9dcef"), (0.6, "#3d93c4"), (1, "#08306b"))
+Drawn = Step | Rollout | Evaluation
 _KINDS: Mapping[type[Drawn], str] = {Evaluation: "RL step", Step: "RL step", Rollout: "minutes of RL"}
-_JAGGED_FROM, _JAGGED_SHARE = 16, 0.4
-_WARMUP, _WARMUP_LOSS = "Warm-up loss", Metric("Loss of the supervised warm-up.", "loss")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+Row = tuple[float | None, ...]
+"""x, and values there; None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -63,165 +69,186 @@ class PageSection:
 
 
 @dataclass(frozen=True)
-class _Curve:
-    """A curve of a run. field: the metric's name; number: that among the curves of its run in the figure."""
+class Curve:
+    """A metric of a run, or one key of it if it is a mapping.
+
+    Attributes:
+        run, name: names of the run, and of the curve among those of the run in its figure.
+        key: of the mapping; "" for a plain number.
+        x_axis: what the x axis has.
+        points: y by x; shares are in per cent.
+        errors: standard error of y by x, as far as it is known.
+    """
 
     run: str
     name: str
-    field: str
-    number: int
+    key: str
     metric: Metric
-    kind: type[Drawn]
-    rows: Sequence[Row]
-    """x, y, and the standard error of y, or None."""
+    x_axis: str
+    points: Mapping[float, float]
+    errors: Mapping[float, float]
 
 
 def sections(runs: Mapping[str, RunRecords]) -> list[PageSection]:
     """Return the figures of the metrics of runs by name, as far as there is data."""
-    curves: dict[tuple[str, str], list[_Curve]] = {}
+    drawn: dict[tuple[str, str], list[Curve]] = {}
     for kind in _KINDS:
         for name, run in runs.items():
-            for title, curve in _curves(name, run, kind):
-                section = REST if curve.metric.plot is None else curve.metric.plot.section
-                curves.setdefault((section, title), []).append(curve)
-    for name, run in runs.items():
-        if rows := thinned([(step.step, step.loss, None) for step in run.steps if step.phase == "warmup" and step.loss is not None]):
-            curves.setdefault(("Learning", _WARMUP), []).append(_Curve(name, "", "loss", 0, _WARMUP_LOSS, Step, rows))
+            for section, title, curve in _curves(name, run, kind):
+                drawn.setdefault((section, title), []).append(curve)
     found: dict[str, list[Figure]] = {title: [] for title in SECTIONS}
-    for (section, title), drawn in curves.items():
-        if (plot := drawn[0].metric.plot) is not None and plot.heat is not None:
-            measured = dict.fromkeys(curve.run for curve in drawn)
-            found[section] += [_heat(f"{title} · {name}" if len(runs) > 1 else title, runs[name], drawn[0]) for name in measured]
-        else:
-            found[section].append(_lines(title, drawn, list(runs)))
+    for (section, title), curves in drawn.items():
+        plot = curves[0].metric.plot
+        if plot is None or plot.heat is None:
+            found[section].append(_lines(title, curves, list(runs)))
+            continue
+        for name in dict.fromkeys(curve.run for curve in curves):
+            of_run = [curve for curve in curves if curve.run == name]
+            found[section].append(_heat(f"{title} · {name}" if len(runs) > 1 else title, of_run, plot.heat == "share"))
     return [PageSection(title, note, found[title], folded=title == REST) for title, note in SECTIONS.items()]
 
 
-def heat_map(
-    title: str, about: str, labels: tuple[str, str, str], x: Sequence[float | None], keys: Sequence[str], values: Sequence[Row]
-) -> Figure:
-    """Return a heat map.
+def _placed(run: RunRecords, kind: type[Drawn]) -> Sequence[tuple[float, Drawn]]:
+    """Return the records of a kind with their place on the x axis: for steps the RL step, for evaluations the RL step evaluated, for
+    rollout records the minutes of RL time since the first RL step began."""
+    if kind is Step:
+        return [(rl_step(run, step), step) for step in run.rl]
+    if kind is Evaluation:
+        first = run.rl[0].step if run.rl else 1
+        return [(record.version - first + 1, record) for record in run.evaluations]
+    points: list[tuple[float, Drawn]] = []
+    before = 0.0
+    for begin, end in run.rl_windows:
+        points += [((before + record.time - begin) / 60, record) for record in run.rollout if begin <= record.time <= end]
+        before += end - begin
+    return points
 
-    Args:
-        labels: of the x axis, of the keys, and the unit of the values.
-        values: those of each key.
-    """
-    unit = " %" if labels[2].endswith("%") else ""
+
+def rl_step(run: RunRecords, step: Step) -> int:
+    """Return the step's number since the start of reinforcement learning; the first step is 1."""
+    return step.step - run.rl[0].step + 1
+
+
+def _curves(run_name: str, run: RunRecords, kind: type[Drawn]) -> Iterator[tuple[str, str, Curve]]:
+    """Yield the curves of a run's records of a kind, with the section and the title of their figures."""
+    found: dict[str, dict[str, dict[float, float]]] = {}
+    metrics: dict[str, Metric] = {}
+    for x, record in _placed(run, kind):
+        of_set = record.name if isinstance(record, Evaluation) else ""
+        for one in numbers(record):
+            metrics[one.name] = one.metric
+            key = " ".join(part for part in (of_set, one.key) if part)
+            found.setdefault(one.name, {}).setdefault(key, {})[x] = 100 * one.value if one.metric.is_share else one.value
+    for name in sorted(found, key=[*kind.__struct_fields__, *found].index):
+        metric, plot = metrics[name], metrics[name].plot
+        for key in sorted(found[name], key=lambda key: (float(key) if _NUMBER.fullmatch(key) else math.inf, key)):
+            section, title, label = REST, f"{kind.__name__.lower()}: {name.replace('_', ' ')}", key
+            if plot is not None:
+                section, title, label = plot.section, plot.figure, " ".join(part for part in (plot.curve, key) if part)
+                if plot.apart:
+                    title, label = f"{title} {key}", ""
+            errors = {} if plot is None else found.get(plot.error, {}).get(key, {})
+            yield section, title, Curve(run_name, label, key, metric, _KINDS[kind], found[name][key], errors)
+
+
+def _heat(title: str, curves: Sequence[Curve], shares: bool) -> Figure:
+    """Return the heat map of a mapping from numbers: its values, or the share of each in their total, in per cent, on one grid of keys."""
+    metric, x_axis = curves[0].metric, curves[0].x_axis
+    places = [float(curve.key) for curve in curves]
+    step = grid_step(min(places), max(places)) if shares else 0.0
+    columns: dict[float, dict[float, float]] = {}
+    for place, curve in zip(places, curves, strict=True):
+        for x, y in curve.points.items():
+            column, key = columns.setdefault(x, {}), on_grid(place, step)
+            column[key] = column.get(key, 0.0) + y
+    keys = sorted({on_grid(place, step) for place in places})
+    absent = 0.0 if shares else None
+    whole = {x: sum(column.values()) / 100 if shares else 1.0 for x, column in columns.items()}
+    rows = [
+        (x, *(column[key] / whole[x] if key in column else absent for key in keys)) for x, column in sorted(columns.items()) if whole[x]
+    ]
+    xs, *z = zip(*thinned(rows), strict=True)
+    unit = f"share of {metric.unit}, %" if shares else _unit(metric)
+    suffix = " %" if unit.endswith("%") else ""
     trace = {
         "type": "heatmap",
-        "x": x,
-        "y": keys,
-        "z": [[_short(value) for value in row] for row in values],
+        "x": xs,
+        "y": [f"{key:g}" for key in keys],
+        "z": [[_short(value) for value in row] for row in z],
         "zmin": 0,
         "colorscale": _SCALE,
-        "colorbar": {"thickness": 9, "outlinewidth": 0, "ticksuffix": unit},
-        "hoverongaps": False,
+        "colorbar": {"thickness": 9, "outlinewidth": 0, "ticksuffix": suffix},
         "ygap": 1,
-        "hovertemplate": f"{labels[0]} %{{x}}<br>{labels[1]} %{{y}}: %{{z:.3~g}}{unit}<extra></extra>",
+        "hovertemplate": f"{x_axis} %{{x}}<br>{metric.key} %{{y}}: %{{z:.3~g}}{suffix}<extra></extra>",
     }
-    axes = {"xaxis": _axis(labels[0], showgrid=False), "yaxis": _axis(labels[1], type="category", showgrid=False)}
-    return Figure(title, about, labels[2], [trace], _layout(266, hovermode="closest", **axes))
+    return Figure(title, metric.help, unit, [trace], layout(266, axis(x_axis), axis(metric.key, type="category"), hovermode="closest"))
 
 
-def _curves(run_name: str, run: RunRecords, kind: type[Drawn]) -> Iterator[tuple[str, _Curve]]:
-    """Yield the curves of a run's records of a kind, with the titles of their figures."""
-    found = recorded(run, kind)
-    numbers: dict[str, int] = {}
-    for name in sorted(found, key=[*kind.__struct_fields__, *found].index):
-        one, plot = found[name], found[name].metric.plot
-        title = f"{kind.__name__.lower()}: {name.replace('_', ' ')}" if plot is None else plot.figure
-        errors = found.get(plot.error) if plot is not None else None
-        for key, points in one.ordered:
-            label = " ".join(part for part in ("" if plot is None else plot.curve, key) if part)
-            own = f"{title} {key}" if plot is not None and plot.apart else title
-            number = numbers[own] = numbers.get(own, -1) + 1
-            rows = thinned(_with_errors(points, errors, key))
-            yield own, _Curve(run_name, "" if own != title else label, name, number, _about(one.metric, errors), kind, rows)
-
-
-def _with_errors(points: Sequence[tuple[float, float]], errors: RecordedSeries | None, key: str) -> list[Row]:
-    known = dict(errors.curves.get(key, ())) if errors is not None else {}
-    return [(x, y, known.get(x)) for x, y in points]
-
-
-def _about(metric: Metric, errors: RecordedSeries | None) -> Metric:
-    return metric if errors is None else replace(metric, help=f"{metric.help} Bars: {errors.metric.help}")
-
-
-def _heat(title: str, run: RunRecords, curve: _Curve) -> Figure:
-    keys, columns = grid(run, curve.kind, curve.field, curve.metric)
-    x, *values = zip(*columns, strict=True)
-    labels = (_KINDS[curve.kind], curve.metric.key, _unit(curve.metric))
-    return heat_map(title, curve.metric.help, labels, x, [f"{key:g}" for key in keys], values)
-
-
-def _lines(title: str, curves: Sequence[_Curve], runs: Sequence[str]) -> Figure:
-    shown, metric = [curve for curve in curves if curve.number < MOST_CURVES], curves[0].metric
+def _lines(title: str, curves: Sequence[Curve], runs: Sequence[str]) -> Figure:
+    metric, several, data = curves[0].metric, len(runs) > 1, list[dict[str, Any]]()
+    named = several or any(curve.name for curve in curves)
+    numbers_of: Counter[str] = Counter()
+    for curve in curves:
+        number = numbers_of[curve.run]
+        numbers_of[curve.run] += 1
+        if number < MOST_CURVES:
+            colour = COLOURS[(runs.index(curve.run) if several else number) % len(COLOURS)]
+            name = " · ".join(part for part in (curve.run if several else "", curve.name) if part)
+            look = {"color": colour, "width": 1.6, "dash": _DASHES[number % len(_DASHES)] if several else "solid"}
+            data.append({**_trace(curve, colour), "name": escape(name, quote=False) or "each", "line": look, "showlegend": named})
     about = " ".join(dict.fromkeys(curve.metric.help for curve in curves))
-    about += f" {len(shown)} of {len(curves)} curves are drawn." if len(shown) < len(curves) else ""
-    named = len(runs) > 1 or any(curve.name for curve in curves)
-    data = [trace for curve in shown for trace in _traces(curve, runs, named)]
-    rows = -(-sum(trace["showlegend"] for trace in data) // 3)
+    about += f" {len(data)} of {len(curves)} curves are drawn." if len(data) < len(curves) else ""
+    about += " Bars: one standard error to either side." if any("error_y" in trace for trace in data) else ""
     floor = {"rangemode": "tozero"} if metric.plot is not None and metric.plot.from_zero else {}
-    axes = {"xaxis": _axis("warm-up step" if title == _WARMUP else _KINDS[curves[0].kind]), "yaxis": _axis("", **floor)}
-    legend = {"orientation": "h", "x": 0, "y": -0.24, "yanchor": "top", "tracegroupgap": 0}
-    return Figure(title, about, _unit(metric), data, _layout(248 + 18 * min(rows, 12), hovermode="x unified", legend=legend, **axes))
+    legend = {"orientation": "h", "x": 0, "y": -0.24, "yanchor": "top"}
+    height = 248 + 18 * min(-(-len(data) // 3), 12) * named
+    return Figure(
+        title, about, _unit(metric), data, layout(height, axis(curves[0].x_axis), axis(hoverformat=".4~g", **floor), legend=legend)
+    )
 
 
-def _traces(curve: _Curve, runs: Sequence[str], named: bool) -> Iterator[dict[str, Any]]:
-    """Yield a curve and, if it turns so often that only its running mean shows where it goes, that."""
-    several = len(runs) > 1
-    name = escape(" · ".join(part for part in (curve.run if several else "", curve.name) if part), quote=False)
-    colour = COLOURS[(runs.index(curve.run) if several else curve.number) % len(COLOURS)]
-    line = {"color": colour, "width": 1.6, "dash": _DASHES[curve.number % len(_DASHES)] if several else "solid"}
-    x, y, errors = ([_short(value) for value in column] for column in zip(*curve.rows, strict=True))
-    common = {"type": "scatter", "x": x, "legendgroup": f"{curve.run} {curve.number}", "hovertemplate": "%{y:.4~g}%{customdata}"}
-    values = [value or 0.0 for value in y]
-    jagged = _jagged(values)
-    yield {
-        **common,
-        "y": y,
-        "name": name or "each",
-        "mode": "lines" if len(x) > 30 else "lines+markers",
-        "line": line,
-        "marker": {"size": 4},
-        "opacity": 0.3 if jagged else 1,
-        "showlegend": named and not jagged,
-        "customdata": ["" if error is None else f" ± {error:.3g}" for error in errors],
-        **({"error_y": {"array": errors, "color": colour, "thickness": 1, "width": 3}} if any(errors) else {}),
-    }
-    if jagged:
-        mean = {"y": [_short(value) for value in running_mean(values)], "name": f"{name}, running mean" if name else "running mean"}
-        look = {"mode": "lines", "line": {**line, "width": 2.2}, "showlegend": True, "customdata": [""] * len(x)}
-        yield {**common, **mean, **look}
+def _trace(curve: Curve, colour: str) -> dict[str, Any]:
+    rows = thinned([(x, y, curve.errors.get(x)) for x, y in curve.points.items()])
+    x, y, errors = ([_short(value) for value in column] for column in zip(*rows, strict=True))
+    bars = {"error_y": {"array": errors, "color": colour, "thickness": 1, "width": 3}} if any(errors) else {}
+    mode = "lines" if len(rows) > 30 else "lines+markers"
+    return {"type": "scatter", "x": x, "y": y, "mode": mode, "marker": {"size": 4}, **bars}
 
 
-def _jagged(y: Sequence[float]) -> bool:
-    rises = [after - before for before, after in pairwise(y) if after != before]
-    turns = sum((before > 0) != (after > 0) for before, after in pairwise(rises))
-    return len(y) >= _JAGGED_FROM and turns > _JAGGED_SHARE * len(y)
+def thinned(rows: Sequence[Row]) -> list[Row]:
+    """Average neighbours, each place of a row by itself, if there are more than `MOST_POINTS`."""
+    size = -(-len(rows) // MOST_POINTS) or 1
+    return [tuple(map(_mean, zip(*rows[i : i + size], strict=True))) for i in range(0, len(rows), size)]
 
 
-def _layout(height: int, **more: Any) -> dict[str, Any]:
+def layout(height: int, x_axis: Mapping[str, Any], y_axis: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the layout that all figures have."""
     return {
         "height": height,
         "font": {"family": 'system-ui, "DejaVu Sans", sans-serif', "size": 11, "color": "#30363d"},
         "margin": {"l": 8, "r": 10, "t": 24, "b": 8},
         "plot_bgcolor": "#fff",
+        "hovermode": "x unified",
         "hoverlabel": {"font": {"size": 11}, "namelength": -1, "align": "left"},
+        "xaxis": x_axis,
+        "yaxis": y_axis,
         **more,
     }
 
 
-def _axis(title: str, **more: Any) -> dict[str, Any]:
+def axis(title: str = "", **more: Any) -> dict[str, Any]:
+    """Return an axis."""
     words = {"title": {"text": title, "standoff": 4}} if title else {}
     return {**words, "automargin": True, "gridcolor": "#eef1f4", "exponentformat": "e", "zeroline": False, **more}
 
 
 def _unit(metric: Metric) -> str:
-    if metric.plot is not None and metric.plot.heat == "share":
-        return f"share of {metric.unit}, %"
     return f"{metric.unit}, %" if metric.is_share else metric.unit or "number"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _short(value: float | None) -> float | None:

@@ -12,7 +12,6 @@ import msgspec
 from asyncmoe.telemetry.samples.index import GroupSample
 from asyncmoe.telemetry.samples.records import SampledMember, Trained
 from asyncmoe.telemetry.samples.tokens import Gap, TokenView, shortened, split, tokens_of
-from asyncmoe.telemetry.samples.visible import escaped
 
 _COLUMNS = ("id", "piece", "role", "version", "engine", "trainer", "ratio", "advantage", "weight", "teacher", "state", "mismatch")
 
@@ -25,20 +24,11 @@ def as_json(sample: GroupSample, most: int = 0) -> str:
     """
     entry, group = sample.entry, sample.group
     values = {
-        "group": group.group,
-        "attempt": group.attempt,
-        "outcome": entry.outcome,
-        "reason": entry.reason,
-        "detail": group.detail,
-        "step": entry.step,
-        "version": group.version,
-        "time": group.time,
-        "reward": entry.reward,
-        "question": group.question,
-        "answer": group.answer,
+        **{name: getattr(entry, name) for name in ("group", "attempt", "outcome", "reason", "step", "reward")},
+        **{name: getattr(group, name) for name in ("detail", "version", "time", "question", "answer")},
         "members": [_member(sample, member, most) for member in group.members],
     }
-    return escaped(json.dumps(values, ensure_ascii=False))
+    return json.dumps(values).replace("\x7f", "\\u007f")  # of ASCII, the one control character that JSON leaves as it is
 
 
 def advantage(trained: Trained | None) -> float | None:

@@ -17,7 +17,8 @@ COLOURS: tuple[Colour, ...] = get_args(Colour)
 
 GIVEN = Style(dim=True)
 _VERSIONS = ("cyan", "yellow", "magenta", "green", "bright_blue", "bright_red", "bright_cyan", "bright_yellow")
-_GOOD, _MIDDLE, _BAD, _LOW = (86, 190, 120), (225, 190, 80), (230, 90, 80), (90, 150, 240)
+_RAMP = (86, 190, 120), (225, 190, 80), (230, 90, 80)
+_DIVERGING = (90, 150, 240), (200, 200, 200), (230, 90, 80)
 _LEAST = 6.0
 """Nats at which the colour of a log-probability ends: a probability of 0.25 %."""
 _MOST = math.log(2.0)
@@ -28,7 +29,7 @@ _REJECTED = Style(color="red", strike=True)
 LEGENDS: dict[Colour, str] = {
     "version": "colour: weight version that sampled the token",
     "logprob": f"colour: log-probability in the engine, from 0 (green) to -{_LEAST:g} (red)",
-    "ratio": "colour: exp(trainer - engine): 1 is plain, above 1 red, below 1 blue, full at 2 and 1/2",
+    "ratio": "colour: exp(trainer - engine): 1 is grey, above 1 red, below 1 blue, full at 2 and 1/2",
     "mask": "colour: green trained, yellow clipped, cyan trained with a capped weight, red struck out rejected",
     "mismatch": "colour: share of layers whose router would have sent the token elsewhere, from none (green) to all (red)",
 }
@@ -48,10 +49,10 @@ def style_of(token: TokenView, colour: Colour, versions: Sequence[int], layers: 
     if colour == "mask":
         return _REJECTED if token.state in REJECTED else _STATES.get(token.state, Style())
     if colour == "logprob":
-        return Style() if token.engine is None else _between(-token.engine / _LEAST)
+        return Style() if token.engine is None else _between(-token.engine / _LEAST, _RAMP)
     if colour == "ratio":
-        return Style() if token.ratio is None else _of_ratio(token.ratio)
-    return Style() if token.mismatch is None or not layers else _between(token.mismatch / layers)
+        return Style() if token.ratio is None else _between(0.5 + 0.5 * math.log(token.ratio) / _MOST, _DIVERGING)
+    return Style() if token.mismatch is None or not layers else _between(token.mismatch / layers, _RAMP)
 
 
 def version_legend(versions: Sequence[int]) -> list[tuple[str, Style]]:
@@ -59,16 +60,9 @@ def version_legend(versions: Sequence[int]) -> list[tuple[str, Style]]:
     return [(str(version), Style(color=_VERSIONS[i % len(_VERSIONS)])) for i, version in enumerate(versions)]
 
 
-def _between(share: float) -> Style:
-    share = min(max(share, 0.0), 1.0)
-    first, second, part = (_GOOD, _MIDDLE, 2 * share) if share < 0.5 else (_MIDDLE, _BAD, 2 * share - 1)
-    return Style(color=Color.from_rgb(*(round(a + (b - a) * part) for a, b in zip(first, second, strict=True))))
-
-
-def _of_ratio(ratio: float) -> Style:
-    drift = math.log(ratio)
-    strength = min(abs(drift) / _MOST, 1.0)
-    if strength < 0.02:
-        return Style()
-    end = _BAD if drift > 0 else _LOW
-    return Style(color=Color.from_rgb(*(round(200 + (b - 200) * strength) for b in end)))
+def _between(share: float, ramp: tuple[tuple[int, int, int], ...]) -> Style:
+    """Return the colour at `share`, from 0 to 1, of a ramp of three."""
+    place = 2 * min(max(share, 0.0), 1.0)
+    first = 0 if place < 1 else 1
+    pairs = zip(ramp[first], ramp[first + 1], strict=True)
+    return Style(color=Color.from_rgb(*(round(a + (b - a) * (place - first)) for a, b in pairs)))

@@ -11,13 +11,11 @@ from typing import cast, get_args
 from rich.console import Console
 
 from asyncmoe.errors import UserError
-from asyncmoe.telemetry.run import broken_configuration
 from asyncmoe.telemetry.samples import terminal
 from asyncmoe.telemetry.samples.as_json import as_json
 from asyncmoe.telemetry.samples.colours import COLOURS, Colour
-from asyncmoe.telemetry.samples.index import Entry, Index, Outcome, index, load
+from asyncmoe.telemetry.samples.index import Entry, Index, Outcome, index
 from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
-from asyncmoe.telemetry.samples.visible import visible
 
 DEFAULT_TOKENS = 400
 
@@ -37,7 +35,7 @@ def outcome_of(name: str | None) -> Outcome | None:
 
 
 def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens: int | None) -> None:
-    """Print samples of a run to standard output, and what a reader should know about them to standard error.
+    """Print samples of a run to standard output.
 
     Args:
         tokens: shown of a prompt and of a response, 0: all; None: `DEFAULT_TOKENS`, or all in JSON.
@@ -50,11 +48,9 @@ def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens:
         raise UserError("standard output", got="closed", expected="a file, pipe or terminal that takes it")
     found = index(run_dir)
     chosen = select(found, wanted)
-    for note in (*found.notes, *filter(None, [broken_configuration(run_dir)])):
-        print(f"note: {visible(note)}", file=sys.stderr)
     try:
         for entry in chosen if json else ():
-            print(as_json(load(found, entry), tokens or 0))
+            print(as_json(entry.load(), tokens or 0))
         if not json:
             _print(found, chosen, colour, DEFAULT_TOKENS if tokens is None else tokens)
         sys.stdout.flush()
@@ -66,6 +62,6 @@ def _print(found: Index, chosen: Sequence[Entry], colour: Colour, tokens: int) -
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(f"{found.run_dir} · {summary(found)}", style="bold")
     for entry in chosen:
-        terminal.show(load(found, entry), console, colour, tokens)
+        terminal.show(entry.load(), console, colour, tokens)
     if len(chosen) < len(found.entries):
         console.print(f"{len(chosen)} of {len(found.entries)} groups; asyncmoe show --help tells how to choose others", style="dim")

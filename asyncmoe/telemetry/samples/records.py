@@ -3,7 +3,7 @@
 samples/rollout.jsonl  Begin once per start of the controller, SampledGroup, Stale; written by the controller
 samples/trainer.jsonl  Begin once per start of the trainer, Trained; written by trainer rank 0
 
-The last line of a file that reached its bound is Full. A trajectory's halves have the same key and digest: a key names a trajectory within
+A trajectory's halves have the same key and digest: a key names a trajectory within
 one start of a run, the digest of what the engine reported tells starts apart. Log-probabilities are natural, rounded to 5 decimals.
 """
 
@@ -20,9 +20,7 @@ FOLDER, ROLLOUT_SAMPLES, TRAINER_SAMPLES = "samples", "rollout.jsonl", "trainer.
 MOST_TOKENS = 8192
 """Tokens kept of a prompt, and of what follows it in a trajectory; of more, the middle is left out."""
 MOST_BYTES = 256 << 20
-"""Bound on the size of the folder. When it is reached, the log says so and no more groups are kept."""
-FORMAT = 1
-"""Number of this format; a reader refuses a higher one."""
+"""Bound on the size of the folder, half of it for each file. When it is reached, the log says so and no more groups are kept."""
 
 Role = Literal["prompt", "response", "observation"]
 Fate = Literal["queued", "dropped", "rejected"]
@@ -52,7 +50,6 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"
 class Begin(SampleRecord, frozen=True, kw_only=True, tag="begin"):
     """The process begins after `step` optimizer steps. Records of later steps before this line belong to steps that were trained again."""
 
-    format: int
     step: int
 
 
@@ -70,11 +67,6 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pieces: Sequence[str] = ()
     left_out: int = 0
     after: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of tokens, kept or not."""
-        return len(self.tokens) + self.left_out
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -201,12 +193,6 @@ class Trained(SampleRecord, frozen=True, kw_only=True, tag="trained"):
     mismatch: Sequence[int] = []
     layers: int = 0
     group_weight: float = 1.0
-
-
-class Full(SampleRecord, frozen=True, kw_only=True, tag="full"):
-    """The folder has reached `bound` bytes; nothing follows."""
-
-    bound: int
 
 
 def digest_of(tokens: np.ndarray, logprobs: np.ndarray) -> int:

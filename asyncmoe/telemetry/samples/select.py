@@ -41,7 +41,7 @@ def select(found: Index, wanted: SampleQuery) -> list[Entry]:
     """
     chosen = [entry for entry in found.entries if _is(entry, wanted)]
     if not chosen:
-        raise DataError(f"samples of {found.run_dir}", got=f"no group {_words(wanted)}", expected=summary(found))
+        raise DataError(f"samples of {found.run_dir}", got="no group as asked", expected=summary(found))
     free = (wanted.step, wanted.group, wanted.version, wanted.outcome) == (None,) * 4
     if free and wanted.order == "newest" and found.steps:
         chosen = [entry for entry in chosen if entry.step == found.steps[-1]]
@@ -57,27 +57,11 @@ def select(found: Index, wanted: SampleQuery) -> list[Entry]:
 
 
 def summary(found: Index) -> str:
-    """Return a line on all samples: "24 groups: 20 trained (steps 401 to 410), 1 rejected (scorer_error)"."""
-    outcomes = Counter(entry.outcome for entry in found.entries)
-    parts = []
-    for outcome, count in outcomes.most_common():
-        more = ""
-        if outcome == "trained":
-            first, last = found.steps[0], found.steps[-1]
-            more = f" (step {first})" if first == last else f" (steps {first} to {last})"
-        elif reasons := Counter(entry.reason for entry in found.entries if entry.outcome == outcome and entry.reason):
-            more = f" ({', '.join(f'{reason} {n}' if len(reasons) > 1 else reason for reason, n in reasons.most_common())})"
-        parts.append(f"{count} {outcome}{more}")
-    total = len(found.entries)
-    return f"{total} group{'' if total == 1 else 's'}: {', '.join(parts)}"
+    """Return a line on all samples: "24 groups: 20 trained, 4 rejected"."""
+    outcomes = Counter(entry.outcome for entry in found.entries).most_common()
+    return f"{len(found.entries)} groups: {', '.join(f'{count} {outcome}' for outcome, count in outcomes)}"
 
 
 def _is(entry: Entry, wanted: SampleQuery) -> bool:
     same = ((wanted.step, entry.step), (wanted.group, entry.group), (wanted.outcome, entry.outcome))
     return all(asked in (None, it) for asked, it in same) and (wanted.version is None or wanted.version in entry.versions)
-
-
-def _words(wanted: SampleQuery) -> str:
-    conditions = (("in step", wanted.step), ("with number", wanted.group), ("with tokens of version", wanted.version))
-    words = [f"{name} {value}" for name, value in conditions if value is not None]
-    return " ".join([*words, *([f"that was {wanted.outcome}"] if wanted.outcome else [])])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
-from asyncmoe.telemetry.format import number, percent
+from asyncmoe.telemetry.format import number
 from asyncmoe.telemetry.samples.as_json import advantage
 from asyncmoe.telemetry.samples.colours import GIVEN, LEGENDS, Colour, style_of, version_legend
 from asyncmoe.telemetry.samples.index import GroupSample
@@ -20,8 +20,6 @@ from asyncmoe.telemetry.samples.tokens import Gap, TokenView, shortened, split, 
 from asyncmoe.telemetry.samples.visible import visible
 
 _BORDERS = {"trained": "green", "queued": "blue", "dropped": "yellow", "requeued": "yellow", "lost": "yellow", "rejected": "red"}
-_LEAST_WIDTH, _MOST_LINES = 38, 12
-"""Columns of a response beside others, at least; lines that it may fill there."""
 
 
 def show(sample: GroupSample, console: Console, colour: Colour, tokens: int) -> None:
@@ -45,7 +43,7 @@ def show(sample: GroupSample, console: Console, colour: Colour, tokens: int) -> 
         _response(member, said, sample.trained.get(member.key), colour, versions, tokens)
         for member, (_, said) in zip(group.members, parts, strict=True)
     ]
-    console.print(_beside(panels, every, tokens, console.width))
+    console.print(Columns(panels))
     console.print(_legend(colour, versions))
 
 
@@ -81,6 +79,7 @@ def _response(
         title=Text(_name(member)),
         title_align="left",
         border_style="red" if member.failure else "default",
+        expand=False,
     )
 
 
@@ -102,14 +101,8 @@ def _figures(member: SampledMember, said: Sequence[TokenView | Gap], trained: Tr
     differences = [abs(one.trainer - one.engine) for one in sampled if one.trainer is not None and one.engine is not None]
     if differences:
         parts.append(f"|trainer - engine| {number(fmean(differences))}, most {number(max(differences))}")
-    if reasons := sorted({REJECTED[state] for state in trained.states if state in REJECTED}):
-        share = sum(state not in REJECTED for state in trained.states) / len(trained.states)
-        parts.append(f"{percent(share)} trained, others rejected by {', '.join(reasons)}")
-    if trained.states.count("c"):
-        parts.append(f"{trained.states.count('c')} clipped")
-    differs = sum(1 for one in sampled if one.mismatch)
-    if trained.mismatch:
-        parts.append(f"{differs} routed otherwise")
+    rejected = sum(state in REJECTED for state in trained.states)
+    parts += [f"{rejected} of {len(trained.states)} tokens rejected"] if rejected else []
     return " · ".join(parts)
 
 
@@ -121,21 +114,6 @@ def _text(tokens: Sequence[TokenView | Gap], colour: Colour, versions: Sequence[
         else:
             text.append(visible(one.piece).replace("\n", "↵\n"), style=style_of(one, colour, versions, layers))
     return text
-
-
-def _beside(panels: list[Panel], every: Sequence[Sequence[TokenView | Gap]], most: int, width: int) -> RenderableType:
-    """Lay panels out beside each other if they are short, else one below the other."""
-    longest = max((sum(len(one.piece) for one in tokens if isinstance(one, TokenView)) for tokens in every), default=0)
-    longest = min(longest, 8 * most) if most else longest
-    across = next((n for n in (4, 3, 2) if width // n >= _LEAST_WIDTH and longest <= (width // n - 4) * _MOST_LINES), 1)
-    if across == 1 or len(panels) == 1:
-        return Group(*panels)
-    grid = Table.grid(expand=True)
-    for _ in range(across):
-        grid.add_column(ratio=1)
-    for first in range(0, len(panels), across):
-        grid.add_row(*panels[first : first + across])
-    return grid
 
 
 def _legend(colour: Colour, versions: Sequence[int]) -> Text:

@@ -15,11 +15,6 @@ def visible(text: str) -> str:
     return _HARMFUL.sub(_sign, text).replace("\t", "␉")
 
 
-def escaped(text: str) -> str:
-    """Return JSON text in which harmful characters, which JSON permits in strings, are escaped; it decodes to the same value."""
-    return _HARMFUL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
 def _sign(found: re.Match[str]) -> str:
     code = ord(found[0])
     if code == _DELETE:

@@ -58,7 +58,6 @@ class Run:
             f"engines.share_gpus={str(card).lower()}",
             f"sync.transport={'ipc' if card else 'shm'}",
             f"engines.args={json.dumps(args)}",
-            "telemetry.live=off",
             "telemetry.tensorboard=false",
         ]
         self._config = configuration.load(CONFIGURATION, [*common, *self._settings])

@@ -145,7 +145,7 @@ def configuration(folder: Path, card: bool, server: servers.Server) -> dict[str,
         "trainer": {"ranks": 1, "dtype": dtype, "checkpoint_every": 0, "optimizer": {"lr": 1e-3}},
         "sync": {"transport": "ipc" if card else "shm", "timeout_s": 60},
         "queue": {"staleness": {"max_staleness": 0}},
-        "telemetry": {"tensorboard": False, "live": "off"},
+        "telemetry": {"tensorboard": False},
     }
 
 

@@ -48,7 +48,6 @@ function settings(runs) {
     if (others.length) at("settings").append(compared(`${part}-differ`, runs, found.map((one) => only(one, true))), el("p", { className: "note" }, "The runs agree on:"));
     at("settings").append(compared(part, runs, found.map((one) => only(one, false))));
   }
-  for (const run of runs.filter((one) => one.changed)) at("settings").append(el("p", { className: "note" }, `Earlier starts of ${run.name} had ${run.changed}.`));
 }
 
 async function start() {

@@ -46,7 +46,7 @@ class Samples {
 
   async choose(run) {
     this.groups = JSON.parse(await unpack(`groups-${run}`));
-    this.notes.replaceChildren(...this.runs[run].samples.map((note) => el("p", {}, note)));
+    this.notes.replaceChildren(this.runs[run].samples);
     const outcomes = ["", ...new Set(this.groups.map((group) => group.outcome))];
     this.outcome.replaceChildren(...outcomes.map((value) => el("option", { value }, value || "every outcome")));
     this.list();

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +36,10 @@ class ServerLost(EngineError):
     exit_code = 4
 
 
+class RunFailed(EngineError):
+    """The controller has ended the engine, because the run has failed."""
+
+
 class ControllerLost(AsyncmoeError):
     """The controller is gone, and the server goes on. `controller`: its name; empty: it was gone before the server had joined."""
 
@@ -44,27 +48,44 @@ class ControllerLost(AsyncmoeError):
         self.controller = controller
 
 
+@contextlib.contextmanager
+def coming(*, again: bool) -> Iterator[None]:
+    """Within the block an engine starts or joins. Whatever keeps one from it that the run has had before is the loss of that engine alone.
+
+    Raises:
+        ServerLost: with `again`, whatever went wrong, unless the controller is gone or has ended the engine.
+    """
+    try:
+        yield
+    except AsyncmoeError as error:
+        if not again or isinstance(error, ServerLost | ControllerLost | RunFailed):
+            raise
+        raise ServerLost(str(error)) from error
+
+
 async def stay(
-    config: Config, run_dir: Path, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event
+    config: Config, run_dir: Path, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event, *, again: bool
 ) -> None:
-    """Stay in the run to its end, with one controller after the other.
+    """Stay in the run to its end, with one controller after the other; an engine of several nodes comes to the next one anew.
+
+    Args:
+        again: whether the run has had this engine before.
 
     Raises:
         ServerLost: the server is lost, or must start again to serve another controller.
+        RunFailed: the run has failed.
         WaitTimeout: the controller is lost, and no other came within `engines.orphan_s`.
     """
     lost: ControllerLost | None = None
     while True:
         try:
-            return await _Stay(config, engine, rendezvous).until(stop, request)
+            return await _Stay(config, engine, rendezvous).until(stop, request, again or lost is not None)
         except ControllerLost as error:
+            if request.nodes > 1:
+                raise ServerLost(str(error)) from error
             if lost is None or error.controller:  # else the next one was lost before it answered
                 lost, until = error, time.monotonic() + config.engines.orphan_s
             log.warning("%s; waiting for the next controller", error)
-        except EngineError as error:
-            if isinstance(error, ServerLost) or (lost is None and engine.died is None):
-                raise
-            raise ServerLost(str(error)) from error  # also one that died while it joined
         successor = await unless(stop, following(run_dir, engine, until))
         if successor is None:
             if stop.is_set():
@@ -119,13 +140,18 @@ class _Stay:
     def __init__(self, config: Config, engine: EngineProcess, rendezvous: Rendezvous) -> None:
         self._config, self._engine, self._rendezvous = config, engine, rendezvous
 
-    async def until(self, stop: asyncio.Event, request: EngineJoin) -> None:
+    async def until(self, stop: asyncio.Event, request: EngineJoin, again: bool) -> None:
         with Client(self._rendezvous, request.name) as client:
             limit = self._config.cluster.heartbeat_timeout_s
-            try:
-                joined = (await asyncio.to_thread(client.ask, request, limit + GRACE_S))[0]
-            except WaitTimeout as error:
-                raise ControllerLost(str(error), "") from error
+            with coming(again=again):
+                try:
+                    joined = (await asyncio.to_thread(client.ask, request, limit + GRACE_S))[0]
+                except WaitTimeout as error:
+                    raise ControllerLost(str(error), "") from error
+                except AsyncmoeError as error:
+                    if (why := self._engine.died) is None:
+                        raise
+                    raise ServerLost(f"{error}; it died meanwhile: {why}") from error
             assert isinstance(joined, EngineJoined)
             log.info("%s has joined", request.name)
             orders = asyncio.create_task(self._orders(client, joined.controller))
@@ -150,16 +176,19 @@ class _Stay:
         Raises:
             ControllerLost: it is gone, and another may take its place.
             WaitTimeout: it is gone.
+            ServerLost: it does not know the engine any more.
         """
         limit = self._config.cluster.heartbeat_timeout_s
         alive = EngineAlive(self._engine.name, limit / 3)
         while True:
             try:
                 reply = (await asyncio.to_thread(client.ask, alive, alive.wait_s + limit))[0]
-            except (WaitTimeout, ProtocolError) as error:  # ProtocolError: the next controller answers at the same address
+            except WaitTimeout as error:
                 if controller:
                     raise ControllerLost(str(error), controller) from error
                 raise
+            except ProtocolError as error:
+                raise ServerLost(str(error)) from error
             assert isinstance(reply, EngineOrder)
             if reply.finished or reply.why:
                 return reply
@@ -168,7 +197,7 @@ class _Stay:
         if orders.done():
             order = orders.result()
             if order.why:
-                kind = ServerLost if order.again else EngineError
+                kind = ServerLost if order.again else RunFailed
                 raise kind(f"{self._engine.name} was ended by the controller: {order.why}")
             return
         with contextlib.suppress(AsyncmoeError):  # the controller may be lost too

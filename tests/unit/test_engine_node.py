@@ -11,8 +11,7 @@ import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.engines import engine_agent, engine_node
-from asyncmoe.engines.engine_stay import ServerLost
+from asyncmoe.engines import engine_agent
 from asyncmoe.engines.membership import Membership
 from asyncmoe.engines.nodes import NodePlace
 from asyncmoe.engines.pool import Pool
@@ -165,17 +164,6 @@ def test_one_that_never_comes_is_named_after_a_while(rig: Play) -> None:
     rig(scene, "engines.start_timeout_s=1")
 
 
-def test_a_run_that_ends_while_one_is_missing_ends_those_that_wait(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        agent = it.agent(1)
-        await it.until(lambda: it.heard(1))
-        await it.membership.end(EngineOrder(finished=True))
-        await agent
-        assert not it.started
-
-    rig(scene)
-
-
 def test_one_that_waits_goes_on_at_the_next_controller(rig: Play) -> None:
     async def scene(it: Rig) -> None:
         await it.next_controller()
@@ -190,31 +178,3 @@ def test_one_that_waits_goes_on_at_the_next_controller(rig: Play) -> None:
         await asyncio.gather(*it.agents)
 
     rig(scene, "cluster.heartbeat_timeout_s=3")
-
-
-def test_one_whose_server_dies_while_there_is_no_controller_comes_again(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_node, "GRACE_S", 0.2)
-
-    async def scene(it: Rig) -> None:
-        await it.next_controller()
-        seat = engine_node.Seat(it.config, it.config.run.dir, await asyncio.to_thread(keys.read, it.config.run.dir, 5.0), NAME, 1, "")
-        await it.end_controller()
-        dead = Process(NodePlace(1, "file:///x"), 0)
-        dead.kill()
-        orders: Any = asyncio.create_task(asyncio.Event().wait())
-        with pytest.raises(ServerLost, match=r"engine\.a node 1 died"):
-            await engine_node._hold(seat, dead, orders, asyncio.Event())
-        orders.cancel()
-        await seat.close()
-
-    rig(scene)
-
-
-def test_a_second_of_one_number_is_refused(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        it.agent(1)
-        await it.until(lambda: it.heard(1))
-        with pytest.raises(AsyncmoeError, match=r"node 1 of engine engine\.a: got another on .*, expected one, on .*; set another --node"):
-            await it.agent(1)
-
-    rig(scene)

@@ -98,7 +98,7 @@ def test_damaged_and_foreign_files_are_no_heartbeats_and_a_disk_that_fails_ends_
 def test_a_process_that_hangs_writes_its_own_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hanging(tmp_path) as process:
         (first, *_) = stacks.stacks(tmp_path)
-        assert first.startswith(f"== trainer.0, pid {process.pid}: ")
+        assert first.startswith(f"== trainer.0, pid {process.pid}\n")
         assert "in hangs_here" in first
         assert process.poll() is None
         process.send_signal(19)  # SIGSTOP
@@ -112,7 +112,7 @@ def test_a_process_that_does_not_say_so_gets_no_signal(tmp_path: Path, monkeypat
         path = heartbeats.path_of(tmp_path, "trainer.0")
         path.write_bytes(path.read_bytes().replace(b'"dumps":true', b'"dumps":false'))
         (first, *_) = stacks.stacks(tmp_path)
-        assert "hangs_here" not in first.partition("\n")[2].partition("\n")[2]
+        assert "hangs_here" not in first
         assert process.poll() is None
 
 

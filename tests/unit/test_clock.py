@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import asyncmoe
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import Sampling
 from asyncmoe.queue.accounts import QueueStats
@@ -18,21 +17,6 @@ from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, ROLLOUT, Span
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.unit.fake_engine import handles
-
-TOLD = {
-    "rollout/episodes/openai_endpoint/chat.py": "the field `created` of an answer",
-    "rollout/episodes/openai_endpoint/responses.py": "the field `created_at` of an answer",
-    "rollout/samples.py": "the time of a record",
-    "rpc/keys.py": "says how old a file is",
-    "rpc/peers.py": "compares it with another machine's",
-    "telemetry/alarm.py": "the time of an alert",
-    "telemetry/clock.py": "where the records' time begins",
-    "telemetry/samples/file.py": "the time of a record",
-    "telemetry/versions.py": "the time of a record",
-    "trainer/model/checkpoint.py": "the time of a checkpoint",
-    "trainer/samples.py": "the time of a record",
-}
-"""Modules that read the system's clock, and what for: somebody is told of it, and nothing waits or is ordered by it."""
 
 
 @pytest.fixture
@@ -66,9 +50,3 @@ def test_durations_and_rates_do_not_jump(tmp_path: Path) -> None:
     assert 0.0 < record.tokens_per_s < 1e6
     assert all(0.0 < share <= 1.0 for share in record.engine_utilization.values())
     assert all(0.0 <= span.end - span.begin < 5.0 for span in Tail(tmp_path / CONTROLLER_SPANS).poll_as(Span))
-
-
-def test_the_systems_clock_is_read_only_to_be_told() -> None:
-    root = Path(asyncmoe.__file__).parent
-    read = {str(path.relative_to(root)) for path in root.rglob("*.py") if "time.time()" in path.read_text()}
-    assert read == set(TOLD)

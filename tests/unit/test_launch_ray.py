@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncmoe.config import Config, parse
-from asyncmoe.errors import ConfigError, UserError
+from asyncmoe.errors import ConfigError
 from asyncmoe.launch.commands import Launch, Launcher, table
 from asyncmoe.launch.engine_machines import engine_machines, spread
-from asyncmoe.launch.ray import cluster
 from asyncmoe.launch.ray.planning import bundles, environment, joining, strategy
-from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
 
@@ -109,13 +106,6 @@ def test_every_node_starts_the_processes_of_its_part() -> None:
     assert [one.launch.environment[name] for one, name in zip(found, variables, strict=True)] == ["2"] * 6
 
 
-def test_a_users_number_of_threads_is_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trainer_environment({}) == {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    assert trainer_environment({"OMP_NUM_THREADS": "8", "HOME": "x"})["OMP_NUM_THREADS"] == "8"
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert [one.launch.environment.get("OMP_NUM_THREADS") for one in launched(SPREAD)] == [None] * 4 + ["4"] * 2
-
-
 def test_processes_of_several_machines_do_not_meet_on_loopback() -> None:
     one, two = ["10.0.0.3", "10.0.0.3"], ["10.0.0.3", "10.0.0.4"]
     plain = config()
@@ -126,14 +116,3 @@ def test_processes_of_several_machines_do_not_meet_on_loopback() -> None:
     assert environment(plain, "10.0.0.4", one, ours) == {"NCCL_SOCKET_IFNAME": "ib0"}
     assert environment(plain, "10.0.0.4", two, ours) == {"NCCL_SOCKET_IFNAME": "ib0", "ASYNCMOE_HOST": "10.0.0.4"}
     assert environment(SPREAD, "10.0.0.4", two, ours) == {"NCCL_SOCKET_IFNAME": "ib0"}
-
-
-def test_what_ray_start_has_left_here_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    (tmp_path / "ray").mkdir()
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{bound.getsockname()[1]}")
-        with pytest.raises(UserError, match=f"Ray's head at 127.0.0.1:{bound.getsockname()[1]}: got no answer"), cluster.connected():
-            pass

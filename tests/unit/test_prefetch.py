@@ -155,6 +155,27 @@ def test_a_batch_that_was_fetched_ahead_is_not_fetched_again(decodes: bool) -> N
         assert next_batch(controller, client, ahead) == [WorkerFetch(("g2.e0", "g2.e1", "g3.e0", "g3.e1"), 4 * (Place(1, 0),), ())]
 
 
+def test_a_batch_that_is_not_known_in_time_is_fetched_when_it_is_leased() -> None:
+    with rank() as (controller, client, ahead):
+        ahead.begin(1)
+        until_asked(controller, Foresee)
+        begin = time.monotonic()
+        assert not ahead.take(1, ())  # the thread waits for an answer, which nobody waits for here
+        assert time.monotonic() - begin < 1
+        controller.put(2, 3)
+        assert [one.keys for one in next_batch(controller, client, ahead)] == [("g2.e0", "g2.e1", "g3.e0", "g3.e1")]
+
+
+def test_a_fetch_that_has_begun_is_waited_for() -> None:
+    with rank() as (controller, client, ahead):
+        controller.put(2, 3)
+        controller.hold.set()
+        ahead.begin(1)
+        until_asked(controller, WorkerFetch)
+        threading.Timer(0.3, controller.hold.clear).start()
+        assert len(next_batch(controller, client, ahead)) == 1
+
+
 def test_a_trajectory_is_used_only_if_the_lease_has_it_unchanged() -> None:
     """An older group that arrives meanwhile is leased in place of the newest, and one has another weight."""
     with rank() as (controller, client, ahead):
@@ -172,6 +193,42 @@ def test_a_trajectory_is_used_only_if_the_lease_has_it_unchanged() -> None:
         items = controller.do(controller.queue.foresee(1, 4, 1, 0.0)).items
         changed = [msgspec.structs.replace(items[0], reward=7.0), *items[1:]]
         assert set(ahead.take(1, changed)) == {"g2.e1", "g3.e0", "g3.e1"}
+
+
+def test_a_rank_fetches_ahead_what_it_trains_on_alone() -> None:
+    with rank(choose=lambda items: [1, 3]) as (controller, client, ahead):
+        controller.put(2, 3)
+        ahead.begin(1)
+        until_asked(controller, WorkerFetch)
+        fetches = next_batch(controller, client, ahead, [1, 3])
+        assert [one.keys for one in fetches] == [("g2.e1", "g3.e1")]
+    with rank(choose=lambda items: []) as (controller, client, ahead):
+        controller.put(2, 3)
+        ahead.begin(1)
+        assert not ahead.take(1, ())
+        assert not [one for one in controller.asked if isinstance(one, WorkerFetch)]
+
+
+def test_a_run_that_stops_is_not_delayed_by_a_batch_that_was_fetched_ahead() -> None:
+    with rank() as (controller, client, ahead):
+        controller.put(2, 3)
+        ahead.begin(1)
+        until_asked(controller, WorkerFetch)
+        controller.call(controller.queue.stop)
+        client.ask(Commit(0), 20)
+        answer = client.ask(Lease(1, "rl", 4, 1, 10.0), 20)[0]
+        assert isinstance(answer, Leased)
+        assert (answer.stop, answer.items) == (True, ())
+        assert controller.queue.stats().depth == 4
+
+
+def test_the_thread_asks_once_if_there_is_nothing_to_fetch_ahead() -> None:
+    with rank() as (controller, _, ahead):
+        controller.call(controller.queue.stop)
+        ahead.begin(1)
+        assert ahead._under_way is not None
+        assert ahead._under_way[1].result(10) == {}
+        assert [one for one in controller.asked if isinstance(one, Foresee)] == [Foresee(1, 4, 1, 2.0)]
 
 
 def test_an_error_of_the_thread_is_raised_where_the_batch_is_wanted() -> None:
@@ -193,6 +250,34 @@ def test_an_error_of_the_thread_is_raised_where_the_batch_is_wanted() -> None:
         assert isinstance(ahead._under_way[1].exception(10), ZeroDivisionError)
         with pytest.raises(ZeroDivisionError):
             ahead.take(1, batch.items)
+
+
+def test_what_is_damaged_on_the_way_is_refused() -> None:
+    class Damaging:
+        def __init__(self, frames: list[bytes]) -> None:
+            self.frames = frames
+
+        def ask(self, request: Any, timeout_s: float) -> Any:
+            item: Any = SimpleNamespace(place=Place(1, 0), key="g7.e0")
+            here: Any = "here"
+            said = {Foresee: (Foreseen((item,)), []), FindWorker: (WorkerFound(here), []), WorkerFetch: (Fetched(), self.frames)}
+            return said[type(request)]
+
+        def beside(self, *_: object) -> Damaging:
+            return self
+
+        def close(self) -> None: ...
+
+    whole = [bytes(frame) for frame in encode(group(7)[0])]
+    for frames, said in (([whole[0], b"\0" * len(whole[1]), *whole[2:]], "digest"), (whole[:-1], "frames")):
+        client: Any = Damaging(frames)
+        ahead = Prefetcher(client, configuration(), lambda items: [0], (), masks=True, decodes=True)
+        ahead.begin(1)
+        assert ahead._under_way is not None
+        assert ahead._under_way[1].exception(10)
+        with pytest.raises(ProtocolError, match=said):
+            ahead.take(1, ())
+        ahead.close()
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -224,6 +309,16 @@ def test_a_rank_waits_for_a_worker_that_is_lost_and_asks_again_one_that_breaks_o
         else:
             with pytest.raises(WaitTimeout, match="the connection was lost"):
                 held.fetch(client, items, None, True)
+
+
+def test_a_thread_that_waits_ends_with_its_rank() -> None:
+    with rank() as (controller, _, ahead):
+        ahead.begin(1)
+        until_asked(controller, Foresee)
+        assert not ahead.take(1, ())
+        ahead.close()
+        assert ahead._last is not None
+        assert ahead._last.result(0) == {}
 
 
 def test_only_what_was_joined_whole_and_in_order_is_broadcast_as_it_is() -> None:

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import kept_trajectory
+import msgspec
 import pytest
 from fake_engine import FakeHandle
 
 from asyncmoe import config as configuration
 from asyncmoe.engines.pool import Pool
-from asyncmoe.engines.probes import Prober, check
+from asyncmoe.engines.probes import Prober, check, compare
 from asyncmoe.engines.sglang.generation import Scored, ScoredMeta, scored
 from asyncmoe.engines.types import VersionSpan
 from asyncmoe.errors import Disagreement, EngineError, ProtocolError
 from asyncmoe.queue.group_buffer import describe
-from asyncmoe.rpc.messages import Probe
+from asyncmoe.rpc.messages import MAX_PROBED, Probe
 from asyncmoe.trainer import probe
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,14 @@ async def probed(prober: Prober, *probes: Probe, until: int) -> None:
                 await asyncio.sleep(0.01)
     finally:
         running.cancel()
+
+
+def test_engine_and_trainer_are_compared_at_the_probe_s_version() -> None:
+    prober = Prober(pool_of(FakeHandle("engine.0")), 0, 5.0, 1.0)
+    asyncio.run(probed(prober, AGREEING, until=1))
+    assert (prober.totals.tokens, prober.totals.versions, prober.totals.missed) == (3, 1, 0)
+    assert prober.totals.last is not None
+    assert (prober.totals.last.largest, prober.totals.last.divergence) == (0.0, 0.0)
 
 
 def test_an_engine_with_other_weights_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -93,6 +102,16 @@ def test_a_probe_waits_for_its_version_and_is_missed_when_the_next_is_served() -
     asyncio.run(run())
 
 
+def test_an_engine_that_refuses_costs_its_probe_only() -> None:
+    handle = FakeHandle("engine.0")
+    handle.client.failures.append(EngineError)
+    prober = Prober(pool_of(handle), 0, 5.0, None)
+    asyncio.run(probed(prober, AGREEING, until=1))
+    assert (prober.totals.versions, prober.totals.missed) == (0, 1)
+    asyncio.run(probed(prober, AGREEING, until=2))
+    assert (prober.totals.versions, prober.totals.missed) == (1, 1)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -107,6 +126,25 @@ def test_a_probe_waits_for_its_version_and_is_missed_when_the_next_is_served() -
 def test_a_malformed_probe_is_refused(bad: Probe) -> None:
     with pytest.raises(ProtocolError):
         check(bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Probe(-1, ((1, 2),), ((0.0, -1.0),)),
+        Probe(0, ((1, -2),), ((0.0, -1.0),)),
+        Probe(0, ((1, 2),) * (MAX_PROBED + 1), ()),
+        Probe(0, (), ((0.0,) * (MAX_PROBED + 1),)),
+    ],
+)
+def test_numbers_out_of_bounds_are_no_message(bad: Probe) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(bad), type=Probe)
+
+
+def test_impossible_tokens_have_a_finite_divergence() -> None:
+    for pair in (((0.0, -1e4), (0.0, -1.0)), ((0.0, -1.0), (0.0, -1e4))):
+        assert math.isfinite(compare(0, "engine.0", [pair]).divergence)
 
 
 def test_probe_tokens_come_from_many_groups_and_are_bounded() -> None:

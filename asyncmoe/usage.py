@@ -30,8 +30,7 @@ def invoke(app: typer.Typer) -> None:
         SystemExit: the command chose another status than 0.
     """
     run: Callable[..., object] = app
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of names of files that are not in UTF-8
+    _open_output()
     try:
         status = run(prog_name="asyncmoe", standalone_mode=False)  # in standalone mode typer frames an error over several lines
     except _click.UsageError as error:
@@ -47,14 +46,35 @@ def invoke(app: typer.Typer) -> None:
         sys.exit(status)
 
 
+class _Output(io.FileIO):
+    """Standard output; raises UserError where it takes nothing more."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:  # the reader has what it wants, as `head` does
+            raise
+        except OSError as error:
+            raise UserError("standard output", got=error.strerror, expected="a file, pipe or terminal that takes it") from None
+
+
+def _open_output() -> None:
+    """Have standard output tell as `_Output`, and escape what its encoding lacks, as names of files that are not in UTF-8."""
+    if (out := sys.__stdout__) is not None and sys.stdout is out:
+        raw, lines = io.BufferedWriter(_Output(out.fileno(), "w", closefd=False)), out.line_buffering or out.write_through
+        stream = io.TextIOWrapper(raw, out.encoding, "backslashreplace", line_buffering=lines)
+        for name in ("stdout", "__stdout__"):
+            setattr(sys, name, stream)
+
+
 def _flush() -> None:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
-    except OSError as error:
+    except (UserError, BrokenPipeError) as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end what could not be written
-        if not isinstance(error, BrokenPipeError):  # else its reader has what it wants, as `head` does
-            raise UserError("standard output", got=error.strerror, expected="a file, pipe or terminal that takes it") from None
+        if isinstance(error, UserError):
+            raise
 
 
 def user_error(error: Any) -> UserError:

@@ -24,13 +24,12 @@ from asyncmoe.engines.engine_stay import GRACE_S, RunFailed, ServerLost, coming,
 from asyncmoe.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
 from asyncmoe.rpc import address
-from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import EngineJoin, Reply
+from asyncmoe.rpc.async_client import AsyncClient
+from asyncmoe.rpc.messages import EngineJoin
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import facts
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +75,11 @@ async def serve_node(
             else:
                 await _lead(config, run_dir, seat, engine, following_orders, key, met, stop, again=again)
         finally:
-            seat.left = True
+            following_orders.cancel()
+            await asyncio.gather(following_orders, return_exceptions=True)
             await engine.stop()
-            with contextlib.suppress(AsyncmoeError):
-                await following_orders  # its thread uses the client; the controller answers it soon, or is gone
     finally:
-        await seat.close()
+        seat.close()
         if offered is not None:
             offered.close()
 
@@ -160,7 +158,6 @@ class Seat:
     Attributes:
         title: of the node in messages.
         rendezvous: of the controller.
-        left: set it to end `follow`.
 
     Args:
         meeting: where the ranks can meet; empty but for node 0.
@@ -168,11 +165,9 @@ class Seat:
 
     def __init__(self, config: Config, rendezvous: Rendezvous, name: str, node: int, meeting: str) -> None:
         self.title, self.rendezvous = f"{name} node {node}", rendezvous
-        self.left = False
         self._config = config
         self._limit_s = config.cluster.heartbeat_timeout_s
-        self._client, self._controller = Client(rendezvous, self.title), ""
-        self._asking: asyncio.Future[tuple[Reply, list[Buffer]]] | None = None
+        self._client, self._controller = AsyncClient(rendezvous, rendezvous.controller), ""
         start, who = secrets.token_hex(8), socket.gethostname()
         place = (config.engines.nodes, start, address.host_id(), who, meeting, "")
         self._here = EngineNode(name, node, *place, self._limit_s / 3, config.digest, facts(self.title))
@@ -204,35 +199,28 @@ class Seat:
 
     async def follow(self) -> EngineNodes:
         """Say that the node lives until an answer is an order; return it. Raises as `meet` does for a controller that is gone."""
-        reply = EngineNodes(finished=True)
-        while not self.left:
+        while True:
             heartbeats.beat("looks after its server")
-            reply = await self._ask()
-            if reply.is_order:
-                break
-        return reply
+            if (reply := await self._ask()).is_order:
+                return reply
 
     async def end(self, why: str) -> EngineNodes:
         """Tell the controller that the node ends: with `why`, its server is lost; without, the engine leaves in order. Return how all nodes
         end, once the controller has heard it or is gone."""
         end = EngineNodeEnd(self._here.name, self._here.node, self._here.start, why)
         limit_s, reply = GRACE_S if why else self._config.rollout.request_timeout_s + GRACE_S, EngineNodes(finished=True)
-        with contextlib.suppress(AsyncmoeError), Client(self.rendezvous, f"{self.title} leaving") as client:
-            told = (await asyncio.to_thread(client.ask, end, limit_s))[0]
+        with contextlib.suppress(AsyncmoeError):
+            told, _ = await self._client.ask(end, limit_s)
             reply = told if isinstance(told, EngineNodes) else reply
         return reply
 
-    async def close(self) -> None:
-        """Close the connection, after the answer to what was asked last; the controller gives it soon, or is gone."""
-        if self._asking is not None:
-            await asyncio.gather(self._asking, return_exceptions=True)
+    def close(self) -> None:
+        """Close the connection."""
         self._client.close()
 
     async def _ask(self) -> EngineNodes:
-        asking = asyncio.to_thread(self._client.ask, self._here, self._here.wait_s + self._limit_s)
-        self._asking = asyncio.ensure_future(asking)  # a thread that uses the client cannot be cancelled
         try:
-            reply = (await asyncio.shield(self._asking))[0]
+            reply, _ = await self._client.ask(self._here, self._here.wait_s + self._limit_s)
         except WaitTimeout as error:
             if not self._controller:
                 raise

@@ -17,7 +17,7 @@ from asyncmoe.config import Config
 from asyncmoe.engines.engine import EngineProcess
 from asyncmoe.errors import AsyncmoeError, EngineError, ProtocolError, WaitTimeout
 from asyncmoe.rpc import keys
-from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry import heartbeats
@@ -141,11 +141,11 @@ class _Stay:
         self._config, self._engine, self._rendezvous = config, engine, rendezvous
 
     async def until(self, stop: asyncio.Event, request: EngineJoin, again: bool) -> None:
-        with Client(self._rendezvous, request.name) as client:
+        with contextlib.closing(AsyncClient(self._rendezvous, self._rendezvous.controller)) as client:
             limit = self._config.cluster.heartbeat_timeout_s
             with coming(again=again):
                 try:
-                    joined = (await asyncio.to_thread(client.ask, request, limit + GRACE_S))[0]
+                    joined, _ = await client.ask(request, limit + GRACE_S)
                 except WaitTimeout as error:
                     raise ControllerLost(str(error), "") from error
                 except AsyncmoeError as error:
@@ -160,17 +160,15 @@ class _Stay:
             done, _ = await asyncio.wait([orders, health, stopping], return_when=asyncio.FIRST_COMPLETED)
             try:
                 if orders in done or health in done:
-                    await self._ended(orders, health)
+                    await self._ended(client, orders, health)
                 else:
-                    await self._leave()
+                    await self._leave(client)
             finally:
-                for task in (health, stopping):
+                for task in (orders, health, stopping):
                     task.cancel()
-                # Its thread uses the client; the controller answers it soon, or is gone.
-                with contextlib.suppress(AsyncmoeError):
-                    await orders
+                await asyncio.gather(orders, health, stopping, return_exceptions=True)
 
-    async def _orders(self, client: Client, controller: str) -> EngineOrder:
+    async def _orders(self, client: AsyncClient, controller: str) -> EngineOrder:
         """Send heartbeats until an answer is the last order.
 
         Raises:
@@ -182,7 +180,7 @@ class _Stay:
         alive = EngineAlive(self._engine.name, limit / 3)
         while True:
             try:
-                reply = (await asyncio.to_thread(client.ask, alive, alive.wait_s + limit))[0]
+                reply, _ = await client.ask(alive, alive.wait_s + limit)
             except WaitTimeout as error:
                 if controller:
                     raise ControllerLost(str(error), controller) from error
@@ -193,7 +191,7 @@ class _Stay:
             if reply.finished or reply.why:
                 return reply
 
-    async def _ended(self, orders: asyncio.Task[EngineOrder], health: asyncio.Task[str]) -> None:
+    async def _ended(self, client: AsyncClient, orders: asyncio.Task[EngineOrder], health: asyncio.Task[str]) -> None:
         if orders.done():
             order = orders.result()
             if order.why:
@@ -201,18 +199,14 @@ class _Stay:
                 raise kind(f"{self._engine.name} was ended by the controller: {order.why}")
             return
         with contextlib.suppress(AsyncmoeError):  # the controller may be lost too
-            await self._ask(EngineLeave(self._engine.name, health.result()), GRACE_S)
+            await client.ask(EngineLeave(self._engine.name, health.result()), GRACE_S)
         raise ServerLost(f"{self._engine.name} died: {health.result()}")
 
-    async def _leave(self) -> None:
+    async def _leave(self, client: AsyncClient) -> None:
         """Leave in order; with a supervisor that is lost, whose controller may hang, not for as long as a response may take."""
         log.info("%s leaves", self._engine.name)
         drained_s = self._config.rollout.request_timeout_s + GRACE_S
-        await self._ask(EngineLeave(self._engine.name), drained_s if os.getppid() == _PARENT else self._config.engines.orphan_s)
-
-    async def _ask(self, request: EngineLeave, timeout_s: float) -> None:
-        with Client(self._rendezvous, f"{self._engine.name}.leaving") as client:
-            await asyncio.to_thread(client.ask, request, timeout_s)
+        await client.ask(EngineLeave(self._engine.name), drained_s if os.getppid() == _PARENT else self._config.engines.orphan_s)
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:

@@ -86,7 +86,8 @@ def check(config: Config, *, weights: bool = True) -> Survey:
         _check_redis(config.log)
     plugin_probe.check(config)
     if config.launch == "local" and devices.none_here():
-        _check_without_gpu(config, here)
+        for key, value in config.trainer.needs_gpu:  # which the trainer would refuse a minute later
+            raise no_gpu_for(key, value)
     hf = budget.hf_of(config)
     there = weights and not to_make(config.model, config.run.dir)
     models.check(config, hf, cpu_engines=here and devices.none_here(), weights=config.model.path if there else None)
@@ -131,21 +132,6 @@ def _check_redis(section: LogSection) -> None:
     from asyncmoe.log import redis
 
     redis.RedisServer(str(section.redis), patience_s=0.0).check()
-
-
-def _check_without_gpu(config: Config, here: bool) -> None:
-    """Refuse what the trainer would refuse on a machine without GPUs, a minute later. `here`: engines are on this machine too."""
-    for key, value in config.trainer.needs_gpu:
-        raise no_gpu_for(key, value)
-    telemetry = config.telemetry
-    if not here:
-        return
-    if telemetry.nvtx:
-        hint = "telemetry.profile.steps names the parts of a step in a trace, on a CPU too"
-        raise ConfigError("telemetry.nvtx", got="true, and this machine has no GPU", expected="false", hint=hint)
-    if telemetry.profile is not None and not telemetry.profile.trace:
-        got = "false, and this machine has no GPU to take a snapshot of"
-        raise ConfigError("telemetry.profile.trace", got=got, expected="true", hint="without a GPU, allocations are in the trace")
 
 
 def _check_host(config: Config, hf: Mapping[str, Any]) -> None:

@@ -163,21 +163,6 @@ def test_a_run_that_is_refused_leaves_everything_as_it_was(tmp_path: Path, fault
 
 
 @pytest.mark.usefixtures("no_engine")
-@pytest.mark.parametrize(
-    ("section", "told"),
-    [
-        ("telemetry.nvtx=true", "telemetry.nvtx: got true, and this machine has no GPU, expected false; telemetry.profile.steps names "),
-        ("telemetry.profile={steps: [1], trace: false, memory: true}", "telemetry.profile.trace: got false, and this machine has no GPU"),
-    ],
-)
-def test_what_needs_a_gpu_is_refused_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, told: str) -> None:
-    monkeypatch.setattr(local.devices, "none_here", lambda: True)
-    with pytest.raises(UserError) as refused:
-        local.check(demo(tmp_path, section))
-    assert str(refused.value).startswith(told)
-
-
-@pytest.mark.usefixtures("no_engine")
 def test_a_damaged_checkpoint_is_set_aside_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = demo(tmp_path, "warmup.steps=2", "run.steps=5")
     for step in (3, 4, 5):

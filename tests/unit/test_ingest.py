@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,13 @@ from kept_trajectory import distinct
 from test_producer import alone
 
 from asyncmoe.engines.types import Generation, VersionSpan
+from asyncmoe.errors import ProtocolError
 from asyncmoe.log.log import Place
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.workers.worker import Worker
-from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Fetched, Lease
-from asyncmoe.rpc.server import Server
-from asyncmoe.rpc.worker_messages import WorkerFetch
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode, decode_routes, encode_routes, frames_in
 from tests.unit.putting import Holding
 

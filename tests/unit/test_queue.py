@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -182,6 +184,14 @@ async def test_the_producer_wakes_when_it_may_start(event: str) -> None:
 
 
 @asynchronous
+async def test_versions_do_not_go_back() -> None:
+    held = queue()
+    held.set_version(3)
+    with pytest.raises(InvariantBroken, match="version 2 after 3"):
+        held.set_version(2)
+
+
+@asynchronous
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -233,6 +243,24 @@ async def test_the_next_step_may_be_leased_ahead() -> None:
 
 
 # ---------------------------------------------------------------- stop, fail, resume, warm-up
+
+
+@asynchronous
+async def test_arrays_are_freed_by_commit_and_not_before() -> None:
+    held = queue()
+    held.started(4)
+    alive: list[weakref.ref[Any]] = []
+    for number in (0, 1):
+        made = group(number)
+        alive += [weakref.ref(t.tokens) for t in made]
+        await put_group(held, made)
+        del made
+    await held.lease(0, "rl", 4, 0, 0)
+    gc.collect()
+    assert all(ref() is not None for ref in alive)
+    held.commit(0)
+    gc.collect()
+    assert all(ref() is None for ref in alive)
 
 
 @asynchronous

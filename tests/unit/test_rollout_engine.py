@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.engines.sglang import client, connection
+from asyncmoe.engines.sglang import connection
 from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.process import Child
@@ -43,7 +41,9 @@ def test_each_engine_has_its_own_port_and_seed_and_the_users_arguments_last() ->
 def test_the_users_variables_win_and_the_parent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     given = engine_process.environment(config(), 0)
-    assert float(given["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 10 * connection.KEEP_ALIVE_S, "we close idle connections long before the engine does"
+    assert float(given["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 10 * connection.KEEP_ALIVE_S, (
+        "we close idle connections long before the engine does"
+    )
     assert given["OMP_NUM_THREADS"] == "6"
     assert int(given["ASYNCMOE_PARENT_PID"]) > 0
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in given

@@ -160,7 +160,7 @@ def test_packed_routes_with_right_digests_and_wrong_experts_are_refused(wrong: s
 @pytest.mark.parametrize("text", ["AAA", "A" * 7 + "*", "é" * 8])
 def test_base64_that_is_none_is_refused_with_the_answer(text: str) -> None:
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [], "weight_versions": [], "routed_experts": text}
-    with pytest.raises(ValueError, match=r"^routed_experts: .*base64"):
+    with pytest.raises(ValueError, match=r"base64.*routed_experts"):
         read(json.dumps({"output_ids": [], "meta_info": meta}).encode())
 
 

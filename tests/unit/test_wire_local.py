@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
+import socket
 import stat
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator

@@ -59,9 +59,10 @@ class SGLangConnection:
         await self._session.close()
 
     async def _ok(self, path: str, seconds: float) -> bool:
-        """Return whether a GET is answered with status 200. Never raises."""
+        """Return whether a GET is answered with status 200, and wholly. Never raises."""
         try:
             async with self._session.get(self.url + path, timeout=aiohttp.ClientTimeout(seconds)) as reply:
+                await reply.read()
                 return reply.status == 200
         except (*_FAILURES, RuntimeError):  # RuntimeError: the session was closed
             return False

@@ -232,23 +232,6 @@ def made(reward: float, versions: Sequence[int], agent: int = 0) -> Made:
     return Made(agent, reward, len(versions), min(versions), max(versions))
 
 
-def test_the_numbers_by_hand() -> None:
-    rejected = TrajectoryRejected("scorer_timeout", "too slow")
-    outcomes = [
-        (0, (made(1.0, [5]),)),
-        (0, (made(0.0, [5, 5, 6]),)),
-        (1, (made(1.0, [4, 5], 0), made(0.5, [7, 7], 1))),
-        (1, rejected),
-        (2, rejected),
-    ]
-    found = measure(5, outcomes, 1.5, 3)
-    # Questions: (1 + 0) / 2 and (1 + 0.5) / 2; the third has no answer. Deviation of 0.5 and 0.75 is 0.25 / sqrt(2).
-    assert (found.reward_mean, found.reward_stderr) == (0.625, pytest.approx(0.125))
-    assert (found.questions, found.episodes, found.failed, found.failed_share) == (3, 5, {"scorer_timeout": 2}, 0.4)
-    assert (found.response_tokens_mean, found.version_min, found.version_max) == (pytest.approx(8 / 3), 4, 7)
-    assert (found.version, found.seconds, found.skipped) == (5, 1.5, 3)
-
-
 def test_standard_errors_are_those_of_means_over_questions() -> None:
     """The oracle is NumPy's sample deviation. Episodes of a question that agree do not make the mean more certain."""
     rewards = [[1.0, 1.0, 0.0, 1.0], [0.0] * 4, [1.0] * 4, [0.0, 0.0, 1.0, 0.0]]

@@ -7,10 +7,58 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
+from asyncmoe.errors import ProtocolError
+from asyncmoe.log.log import Place
+from asyncmoe.rollout.workers import service
 from asyncmoe.rollout.workers.remote import RemoteWorker
-from asyncmoe.rpc.worker_messages import EngineUse, WorkerBegin
+from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.codec import decode_reply, encode
+from asyncmoe.rpc.worker_messages import EngineUse, WorkerBegin, WorkerEngines, WorkerNews, WorkerPacked
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import Cluster, SlowEngine
+
+
+def test_an_episode_too_large_to_be_read_is_trained_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_MOST_SAMPLED", 8)
+    left: list[object] = []
+
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=2) as cluster:
+            cluster.fleet.sampled = lambda place, made: left.append(made)
+            for step in range(2):
+                await cluster.train(step)
+
+    asyncio.run(run())
+    assert not left
+
+
+@pytest.mark.thorough
+def test_a_worker_that_stands_still_holds_up_the_others_gates_only_at_first(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=2, seed=3) as cluster:
+            await cluster.train(0)
+            still, goes = (cluster.fleet._workers[number] for number in (1, 2))
+            gates, stands = cluster.fleet._gates, asyncio.Event()
+            gates._answer_s = 2.0
+
+            async def stand(*_: object) -> None:
+                await stands.wait()
+
+            with mock.patch.object(cluster.lent[1].worker._engines, "use", stand):
+                cluster.pool.hold()
+                assert await cluster.pool.held() > 0, "it may have requests in flight, which an update may not meet"
+                assert not still.gone
+                assert goes.engines is not None
+                assert not goes.engines.open
+                assert not cluster.lent[2].worker.pool._gate._open.is_set()
+                cluster.pool.release()
+                assert "WorkerEngines" in await cluster.lost(1)
+                await cluster.train(1)
+                stands.set()
+
+    asyncio.run(run())
 
 
 def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(tmp_path: Path) -> None:
@@ -31,6 +79,32 @@ def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(tmp_path: Path) ->
             assert there.leaving
             for handle in cluster.handles:
                 handle.client.hangs = False
+
+    asyncio.run(run())
+
+
+def test_workers_are_told_only_what_has_changed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=2, engines=2, seed=8) as cluster:
+            gates, told = cluster.fleet._gates, list[str]()
+            gates.tell()
+            await gates.late()
+
+            async def news(self: RemoteWorker, request: Any, *_: object) -> WorkerNews:
+                if isinstance(request, WorkerEngines):
+                    told.append(self.name)
+                return await news_of(self, request)
+
+            news_of = RemoteWorker.news
+            with mock.patch.object(RemoteWorker, "news", news):
+                gates.tell()
+                assert await gates.late() == 0
+                assert told == []
+                cluster.pool.members[1].suspect = True
+                gates.tell()
+                gates.tell()
+                await gates.late()
+                assert sorted(told) == ["rollout worker 1", "rollout worker 2"]
 
     asyncio.run(run())
 
@@ -133,3 +207,28 @@ def test_what_is_said_of_an_engine_before_it_started_again_does_not_end_it(tmp_p
             assert again.fenced == "it does not answer"
 
     asyncio.run(run())
+
+
+def test_a_rank_lets_go_of_a_worker_that_was_replaced(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Cluster(tmp_path, workers=1, engines=1, seed=7) as cluster:
+            with Client(cluster._rendezvous, "trainer.0") as client:
+                holder = cluster.fleet._workers[1].joined.rendezvous
+                before = client.beside(holder, "rollout worker 1")
+                assert client.beside(holder, "rollout worker 1") is before
+                await cluster.lose(1)
+                await cluster.lost(1)
+                await cluster.start(1)
+                assert client.beside(cluster.fleet._workers[1].joined.rendezvous, "rollout worker 1") is not before
+                if not (closed := before._connection.socket.closed):
+                    before.close()  # or the end of its context waits for it
+                assert closed
+
+    asyncio.run(run())
+
+
+def test_a_place_that_cannot_be_is_no_reply() -> None:
+    fine, wrong = (WorkerPacked((), 0, Place(1, offset)) for offset in (3, -3))
+    assert decode_reply(encode(fine)) == fine
+    with pytest.raises(ProtocolError, match=r"place\[1\]"):
+        decode_reply(encode(wrong))

@@ -104,16 +104,3 @@ def test_a_directory_that_others_may_enter_is_not_used(mode: int) -> None:
         return _fetch(to)
 
     assert served(ask) == FRAMES
-
-
-def test_what_killed_servers_of_this_user_left_goes_when_the_next_one_starts(temporary: Path) -> None:
-    """Not what is not bound yet, nor what another user may have made."""
-    left, fresh, others = (temporary / f"{local.PREFIX}{name}" for name in ("left", "fresh", "others"))
-    for folder in (left, fresh, others):
-        folder.mkdir(mode=0o700)
-    others.chmod(0o755)
-    for folder in (left, others):
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(folder / local.SOCKET))
-    made = local.make()
-    assert sorted(temporary.iterdir()) == sorted([fresh, others, made])

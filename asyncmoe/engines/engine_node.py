@@ -20,7 +20,7 @@ import msgspec
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.engines.engine import EngineProcess
-from asyncmoe.engines.engine_stay import GRACE_S, RunFailed, ServerLost, coming, controller, stay, unless, watch
+from asyncmoe.engines.engine_stay import GRACE_S, ControllerLost, RunFailed, ServerLost, coming, controller, stay, unless, watch
 from asyncmoe.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
 from asyncmoe.rpc import address
@@ -131,6 +131,8 @@ async def _lead(
         own, nodes = facts(engine.name), config.engines.nodes
         request = EngineJoin(engine.name, *place, *parallel, config.digest, own, nodes=nodes, met=met.meeting)
         await stay(config, run_dir, engine, seat.rendezvous, request, stop, again=again)
+    except ControllerLost as error:
+        raise ServerLost(str(error)) from error  # it comes anew, with all nodes, at the next controller
     except AsyncmoeError as error:
         if not orders.done():
             await seat.end(str(error))
@@ -224,7 +226,7 @@ class Seat:
         except WaitTimeout as error:
             if not self._controller:
                 raise
-            raise ServerLost(f"{self.title}: {error}") from error  # it comes anew, with all nodes, at the next controller
+            raise ServerLost(f"{self.title}: {error}") from error  # as in `_lead`
         assert isinstance(reply, EngineNodes)
         self._controller = reply.controller
         return reply

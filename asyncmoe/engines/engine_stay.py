@@ -66,7 +66,7 @@ def coming(*, again: bool) -> Iterator[None]:
 async def stay(
     config: Config, run_dir: Path, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event, *, again: bool
 ) -> None:
-    """Stay in the run to its end, with one controller after the other; an engine of several nodes comes to the next one anew.
+    """Stay in the run to its end, with one controller after the other.
 
     Args:
         again: whether the run has had this engine before.
@@ -74,6 +74,7 @@ async def stay(
     Raises:
         ServerLost: the server is lost, or must start again to serve another controller.
         RunFailed: the run has failed.
+        ControllerLost: of an engine over several nodes.
         WaitTimeout: the controller is lost, and no other came within `engines.orphan_s`.
     """
     lost: ControllerLost | None = None
@@ -82,7 +83,7 @@ async def stay(
             return await _Stay(config, engine, rendezvous).until(stop, request, again or lost is not None)
         except ControllerLost as error:
             if request.nodes > 1:
-                raise ServerLost(str(error)) from error
+                raise
             if lost is None or error.controller:  # else the next one was lost before it answered
                 lost, until = error, time.monotonic() + config.engines.orphan_s
             log.warning("%s; waiting for the next controller", error)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from asyncmoe.config import Config, parse
-from asyncmoe.errors import ConfigError
 from asyncmoe.launch.commands import Launch, Launcher, table
 from asyncmoe.launch.engine_machines import engine_machines, spread
 from asyncmoe.launch.ray.planning import bundles, environment, joining, strategy
@@ -46,22 +45,6 @@ def test_a_spread_is_complete_in_order_and_even(count: int, nodes: int) -> None:
     assert [number for numbers in found for number in numbers] == list(range(count))
     assert len(found) == nodes
     assert max(map(len, found)) - min(map(len, found)) <= 1
-
-
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        (
-            {"trainer": {"ranks": 3}, "cluster": {"trainer_nodes": 2}},
-            "cluster.trainer_nodes: got 2, expected a divisor of trainer.ranks = 3",
-        ),
-        ({"cluster": {"engine_nodes": 2}}, "cluster.engine_nodes: got 2, expected at most engines.count = 1"),
-        ({"engines": {"first_gpu": 4}}, "engines.first_gpu: got 4, expected 0 with launch: ray"),
-    ],
-)
-def test_what_cannot_be_spread_is_refused(sections: dict[str, dict[str, Any]], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        bundles(config(**sections), gpus=False)
 
 
 class Launched:

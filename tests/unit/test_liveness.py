@@ -15,8 +15,8 @@ from asyncmoe.engines.liveness import Liveness
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool, PooledGeneration
 from asyncmoe.engines.types import EngineLost, Generation, Sampling
-from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
-from asyncmoe.rpc.messages import WeightsAbort, WeightsAdapter, WeightsCommit, WeightsStage
+from asyncmoe.errors import EngineError, TrajectoryRejected
+from asyncmoe.rpc.messages import WeightsAdapter, WeightsCommit, WeightsStage
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.unit.fake_engine import fake, handles
 
@@ -103,30 +103,6 @@ def test_no_engine_is_fenced_because_this_process_stood_still() -> None:
         return pool
 
     assert [(member.fenced, member.suspect) for member in asyncio.run(run()).members] == [(None, False)] * 3
-
-
-def test_an_update_that_is_given_up_while_an_engine_pauses_leaves_all_sampling() -> None:
-    async def run() -> Pool:
-        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
-        slow, pause = fake(pool.members[0].engine), fake(pool.members[0].engine).pause
-
-        async def paused(retract: bool = False) -> None:
-            await asyncio.sleep(0.2)
-            await pause(retract)
-
-        slow.pause = paused  # type: ignore[method-assign]
-        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, "retract", pause_s=0.4)
-        await coordinator.handle(WeightsStage(1))
-        committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
-        await asyncio.sleep(0.15)
-        await coordinator.handle(WeightsAbort(1, "the sender failed"))
-        with pytest.raises(WeightSyncError, match="given up"):
-            await committing
-        await asyncio.gather(*(asyncio.wait_for(pool.generate((1,), SAMPLING), 5.0) for _ in range(4)))
-        return pool
-
-    pool = asyncio.run(run())
-    assert [(member.fenced, member.version, fake(member.engine).paused) for member in pool.members] == [(None, 0, False)] * 2
 
 
 @pytest.mark.parametrize("seconds", [0.3, 60.0], ids=["it swaps late", "it hangs"])

@@ -33,24 +33,7 @@ from asyncmoe.rpc.messages import (
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
-
-
-class Client:
-    """An engine that answers everything at once."""
-
-    there = True
-
-    def __init__(self, name: str, url: str, key: str) -> None:
-        self.name, self.url, self.key = name, url, key
-
-    async def ready(self) -> bool:
-        return self.there
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*_: Any, **__: Any) -> None:
-            pass
-
-        return call
+from tests.unit.fake_engine import FakeEngine
 
 
 class Rig:
@@ -94,7 +77,7 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
-    monkeypatch.setattr(membership, "connect", Client)
+    monkeypatch.setattr(membership, "connect", lambda name, url, key: FakeEngine(name))
     demo = Path(__file__).parents[2] / "examples" / "demo.yaml"
     settings = (
         "engines.join=true",
@@ -274,11 +257,11 @@ def test_the_only_engine_comes_again_under_its_name_and_no_moment_is_without_it(
             it.pool.fence(old, "no token for 60 s")
         asked: list[bool] = []
 
-        async def ready(client: Client) -> bool:
+        async def ready(client: FakeEngine) -> bool:
             asked.append(bool(it.pool.members))
             return len(asked) > (not fenced)
 
-        monkeypatch.setattr(Client, "ready", ready)
+        monkeypatch.setattr(FakeEngine, "ready", ready)
         new = await it.join("a")
         assert all(asked)
         assert it.pool.members == [new] != [old]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -111,35 +110,6 @@ def test_a_part_that_hangs_is_killed_and_started_again(configured: Config, tmp_p
     scripts["trainer"].insert(0, "sleep 600") if part == "controller" else None
     assert supervised(impatient, tmp_path, scripts)[part] == 2
     assert list((configured.run.dir / "logs").glob("stacks-*.txt"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "engines"),
-    [
-        (["engines.count=2"], ["engine.0", "engine.1"]),
-        (["engines.count=2", "engines.tp=2", "engines.nodes=2"], ["engine.0", "engine.1", "engine.0.node1", "engine.1.node1"]),
-        (["engines.join=true"], []),
-    ],
-)
-def test_this_machine_has_an_agent_for_every_node_of_every_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], engines: list[str]
-) -> None:
-    started: dict[str, tuple[list[str], dict[str, str]]] = {}
-
-    def child(name: str, command: list[str], log: Path, more: dict[str, str]) -> None:
-        started[log.name] = command, more
-
-    monkeypatch.setattr(local_parts, "Child", child)
-    made = local_parts.table(of(tmp_path, *settings), tmp_path / "config.yaml", ExitStack()).parts
-    assert list(made) == ["controller", *engines, "trainer"]
-    for name in engines:
-        made[name].start(3)
-        command, more = started[f"{name.replace('.', '-')}-joins.log"]
-        engine, _, node = name.partition(".node")
-        assert command[command.index("--name") + 1] == engine
-        assert command[command.index("--index") + 1] == engine[-1]
-        assert (command[-2:] == ["--node", "1"]) is bool(node)
-        assert more == {"ASYNCMOE_STARTS": "3"}
 
 
 RANK = "import sys; from pathlib import Path; sys.path.insert(0, {0!r}); from asyncmoe.telemetry import processes; "

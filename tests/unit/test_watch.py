@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from contextlib import ExitStack
@@ -17,10 +16,7 @@ from asyncmoe.errors import Interrupted
 from asyncmoe.launch import watch
 from asyncmoe.launch.run_processes import STOP_GRACE_S, RunParts
 from asyncmoe.process import Child
-from asyncmoe.telemetry.records import read_steps
-from asyncmoe.telemetry.schema import METRICS
 from tests.unit.supervised import table_of
-from tests.unit.telemetry_runs import write_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,24 +52,6 @@ def test_ctrl_c_before_the_controller_listens(configured: Config, tmp_path: Path
         watch.supervise(configured, start)
     assert caught.value.exit_code == 130
     assert time.monotonic() - began < STOP_GRACE_S, "nobody waits for a trainer that waits for the controller"
-
-
-def test_what_is_saved_and_what_the_same_command_does_next(configured: Config) -> None:
-    run_dir, total = configured.run.dir, configured.warmup.steps + configured.run.steps
-    assert watch.saved("stopped", configured) == "stopped before the first step; the same command starts over"
-    assert watch.begins(configured).startswith("starting: 2 trainer ranks, 1 engine; logs: ")
-    path = checkpoint(run_dir)
-    assert watch.begins(configured) == f"resuming from {path}: 2 trainer ranks, 1 engine; logs: {run_dir / 'logs'}"
-    assert watch.saved("stopped", configured) == f"stopped at step 3 of {total}, which is saved; the same command resumes from {path}"
-    write_run(run_dir, rl=3)
-    last = read_steps(run_dir / METRICS)[-1].step
-    assert last > 3
-    said = f"ended at once at step {last} of {total}, saved up to step 3; the same command resumes from {path}"
-    assert watch.saved("ended at once", configured) == said
-    (path / "asyncmoe.json").write_text(f'{{"step": {total}}}')
-    assert watch.saved("stopped", configured) == f"stopped after the last step: the run is complete, and saved in {path}"
-    shutil.rmtree(path)
-    assert watch.saved("stopped", configured) == "stopped before the first checkpoint; the same command starts over"
 
 
 def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int, controller: type[Child] = Child) -> Interrupted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import stat
 import tempfile
 import time

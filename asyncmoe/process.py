@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,7 +20,6 @@ from signal import Signals
 from typing import Any, NoReturn
 
 from asyncmoe.errors import AsyncmoeError, Interrupted
-from asyncmoe.logs import BoundedLog
 from asyncmoe.storage import writing
 
 ERROR_PREFIX, WARNING = "error: ", "warning: "
@@ -31,10 +29,8 @@ KILLED = "a rank was ended by"
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(10), *range(11, 32), *range(127, 160))}
 """Control characters but the line feed, which several errors at once need."""
 _PR_SET_PDEATHSIG = 1
-_LAST_WORDS, _MEMORY = "ASYNCMOE_LAST_WORDS", "asyncmoe-last-words"
-"""Variable with the path of the memory, and the memory's name, in which the parent reads a child's errors: the log's disk may be full."""
 _REAP_S = 60.0
-_MOST_WORDS = 1 << 16
+_MOST_READ = 64 << 20
 _YIELDING = 10
 """Added niceness: a thread with it gets about a tenth of the CPU time of a competing thread with niceness 0."""
 
@@ -59,23 +55,10 @@ def keep_files() -> None:
 
 
 def say(error: AsyncmoeError) -> None:
-    """Print the error for the user, with control characters of foreign texts as escapes.
-
-    A stop by the user is no error and is said as it is. If the log is on a full disk, only the parent's `Child.reason` has the error.
-    """
+    """Print the error for the user, with control characters of foreign texts as escapes. A stop by the user is said as it is."""
     prefix = "" if isinstance(error, Interrupted) else ERROR_PREFIX
-    text = f"{prefix}{error.where}{': ' if error.where else ''}{error}".translate(_ESCAPED)
-    _tell_parent(text)
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def _tell_parent(text: str) -> None:
-    path = os.environ.get(_LAST_WORDS, "")
-    with suppress(OSError):  # the parent has ended
-        if path and os.readlink(path).startswith(f"/memfd:{_MEMORY}"):  # else another process has got the number of one that has ended
-            with Path(path).open("a") as memory:
-                memory.write(f"{text}\n")
+    with suppress(OSError):  # the log's disk is full, which the parent looks at
+        print(f"{prefix}{error.where}{': ' if error.where else ''}{error}".translate(_ESCAPED), file=sys.stderr, flush=True)
 
 
 class _Unbroken(io.FileIO):
@@ -178,23 +161,18 @@ class Child:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.log = name, log
-        words, self._words = {}, -1
-        with suppress(OSError):  # vm.memfd_noexec=2 refuses it; then its log alone has its errors
-            self._words = os.memfd_create(_MEMORY)
-            weakref.finalize(self, os.close, self._words)
-            words = {_LAST_WORDS: f"/proc/{os.getpid()}/fd/{self._words}"}
         with writing(f"log of {name}", log):
             log.parent.mkdir(parents=True, exist_ok=True)
-            self._bounded = BoundedLog(log)
             opened = log.open("ab")
         with opened as output:
+            self._begin = output.tell()
             try:
                 self._process = subprocess.Popen(
                     list(command),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {}), **words},
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                     start_new_session=True,
                     preexec_fn=partial(die_with_parent, os.getpid()),
                 )
@@ -237,17 +215,17 @@ class Child:
                 return
 
     def output(self) -> str:
-        """Return what the process has written to its log; of a log that was moved, the newest part."""
-        return self._bounded.output()
+        """Return what the process has written to its log, or the newest part of much."""
+        with self.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            begin = self._begin if self._begin <= size else 0  # somebody has truncated it
+            file.seek(max(begin, size - _MOST_READ))
+            return file.read().decode(errors="replace")
 
     @property
     def reason(self) -> str | None:
-        """Failure reason: the line `error: ...` about a rank that a signal ended, or else the first; None: there is none.
-
-        It is what the process has told its parent, or else what is in the log.
-        """
-        told = "" if self._words < 0 else os.pread(self._words, _MOST_WORDS, 0).decode(errors="replace")
-        return root_cause((told or self.output()).splitlines())
+        """Failure reason: the line `error: ...` in its log about a rank that a signal ended, or else the first; None: there is none."""
+        return root_cause(self.output().splitlines())
 
     def why(self) -> str:
         """Return the failure reason; without one, the exit status and the path of the log."""

@@ -8,15 +8,13 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import IO, TypeVar
 
 from asyncmoe.errors import AsyncmoeError, DataError, StorageError, WaitTimeout
@@ -135,15 +133,13 @@ def try_place(what: str, directory: Path) -> str:
 
 
 @contextmanager
-def new_directory(what: str, out: Path, signals: Sequence[int] = ()) -> Iterator[Path]:
+def new_directory(what: str, out: Path) -> Iterator[Path]:
     """Yield an empty directory beside `out`, which becomes `out` at the end of the block; if the block raises, it is deleted.
 
     Missing parents of `out` are created, and directories deleted that processes which were killed on this node left for the same `out`.
 
     Args:
         what: as for `writing`.
-        signals: signals that delete it, too, and then end the process as they would have. Those that are ignored (nohup) stay so. Main
-            thread only.
 
     Raises:
         DataError: see `check_new`.
@@ -153,8 +149,7 @@ def new_directory(what: str, out: Path, signals: Sequence[int] = ()) -> Iterator
     with writing(what, out):
         scratch, held = _scratch(out)
     try:
-        with _deleted_by(signals, scratch):
-            yield scratch
+        yield scratch
         with writing(what, out):
             os.rename(scratch, out)  # fails if another process created `out` first
     except BaseException:
@@ -162,23 +157,6 @@ def new_directory(what: str, out: Path, signals: Sequence[int] = ()) -> Iterator
         raise
     finally:
         os.close(held)
-
-
-@contextmanager
-def _deleted_by(signals: Sequence[int], scratch: Path) -> Iterator[None]:
-    """An exception that a handler raises may be lost, in a destructor for instance; this handler ends the process itself."""
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        shutil.rmtree(scratch, ignore_errors=True)
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
-
-    before = {number: signal.signal(number, end) for number in signals if signal.getsignal(number) is not signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _scratch(out: Path) -> tuple[Path, int]:

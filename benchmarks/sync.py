@@ -25,7 +25,7 @@ from asyncmoe.engines.engine import EngineProcess
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import EngineError, WaitTimeout
-from asyncmoe.launch.local_trainer import trainer_command
+from asyncmoe.launch.torchrun import trainer_command
 from asyncmoe.models.make import make_model
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit, WeightsStage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -81,8 +80,7 @@ def import_checkpoint(
     """
     from asyncmoe.models.importing.command import import_checkpoint as imported
 
-    stopping = (signal.SIGTERM, signal.SIGHUP)
-    found = imported(checkpoint, out, model, iteration, family, lambda line: print(line, file=sys.stderr, flush=True), stopping)
+    found = imported(checkpoint, out, model, iteration, family, lambda line: print(line, file=sys.stderr, flush=True))
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"{out}: {found.tensors} tensors of {found.source}, {found.nbytes / 1e9:.1f} GB, {found.dtype}")

@@ -11,11 +11,11 @@ from asyncmoe.errors import DataError, UserError
 
 
 def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
-    """Show every process of a run on this host, with the Python stacks of our own, e.g. to see where it hangs.
+    """Show the Python stacks of a run's own processes on this host, e.g. to see where it hangs.
 
-    The run's processes are those that it recorded in its directory, with
-    their children. Of a run on several hosts, the end of the output names
-    those not covered. To profile steps instead, see docs/guides/profiling.md.
+    The run's processes are those that it recorded in its directory. Of a run
+    on several hosts, the end of the output names those not covered. To profile
+    steps instead, see docs/guides/profiling.md.
     """
     from asyncmoe.launch import stacks as command
 

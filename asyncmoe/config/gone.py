@@ -29,7 +29,7 @@ class Gone:
 _MEMORY = "nothing: trajectories stay in the memory of the process that sampled them, and in the log"
 _STORE = "nothing: sync.method disk writes versions to sync.directory"
 _VERIFY = "nothing: sync.verify_every compares the checksums of every engine"
-_LOGS = "nothing: a log is moved at 64 MiB, and three moved parts of it are kept"
+_LOGS = "nothing: logs grow; logrotate bounds them with copytruncate"
 _PROFILE = "nothing: a profile has the names of operators and their times"
 _HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
 _TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert"

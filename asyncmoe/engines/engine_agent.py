@@ -20,9 +20,9 @@ from pathlib import Path
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.engines.engine_node import serve_node
-from asyncmoe.engines.engine_stay import ServerLost, ready, stay, unless
+from asyncmoe.engines.engine_stay import ServerLost, coming, ready, stay, unless
 from asyncmoe.engines.nodes import process_name
-from asyncmoe.errors import EngineError, UserError
+from asyncmoe.errors import UserError
 from asyncmoe.process import named
 from asyncmoe.rpc import address
 from asyncmoe.rpc.environment import starts_before
@@ -46,7 +46,7 @@ def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[s
 
     Args:
         index: index of this engine on its machine.
-        memory: see `asyncmoe.engines.backend.start`.
+        memory: arguments that limit its GPU memory.
         node: which one of the engine's `engines.nodes` this machine is.
 
     Raises:
@@ -87,7 +87,7 @@ async def _serve(config: Config, run_dir: Path, name: str, index: int, memory: S
     while True:
         try:
             if config.engines.nodes > 1:
-                return await serve_node(config, run_dir, name, index, node, memory, _seed(name, restart), stop)
+                return await serve_node(config, run_dir, name, index, node, memory, _seed(name, restart), stop, again=restart > 0)
             return await _serve_once(config, run_dir, name, index, memory, restart, stop)
         except ServerLost as error:
             restart += 1
@@ -109,19 +109,16 @@ async def _serve_once(
         ServerLost: the server has joined and is lost, or did not start again; the run goes on without it.
         AsyncmoeError: as `run`.
     """
-    host, key = address.reachable(config.cluster.network), secrets.token_urlsafe(32)
-    engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=_seed(name, restart), memory=memory)
+    host, key, again = address.reachable(config.cluster.network), secrets.token_urlsafe(32), restart > 0
+    with coming(again=again):
+        engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=_seed(name, restart), memory=memory)
     try:
-        try:
+        with coming(again=again):
             rendezvous = await unless(stop, ready(engine, run_dir, config.engines.start_timeout_s))
-        except EngineError as error:
-            if not restart:
-                raise
-            raise ServerLost(str(error)) from error  # the run goes on without it
         if rendezvous is not None:
             place = (engine.url, key, address.host_id())
             request = EngineJoin(name, *place, engine.tp, engine.ep, config.digest, facts(name))
-            await stay(config, run_dir, engine, rendezvous, request, stop)
+            await stay(config, run_dir, engine, rendezvous, request, stop, again=again)
     finally:
         await engine.stop()
 

@@ -20,29 +20,28 @@ import msgspec
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.engines.engine import EngineProcess
-from asyncmoe.engines.engine_stay import GRACE_S, ServerLost, controller, following, stay, unless, watch
+from asyncmoe.engines.engine_stay import GRACE_S, ControllerLost, RunFailed, ServerLost, coming, controller, stay, unless, watch
 from asyncmoe.engines.nodes import MeetingPlace, NodePlace
-from asyncmoe.errors import AsyncmoeError, EngineError, ProtocolError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
 from asyncmoe.rpc import address
-from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import EngineJoin, Reply
+from asyncmoe.rpc.async_client import AsyncClient
+from asyncmoe.rpc.messages import EngineJoin
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import facts
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.trajectory import Buffer
 
 log = logging.getLogger(__name__)
-_POLL_S = 0.5
 
 
 async def serve_node(
-    config: Config, run_dir: Path, name: str, index: int, node: int, memory: Sequence[str], seed: int, stop: asyncio.Event
+    config: Config, run_dir: Path, name: str, index: int, node: int, memory: Sequence[str], seed: int, stop: asyncio.Event, *, again: bool
 ) -> None:
     """Serve one node of an engine until the run ends or `stop` is set.
 
     Args:
         seed: as for `asyncmoe.engines.backend.start`.
+        again: whether the run has had this engine before.
 
     Raises:
         ServerLost: the engine has joined and is lost with any of its nodes, but the run goes on without it.
@@ -55,32 +54,32 @@ async def serve_node(
     over_network = address.several(config.cluster.network)
     host, key = address.reachable(config.cluster.network), secrets.token_urlsafe(32)
     offered = None if node else MeetingPlace(host if over_network else None)
-    seat = Seat(config, run_dir, rendezvous, name, node, "" if offered is None else offered.url)
+    seat = Seat(config, rendezvous, name, node, "" if offered is None else offered.url)
     try:
-        met = await unless(stop, seat.meet())
-        if met is None:
-            if stop.is_set():
-                await seat.end("it was stopped")
-            return
-        place = NodePlace(node, met.meeting)
-        try:
-            engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory, place=place)
-        except AsyncmoeError as error:
-            await seat.end(str(error))
-            raise
-        following_orders = asyncio.create_task(seat.follow(engine))
+        with coming(again=again):
+            met = await unless(stop, seat.meet())
+            if met is None:
+                if stop.is_set():
+                    await seat.end("it was stopped")
+                return
+            place = NodePlace(node, met.meeting)
+            try:
+                engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory, place=place)
+            except AsyncmoeError as error:
+                await seat.end(str(error))
+                raise
+        following_orders = asyncio.create_task(seat.follow())
         try:
             if node:
                 await _hold(seat, engine, following_orders, stop)
             else:
-                await _lead(config, run_dir, seat, engine, following_orders, key, met, stop)
+                await _lead(config, run_dir, seat, engine, following_orders, key, met, stop, again=again)
         finally:
-            seat.left = True
+            following_orders.cancel()
+            await asyncio.gather(following_orders, return_exceptions=True)
             await engine.stop()
-            with contextlib.suppress(AsyncmoeError):
-                await following_orders  # its thread uses the client; the controller answers it soon, or is gone
     finally:
-        await seat.close()
+        seat.close()
         if offered is not None:
             offered.close()
 
@@ -113,6 +112,8 @@ async def _lead(
     key: str,
     met: EngineNodes,
     stop: asyncio.Event,
+    *,
+    again: bool,
 ) -> None:
     """Join the run for all nodes, and stay in it."""
     starting, stopping = asyncio.create_task(engine.wait_ready()), asyncio.create_task(stop.wait())
@@ -123,12 +124,15 @@ async def _lead(
         if not starting.done():
             await seat.end("it was stopped")
             return
-        starting.result()
+        with coming(again=again):
+            starting.result()
         # Ranks on several machines share memory with none that is on one of them.
         place, parallel = (engine.url, key, "+".join(sorted(set(met.hosts)))), (engine.tp, engine.ep)
         own, nodes = facts(engine.name), config.engines.nodes
         request = EngineJoin(engine.name, *place, *parallel, config.digest, own, nodes=nodes, met=met.meeting)
-        await stay(config, run_dir, engine, seat.rendezvous, request, stop)
+        await stay(config, run_dir, engine, seat.rendezvous, request, stop, again=again)
+    except ControllerLost as error:
+        raise ServerLost(str(error)) from error  # it comes anew, with all nodes, at the next controller
     except AsyncmoeError as error:
         if not orders.done():
             await seat.end(str(error))
@@ -144,10 +148,10 @@ def _obey(seat: Seat, order: EngineNodes) -> None:
 
     Raises:
         ServerLost: the engine is lost, but not the run.
-        EngineError: the run has failed, or the engine did not start.
+        RunFailed: the run has failed, or the engine did not start.
     """
     if order.why:
-        raise (ServerLost if order.again else EngineError)(f"{seat.title} was ended by the controller: {order.why}")
+        raise (ServerLost if order.again else RunFailed)(f"{seat.title} was ended by the controller: {order.why}")
 
 
 class Seat:
@@ -156,45 +160,32 @@ class Seat:
     Attributes:
         title: of the node in messages.
         rendezvous: of the controller.
-        left: set it to end `follow`.
 
     Args:
         meeting: where the ranks can meet; empty but for node 0.
     """
 
-    def __init__(self, config: Config, run_dir: Path, rendezvous: Rendezvous, name: str, node: int, meeting: str) -> None:
+    def __init__(self, config: Config, rendezvous: Rendezvous, name: str, node: int, meeting: str) -> None:
         self.title, self.rendezvous = f"{name} node {node}", rendezvous
-        self.left = False
-        self._config, self._run_dir = config, run_dir
+        self._config = config
         self._limit_s = config.cluster.heartbeat_timeout_s
-        self._client, self._controller = Client(rendezvous, self.title), ""
-        self._asking: asyncio.Future[tuple[Reply, list[Buffer]]] | None = None
+        self._client, self._controller = AsyncClient(rendezvous, rendezvous.controller), ""
         start, who = secrets.token_hex(8), socket.gethostname()
         place = (config.engines.nodes, start, address.host_id(), who, meeting, "")
         self._here = EngineNode(name, node, *place, self._limit_s / 3, config.digest, facts(self.title))
 
     async def meet(self) -> EngineNodes | None:
-        """Wait for the other nodes, at one controller after the other; return where their ranks meet, or None if the run is over.
+        """Wait for the other nodes; return where their ranks meet, or None if the run is over.
 
         Raises:
+            ServerLost: the controller is gone, and another may take its place.
             WaitTimeout: one has not come within `engines.start_timeout_s`, or the controller is gone.
-            ProtocolError: the controller is gone.
             EngineError: the run has failed.
         """
         limit_s, begin = self._config.engines.start_timeout_s, time.monotonic()
         while True:
             heartbeats.beat("waits for the other nodes of its engine")
-            try:
-                reply = await self._ask()
-            except (WaitTimeout, ProtocolError) as error:  # as in `follow`
-                left = limit_s - (time.monotonic() - begin)
-                if not self._controller or left <= 0:
-                    raise
-                log.warning("%s; waiting for the next controller", error)
-                await asyncio.sleep(_POLL_S)
-                self._turn_to(await controller(self._run_dir, left))
-                continue
-            self._controller = reply.controller
+            reply = await self._ask()
             self._here = msgspec.structs.replace(self._here, facts=None, met=reply.meeting)  # the facts were true when they were sent
             if reply.finished:
                 return None
@@ -208,59 +199,34 @@ class Seat:
                 words = f"start asyncmoe engine --name {self._here.name} --node {absent} there, or see its log"
                 raise WaitTimeout(f"node {absent} of {self._here.name}", f"it has not come; {words}", waited)
 
-    async def follow(self, engine: EngineProcess) -> EngineNodes:
-        """Say that the node lives, to one controller after the other, until an answer is an order; return it.
-
-        Raises:
-            WaitTimeout: the controller is lost, and no other came within `engines.orphan_s`.
-        """
-        reply = EngineNodes(finished=True)
-        while not self.left:
+    async def follow(self) -> EngineNodes:
+        """Say that the node lives until an answer is an order; return it. Raises as `meet` does for a controller that is gone."""
+        while True:
             heartbeats.beat("looks after its server")
-            try:
-                reply = await self._ask()
-            except (WaitTimeout, ProtocolError) as error:  # ProtocolError: the next controller answers at the same address
-                await self._follow_next(engine, error)
-                continue
-            self._controller = reply.controller
-            if reply.is_order:
-                break
-        return reply
+            if (reply := await self._ask()).is_order:
+                return reply
 
     async def end(self, why: str) -> EngineNodes:
         """Tell the controller that the node ends: with `why`, its server is lost; without, the engine leaves in order. Return how all nodes
         end, once the controller has heard it or is gone."""
         end = EngineNodeEnd(self._here.name, self._here.node, self._here.start, why)
         limit_s, reply = GRACE_S if why else self._config.rollout.request_timeout_s + GRACE_S, EngineNodes(finished=True)
-        with contextlib.suppress(AsyncmoeError), Client(self.rendezvous, f"{self.title} leaving") as client:
-            told = (await asyncio.to_thread(client.ask, end, limit_s))[0]
+        with contextlib.suppress(AsyncmoeError):
+            told, _ = await self._client.ask(end, limit_s)
             reply = told if isinstance(told, EngineNodes) else reply
         return reply
 
-    async def close(self) -> None:
-        """Close the connection, after the answer to what was asked last; the controller gives it soon, or is gone."""
-        if self._asking is not None:
-            await asyncio.gather(self._asking, return_exceptions=True)
+    def close(self) -> None:
+        """Close the connection."""
         self._client.close()
 
     async def _ask(self) -> EngineNodes:
-        asking = asyncio.to_thread(self._client.ask, self._here, self._here.wait_s + self._limit_s)
-        self._asking = asyncio.ensure_future(asking)  # a thread that uses the client cannot be cancelled
-        reply = (await asyncio.shield(self._asking))[0]
+        try:
+            reply, _ = await self._client.ask(self._here, self._here.wait_s + self._limit_s)
+        except WaitTimeout as error:
+            if not self._controller:
+                raise
+            raise ServerLost(f"{self.title}: {error}") from error  # as in `_lead`
         assert isinstance(reply, EngineNodes)
+        self._controller = reply.controller
         return reply
-
-    async def _follow_next(self, engine: EngineProcess, lost: AsyncmoeError) -> None:
-        """Go on with the next controller. Raises `lost` if none can take the place of the last one."""
-        if not self._controller or self.left:
-            raise lost
-        log.warning("%s; waiting for the next controller", lost)
-        limit_s = self._config.engines.orphan_s
-        successor = await following(self._run_dir, engine, time.monotonic() + limit_s)
-        if successor is None:
-            raise WaitTimeout("the next controller", str(lost), limit_s)
-        self._turn_to(successor)
-
-    def _turn_to(self, successor: Rendezvous) -> None:
-        self._client.close()
-        self.rendezvous, self._client = successor, Client(successor, self.title)

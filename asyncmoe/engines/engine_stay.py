@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from asyncmoe.config import Config
 from asyncmoe.engines.engine import EngineProcess
 from asyncmoe.errors import AsyncmoeError, EngineError, ProtocolError, WaitTimeout
 from asyncmoe.rpc import keys
-from asyncmoe.rpc.client import Client
+from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry import heartbeats
@@ -36,6 +36,10 @@ class ServerLost(EngineError):
     exit_code = 4
 
 
+class RunFailed(EngineError):
+    """The controller has ended the engine, because the run has failed."""
+
+
 class ControllerLost(AsyncmoeError):
     """The controller is gone, and the server goes on. `controller`: its name; empty: it was gone before the server had joined."""
 
@@ -44,27 +48,45 @@ class ControllerLost(AsyncmoeError):
         self.controller = controller
 
 
+@contextlib.contextmanager
+def coming(*, again: bool) -> Iterator[None]:
+    """Within the block an engine starts or joins. Whatever keeps one from it that the run has had before is the loss of that engine alone.
+
+    Raises:
+        ServerLost: with `again`, whatever went wrong, unless the controller is gone or has ended the engine.
+    """
+    try:
+        yield
+    except AsyncmoeError as error:
+        if not again or isinstance(error, ServerLost | ControllerLost | RunFailed):
+            raise
+        raise ServerLost(str(error)) from error
+
+
 async def stay(
-    config: Config, run_dir: Path, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event
+    config: Config, run_dir: Path, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event, *, again: bool
 ) -> None:
     """Stay in the run to its end, with one controller after the other.
 
+    Args:
+        again: whether the run has had this engine before.
+
     Raises:
         ServerLost: the server is lost, or must start again to serve another controller.
+        RunFailed: the run has failed.
+        ControllerLost: of an engine over several nodes.
         WaitTimeout: the controller is lost, and no other came within `engines.orphan_s`.
     """
     lost: ControllerLost | None = None
     while True:
         try:
-            return await _Stay(config, engine, rendezvous).until(stop, request)
+            return await _Stay(config, engine, rendezvous).until(stop, request, again or lost is not None)
         except ControllerLost as error:
+            if request.nodes > 1:
+                raise
             if lost is None or error.controller:  # else the next one was lost before it answered
                 lost, until = error, time.monotonic() + config.engines.orphan_s
             log.warning("%s; waiting for the next controller", error)
-        except EngineError as error:
-            if isinstance(error, ServerLost) or (lost is None and engine.died is None):
-                raise
-            raise ServerLost(str(error)) from error  # also one that died while it joined
         successor = await unless(stop, following(run_dir, engine, until))
         if successor is None:
             if stop.is_set():
@@ -119,13 +141,18 @@ class _Stay:
     def __init__(self, config: Config, engine: EngineProcess, rendezvous: Rendezvous) -> None:
         self._config, self._engine, self._rendezvous = config, engine, rendezvous
 
-    async def until(self, stop: asyncio.Event, request: EngineJoin) -> None:
-        with Client(self._rendezvous, request.name) as client:
+    async def until(self, stop: asyncio.Event, request: EngineJoin, again: bool) -> None:
+        with contextlib.closing(AsyncClient(self._rendezvous, self._rendezvous.controller)) as client:
             limit = self._config.cluster.heartbeat_timeout_s
-            try:
-                joined = (await asyncio.to_thread(client.ask, request, limit + GRACE_S))[0]
-            except WaitTimeout as error:
-                raise ControllerLost(str(error), "") from error
+            with coming(again=again):
+                try:
+                    joined, _ = await client.ask(request, limit + GRACE_S)
+                except WaitTimeout as error:
+                    raise ControllerLost(str(error), "") from error
+                except AsyncmoeError as error:
+                    if (why := self._engine.died) is None:
+                        raise
+                    raise ServerLost(f"{error}; it died meanwhile: {why}") from error
             assert isinstance(joined, EngineJoined)
             log.info("%s has joined", request.name)
             orders = asyncio.create_task(self._orders(client, joined.controller))
@@ -134,56 +161,53 @@ class _Stay:
             done, _ = await asyncio.wait([orders, health, stopping], return_when=asyncio.FIRST_COMPLETED)
             try:
                 if orders in done or health in done:
-                    await self._ended(orders, health)
+                    await self._ended(client, orders, health)
                 else:
-                    await self._leave()
+                    await self._leave(client)
             finally:
-                for task in (health, stopping):
+                for task in (orders, health, stopping):
                     task.cancel()
-                # Its thread uses the client; the controller answers it soon, or is gone.
-                with contextlib.suppress(AsyncmoeError):
-                    await orders
+                await asyncio.gather(orders, health, stopping, return_exceptions=True)
 
-    async def _orders(self, client: Client, controller: str) -> EngineOrder:
+    async def _orders(self, client: AsyncClient, controller: str) -> EngineOrder:
         """Send heartbeats until an answer is the last order.
 
         Raises:
             ControllerLost: it is gone, and another may take its place.
             WaitTimeout: it is gone.
+            ServerLost: it does not know the engine any more.
         """
         limit = self._config.cluster.heartbeat_timeout_s
         alive = EngineAlive(self._engine.name, limit / 3)
         while True:
             try:
-                reply = (await asyncio.to_thread(client.ask, alive, alive.wait_s + limit))[0]
-            except (WaitTimeout, ProtocolError) as error:  # ProtocolError: the next controller answers at the same address
+                reply, _ = await client.ask(alive, alive.wait_s + limit)
+            except WaitTimeout as error:
                 if controller:
                     raise ControllerLost(str(error), controller) from error
                 raise
+            except ProtocolError as error:
+                raise ServerLost(str(error)) from error
             assert isinstance(reply, EngineOrder)
             if reply.finished or reply.why:
                 return reply
 
-    async def _ended(self, orders: asyncio.Task[EngineOrder], health: asyncio.Task[str]) -> None:
+    async def _ended(self, client: AsyncClient, orders: asyncio.Task[EngineOrder], health: asyncio.Task[str]) -> None:
         if orders.done():
             order = orders.result()
             if order.why:
-                kind = ServerLost if order.again else EngineError
+                kind = ServerLost if order.again else RunFailed
                 raise kind(f"{self._engine.name} was ended by the controller: {order.why}")
             return
         with contextlib.suppress(AsyncmoeError):  # the controller may be lost too
-            await self._ask(EngineLeave(self._engine.name, health.result()), GRACE_S)
+            await client.ask(EngineLeave(self._engine.name, health.result()), GRACE_S)
         raise ServerLost(f"{self._engine.name} died: {health.result()}")
 
-    async def _leave(self) -> None:
+    async def _leave(self, client: AsyncClient) -> None:
         """Leave in order; with a supervisor that is lost, whose controller may hang, not for as long as a response may take."""
         log.info("%s leaves", self._engine.name)
         drained_s = self._config.rollout.request_timeout_s + GRACE_S
-        await self._ask(EngineLeave(self._engine.name), drained_s if os.getppid() == _PARENT else self._config.engines.orphan_s)
-
-    async def _ask(self, request: EngineLeave, timeout_s: float) -> None:
-        with Client(self._rendezvous, f"{self._engine.name}.leaving") as client:
-            await asyncio.to_thread(client.ask, request, timeout_s)
+        await client.ask(EngineLeave(self._engine.name), drained_s if os.getppid() == _PARENT else self._config.engines.orphan_s)
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:

@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _MOST_ENDED = 1024
 """Starts of nodes that have ended, which may still wait for an answer."""
-_RETURN_S = 10.0
-"""Seconds for all nodes of an engine to find the next controller of their run."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +47,16 @@ class NodeGathering:
     Attributes:
         name: of the engine.
         nodes: their number.
-        began: monotonic time.
         seats: by number.
         meeting: where the ranks meet; empty until node 0 has said it.
-        returned: it met before this controller began.
         joined: the engine has joined the run.
         order: how all nodes end; None: they go on.
     """
 
     name: str
     nodes: int
-    began: float
     seats: Mapping[int, NodeSeat] = field(default_factory=dict)
     meeting: str = ""
-    returned: bool = False
     joined: bool = False
     order: EngineOrder | None = None
 
@@ -74,7 +68,7 @@ class NodeGathering:
     @property
     def has_met(self) -> bool:
         """Whether every node may start its server."""
-        return self.returned or not self.missing
+        return not self.missing
 
 
 def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s: float) -> NodeGathering:
@@ -91,8 +85,8 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
     if node >= request.nodes:
         raise UserError(f"node of engine {name}", got=node, expected=f"less than engines.nodes = {request.nodes}")
     found = None if found is None else staying(found, now, limit_s)
-    if found is None or not (found.seats or found.returned):
-        found = NodeGathering(name, request.nodes, now, meeting=request.met, returned=bool(request.met))
+    if found is None or not found.seats:
+        found = NodeGathering(name, request.nodes)
     if request.nodes != found.nodes:
         raise UserError(f"engines.nodes of {name} on {request.who}", got=request.nodes, expected=f"{found.nodes}, as its first node has")
     if (before := found.seats.get(node)) is not None and before.start != request.start:
@@ -103,11 +97,6 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
     seat = NodeSeat(request.start, request.host, request.who, now)
     meeting = request.meeting if node == 0 and not found.has_met else found.meeting
     return replace(found, seats={**found.seats, node: seat}, meeting=meeting)
-
-
-def starts_anew(found: NodeGathering, request: EngineNode) -> bool:
-    """Return whether a node of an engine that met before this controller began has no server any more; the others wait for it in vain."""
-    return found.returned and not request.met and all(seat.start != request.start for seat in found.seats.values())
 
 
 def staying(found: NodeGathering, now: float, limit_s: float) -> NodeGathering:
@@ -125,9 +114,6 @@ def silent(found: NodeGathering, now: float, limit_s: float) -> str:
     for node, seat in sorted(found.seats.items() if found.has_met else ()):
         if not (node == 0 and found.joined) and now - seat.heard > limit_s:
             return f"node {node} on {seat.who}: no heartbeat for {now - seat.heard:.0f} s (cluster.heartbeat_timeout_s {limit_s:g})"
-    absent = [node for node in found.missing if not (node == 0 and found.joined)]
-    if found.returned and absent and now - found.began > max(limit_s, _RETURN_S):
-        return f"node {absent[0]} has not returned from the last controller"
     return ""
 
 
@@ -164,12 +150,9 @@ class Gatherings:
 
     def join(self, request: EngineJoin) -> str:
         """Return why an engine of several nodes cannot join, or nothing."""
-        found, over = self._now.get(request.name), self._over.get(request.name)
-        if found is None and request.served and (over is None or over.meeting != request.met):
-            found = NodeGathering(request.name, request.nodes, time.monotonic(), meeting=request.met, returned=True)
+        found = self._now.get(request.name)
         if found is None or not found.has_met or found.meeting != request.met:
             return f"{request.name}: a node of it was lost before it could join"
-        self._now[request.name] = found
         return ""
 
     def joined(self, name: str) -> None:
@@ -206,8 +189,7 @@ class Gatherings:
         if not found.has_met:
             self._now[name] = replace(found, seats={number: seat for number, seat in found.seats.items() if number != node})
             return True
-        again = found.joined or found.returned
-        self.end(name, found.meeting, EngineOrder(why=f"node {node} on {found.seats[node].who}: {why}", again=again))
+        self.end(name, found.meeting, EngineOrder(why=f"node {node} on {found.seats[node].who}: {why}", again=found.joined))
         return True
 
     def order(self, name: str, start: str) -> EngineNodes:
@@ -225,11 +207,7 @@ class Gatherings:
         if self._last is not None or request.start in self._ended or self._is_over(request):
             return
         found = self._now.get(request.name)
-        if found is not None and starts_anew(found, request):
-            why = f"node {request.node} on {request.who} has started anew"
-            self.end(request.name, found.meeting, EngineOrder(why=why, again=True))
-            found = None
-        if not request.met or found is None or found.meeting == request.met:  # else its engine was lost, and the others have come anew
+        if not request.met or (found is not None and found.meeting == request.met):  # else its engine was lost
             came = self._now[request.name] = arrive(found, request, time.monotonic(), self._limit_s)
             if found is None or all(seat.start != request.start for seat in found.seats.values()):
                 log.info("node %d of %s has come from %s; missing: %s", request.node, request.name, request.who, came.missing or "none")
@@ -238,7 +216,7 @@ class Gatherings:
         """End the nodes of an engine if one of them is silent."""
         self._look()
         if (found := self._now.get(name)) is not None and (why := silent(found, time.monotonic(), self._limit_s)):
-            self.end(name, found.meeting, EngineOrder(why=why, again=found.joined or found.returned))
+            self.end(name, found.meeting, EngineOrder(why=why, again=found.joined))
 
     def _reply(self, request: EngineNode) -> EngineNodes:
         if self._last is not None:
@@ -253,18 +231,15 @@ class Gatherings:
         return EngineNodes(meeting, hosts, found.missing, self._controller)
 
     def _is_over(self, request: EngineNode) -> bool:
-        over, found = self._over.get(request.name), self._now.get(request.name)
-        if over is None or any(seat.start == request.start for seat in over.seats.values()):
-            return over is not None
-        # A node that had not returned yet when the others ended; a later start may have been given the same port.
-        return bool(request.met) and over.meeting == request.met and (found is None or found.meeting != request.met)
+        over = self._over.get(request.name)
+        return over is not None and any(seat.start == request.start for seat in over.seats.values())
 
     def _look(self) -> None:
         """If this process stood still, what nodes have sent meanwhile is still to be read."""
         if gap := self._standstill.look():
             for name, found in self._now.items():
                 later = {node: replace(seat, heard=seat.heard + gap) for node, seat in found.seats.items()}
-                self._now[name] = replace(found, seats=later, began=found.began + gap)
+                self._now[name] = replace(found, seats=later)
 
 
 def _ending(order: EngineOrder | None) -> EngineNodes:

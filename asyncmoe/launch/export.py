@@ -11,8 +11,7 @@ from asyncmoe import checkpoints, models
 from asyncmoe import config as configuration
 from asyncmoe.checkpoints import intact
 from asyncmoe.errors import AsyncmoeError, UserError
-from asyncmoe.launch.local_trainer import trainer_command
-from asyncmoe.launch.torchrun import trainer_environment
+from asyncmoe.launch.torchrun import trainer_command, trainer_environment
 from asyncmoe.models import origin
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.process import WARNING, Child

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from signal import Signals
-from typing import Protocol
 
 from asyncmoe import storage
 from asyncmoe.errors import RECURRING, AsyncmoeError, UserError
+from asyncmoe.launch.run_processes import Process
 from asyncmoe.process import KILLED
 
 _FOLLOWS = ("waited", "was ended by the controller")
@@ -21,30 +20,7 @@ _KILL, _UNEXPLAINED, _LOST = 1, 6, 7
 """Sort keys (`_rank`) of a kill, of a failure without a reason, and of one that the loss of another process explains."""
 
 
-class Ended(Protocol):
-    """How a process of a run ended, for error messages."""
-
-    @property
-    def name(self) -> str:
-        """Name of the process in messages."""
-
-    @property
-    def log(self) -> Path:
-        """Log file of the process."""
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status, negative signal number, or None while it runs."""
-
-    @property
-    def reason(self) -> str | None:
-        """The reason that the process gave for its end; None if it gave none."""
-
-    def why(self) -> str:
-        """The reason that the process gave for its end; without one, its status and its log."""
-
-
-def failure(failed: Sequence[Ended]) -> AsyncmoeError:
+def failure(failed: Sequence[Process]) -> AsyncmoeError:
     """Return the error of the root-cause failure, with its exit code if the failure would recur. `failed` must not be empty."""
     first = min(failed, key=_rank)
     if first.reason is None and (full := storage.probe(first.log.parent)) is not None:  # a full disk keeps reasons out of the logs
@@ -55,22 +31,22 @@ def failure(failed: Sequence[Ended]) -> AsyncmoeError:
     return error
 
 
-def explained(failed: Sequence[Ended]) -> bool:
+def explained(failed: Sequence[Process]) -> bool:
     """Whether a failure among them has a reason of its own."""
     return min(map(_rank, failed)) < _UNEXPLAINED
 
 
-def certain(failed: Sequence[Ended]) -> bool:
+def certain(failed: Sequence[Process]) -> bool:
     """Whether a failure among them does not follow from that of another process which has not ended yet: a user error, or a kill."""
     return min(map(_rank, failed)) <= _KILL
 
 
-def only_lost(failed: Sequence[Ended]) -> bool:
+def only_lost(failed: Sequence[Process]) -> bool:
     """Whether all failures are the loss of another process."""
     return all(_rank(process) == _LOST for process in failed)
 
 
-def _rank(ended: Ended) -> int:
+def _rank(ended: Process) -> int:
     """Sort key of a failure: a user error with its reason is lowest, then a kill, the controller's own reason, wrong numbers or programs, a
     crash, another own reason, no reason, and the loss of another process.
 

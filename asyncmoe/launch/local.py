@@ -27,9 +27,8 @@ from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.engines import succession
 from asyncmoe.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.errors import ConfigError, DataError, UserError, together
-from asyncmoe.launch import plugin_probe, preflight, rollout_code
+from asyncmoe.launch import plugin_probe, preflight
 from asyncmoe.launch.local_parts import end_left, table
-from asyncmoe.launch.served import served
 from asyncmoe.launch.watch import supervise
 from asyncmoe.log import belonging
 from asyncmoe.models import origin, resume
@@ -85,8 +84,6 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     here = not config.engines.join and config.launch == "local"
     if config.log.redis is not None and config.launch == "local":
         _check_redis(config.log)
-    if config.launch == "local":
-        rollout_code.check(config)
     plugin_probe.check(config)
     if config.launch == "local" and devices.none_here():
         for key, value in config.trainer.needs_gpu:  # which the trainer would refuse a minute later
@@ -117,7 +114,7 @@ def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) 
     found: list[UserError] = [] if newest is None else [*resume.differing(newest, config, hf)]
     if begun or (newest is not None and config.model.path.exists()):
         try:
-            found += origin.differing(config, newest, served(config.scoring.teacher))
+            found += origin.differing(config, newest)
         except DataError as error:
             found.append(error)
     if found:
@@ -161,7 +158,7 @@ def prepare(config: Config) -> Path:
         for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
             shutil.rmtree(config.run.dir / stale, ignore_errors=True)
     (config.run.dir / succession.FILE).unlink(missing_ok=True)  # only a controller that this launcher starts again takes engines over
-    file, kept = resolved(config), json.dumps(origin.origin_of(config, served(config.scoring.teacher)), indent=1)
+    file, kept = resolved(config), json.dumps(origin.origin_of(config), indent=1)
     with storage.writing("configuration of the run", file):
         storage.make_private(config.run.dir)
         given = yaml.safe_dump(moved.absolute(config).model_dump(mode="json"), sort_keys=False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from asyncmoe.config import Config
-from asyncmoe.launch import commands, local_trainer
+from asyncmoe.launch import commands
 from asyncmoe.launch.commands import Launch, Launcher
 from asyncmoe.launch.engine_machines import EngineMachine
 from asyncmoe.launch.rule import CONTROLLER, TRAINER
@@ -37,7 +38,7 @@ class _Local:
         if (child := self._children.get(name)) is not None:
             child.end(STOP_GRACE_S if name == TRAINER else engine_s)
         if name == TRAINER:
-            local_trainer.kill(self._run_dir, RANKS)
+            _kill(self._run_dir, RANKS)
 
     def end_all(self) -> None:
         """Ask all to end, and kill what does not in time."""
@@ -70,4 +71,12 @@ def end_left(run_dir: Path, *, engines: bool) -> None:
     roles = (CONTROLLER, RANKS, *(["engine."] if engines else []))
     left = [one for one in recorded if one.role.startswith(roles) and processes.runs(one)]
     if not wait_until(lambda: not any(map(processes.runs, left)), STOP_GRACE_S):
-        local_trainer.kill(run_dir, *roles)
+        _kill(run_dir, *roles)
+
+
+def _kill(run_dir: Path, *roles: str) -> None:
+    """Send SIGKILL to every process of a run that still runs on this host and whose role begins with one of `roles`."""
+    for one in processes.read(run_dir):
+        if one.role.startswith(roles) and processes.runs(one):
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(one.pid, signal.SIGKILL)

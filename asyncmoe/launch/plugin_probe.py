@@ -7,10 +7,8 @@ standard output as soon as its code is tried. Whatever the code prints goes to s
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import re
 import signal
 import sys
 from functools import lru_cache
@@ -20,7 +18,6 @@ from asyncmoe import config as configuration
 from asyncmoe import models, plugins
 from asyncmoe.config import Config
 from asyncmoe.doctor import programs
-from asyncmoe.doctor.programs import Output
 from asyncmoe.errors import ConfigError, UserError, together
 from asyncmoe.models import families
 from asyncmoe.process import die_with_parent
@@ -28,11 +25,6 @@ from asyncmoe.process import die_with_parent
 _COMMAND = (sys.executable, "-m", "asyncmoe.launch.plugin_probe")
 _START_S = 300.0
 """Longest start of the process, which imports torch."""
-_GRACE_S = 5.0
-"""How much later the process ends that tries code which goes on regardless of its limits."""
-_LATE = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
-"""What `faulthandler` writes when the time is over, and a line of its tracebacks."""
 
 
 def named(config: Config) -> dict[str, str]:
@@ -54,52 +46,30 @@ def check(config: Config) -> None:
 @lru_cache(maxsize=1)
 def _check(given: str, wanted: tuple[tuple[str, str], ...], directory: str) -> None:
     """Raise as `check`. A launcher looks at its machine and then prepares the run: the second call has the first's answer."""
-    limits = (plugins.IMPORT_S, plugins.CALL_S, _GRACE_S)
-    ended = programs.run((*_COMMAND, *map(str, limits)), _START_S + len(wanted) * sum(limits), given)
+    ended = programs.run(_COMMAND, _START_S + len(wanted) * (plugins.IMPORT_S + plugins.CALL_S), given)
     results = [json.loads(line) for line in ended.text.splitlines()]
     refused: list[UserError] = [ConfigError(**result) for result in results if result]
     if len(results) < len(wanted):
-        refused.append(_ended(*wanted[len(results)], ended))
+        key, target = wanted[len(results)]
+        got = f"{target}: the process that tried it {(ended.trouble or 'ended with status 0').removeprefix(f'{_COMMAND[0]} ')}"
+        last = programs.last_line(ended.errors)
+        hint = f"it said last: {last}" if last else None
+        refused.append(ConfigError(key, got=got, expected="code that returns, and does not end the process", hint=hint))
     if refused:
         raise together(refused)
 
 
-def _ended(key: str, target: str, ended: Output) -> UserError:
-    """Return the error for code during whose trial the process ended; a traceback that `faulthandler` wrote says where the code was."""
-    late = _LATE.search(ended.errors) is not None
-    # The main thread is the last of all threads; after a fault, the faulty one is the current.
-    dumped = ended.errors.rpartition("(most recent call first):" if late else "Current thread")[2]
-    where = plugins.place_in([(file, int(line)) for file, line in _FRAME.findall(dumped)])
-    trouble = (ended.trouble or "ended with status 0").removeprefix(f"{_COMMAND[0]} ")
-    how = "it did not end in time" if late else f"the process that tried it {trouble}"
-    last = None if where else programs.last_line(ended.errors) or None
-    return ConfigError(
-        key,
-        got=f"{target}: {how}{f', at {where}' if where else ''}",
-        expected="code that returns, and does not end the process",
-        hint=None if last is None else f"it said last: {last}",
-    )
-
-
 def _main() -> None:
     die_with_parent()
-    limits = [float(limit) for limit in sys.argv[1:]]
-    plugins.IMPORT_S, plugins.CALL_S, _ = limits
     config = configuration.parse(json.load(sys.stdin))
     results = os.dup(1)
     os.dup2(2, 1)
-    faulthandler.enable()
     for key, target in named(config).items():
-        if key != families.KEY:
-            import asyncmoe.trainer.objective  # noqa: F401  torch takes seconds, which are not the code's
-        # A C thread prints on standard error where Python is and ends the process, even if the code never returns to Python.
-        faulthandler.dump_traceback_later(sum(limits), exit=True, file=2)
         found: dict[str, str | None] = {}
         try:
             _try(config, key, target)
         except UserError as error:
             found = {"what": error.what, "got": str(error.got), "expected": str(error.expected), "hint": error.hint}
-        faulthandler.cancel_dump_traceback_later()
         os.write(results, json.dumps(found).encode() + b"\n")
     # The code may have started processes and threads, for which the interpreter's own end, or the reader of our output, would wait.
     os.killpg(os.getpid(), signal.SIGKILL)

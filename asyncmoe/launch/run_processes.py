@@ -4,19 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from signal import Signals
 from typing import Protocol
 
 from asyncmoe.engines.engine_stay import ServerLost
-from asyncmoe.launch.failures import Ended
 from asyncmoe.launch.rule import CONTROLLER, TRAINER, How, LossRule
 
 STOP_GRACE_S = 20.0
 """Seconds between asking a process to end and killing it."""
 
 
-class Process(Ended, Protocol):
+class Process(Protocol):
     """A process of a run; `asyncmoe.process.Child` implements it for this machine."""
+
+    @property
+    def name(self) -> str:
+        """Name of the process in messages."""
+
+    @property
+    def log(self) -> Path:
+        """Log file of the process."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative signal number, or None while it runs."""
+
+    @property
+    def reason(self) -> str | None:
+        """The reason that the process gave for its end; None if it gave none."""
+
+    def why(self) -> str:
+        """The reason that the process gave for its end; without one, its status and its log."""
 
     def signal(self, number: Signals) -> None:
         """Send the process a signal; do nothing if it has ended."""

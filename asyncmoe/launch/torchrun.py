@@ -13,6 +13,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncmoe import surroundings
 from asyncmoe.errors import RECURRING, AsyncmoeError
@@ -20,6 +22,9 @@ from asyncmoe.imports import uncollected
 from asyncmoe.process import KILLED, say
 from asyncmoe.rpc.environment import AGENT
 from asyncmoe.scratch import Scratch
+
+if TYPE_CHECKING:
+    from asyncmoe.config import Config
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """One OpenMP thread per rank, because ranks that outnumber the cores would spin against each other and against the engines."""
@@ -46,6 +51,11 @@ def torchrun(ranks: int, master: tuple[str, int], module: str, *arguments: str, 
     where = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks)]
     meeting = ["--master-addr", master[0], "--master-port", str(master[1])]
     return ["-m", "asyncmoe.launch.torchrun", *where, *meeting, "--max-restarts", "0", "-m", module, *arguments]
+
+
+def trainer_command(config: Config, resolved: Path, module: str = "asyncmoe.trainer", *arguments: str) -> list[str]:
+    """Return the command for all trainer ranks on this machine."""
+    return [sys.executable, *torchrun(config.trainer.ranks, ("127.0.0.1", free_port("127.0.0.1")), module, str(resolved), *arguments)]
 
 
 @dataclass(frozen=True)

@@ -28,26 +28,21 @@ _OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "
 _ASKED: dict[str, Any] = {"prompts": True, "sets": {"__all__": _OF_SET}}
 """Keys of an evaluation that decide on its questions, and so on those held out from training; files are compared by their content."""
 _NAME = re.compile(r".*, (?=\d+ bytes with digest \w{12}$)", re.DOTALL)
-_TEACHER = "scoring.teacher"
-_LATER = {_TEACHER, "warmup.batch", "warmup.wrong_share"}
-"""Keys that an older version did not write down, or that other ones decide on."""
-_SAME_TEACHER = "have the same model served under its name (--served-model-name), or "
+_LATER = {"scoring.teacher", "warmup.batch", "warmup.wrong_share"}
+"""Keys that only some versions write down, or that other ones decide on."""
 _WHOLE_BYTES = 64 << 20
 _SAMPLES, _SAMPLE_BYTES = 4096, 4096
 
 
-def origin_of(config: Config, teacher: str = "none") -> dict[str, str]:
+def origin_of(config: Config) -> dict[str, str]:
     """Return the texts, by key. Values of `task` and `evaluation` that are the default have none.
-
-    Args:
-        teacher: its address, and if known " serves " and the name of its model.
 
     Raises:
         DataError: a file is not there, or cannot be read.
     """
     model, evaluation = config.model.path, config.evaluation
     warmup = config.warmup
-    found: dict[str, Any] = {"warmup.steps": warmup.steps, "rollout.groups_per_step": config.rollout.groups_per_step, _TEACHER: teacher}
+    found: dict[str, Any] = {"warmup.steps": warmup.steps, "rollout.groups_per_step": config.rollout.groups_per_step}
     if warmup.steps:
         found |= {"warmup.batch": warmup.batch, "warmup.wrong_share": warmup.wrong_share}
     dumped = config.task.model_dump(mode="json", exclude_defaults=True, exclude={"path": True, "sources": {"__all__": {"path"}}})
@@ -65,27 +60,26 @@ def origin_of(config: Config, teacher: str = "none") -> dict[str, str]:
     return {key: str(value) for key, value in found.items()}
 
 
-def differing(config: Config, newest: Path | None, teacher: str = "none") -> Iterator[ConfigError]:
+def differing(config: Config, newest: Path | None) -> Iterator[ConfigError]:
     """Yield an error, which names the key, for each thing that is not what it was. What an older version did not write down is not
     compared.
 
     Args:
         newest: the checkpoint from which the run goes on; None: the run has groups in its log, but no checkpoint yet.
-        teacher: see `origin_of`.
 
     Raises:
         DataError: see `origin_of`.
     """
     facts: dict[str, Any] = {"step": 0, "origin": read(config.run.dir)} if newest is None else checkpoints.facts(newest)
-    since, step, then, now = newest.name if newest else "the run", facts["step"], facts.get("origin", {}), origin_of(config, teacher)
+    since, step, then, now = newest.name if newest else "the run", facts["step"], facts.get("origin", {}), origin_of(config)
     if config.adapter is None and not config.objective.kl.coefficient:
         now[_WEIGHTS] = then.get(_WEIGHTS, "")  # all weights are in the checkpoint
     for key in sorted((then.keys() | now.keys()) - (_LATER - (then.keys() & now.keys()))) if then else ():
         told, got = (one.get(key) or _default(key) for one in (then, now))
         questions = key.startswith(("task.", "evaluation."))
-        if not (_same_teacher if key == _TEACHER else _same)(told, got) and not (questions and config.run.new_data_at == step):
+        if not _same(told, got) and not (questions and config.run.new_data_at == step):
             on = f"set run.new_data_at={step} to go on with other questions, in an order drawn anew"
-            hint = f"set it back, or {_SAME_TEACHER if key == _TEACHER else ''}{on if questions else 'choose another run.dir'}"
+            hint = f"set it back, or {on if questions else 'choose another run.dir'}"
             yield ConfigError(key, got=f"{got:.200}", expected=f"{told:.200}, as {since} has it", hint=hint)
 
 
@@ -106,12 +100,6 @@ def read(run_dir: Path) -> dict[str, str]:
 def _same(told: str, got: str) -> bool:
     """Compare files by their content."""
     return _NAME.sub("", told) == _NAME.sub("", got)
-
-
-def _same_teacher(told: str, got: str) -> bool:
-    """Compare the names of the models, or their addresses where one is not known."""
-    (there, _, before), (here, _, now) = told.partition(" serves "), got.partition(" serves ")
-    return before == now if before and now else there == here
 
 
 def _default(key: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import time
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 from asyncmoe import models
 from asyncmoe.config import Config
-from asyncmoe.engines.autoscale import SCALING, Advice, EngineLoad, advise
 from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.membership import MembershipRequest
 from asyncmoe.engines.succession import Succession
@@ -31,7 +29,6 @@ from asyncmoe.rollout.trainer_session import TrainerSession
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rollout.workers.process import WorkerProcesses
 from asyncmoe.rpc import address, keys
-from asyncmoe.rpc.environment import RendezvousVariables, given
 from asyncmoe.rpc.messages import (
     Commit,
     Done,
@@ -68,21 +65,20 @@ def run(config: Config, run_dir: Path) -> None:
 
     Raises:
         Interrupted: SIGINT arrived before the trainer did, so nothing was to be saved.
-        UserError: the task, an answer, scorer, environment, tokenizer, a port, the engines' Python or the rendezvous variables are
-            unusable, or the run has another controller; nothing was sampled.
+        UserError: the task, an answer, scorer, environment, tokenizer, a port or the engines' Python is unusable, or
+            the run has another controller; nothing was sampled.
         EngineError: an engine did not start, or none is left.
         AsyncmoeError: any other failure that ended the run early.
     """
     keys.refuse_another(run_dir)
-    at = given()
     asked = parts.questions(config)
     hf = models.hf_config_of(config)
     run_log = RunLog.open(config, hf, models.recording(config, hf))
     keep_files()
-    parts.run(_serve(config, run_dir, at, asked, run_log))
+    parts.run(_serve(config, run_dir, asked, run_log))
 
 
-async def _serve(config: Config, run_dir: Path, at: RendezvousVariables | None, asked: Questions, run_log: RunLog) -> None:
+async def _serve(config: Config, run_dir: Path, asked: Questions, run_log: RunLog) -> None:
     recorder = Recorder(run_dir)
     succession = Succession(run_dir) if config.survives_controller else None  # after the log, which refuses a second controller
     try:
@@ -90,8 +86,8 @@ async def _serve(config: Config, run_dir: Path, at: RendezvousVariables | None, 
             succession.forget()  # the engines' version is of steps that nothing knows any more
         controller = Controller(config, recorder, asked, run_log, succession)
         host, port = address.reachable(config.cluster.network), config.cluster.port
-        here_only = not (address.several(config.cluster.network) or port or at)
-        async with Server(controller.answer, host=host, port=port, given=at, here_only=here_only) as server:
+        here_only = not (address.several(config.cluster.network) or port)
+        async with Server(controller.answer, host=host, port=port, here_only=here_only) as server:
             rendezvous = await server.start()
             keys.write(run_dir, rendezvous)
             workers = WorkerProcesses(config, run_dir)
@@ -120,7 +116,6 @@ class Controller:
         succession: Succession | None = None,
     ) -> None:
         self._config, self._recorder, self._run_log = config, recorder, run_log
-        self._advice = Advice()
         self._task = asked.task
         self._pool = parts.pool_of(config, config.rollout.max_concurrent)
         untried = succession is None or succession.is_first  # else the controller before this one has had that tried
@@ -331,21 +326,9 @@ class Controller:
                 len(self._pool.serving),
                 self._lifecycle.lost(),
                 self._lifecycle.missing(),
-                self._advised(queue.stats().depth),
                 self._fleet.times_lost,
                 len(self._fleet.lost()),
             )
-
-    def _advised(self, depth: int) -> int | None:
-        """Return the number of engines that the run should have; None where engines and trainer take turns, so that neither idles because
-        of the other's number."""
-        if self._config.run.mode != "async":
-            return None
-        rollout, serving = self._config.rollout, len(self._pool.serving)
-        slots = (self._config.engines.max_running or rollout.max_concurrent) * max(serving, 1)
-        load = EngineLoad(time.monotonic(), depth / rollout.batch, self._fleet.requests / slots, serving)
-        self._advice = advise(self._advice, load, SCALING)
-        return self._advice.engines
 
     async def _published(self, version: int) -> None:
         assert self._session.queue is not None

@@ -47,12 +47,11 @@ class Recorder:
         serving: int = 0,
         lost: int = 0,
         missing: int = 0,
-        advised: int | None = None,
         workers_lost: int = 0,
         workers_missing: int = 0,
     ) -> None:
         """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by
-        name; `serving`, `lost`, `missing` and `advised` are numbers of engines."""
+        name; `serving`, `lost` and `missing` are numbers of engines."""
         now = unix()
         seconds = max(now - self._last, 1e-6)
         self._merge()
@@ -70,7 +69,6 @@ class Recorder:
                 engines_serving=serving,
                 engines_lost=lost,
                 engines_missing=missing,
-                engines_advised=advised,
                 workers_lost=workers_lost,
                 workers_missing=workers_missing,
                 **copied,

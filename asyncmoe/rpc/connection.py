@@ -64,12 +64,8 @@ class Connection:
         """Sleep until a message arrives, the connection's state changes, or `seconds` pass. True if a message is ready."""
         ready = dict(self._poller.poll(max(0, round(seconds * 1000))))
         if self._monitor in ready:
-            self._take_events()
+            self.look()
         return self.socket in ready
-
-    def look(self) -> None:
-        """Take what has happened to the connection, without looking for messages: an event loop may wait for those."""
-        self._take_events()
 
     def close(self) -> None:
         """Close the connection; unsent messages are lost."""
@@ -96,7 +92,8 @@ class Connection:
                 ended = 0 if ready else ended + 1
                 time.sleep(_MONITOR_POLL_S)
 
-    def _take_events(self) -> None:
+    def look(self) -> None:
+        """Take what has happened to the connection, without looking for messages: an event loop may wait for those."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

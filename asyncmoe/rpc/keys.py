@@ -3,13 +3,10 @@
 The controller generates two CURVE key pairs at every start and writes its address, its public key and the client's pair to
 `run_dir/rendezvous.json`, readable only by its owner. Whoever can read that file is a member of the run; nobody else passes
 the handshake, in either direction. The server's secret key never leaves the controller.
-
-If the environment supplies address and secret (`asyncmoe.rpc.environment`), no file is needed: every process derives the same keys.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import socket
@@ -19,12 +16,9 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from zmq.utils import z85
 
 from asyncmoe.errors import UserError, WaitTimeout
-from asyncmoe.rpc import environment
 from asyncmoe.rpc.connection import answers
-from asyncmoe.rpc.environment import CONTROLLER, KEYS, RendezvousVariables
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.storage import make_private, writing
 
@@ -49,20 +43,6 @@ def generate() -> RunKeys:
     return RunKeys(*zmq.curve_keypair(), *zmq.curve_keypair(), secrets.token_urlsafe(32))
 
 
-def derive(secret: bytes) -> RunKeys:
-    """Derive all keys from `secret` (32 bytes): HMAC-SHA256 of a label per key, whose 32 bytes serve as a CURVE secret key."""
-
-    def pair(label: str) -> tuple[bytes, bytes]:
-        key: bytes = z85.encode(_derived(secret, label))
-        return zmq.curve_public(key), key
-
-    return RunKeys(*pair("server"), *pair("client"), _derived(secret, "local").hex())
-
-
-def _derived(secret: bytes, label: str) -> bytes:
-    return hmac.digest(secret, f"asyncmoe {label} key".encode(), "sha256")
-
-
 def rendezvous(address: str, keys: RunKeys, local_dir: str = "") -> Rendezvous:
     """Build the rendezvous of the calling process, for its clients."""
     return Rendezvous(
@@ -85,21 +65,17 @@ def write(run_dir: Path, value: Rendezvous) -> Path:
         UserError: see `refuse_another`.
         StorageError: the file cannot be written.
     """
-    with writing("the controller's address", run_dir / FILE_NAME):
-        return _write(run_dir, value)
-
-
-def _write(run_dir: Path, value: Rendezvous) -> Path:
     path, temporary = run_dir / FILE_NAME, run_dir / f".{FILE_NAME}.{os.getpid()}"
-    try:
-        _private(temporary, value)
-        # The check may take seconds, in which another controller may write its own file.
-        ended = refuse_another(run_dir, value.address)
-        while _parse(path) != ended:
+    with writing("the controller's address", path):
+        try:
+            _private(temporary, value)
+            # The check may take seconds, in which another controller may write its own file.
             ended = refuse_another(run_dir, value.address)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            while _parse(path) != ended:
+                ended = refuse_another(run_dir, value.address)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     return path
 
 
@@ -148,29 +124,23 @@ def read(run_dir: Path, wait_s: float) -> Rendezvous:
     """Return the rendezvous of a controller that answers.
 
     Waits for the file and for its controller: a stale file of an ended run (nobody answers, or a process with other keys) is ignored
-    until it is replaced. If the environment supplies the controller's address, no file is read.
+    until it is replaced.
 
     Raises:
         WaitTimeout: no controller answered within `wait_s` seconds; the message says what was found instead.
-        UserError: this user may not read the file, or the environment variables are invalid.
+        UserError: this user may not read the file.
     """
-    given = environment.given()
     begin = time.monotonic()
     deadline = begin + wait_s
     while True:
-        value = _parse(run_dir / FILE_NAME) if given is None else of(given)
+        value = _parse(run_dir / FILE_NAME)
         left = deadline - time.monotonic()
         if value is not None and answers(value, min(_PROBE_S, max(left, _POLL_S))):
             return value
         if time.monotonic() >= deadline:
-            found = _found(run_dir / FILE_NAME, value) if given is None else _found_at(given)
+            found = _found(run_dir / FILE_NAME, value)
             raise WaitTimeout("the controller", f"{found}; start it, or see its log", time.monotonic() - begin)
         time.sleep(_POLL_S)
-
-
-def of(given: RendezvousVariables) -> Rendezvous:
-    """Build the rendezvous from the environment variables, for a client."""
-    return msgspec.structs.replace(rendezvous(given.address, derive(given.secret)), host=given.host, pid=0)
 
 
 def _found(path: Path, value: Rendezvous | None) -> str:
@@ -179,15 +149,6 @@ def _found(path: Path, value: Rendezvous | None) -> str:
         age = time.time() - value.started
         return f"{path} was written {age:.0f} s ago by process {value.pid} on {value.host}, and nobody with its keys answers"
     return f"{path} is not a rendezvous file" if path.exists() else f"{path} does not exist"
-
-
-def _found_at(given: RendezvousVariables) -> str:
-    """Explain why the environment variables did not lead to a controller."""
-    try:
-        socket.create_connection((given.host, given.port), _PROBE_S).close()
-    except OSError as error:
-        return f"{CONTROLLER} is {given.address}, which cannot be reached from {socket.gethostname()} ({error.strerror or error})"
-    return f"{CONTROLLER} is {given.address}, and the listener there does not have the keys of {KEYS}"
 
 
 def _parse(path: Path) -> Rendezvous | None:

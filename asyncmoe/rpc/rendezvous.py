@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncmoe.rpc.environment import CONTROLLER
-
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address and keys with which a client reaches the controller. Keys are Z85 text, 40 characters."""
@@ -17,7 +15,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_secret: str
     host: str
     pid: int
-    """The controller's process on `host`, only for error messages, because pids are reused. 0: unknown."""
+    """The controller's process on `host`, only for error messages, because pids are reused."""
     started: float
     """Unix seconds."""
     local_dir: str = ""
@@ -31,4 +29,4 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def controller(self) -> str:
         """The controller's name in error messages."""
-        return f"the controller at {self.address} ({f'process {self.pid} on {self.host}' if self.pid else CONTROLLER})"
+        return f"the controller at {self.address} (process {self.pid} on {self.host})"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 
@@ -22,9 +21,8 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from asyncmoe import errors
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError, UserError
-from asyncmoe.rpc import environment, keys, local
+from asyncmoe.rpc import keys, local
 from asyncmoe.rpc.codec import MAX_FRAME_BYTES, decode_request, encode
-from asyncmoe.rpc.environment import ANY, CONTROLLER, RendezvousVariables
 from asyncmoe.rpc.messages import Refused, Reply, Request
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.scratch import Scratch
@@ -44,8 +42,6 @@ class Server:
         handler: async callable from a request to its reply, or to a reply and the frames that follow it. Called concurrently.
         host: address to listen on; loopback unless the trainer is on another machine.
         port: 0: any free port.
-        advertise: host name that clients connect to; by default `host`, or this machine's name if `host` is 0.0.0.0.
-        given: address and secret from the environment, in place of `host`, `port`, `advertise` and random keys.
         here_only: serve clients on this host alone, over the Unix socket, and listen on no port.
         max_frame_bytes: a client that sends a larger frame is disconnected before the frame is read.
     """
@@ -56,17 +52,12 @@ class Server:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        advertise: str | None = None,
-        given: RendezvousVariables | None = None,
         here_only: bool = False,
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
-        self._handler, self._host, self._port, self._given = handler, host, port, given
-        self._advertise = advertise or (socket.gethostname() if host in (ANY, "*") else host)
+        self._handler, self._host, self._port = handler, host, port
         self._max_frame_bytes, self._here_only = max_frame_bytes, here_only
-        self._keys = keys.generate() if given is None else keys.derive(given.secret)
-        if given is not None:
-            self._host, self._port, self._advertise = environment.listen_on(given.host), given.port, given.host
+        self._keys = keys.generate()
         # ZeroMQ allows one authentication handler per context, so the server has its own context.
         self._context = zmq.asyncio.Context(_IO_THREADS)
         self._sockets: list[zmq.asyncio.Socket] = []
@@ -91,7 +82,7 @@ class Server:
         self._local = local.make()
         here_address = local.address(self._local.path)
         here.bind(here_address)
-        address = here_address if self._here_only else f"tcp://{self._advertise}:{self._port}"
+        address = here_address if self._here_only else f"tcp://{self._host}:{self._port}"
         return keys.rendezvous(address, self._keys, str(self._local.path))
 
     async def _listen(self) -> None:
@@ -102,7 +93,7 @@ class Server:
             remote.bind(f"tcp://{self._host}:{self._port}")
         except zmq.ZMQError as error:
             await self.close()
-            raise _explain(error, self._host, self._port, self._given) from error
+            raise _explain(error, self._host, self._port) from error
         self._port = int(remote.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     async def serve(self) -> None:
@@ -203,14 +194,7 @@ def _refused(error: AsyncmoeError) -> Refused:
     return Refused(known.__name__, str(error)[:_MAX_ERROR_TEXT])
 
 
-def _explain(error: zmq.ZMQError, host: str, port: int, given: RendezvousVariables | None) -> UserError:
-    if given is not None:
-        where = f"{given.address} ({host} on {socket.gethostname()})"
-        if error.errno == errno.EADDRINUSE:
-            hint = "stop the other controller of this run if it has the port, or choose another port"
-            return UserError(CONTROLLER, got=f"{where}, which is in use", expected="a free port", hint=hint)
-        hint = "start the controller on the machine it names"
-        return UserError(CONTROLLER, got=f"{where}: {error.strerror}", expected="an address of this machine", hint=hint)
+def _explain(error: zmq.ZMQError, host: str, port: int) -> UserError:
     if error.errno == errno.EADDRINUSE:
         return UserError(f"port {port}", got=f"in use on {host}", expected="a free port", hint="choose another, or 0 for any free one")
     return UserError(f"address {host}:{port}", got=str(error.strerror), expected="an address of this machine and a port it may open")

@@ -96,10 +96,6 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     engines_missing: Annotated[int, Metric("Of those, engines that have not started again.", "engines")] = 0
     workers_lost: Annotated[int, Metric("Rollout workers that were lost since the controller started.", "workers")] = 0
     workers_missing: Annotated[int, Metric("Of those, rollout workers that have not joined again.", "workers")] = 0
-    engines_advised: Annotated[
-        int | None,
-        Metric("Engines that the run should have, by the batches in the queue and the requests that wait for engines.", "engines"),
-    ] = None
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,6 @@ import torch
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.launch.served import served
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, loading
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.engine.conftest import KEY, Rig
@@ -26,7 +25,6 @@ def taught(untouched: Rig, tokenizer: Tokenizer, scorer: str) -> Scorer:
     section = ScoringSection.model_validate({"scorer": scorer, "retries": 0, "teacher": teacher})
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("KEY_OF_THE_TEACHER", KEY)
-        assert served(section.teacher).startswith(f"{untouched.engine.client.url} serves ")
         return loading.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
 
 

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from asyncmoe.engines.adapter_slots import ServedBy, StillInUse, TwoSlots, attributed
 from asyncmoe.engines.engine import AdapterHost, EngineHandle
 from asyncmoe.engines.member import Member
-from asyncmoe.engines.sglang.lora import flags
 from asyncmoe.engines.types import Generation, VersionSpan
-from asyncmoe.errors import EngineError, UserError, WeightSyncError
-from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.errors import EngineError, WeightSyncError
 from tests.unit.example_counts import examples
 
 ADAPTER = Path("adapter")
@@ -120,25 +118,6 @@ def test_a_version_of_the_next_lineage_comes_beside_the_same_version_of_this_one
     asyncio.run(run())
 
 
-def test_new_requests_get_the_new_version_while_old_ones_go_on() -> None:
-    async def run() -> None:
-        server = Fake()
-        slots = engine(server)
-        with slots.serving() as base:
-            await publish(slots, 1, ADAPTER)
-            with slots.serving() as first:
-                publishing = asyncio.create_task(publish(slots, 2, ADAPTER))
-                for _ in range(20):
-                    await asyncio.sleep(0)
-                # The base still has a user, and with it a slot: nobody waits but the publisher.
-                assert (publishing.done(), slots.served.version, server.loaded) == (False, 1, ["v1"])
-        await publishing
-        assert (base, first, slots.served) == (ServedBy(0, None), ServedBy(1, "v1"), ServedBy(2, "v2"))
-        assert server.loaded == ["v1", "v2"]
-
-    asyncio.run(run())
-
-
 def test_who_is_waited_for_is_said() -> None:
     async def run() -> None:
         slots = engine(Fake(), 0.05)
@@ -182,12 +161,3 @@ def test_a_response_is_of_its_adapters_version() -> None:
     changed = Generation.of((5,), (-1.0,), (VersionSpan("1", 0, 1),), "length", 0)
     with pytest.raises(EngineError, match="got base weights of version 1 under an adapter"):
         attributed(changed, ServedBy(4, "v4"))
-
-
-def test_what_a_server_is_told() -> None:
-    words = " ".join(flags(Kind(("up_proj", "q_proj"), 8, 16.0, "shared_outer"), limit=16))
-    assert "--max-lora-rank 16 --lora-target-modules q_proj k_proj v_proj gate_proj up_proj down_proj --max-loras-per-batch 2" in words
-    assert " --experts-shared-outer-loras" in words
-    assert " --no-experts-shared-outer-loras" in " ".join(flags(Kind(("q_proj",), 8, 16.0)))
-    with pytest.raises(UserError, match="got 8, expected at most the engines' 4"):
-        flags(Kind(("q_proj",), 8, 16.0), limit=4)

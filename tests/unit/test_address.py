@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from asyncmoe.errors import UserError
+from asyncmoe.launch.agent_store import listen_on
 from asyncmoe.rpc import address
 
 FOUND = {"lo": ["127.0.0.1"], "eth0": ["192.168.7.4"], "ib0": ["10.1.2.3", "10.1.9.9"], "down": []}
@@ -41,3 +42,11 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCMOE_HOST", "no-such-host.invalid")
     with pytest.raises(UserError, match=r"ASYNCMOE_HOST: got 'no-such-host\.invalid'"):
         address.reachable("loopback")
+
+
+def test_a_name_that_is_loopback_only_here_is_every_address_for_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", {"node3": "127.0.1.1", "node4": "10.0.0.4", "127.0.0.1": "127.0.0.1"}.__getitem__)
+    assert listen_on("node3", 2) == "0.0.0.0"
+    assert listen_on("node3", 1) == "127.0.1.1"
+    assert listen_on("node4", 2) == "10.0.0.4"
+    assert listen_on("127.0.0.1", 2) == "127.0.0.1"

@@ -7,9 +7,7 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -20,8 +18,6 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch import local
-from asyncmoe.launch.ray import driver
-from asyncmoe.launch.slurm import control, supervise
 from asyncmoe.launch.validate import validate
 from asyncmoe.log import belonging
 from asyncmoe.log.belonging import Belonging
@@ -62,27 +58,16 @@ def test_examples_fit_the_schema(path: Path, validator: jsonschema.Draft202012Va
     [
         ({"traner": {}}, "traner"),
         ({"run": {"dir": "r", "steps": "many"}}, "many"),
-        ({"sync": {"method": "post"}}, "post"),
         ({"run": {}}, "dir"),
         ({"run": {"dir": "r", "steps": 0}}, "0 is less than or equal to the minimum of 0"),
-        ({"engines": {"port": 70000}}, "70000 is greater than the maximum of 65535"),
         ({"trainer": {"optimizer": {"betas": [0.9, 1]}}}, "1 is greater than or equal to the maximum of 1"),
-        ({"task": {"kind": "bogus"}}, "bogus"),
         ({"task": {"kind": "arithmetic", "filter": "rows"}}, "rows"),
-        ({"objective": {"advantage": "grpoo"}}, "grpoo"),
-        ({"environment": {"kind": "nonsense"}}, "nonsense"),
     ],
 )
 def test_an_editor_underlines_what_is_wrong(change: dict[str, object], word: str, validator: jsonschema.Draft202012Validator) -> None:
     values = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
     assert not list(validator.iter_errors(values))
     assert any(word in error.message for error in validator.iter_errors({**values, **change}))
-
-
-def test_the_loader_refuses_what_an_editor_underlines() -> None:
-    for key in ("task.kind=bogus", "objective.advantage=grpoo", "environment.kind=single-turn", "engines.port=70000"):
-        with pytest.raises(UserError, match=key.partition("=")[0]):
-            configuration.load(ROOT / "examples" / "gsm8k.yaml", [key])
 
 
 def demo(tmp_path: Path, *overrides: str) -> Config:
@@ -125,10 +110,8 @@ def test_what_would_stop_a_run_is_refused(tmp_path: Path, overrides: tuple[str, 
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("taken", "run directory: cannot write {tmp}/taken on "),
         ("taken/run", "run directory: cannot write {tmp}/taken/run on "),
         ("taken" * 60, "run directory: cannot write {tmp}/takentaken"),
-        ("loop", "run directory: cannot write {tmp}/loop on "),
         ("loop/run", "run directory: cannot write {tmp}/loop/run on "),
         ("/proc/foo", "run.dir: got /proc/foo, and in /proc nothing can be made"),
     ],
@@ -144,9 +127,8 @@ def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, path: st
     assert sorted(one.name for one in tmp_path.iterdir()) == ["loop", "taken"]
 
 
-@pytest.mark.parametrize("arguments", ["config schema", "--version", "plan --help", "doctor"])
-def test_an_output_that_cannot_be_written_is_one_line(arguments: str) -> None:
-    command = [sys.executable, "-m", "asyncmoe", *arguments.split()]
+def test_an_output_that_cannot_be_written_is_one_line() -> None:
+    command = [sys.executable, "-m", "asyncmoe", "--version"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=60)
     assert done.returncode == 2
@@ -157,10 +139,7 @@ def test_an_output_that_cannot_be_written_is_one_line(arguments: str) -> None:
 
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize("fault", ["telemetry.prometheus_port=PORT", "train=lora"])
-@pytest.mark.parametrize("launcher", ["local", "slurm", "ray"])
-def test_a_run_that_is_refused_leaves_everything_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, fault: str
-) -> None:
+def test_a_run_that_is_refused_leaves_everything_as_it_was(tmp_path: Path, fault: str) -> None:
     run_dir, file = tmp_path / "runs" / "a", ROOT / "examples" / "demo.yaml"
     faults = r"^lora\.rank: got 32, expected 4, as .*\nlora\.alpha: got 32.0, expected 4.0, as .*\nrun\.seed: got 0, expected 7, "
     begun = fault == "train=lora"
@@ -169,27 +148,15 @@ def test_a_run_that_is_refused_leaves_everything_as_it_was(
         with local.claim(run_dir):
             checkpoints.start(run_dir, 3)
             checkpoints.finish(run_dir, 3, {"step": 3, "train": "lora", "lora": {"rank": 4, "alpha": 4.0}, "seed": 7}, keep=2)
-    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(control, "hostnames", str.split)
-    monkeypatch.setattr(control, "address", str)
-    for name, stands_in in {"connected": nullcontext, "has_gpus": bool, "reserved": nullcontext}.items():
-        monkeypatch.setattr(driver.cluster, name, lambda *_, stands_in=stands_in: stands_in())
-    monkeypatch.setattr(driver, "_posts", lambda *_: [])
 
     def there() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in (run_dir, *run_dir.rglob("*")) if path.exists()}
 
     before = there()
-    run = {
-        "local": lambda: local.run(configuration.load(file, settings)),
-        "slurm": lambda: supervise.run(file, settings, SimpleNamespace()),  # type: ignore[arg-type]  # it is not asked
-        "ray": lambda: driver.run(configuration.load(file, settings)),
-    }
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings[-1] = fault.replace("PORT", str(taken.getsockname()[1]))
         with pytest.raises(UserError, match=faults if begun else f"^{fault.partition('=')[0]}: "):
-            run[launcher]()
+            local.run(configuration.load(file, settings))
     assert there() == before
     assert begun or not [*tmp_path.iterdir()]
 
@@ -213,29 +180,17 @@ def test_a_damaged_checkpoint_is_set_aside_before_anything_starts(tmp_path: Path
         checkpoints.start(config.run.dir, step)
         (checkpoints.temporary(config.run.dir, step) / "part").write_bytes(b"1234")
         checkpoints.finish(config.run.dir, step, {"step": step, "family": "qwen3_moe", **config.checkpoint_kind}, keep=3)
-    (config.run.dir / "metrics.jsonl").write_text("")
     for step, content in ((4, b"123"), (5, b"1235")):
         (checkpoints.directory(config.run.dir, step) / "part").write_bytes(content)
-    then = "; the run resumes from step-00000003"
-    told = [
-        f"checkpoint step-00000005 is damaged: part has other content (CRC-32C 045177ed, expected f63af4ee){then}",
-        f"checkpoint step-00000004 is damaged: part has 3 bytes, expected 4{then}",
-    ]
-    local.check(config)
-    assert capsys.readouterr().err.splitlines() == told
-    local.prepare(config)
-    again = capsys.readouterr().err.splitlines()
-    assert again[:2] == told
-    assert [line.partition(" is now ")[0] for line in again[2:4]] == ["checkpoint step-00000005", "checkpoint step-00000004"]
-    names = {path.name for path in (config.run.dir / "checkpoints").iterdir()}
-    assert names == {"step-00000003", "step-00000004.damaged", "step-00000005.damaged"}
-    local.prepare(config)
-    assert capsys.readouterr().err == ""
+    left = {"step-00000003", "step-00000004.damaged", "step-00000005.damaged"}
+    for damaged in (2, 0):
+        local.prepare(config)
+        assert capsys.readouterr().err.count("is damaged: part has ") == damaged
+        assert {path.name for path in (config.run.dir / "checkpoints").iterdir()} == left
     (checkpoints.directory(config.run.dir, 3) / "asyncmoe.json").write_text("")
     with pytest.raises(UserError, match=r"step-00000003 is damaged: asyncmoe\.json has 0 bytes"):
         local.prepare(config)
-    assert names == {path.name for path in (config.run.dir / "checkpoints").iterdir()}
-    assert (config.run.dir / "metrics.jsonl").exists()
+    assert {path.name for path in (config.run.dir / "checkpoints").iterdir()} == left
 
 
 @pytest.mark.usefixtures("no_engine")

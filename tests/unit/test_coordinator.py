@@ -10,13 +10,10 @@ import pytest
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import Pool
-from asyncmoe.engines.scheduling import ScheduledRequest
-from asyncmoe.engines.types import EngineLost
-from asyncmoe.errors import Disagreement, ProtocolError, RunStopping, WeightSyncError
-from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit, WeightsJoin, WeightsStage
+from asyncmoe.errors import Disagreement, ProtocolError, WeightSyncError
+from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.weights.coordinator import turns
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
-from asyncmoe.weights.coordinator.roster import EngineSet
 from tests.unit.fake_engine import FakeHandle, fake, handles
 
 HOW: tuple[Interruption, ...] = ("in_place", "retract")
@@ -132,65 +129,6 @@ def test_an_update_that_is_being_committed_takes_no_other_end() -> None:
     asyncio.run(run())
 
 
-def test_an_update_that_is_aborted_while_engines_pause_leaves_none_paused() -> None:
-    async def run() -> None:
-        pool = Pool([engine(0), engine(1)], 8, 5.0, lambda *_: None)
-        asked, pausing, paused = list[str](), asyncio.Event(), asyncio.Event()
-
-        async def pause(retract: bool = False) -> None:
-            asked.append("pause")
-            pausing.set()
-            await paused.wait()
-
-        async def resume() -> None:
-            asked.append("resume")
-
-        client: Any = pool.members[0].engine.client
-        client.pause, client.resume = pause, resume
-
-        async def published(version: int) -> None:
-            raise AssertionError(f"version {version} was given up")
-
-        coordinator = WeightUpdateCoordinator(pool, 5.0, published, lambda *_: None)
-        begin = asyncio.create_task(coordinator.handle(WeightsBegin(1)))
-        await pausing.wait()
-        commit = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
-        await coordinator.handle(WeightsAbort(1, "the sender has no memory"))
-        paused.set()
-        with pytest.raises(WeightSyncError, match="version 1 was given up while engines paused"):
-            await begin
-        with pytest.raises(WeightSyncError, match=r"version 1 is not open \(open: none\)"):
-            await commit
-        assert asked[-1] == "resume"
-        async with asyncio.timeout(5.0), pool._gate.place(ScheduledRequest("prompt")):
-            pass  # the gate is open
-
-    asyncio.run(run())
-
-
-def test_one_whose_connection_is_lost_in_the_swap_is_left_behind() -> None:
-    async def run() -> tuple[Pool, Committed]:
-        pool = Pool([engine(number) for number in range(2)], 8, 5.0, lambda *_: None)
-
-        async def lost(*_: Any) -> None:
-            raise EngineLost("engine.1 does not answer")
-
-        async def publishing(version: int) -> None:
-            pass
-
-        client: Any = pool.members[1].engine.client
-        client.command_receivers = lost
-        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
-        await coordinator.handle(WeightsStage(1))
-        committed = await coordinator.handle(WeightsCommit(1, update=1))
-        assert isinstance(committed, Committed)
-        return pool, committed
-
-    pool, committed = asyncio.run(run())
-    assert len(committed.pause_ms) == 1
-    assert [(m.engine.name, m.version) for m in pool.serving] == [("engine.0", 1)]
-
-
 @pytest.mark.parametrize(
     ("how", "call"), [("in_place", "command_receivers"), *(("retract", call) for call in ("command_receivers", "end_update", "resume"))]
 )
@@ -224,31 +162,6 @@ def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version
 def test_a_version_that_no_engine_takes_is_not_published(how: Interruption) -> None:
     with pytest.raises(WeightSyncError, match="publishing version 1: no engine is left; the process ended"):
         publish(engines=2, dead=2, how=how)
-
-
-def test_a_trainer_that_waits_for_engines_is_told_that_the_run_stops() -> None:
-    async def run() -> None:
-        coordinator = WeightUpdateCoordinator(Pool([engine(0)], 8, 5.0, lambda *_: None), 5.0, never, lambda *_: None)
-        asking = asyncio.ensure_future(coordinator.handle(EnginesAsk(600.0)))
-        await asyncio.sleep(0)
-        coordinator.stop()
-        for asked_later in (asking, coordinator.handle(EnginesAsk(600.0))):
-            with pytest.raises(RunStopping):
-                await asyncio.wait_for(asked_later, 5.0)
-        coordinator.engines_started()
-        coordinator.stop()
-        assert isinstance(await coordinator.handle(EnginesAsk(1.0)), Engines), "engines that serve take the version under way"
-
-    async def never(version: int) -> None:
-        raise AssertionError(version)
-
-    asyncio.run(run())
-
-
-def test_without_engines_there_is_no_first_rank() -> None:
-    members = Pool([engine(number) for number in range(2)], 8, 5.0, lambda *_: None).members
-    assert EngineSet(1, tuple(members)).offsets == [1, 2]
-    assert EngineSet(2, ()).offsets == []
 
 
 def test_a_roster_that_changes_while_receivers_start_does_not_concern_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from asyncmoe.engines import engine_agent
 from asyncmoe.engines.engine_stay import ServerLost, stay
 from asyncmoe.engines.membership import Membership
 from asyncmoe.engines.pool import Pool
-from asyncmoe.errors import EngineError
+from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, UserError
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Done, EngineJoin, EngineOrder
 from asyncmoe.rpc.server import Server
@@ -99,21 +100,35 @@ def test_too_many_losses_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert pool.present == []
 
 
-def test_a_server_that_dies_while_it_joins_is_a_loss(tmp_path: Path) -> None:
+REFUSALS = [
+    UserError("engine.a", got="a name already taken", expected="a unique name"),
+    ConfigError("configuration of engine.a", got="a digest", expected="another"),
+    EngineError("engine.a: the controller cannot reach it"),
+    ProtocolError("malformed message"),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize(("again", "dies"), [(False, False), (True, False), (False, True)])
+def test_whatever_keeps_an_engine_from_joining_is_a_loss_of_one_that_the_run_had_or_whose_server_died(
+    tmp_path: Path, refusal: AsyncmoeError, again: bool, dies: bool
+) -> None:
     config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", [f"run.dir={tmp_path}"])
     server = Process(NAME)
 
     async def refuse(_: object) -> Done:
-        server.kill()
-        raise EngineError(f"{NAME}: the controller cannot reach it")
+        if dies:
+            server.kill()
+        raise refusal
 
     async def run() -> None:
         async with Server(refuse) as here:
             rendezvous = await here.start()
             serving = asyncio.create_task(here.serve())
             request = EngineJoin(NAME, "http://127.0.0.1:1", "k" * 43, "h", 1, 1, config.digest, None)
-            with pytest.raises(ServerLost, match="cannot reach it"):
-                await stay(config, tmp_path, server, rendezvous, request, asyncio.Event())
+            with pytest.raises(AsyncmoeError, match=re.escape(str(refusal))) as caught:
+                await stay(config, tmp_path, server, rendezvous, request, asyncio.Event(), again=again)
+            assert type(caught.value) is (ServerLost if again or dies else type(refusal))
             serving.cancel()
 
     asyncio.run(run())

@@ -11,8 +11,7 @@ import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.engines import engine_agent, engine_node
-from asyncmoe.engines.engine_stay import ServerLost
+from asyncmoe.engines import engine_agent
 from asyncmoe.engines.membership import Membership
 from asyncmoe.engines.nodes import NodePlace
 from asyncmoe.engines.pool import Pool
@@ -20,22 +19,18 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import EngineOrder
 from asyncmoe.rpc.server import Server
-from tests.unit.fake_engine import FakeEngine, FakeHandle
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.test_engine_agent import Process
 
 NAME = "engine.a"
 
 
-class Process(FakeHandle):
+class NodeProcess(Process):
     """A server of one node."""
-
-    url = "http://127.0.0.1:1"
 
     def __init__(self, place: NodePlace, seed: int) -> None:
         super().__init__(NAME)
         self.place, self.seed, self.stopped = place, seed, False
-
-    async def wait_ready(self) -> None:
-        pass
 
     async def stop(self) -> None:
         self.stopped = True
@@ -45,28 +40,27 @@ class Process(FakeHandle):
 class Rig:
     """A controller's membership, and the agents of an engine's nodes."""
 
-    def __init__(self, config: Config, membership: Membership, pool: Pool, started: list[Process]) -> None:
-        self.config, self.membership, self.pool, self.started = config, membership, pool, started
+    def __init__(self, config: Config, started: list[NodeProcess]) -> None:
+        self.config, self.started = config, started
         self.agents: list[asyncio.Task[None]] = []
-        self.serving: list[asyncio.Task[None]] = []
-
-    async def end_controller(self) -> None:
-        """End the one that `next_controller` has started, if any."""
-        while self.serving:
-            serving = self.serving.pop()
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-            await self.server.close()
+        self._work: list[asyncio.Task[None]] = []
 
     async def next_controller(self) -> None:
-        """Start the next controller of the run."""
+        """Start a controller, in the place of the one before."""
         await self.end_controller()
         self.pool = Pool([], 8, 5.0, lambda *_: None)
         self.membership = Membership(self.config, self.pool, lambda member: False, "c")
-        handle: Any = self.membership.handle
-        self.server = Server(handle)
-        keys.write(self.config.run.dir, await self.server.start())
-        self.serving.append(asyncio.create_task(self.server.serve()))
+        self._server = Server(self.membership.handle)  # type: ignore[arg-type]
+        keys.write(self.config.run.dir, await self._server.start())
+        self._work = [asyncio.create_task(self._server.serve()), asyncio.create_task(self.pool.watch())]
+
+    async def end_controller(self) -> None:
+        """End the controller, if there is one, without a word."""
+        for task in self._work:
+            task.cancel()
+        if self._work:
+            await asyncio.gather(*self._work, return_exceptions=True)
+            await self._server.close()
 
     def agent(self, node: int) -> asyncio.Task[None]:
         self.agents.append(asyncio.create_task(engine_agent._serve(self.config, self.config.run.dir, NAME, 0, (), node)))
@@ -101,10 +95,10 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
         f"run.dir={tmp_path}",
         "cluster.heartbeat_timeout_s=6",
     ]
-    started: list[Process] = []
+    started: list[NodeProcess] = []
 
-    def start(*_: Any, place: NodePlace, seed: int, **__: Any) -> Process:
-        started.append(Process(place, seed))
+    def start(*_: Any, place: NodePlace, seed: int, **__: Any) -> NodeProcess:
+        started.append(NodeProcess(place, seed))
         return started[-1]
 
     monkeypatch.setattr(engine_agent.backend, "start", start)
@@ -112,22 +106,16 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     monkeypatch.setattr("asyncmoe.engines.membership.connect", lambda name, url, key: FakeEngine(name))
 
     async def play(scene: Callable[[Rig], Awaitable[None]], *more: str) -> None:
-        config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", [*settings, *more])
-        pool = Pool([], 8, 5.0, lambda *_: None)
-        membership: Any = Membership(config, pool, lambda member: False)
-        async with Server(membership.handle) as server:
-            keys.write(tmp_path, await server.start())
-            serving, watching = asyncio.create_task(server.serve()), asyncio.create_task(pool.watch())
-            made = Rig(config, membership, pool, started)
-            try:
-                async with asyncio.timeout(60):
-                    await scene(made)
-            finally:
-                for ending in (made.agents, (watching, serving)):  # agents wait for the answer to what they asked last
-                    for task in ending:
-                        task.cancel()
-                    await asyncio.gather(*ending, return_exceptions=True)
-                await made.end_controller()
+        made = Rig(configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", [*settings, *more]), started)
+        await made.next_controller()
+        try:
+            async with asyncio.timeout(60):
+                await scene(made)
+        finally:
+            for agent in made.agents:
+                agent.cancel()
+            await asyncio.gather(*made.agents, return_exceptions=True)
+            await made.end_controller()
 
     return lambda *asked: asyncio.run(play(*asked))
 
@@ -165,56 +153,20 @@ def test_one_that_never_comes_is_named_after_a_while(rig: Play) -> None:
     rig(scene, "engines.start_timeout_s=1")
 
 
-def test_a_run_that_ends_while_one_is_missing_ends_those_that_wait(rig: Play) -> None:
+def test_one_that_waits_and_all_that_serve_come_anew_at_the_next_controller(rig: Play) -> None:
     async def scene(it: Rig) -> None:
-        agent = it.agent(1)
-        await it.until(lambda: it.heard(1))
-        await it.membership.end(EngineOrder(finished=True))
-        await agent
-        assert not it.started
-
-    rig(scene)
-
-
-def test_one_that_waits_goes_on_at_the_next_controller(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        await it.next_controller()
         it.agent(1)
         await it.until(lambda: it.heard(1))
         first = it.heard(1)
         await it.until(lambda: it.heard(1) > first)  # it asks again once it was answered
         await it.next_controller()
         it.agent(0)
-        await it.until(lambda: it.pool.present and len(it.running()) == 2)
+        for started in (2, 4):
+            await it.until(lambda: it.pool.present and len(it.running()) == 2)
+            assert len(it.started) == started
+            if started == 2:
+                await it.next_controller()
         await it.membership.end(EngineOrder(finished=True))
         await asyncio.gather(*it.agents)
 
     rig(scene, "cluster.heartbeat_timeout_s=3")
-
-
-def test_one_whose_server_dies_while_there_is_no_controller_comes_again(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_node, "GRACE_S", 0.2)
-
-    async def scene(it: Rig) -> None:
-        await it.next_controller()
-        seat = engine_node.Seat(it.config, it.config.run.dir, await asyncio.to_thread(keys.read, it.config.run.dir, 5.0), NAME, 1, "")
-        await it.end_controller()
-        dead = Process(NodePlace(1, "file:///x"), 0)
-        dead.kill()
-        orders: Any = asyncio.create_task(asyncio.Event().wait())
-        with pytest.raises(ServerLost, match=r"engine\.a node 1 died"):
-            await engine_node._hold(seat, dead, orders, asyncio.Event())
-        orders.cancel()
-        await seat.close()
-
-    rig(scene)
-
-
-def test_a_second_of_one_number_is_refused(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        it.agent(1)
-        await it.until(lambda: it.heard(1))
-        with pytest.raises(AsyncmoeError, match=r"node 1 of engine engine\.a: got another on .*, expected one, on .*; set another --node"):
-            await it.agent(1)
-
-    rig(scene)

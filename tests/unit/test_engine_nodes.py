@@ -16,9 +16,8 @@ from asyncmoe.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.engines.sglang import process
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.engine_machines import engine_machines
-from asyncmoe.launch.ray import planning
 from asyncmoe.launch.slurm import join, steps
-from tests.unit.test_slurm_steps import config, job, steps_of
+from tests.unit.test_slurm_steps import config, job
 
 OUTSIDE = steps.Program("python")
 TCP, FILE = NodePlace(1, "tcp://10.0.0.1:29500"), NodePlace(1, "file:///tmp/asyncmoe-x/ranks")
@@ -40,12 +39,6 @@ def test_what_cannot_be_is_refused_in_one_line(overrides: Sequence[str], words: 
     with pytest.raises(ConfigError, match=words) as caught:
         config(*overrides)
     assert "\n" not in str(caught.value)
-
-
-def test_engines_of_one_run_may_be_spread_differently() -> None:
-    digests = {config("engines.tp=4", f"engines.nodes={nodes}").digest for nodes in (1, 2, 4)}
-    assert len(digests) == 1
-    assert config("engines.tp=2").digest not in digests
 
 
 @pytest.mark.parametrize(
@@ -88,19 +81,6 @@ def test_every_node_is_started_alike_but_for_its_number(monkeypatch: pytest.Monk
     assert len(given["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2, "of this node's ranks"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert process.environment(made, 0, "10.0.0.2", TCP)["GLOO_SOCKET_IFNAME"] == "eth7"
-
-
-def test_nodes_of_one_machine_without_gpus_share_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
-    here, over = config("engines.tp=4", "engines.nodes=2"), config("engines.tp=4", "engines.nodes=2", "cluster.network=hostname")
-
-    def bound(made: Config, meeting: str) -> list[str]:
-        places = [(index, NodePlace(node, meeting)) for index in (0, 1) for node in (0, 1)]
-        return [process.environment(made, index, "127.0.0.1", place)["SGLANG_CPU_OMP_THREADS_BIND"] for index, place in places]
-
-    assert bound(here, FILE.meeting) == ["0|1", "2|3", "4|5", "6|7"]
-    assert bound(over, TCP.meeting) == ["0|1", "0|1", "2|3", "2|3"], "of a machine each"
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
@@ -150,28 +130,7 @@ def test_every_node_of_every_engine_has_a_machine_of_its_own(nodes: int, groups:
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_machines_that_are_no_multiple_of_an_engines_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.engine_nodes: got 3, expected a multiple of engines\.nodes = 2"):
-        engine_machines(config("engines.tp=2", "engines.nodes=2", "engines.count=4", "cluster.engine_nodes=3"))
-    with pytest.raises(ConfigError, match=r"cluster\.engine_nodes: got 3, expected a multiple of engines\.nodes = 2"):
-        config("engines.tp=2", "engines.nodes=2", "engines.count=4", "cluster.engine_nodes=3", "launch=ray")
-
-
 SPREAD = ("engines.tp=4", "engines.nodes=2", "engines.count=4", "cluster.engine_nodes=4", "trainer.ranks=2", "cluster.network=ib0")
-
-
-def test_slurm_starts_a_step_for_every_node_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = config(*SPREAD)
-    placed, found = steps.place(job(5), made), [one.step for one in steps_of(job(5), made, monkeypatch)]
-    commands = {one.name: (one.node, " ".join(one.command).partition(" --name ")[2]) for one in found}
-    assert commands["engine.0"] == ("n1", "engine.0 --index 0")
-    assert commands["engine.0.node1"] == ("n2", "engine.0 --index 0 --node 1")
-    assert commands["engine.3"] == ("n3", "engine.3 --index 1")
-    assert commands["engine.3.node1"] == ("n4", "engine.3 --index 1 --node 1")
-    assert (placed.controller, placed.trainers) == ("n1", ("n5",))
-    steps.check_gpus(placed, made, 4)
-    with pytest.raises(ConfigError, match=r"GPUs of this machine: got 3, expected 4: 2 x engines\.tp / engines\.nodes 2 from GPU 0 on"):
-        steps.check_gpus(placed, made, 3)
 
 
 @pytest.mark.parametrize(("place", "name", "node"), [(0, "group0", 0), (1, "group0", 1), (2, "group1", 0), (3, "group1", 1)])
@@ -186,10 +145,3 @@ def test_slurm_joins_with_engines_over_neighbouring_nodes(place: int, name: str,
     monkeypatch.setattr(join.part, "engine", lambda file, **keys: given.append(keys))
     join._task("c", "2")
     assert given == [{"name": f"engine.job12.{name}.1", "index": 1, "node": node}]
-
-
-def test_ray_starts_a_process_for_every_node_of_an_engine() -> None:
-    made = config(*SPREAD, "launch=ray")
-    bundles = [one for one in planning.bundles(made, gpus=True) if one.part == "engines"]
-    assert [one.engine_node for one in bundles] == [machine.node for machine in engine_machines(made)]
-    assert [(one.node, one.numbers, one.gpus) for one in bundles] == [(0, (0, 1), 4), (1, (0, 1), 4), (2, (2, 3), 4), (3, (2, 3), 4)]

@@ -17,7 +17,7 @@ from asyncmoe.config.model import MadeModel
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.scheduling import ScheduledRequest
 from asyncmoe.engines.types import Generation, Listener, Sampling, VersionSpan
-from asyncmoe.errors import ConfigError, DataError, EngineError, TrajectoryRejected
+from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.episodes import episode
@@ -232,23 +232,6 @@ def made(reward: float, versions: Sequence[int], agent: int = 0) -> Made:
     return Made(agent, reward, len(versions), min(versions), max(versions))
 
 
-def test_the_numbers_by_hand() -> None:
-    rejected = TrajectoryRejected("scorer_timeout", "too slow")
-    outcomes = [
-        (0, (made(1.0, [5]),)),
-        (0, (made(0.0, [5, 5, 6]),)),
-        (1, (made(1.0, [4, 5], 0), made(0.5, [7, 7], 1))),
-        (1, rejected),
-        (2, rejected),
-    ]
-    found = measure(5, outcomes, 1.5, 3)
-    # Questions: (1 + 0) / 2 and (1 + 0.5) / 2; the third has no answer. Deviation of 0.5 and 0.75 is 0.25 / sqrt(2).
-    assert (found.reward_mean, found.reward_stderr) == (0.625, pytest.approx(0.125))
-    assert (found.questions, found.episodes, found.failed, found.failed_share) == (3, 5, {"scorer_timeout": 2}, 0.4)
-    assert (found.response_tokens_mean, found.version_min, found.version_max) == (pytest.approx(8 / 3), 4, 7)
-    assert (found.version, found.seconds, found.skipped) == (5, 1.5, 3)
-
-
 def test_standard_errors_are_those_of_means_over_questions() -> None:
     """The oracle is NumPy's sample deviation. Episodes of a question that agree do not make the mean more certain."""
     rewards = [[1.0, 1.0, 0.0, 1.0], [0.0] * 4, [1.0] * 4, [0.0, 0.0, 1.0, 0.0]]
@@ -263,11 +246,6 @@ def test_standard_errors_are_those_of_means_over_questions() -> None:
     assert measure(5, outcomes[:4], 1.0, 0, samples=4).pass_at_stderr == {}
 
 
-def test_an_evaluation_that_failed_altogether_has_no_reward() -> None:
-    found = measure(5, [(0, TrajectoryRejected("engine_died", "gone"))], 1.0, 0)
-    assert (found.reward_mean, found.reward_stderr, found.failed_share, found.response_tokens_mean) == (None, None, 1.0, None)
-
-
 def test_it_samples_as_training_does_unless_told_otherwise() -> None:
     training = Sampling(0.7, 16, (2,), top_p=0.9, top_k=50, min_p=0.1, recording=Recording(masks=True))
     assert sampling(only(config()), training) == Sampling(0.7, 16, (2,), top_p=0.9, top_k=50, min_p=0.1, recording=NOTHING)
@@ -275,24 +253,3 @@ def test_it_samples_as_training_does_unless_told_otherwise() -> None:
     assert sampling(only(own), training) == Sampling(0.2, 99, (2,), top_p=1, top_k=7, min_p=0.1)
     greedy = sampling(only(config(temperature=0)), training)
     assert (greedy.temperature, greedy.top_k) == (1.0, 1)
-
-
-def test_it_cannot_have_more_places_than_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"evaluation\.max_concurrent: got 25, expected at most rollout\.max_concurrent = 24"):
-        config(max_concurrent=25)
-
-
-def test_questions_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = tmp_path / "held_out.jsonl"
-    path.write_text('{"question": "1+2=", "answer": "3"}\n{"question": "4+5=", "answer": "9"}\n')
-
-    async def run() -> None:
-        setup = Setup(tokenizer, path=str(path), prompts=2, samples=1)
-        await setup.evaluate(10)
-        await setup.stop()
-        assert sorted(asked.strip()[:4] for asked in setup.engines.asked) == ["1+2=", "4+5="]
-
-    made = config(path=str(tmp_path / "missing.jsonl"))
-    with pytest.raises(DataError, match=r"evaluation\.path .*missing\.jsonl"):
-        tasks.load(made, tokenizer)
-    asyncio.run(run())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncmoe.engines import gathering
 from asyncmoe.engines.gathering import Gatherings, NodeGathering, arrive, silent
 from asyncmoe.errors import UserError
-from asyncmoe.rpc.messages import EngineJoin, EngineOrder
+from asyncmoe.rpc.messages import EngineJoin
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodes
 
 LIMIT_S = 10.0
@@ -69,15 +69,6 @@ def test_silence_counts_once_they_have_met() -> None:
     assert not silent(met, LIMIT_S, LIMIT_S)
     heard = arrive(met, node(0), LIMIT_S, LIMIT_S)
     assert silent(heard, LIMIT_S + 1, LIMIT_S) == "node 1 on n1: no heartbeat for 11 s (cluster.heartbeat_timeout_s 10)"
-
-
-def test_those_of_the_last_controller_go_on_if_all_return() -> None:
-    found = came(node(1, met=PLACE))
-    assert found.has_met
-    assert found.meeting == PLACE
-    alone = arrive(found, node(1, met=PLACE), LIMIT_S, LIMIT_S)
-    assert silent(alone, LIMIT_S + 1, LIMIT_S) == "node 0 has not returned from the last controller"
-    assert not silent(arrive(alone, node(0, met=PLACE), LIMIT_S, LIMIT_S), LIMIT_S + 1, LIMIT_S)
 
 
 def told(gatherings: Gatherings, *asked: EngineNode) -> list[EngineNodes]:
@@ -147,56 +138,3 @@ def test_silence_ends_them_all_though_the_controller_itself_stood_still(monkeypa
     (order,) = told(gatherings, node(0, met=PLACE))
     assert order.again
     assert order.why.startswith("node 1 on n1: no heartbeat for 1")
-
-
-def test_the_end_of_the_run_is_told_to_those_that_come_later_too() -> None:
-    gatherings = Gatherings(LIMIT_S, "")
-    told(gatherings, node(0))
-    gatherings.end_all(EngineOrder(finished=True))
-    assert told(gatherings, node(0), node(1)) == [EngineNodes(finished=True)] * 2
-
-
-def test_the_nodes_of_an_engine_return_before_or_after_it_does() -> None:
-    after, before = Gatherings(LIMIT_S, "d"), Gatherings(LIMIT_S, "d")
-    assert not join(after, joining(served="c"))
-    assert not told(after, node(1, met=PLACE))[0].is_order
-    assert not told(before, node(1, met=PLACE))[0].is_order
-    assert not join(before, joining(served="c"))
-    assert join(before, joining(served="c", met="tcp://10.0.0.1:1")), "another start of it"
-    assert told(before, node(0, "stale", met="tcp://10.0.0.9:1")) == [EngineNodes(why="its engine was lost meanwhile", again=True)]
-
-
-def test_a_connection_that_was_lost_leaves_no_engine_without_nodes() -> None:
-    """Node 0 missed one heartbeat, and comes to the same controller as to the next."""
-    gatherings = Gatherings(LIMIT_S, "c")
-    told(gatherings, node(0), node(1))
-    assert not join(gatherings, joining())
-    order = EngineOrder(why="its connection was lost", again=True)
-    gatherings.end("engine.a", PLACE, order)
-    assert join(gatherings, joining(served="c")) == "engine.a: a node of it was lost before it could join"
-    assert told(gatherings, node(1, met=PLACE), node(0, met=PLACE)) == [EngineNodes(why=order.why, again=True)] * 2
-    assert told(gatherings, node(0, "0b", meeting="tcp://10.0.0.1:2"), node(1, "1b"))[1].meeting == "tcp://10.0.0.1:2"
-
-
-def test_a_node_that_returns_after_the_others_have_ended_ends_too_and_its_engine_cannot_join() -> None:
-    gatherings = Gatherings(LIMIT_S, "d")
-    told(gatherings, node(1, met=PLACE))
-    assert gatherings.end_start("engine.a", "1", "out of memory")
-    assert join(gatherings, joining(served="c"))
-    assert told(gatherings, node(0, met=PLACE)) == [EngineNodes(why="node 1 on n1: out of memory", again=True)]
-    told(gatherings, node(0, "0b"), node(1, "1b"))
-    assert not told(gatherings, node(1, "1b", met=PLACE))[0].is_order, "the next start was given the same port"
-
-
-@pytest.mark.parametrize("fresh", [0, 1])
-def test_one_that_starts_anew_takes_no_place_of_a_server_that_returned(fresh: int) -> None:
-    gatherings, other = Gatherings(LIMIT_S, "d"), "tcp://10.0.0.1:2"
-    told(gatherings, node(1 - fresh, met=PLACE))
-    assert not join(gatherings, joining(served="c"))
-    anew, late = told(gatherings, node(fresh, "b", meeting="" if fresh else other), node(1 - fresh, met=PLACE))
-    why = f"node {fresh} on n{fresh} has started anew"
-    assert (anew.is_order, anew.missing, late) == (False, (1 - fresh,), EngineNodes(why=why, again=True))
-    assert gatherings.lost("engine.a", PLACE) == why
-    gatherings.end("engine.a", PLACE, EngineOrder(why=why, again=True))  # as the engine is then told; the others have begun again
-    last = told(gatherings, node(1 - fresh, "c", meeting=other if fresh else ""))[0]
-    assert (last.meeting, last.missing) == (other, ())

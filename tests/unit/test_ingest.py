@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,6 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemb
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.workers.worker import Worker
-from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Fetched, Lease
-from asyncmoe.rpc.server import Server
-from asyncmoe.rpc.worker_messages import WorkerFetch
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode, decode_routes, encode_routes, frames_in
 from tests.unit.putting import Holding
 
@@ -202,27 +197,6 @@ def sizes(frames: Sequence[Any]) -> list[int]:
     return [memoryview(frame).nbytes for frame in frames]
 
 
-async def fetching(body: Callable[[Callable[[Any], Any]], Any]) -> None:
-    """Run `body` with a function that asks a service over a real socket, step 0 leased."""
-    held = Holding(queue(), RECORDING)
-    for group in range(BATCH // GROUP):
-        held.queue.started(GROUP)
-        await held.put([long_record(group, episode) for episode in range(GROUP)])
-    loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(1) as pool:
-        async with Server(held.answer) as server:
-            to = await server.start()
-            serving = asyncio.create_task(server.serve())
-            with Client(to, "trainer.0") as client:
-
-                async def ask(request: Any) -> Any:
-                    return await loop.run_in_executor(pool, client.ask, request, 20.0)
-
-                assert len((await ask(Lease(0, "rl", BATCH, 0, 15.0)))[0].items) == BATCH
-                await body(ask)
-            serving.cancel()
-
-
 def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them() -> None:
     key, routes_at, masks_at = "g1.e1.a0.t0", frames_in(1) - 2, frames_in(1) - 1
     whole = long_record(1, 1)
@@ -231,12 +205,17 @@ def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them
     assert masks is not None
     unpacked = decode_routes(whole.routes, key)
 
-    async def body(ask: Callable[[Any], Any]) -> None:
-        reply, everything = await ask(WorkerFetch((key,), PLACE))
-        assert reply == Fetched()
-        full = sizes(everything)
+    async def body() -> None:
+        held = Holding(queue(), RECORDING)
+        held.queue.started(GROUP)
+        await held.put([long_record(1, episode) for episode in range(GROUP)])
+
+        async def fetch(*how: Any) -> list[Any]:
+            return list(await held.worker.fetch((key,), PLACE, *how))
+
+        full = sizes(await fetch())
         for layers in ((1, 2), (3, 4), (1, 4)):
-            sent = (await ask(WorkerFetch((key,), PLACE, layers, masks=False)))[1]
+            sent = await fetch(layers, False)
             got = decode(sent)
             assert got.routes is not None
             assert got.routes.layers == layers
@@ -245,19 +224,12 @@ def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them
             assert sizes(sent)[masks_at] == 0
             np.testing.assert_array_equal(decode_routes(got.routes, key), unpacked[[layer - 1 for layer in layers]])
             np.testing.assert_array_equal(got.tokens, whole.tokens)
-        last = decode((await ask(WorkerFetch((key,), PLACE, (4,), masks=True)))[1])
+        last = decode(await fetch((4,), True))
         assert last.masks is not None
         assert last.masks.data == masks.data
         assert full[masks_at] > 0
+        for absent in ((0,), (1, 5), (2, 1), (3, 3)):
+            with pytest.raises(ProtocolError, match=rf"{key}.*got layers \({absent[0]},.*expected some of \(1, 2, 3, 4\)"):
+                await fetch(absent)
 
-    asyncio.run(asyncio.wait_for(fetching(body), 30))
-
-
-@pytest.mark.parametrize("layers", [(0,), (1, 5), (2, 1), (3, 3)])
-def test_layers_that_are_not_there_are_refused(layers: tuple[int, ...]) -> None:
-    async def body(ask: Callable[[Any], Any]) -> None:
-        with pytest.raises(ProtocolError, match=rf"g0\.e0.*got layers \({layers[0]},.*expected some of \(1, 2, 3, 4\)"):
-            await ask(WorkerFetch(("g0.e0.a0.t0",), PLACE, layers))
-        assert decode((await ask(WorkerFetch(("g0.e0.a0.t0",), PLACE, (1,))))[1]).routes is not None
-
-    asyncio.run(asyncio.wait_for(fetching(body), 30))
+    asyncio.run(asyncio.wait_for(body(), 30))

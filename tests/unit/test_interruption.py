@@ -88,10 +88,6 @@ def test_a_response_cut_short_before_its_first_token_is_asked_for_again() -> Non
     assert pool.asked[1] == ((1, 2, 3), 10, 0)
 
 
-def test_a_response_cut_short_at_its_end_is_whole() -> None:
-    assert len(ask(Scripted((10, ABORTED)), "abort_resume")) == 1
-
-
 def test_earlier_turns_are_part_of_the_prefix() -> None:
     earlier = Turn((7, 8), Generation.of((9,), (-1.0,), (VersionSpan("0", 0, 1),), "stop", 0), 0)
     pool = Scripted((2, ABORTED), (8, "length"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from asyncmoe.errors import (
     StorageError,
     WaitTimeout,
 )
-from asyncmoe.process import say
 from tests.unit.doc_pages import read, tables
 
 ROOT = Path(__file__).parents[2]
@@ -61,54 +59,6 @@ def ended(program: str) -> subprocess.CompletedProcess[str]:
 def test_ctrl_c_while_a_command_is_imported(module: str, said: str) -> None:
     found = ended(PRESSED_IN_AN_IMPORT.format(module=module, arguments=["run", "examples/demo.yaml"]))
     assert (found.returncode, found.stdout, found.stderr) == (130, "", f"{said}\n")
-
-
-def test_ctrl_c_is_ignored_where_the_shell_ignores_it() -> None:
-    program = "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from asyncmoe.interrupts import leaving\n"
-    program += "with leaving('stopped'): os.kill(os.getpid(), signal.SIGINT)\nprint('went on')"
-    assert ended(program).stdout == "went on\n"
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_a_block_cleans_up_before_the_line_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    cleaned = []
-
-    def block() -> None:
-        with interrupts.stopping("stopped before it began"):
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-            finally:
-                cleaned.append(True)
-
-    with pytest.raises(Interrupted) as caught:
-        block()
-    say(caught.value)
-    assert (caught.value.exit_code, cleaned, capsys.readouterr().err) == (130, [True], "stopped before it began\n")
-
-
-PRESSED_IN_AN_EXEC = """
-from asyncmoe import interrupts
-from asyncmoe.launch import part
-
-PRESSED = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
-
-def caught():
-    with interrupts.stopping("stopped"):
-        exec(PRESSED)
-
-part.main({run})
-"""
-
-
-@pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("run", ["caught", "lambda: exec(PRESSED)"])
-def test_the_status_is_130_where_ctrl_c_arrives_in_an_exec_of_text(tmp_path: Path, run: str) -> None:
-    """As `python -m`; after `python -c` Python does not look whether it arrived there."""
-    (tmp_path / "pressed.py").write_text(PRESSED_IN_AN_EXEC.format(run=run))
-    command = [sys.executable, "-m", "pressed"]
-    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | path)
-    assert (found.returncode, "Traceback" in found.stderr) == (130, False), found.stderr
 
 
 LEFT_BEHIND = """
@@ -157,16 +107,3 @@ def test_statuses_are_those_of_the_documentation() -> None:
     assert {kind.exit_code for kind in (WaitTimeout, AsyncmoeError)} == {1}
     assert {kind.exit_code for kind in (DataError, StorageError, ConfigError)} == {2}
     assert {kind.exit_code for kind in (AnomalyFound, Disagreement, InvariantBroken)} == {3}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        (["--version"], 0),
-        (["run", "nowhere.yaml"], 2),
-        *(pytest.param([*one], 2, marks=pytest.mark.thorough) for one in (["report", "nowhere"], ["runn"])),
-    ],
-)
-def test_a_command_ends_with_them(arguments: list[str], status: int) -> None:
-    found = ended(f"import sys; sys.argv = ['asyncmoe', *{arguments!r}]; from asyncmoe.__main__ import main; main()")
-    assert (found.returncode, "Traceback" in found.stderr) == (status, False), found.stderr

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncmoe.config import Config, parse
-from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.commands import Launch, Launcher, table
 from asyncmoe.launch.engine_machines import engine_machines, spread
-from asyncmoe.launch.ray import cluster
 from asyncmoe.launch.ray.planning import bundles, environment, joining, strategy
-from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
 
@@ -49,22 +45,6 @@ def test_a_spread_is_complete_in_order_and_even(count: int, nodes: int) -> None:
     assert [number for numbers in found for number in numbers] == list(range(count))
     assert len(found) == nodes
     assert max(map(len, found)) - min(map(len, found)) <= 1
-
-
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        (
-            {"trainer": {"ranks": 3}, "cluster": {"trainer_nodes": 2}},
-            "cluster.trainer_nodes: got 2, expected a divisor of trainer.ranks = 3",
-        ),
-        ({"cluster": {"engine_nodes": 2}}, "cluster.engine_nodes: got 2, expected at most engines.count = 1"),
-        ({"engines": {"first_gpu": 4}}, "engines.first_gpu: got 4, expected 0 with launch: ray"),
-    ],
-)
-def test_what_cannot_be_spread_is_refused(sections: dict[str, dict[str, Any]], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        bundles(config(**sections), gpus=False)
 
 
 class Launched:
@@ -109,13 +89,6 @@ def test_every_node_starts_the_processes_of_its_part() -> None:
     assert [one.launch.environment[name] for one, name in zip(found, variables, strict=True)] == ["2"] * 6
 
 
-def test_a_users_number_of_threads_is_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trainer_environment({}) == {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    assert trainer_environment({"OMP_NUM_THREADS": "8", "HOME": "x"})["OMP_NUM_THREADS"] == "8"
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert [one.launch.environment.get("OMP_NUM_THREADS") for one in launched(SPREAD)] == [None] * 4 + ["4"] * 2
-
-
 def test_processes_of_several_machines_do_not_meet_on_loopback() -> None:
     one, two = ["10.0.0.3", "10.0.0.3"], ["10.0.0.3", "10.0.0.4"]
     plain = config()
@@ -126,14 +99,3 @@ def test_processes_of_several_machines_do_not_meet_on_loopback() -> None:
     assert environment(plain, "10.0.0.4", one, ours) == {"NCCL_SOCKET_IFNAME": "ib0"}
     assert environment(plain, "10.0.0.4", two, ours) == {"NCCL_SOCKET_IFNAME": "ib0", "ASYNCMOE_HOST": "10.0.0.4"}
     assert environment(SPREAD, "10.0.0.4", two, ours) == {"NCCL_SOCKET_IFNAME": "ib0"}
-
-
-def test_what_ray_start_has_left_here_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    (tmp_path / "ray").mkdir()
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{bound.getsockname()[1]}")
-        with pytest.raises(UserError, match=f"Ray's head at 127.0.0.1:{bound.getsockname()[1]}: got no answer"), cluster.connected():
-            pass

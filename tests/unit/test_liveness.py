@@ -14,10 +14,9 @@ import pytest
 from asyncmoe.engines.liveness import Liveness
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool, PooledGeneration
-from asyncmoe.engines.takeover import EngineWeights
 from asyncmoe.engines.types import EngineLost, Generation, Sampling
-from asyncmoe.errors import EngineError, TrajectoryRejected, WeightSyncError
-from asyncmoe.rpc.messages import WeightsAbort, WeightsAdapter, WeightsCommit, WeightsStage
+from asyncmoe.errors import EngineError, TrajectoryRejected
+from asyncmoe.rpc.messages import WeightsAdapter, WeightsCommit, WeightsStage
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.unit.fake_engine import fake, handles
 
@@ -63,28 +62,9 @@ def test_a_silent_engine_is_fenced_in_bounded_time_and_the_others_serve() -> Non
     assert len(asked) > 20
 
 
-def test_a_suspect_gets_no_requests_long_before_it_is_fenced() -> None:
-    pool, asked = watched(engines=2, hung=1, seconds=0.7 * LIMIT_S)
-    assert [member.fenced for member in pool.members] == [None, None]
-    assert [member.suspect for member in pool.members] == [True, False]
-    assert "engine.0" not in asked
-
-
 def test_a_paused_engine_is_not_silent() -> None:
     pool, _ = watched(engines=1, hung=1, seconds=1.5 * LIMIT_S, paused=lambda member: True)
     assert pool.members[0].fenced is None
-
-
-@pytest.mark.parametrize("hung", [True, False])
-def test_an_idle_engine_is_probed(hung: bool) -> None:
-    async def run() -> Pool:
-        pool = Pool(handles(1), 8, 5.0, lambda *_: None)
-        fake(pool.members[0].engine).hangs = hung
-        with suppress(TimeoutError):
-            await asyncio.wait_for(Liveness(pool, LIMIT_S, lambda member: False).run(), 1.5 * LIMIT_S)
-        return pool
-
-    assert (asyncio.run(run()).members[0].fenced is not None) == hung
 
 
 def test_five_probes_fail_before_an_engine_is_fenced_which_with_the_wait_for_the_first_are_the_bound() -> None:
@@ -125,80 +105,6 @@ def test_no_engine_is_fenced_because_this_process_stood_still() -> None:
     assert [(member.fenced, member.suspect) for member in asyncio.run(run()).members] == [(None, False)] * 3
 
 
-def test_an_engine_that_hangs_in_a_pause_is_fenced_and_the_others_resume() -> None:
-    async def run() -> tuple[Pool, float]:
-        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
-        hung = fake(pool.members[0].engine)
-        hung.pause = lambda retract=False: asyncio.sleep(60)  # type: ignore[method-assign]
-        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, "retract", pause_s=0.3)
-        await coordinator.handle(WeightsStage(1))
-        begin = time.monotonic()
-        with pytest.raises(WeightSyncError, match=r"engine\.0: pause for version 1"):
-            await coordinator.handle(WeightsCommit(1, update=1))
-        took = time.monotonic() - begin
-        await asyncio.wait_for(pool.generate((1,), SAMPLING), 1.0)
-        return pool, took
-
-    pool, took = asyncio.run(run())
-    assert [member.fenced is not None for member in pool.members] == [True, False]
-    assert took < 1.0
-
-
-@pytest.mark.parametrize("seconds", [0.3, 60.0], ids=["it pauses late", "it hangs"])
-def test_the_others_generate_while_an_engine_does_not_pause(seconds: float) -> None:
-    async def run() -> tuple[Pool, float, int]:
-        pool = Pool(handles(3), 8, 5.0, lambda *_: None)
-        slow, pause = fake(pool.members[0].engine), fake(pool.members[0].engine).pause
-
-        async def paused(retract: bool = False) -> None:
-            await asyncio.sleep(seconds)
-            await pause(retract)
-
-        slow.pause = paused  # type: ignore[method-assign]
-        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, "retract", pause_s=0.4)
-        await coordinator.handle(WeightsStage(1))
-        committing, longest, answers = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1))), 0.0, 0
-        while not committing.done():
-            begin = time.monotonic()
-            await asyncio.wait_for(pool.generate((1,), SAMPLING), 5.0)
-            longest, answers = max(longest, time.monotonic() - begin), answers + 1
-            await asyncio.sleep(0.001)
-        await asyncio.gather(committing, return_exceptions=True)
-        assert fake(pool.members[1].engine).wrong == fake(pool.members[2].engine).wrong == []
-        return pool, longest, answers
-
-    pool, longest, answers = asyncio.run(run())
-    hung = seconds > 1.0
-    assert [member.fenced is not None for member in pool.members] == [hung, False, False]
-    assert [member.version for member in pool.members] == ([0] * 3 if hung else [1] * 3)
-    assert longest < min(seconds, 0.4), "requests do not wait for the late engine, nor for the limit of its pause"
-    assert answers > 5
-
-
-def test_an_update_that_is_given_up_while_an_engine_pauses_leaves_all_sampling() -> None:
-    async def run() -> Pool:
-        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
-        slow, pause = fake(pool.members[0].engine), fake(pool.members[0].engine).pause
-
-        async def paused(retract: bool = False) -> None:
-            await asyncio.sleep(0.2)
-            await pause(retract)
-
-        slow.pause = paused  # type: ignore[method-assign]
-        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, "retract", pause_s=0.4)
-        await coordinator.handle(WeightsStage(1))
-        committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
-        await asyncio.sleep(0.15)
-        await coordinator.handle(WeightsAbort(1, "the sender failed"))
-        with pytest.raises(WeightSyncError, match="given up"):
-            await committing
-        await asyncio.gather(*(asyncio.wait_for(pool.generate((1,), SAMPLING), 5.0) for _ in range(4)))
-        return pool
-
-    pool = asyncio.run(run())
-    assert [(member.fenced, member.version, fake(member.engine).paused) for member in pool.members] == [(None, 0, False)] * 2
-
-
 @pytest.mark.parametrize("seconds", [0.3, 60.0], ids=["it swaps late", "it hangs"])
 def test_requests_go_to_those_that_have_a_version_while_an_engine_does_not_take_it(seconds: float) -> None:
     async def run() -> tuple[Pool, float, set[int], list[tuple[str, float, float]]]:
@@ -236,48 +142,6 @@ def test_requests_go_to_those_that_have_a_version_while_an_engine_does_not_take_
     assert all(begin <= end for _, begin, end in busy)
 
 
-def test_an_update_that_is_given_up_before_engines_swap_leaves_all_sampling() -> None:
-    async def run() -> Pool:
-        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
-        noted, kept = asyncio.Event(), asyncio.Event()
-
-        async def note(_: EngineWeights) -> None:
-            noted.set()
-            await kept.wait()
-
-        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, note=note)
-        await coordinator.handle(WeightsStage(1))
-        committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
-        await noted.wait()
-        await coordinator.handle(WeightsAbort(1, "the sender failed"))
-        kept.set()
-        with pytest.raises(WeightSyncError, match="given up before engines swapped it in"):
-            await committing
-        await asyncio.gather(*(asyncio.wait_for(pool.generate((1,), SAMPLING), 5.0) for _ in range(4)))
-        return pool
-
-    pool = asyncio.run(run())
-    assert [(member.fenced, member.version, fake(member.engine).version) for member in pool.members] == [(None, 0, 0)] * 2
-
-
-def test_the_others_generate_while_an_update_waits_for_a_suspect() -> None:
-    async def run() -> Pool:
-        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
-        pool.members[0].suspect = True
-        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, pause_s=0.3)
-        await coordinator.handle(WeightsStage(1))
-        committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
-        for _ in range(3):
-            await asyncio.wait_for(pool.generate((1,), SAMPLING), 1.0)
-            await asyncio.sleep(0.02)
-        assert not committing.done()
-        pool.members[0].suspect = False
-        await committing
-        return pool
-
-    assert [member.version for member in asyncio.run(run()).members] == [1, 1]
-
-
 def test_an_engine_that_loads_an_adapter_is_not_silent() -> None:
     async def run() -> Pool:
         pool = Pool(handles(1), 8, 5.0, lambda *_: None, slots=True)
@@ -298,18 +162,6 @@ def test_an_engine_that_loads_an_adapter_is_not_silent() -> None:
 
     (member,) = asyncio.run(run()).members
     assert (member.fenced, member.version) == (None, 1)
-
-
-def test_a_lost_engine_is_fenced_by_whichever_call_finds_it() -> None:
-    async def run() -> Pool:
-        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
-        fake(pool.members[0].engine).dead = True
-        with pytest.raises(TrajectoryRejected, match="engine_died"):
-            await pool.parse_calls("", "qwen", [])
-        assert await pool.parse_calls("", "qwen", []) == ()
-        return pool
-
-    assert [member.fenced is not None for member in asyncio.run(run()).members] == [True, False]
 
 
 class Hearing:

@@ -14,7 +14,7 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.engines import membership, standstill
 from asyncmoe.engines.member import Member
-from asyncmoe.engines.membership import Membership, RemoteEngine
+from asyncmoe.engines.membership import Membership
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
 from asyncmoe.rpc import nccl_settings
@@ -33,24 +33,7 @@ from asyncmoe.rpc.messages import (
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
-
-
-class Client:
-    """An engine that answers everything at once."""
-
-    there = True
-
-    def __init__(self, name: str, url: str, key: str) -> None:
-        self.name, self.url, self.key = name, url, key
-
-    async def ready(self) -> bool:
-        return self.there
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*_: Any, **__: Any) -> None:
-            pass
-
-        return call
+from tests.unit.fake_engine import FakeEngine
 
 
 class Rig:
@@ -94,7 +77,7 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
-    monkeypatch.setattr(membership, "connect", Client)
+    monkeypatch.setattr(membership, "connect", lambda name, url, key: FakeEngine(name))
     demo = Path(__file__).parents[2] / "examples" / "demo.yaml"
     settings = (
         "engines.join=true",
@@ -127,23 +110,6 @@ def test_one_that_joins_serves_from_its_first_version_on(rig: Play) -> None:
         await it.publish(2)
         assert [(m.engine.name, m.version) for m in it.pool.serving] == [("a", 2), ("b", 2)]
         assert it.published == [1, 2]
-
-    rig(scene)
-
-
-def test_every_change_makes_another_roster_and_nothing_else_does(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        await it.join("a", tp=2)
-        first = await it.roster()
-        assert first == await it.roster()
-        await it.join("b")
-        second = await it.roster()
-        assert (second.roster, second.world) == (first.roster + 1, 4)
-        assert [(e.name, e.rank_offset) for e in second.engines] == [("a", 1), ("b", 3)]
-        it.pool.fence(it.pool.members[0], "it fell silent")
-        third = await it.roster()
-        assert [(e.name, e.rank_offset) for e in third.engines] == [("b", 1)]
-        assert third.roster == second.roster + 1
 
     rig(scene)
 
@@ -254,17 +220,6 @@ def test_one_that_says_it_died_is_fenced_with_its_reason_and_may_come_again(rig:
     rig(scene)
 
 
-def test_the_end_is_told_to_all(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        await it.join("a")
-        asked = asyncio.create_task(it.membership.handle(EngineAlive("a", 5.0)))
-        await asyncio.sleep(0)
-        await it.membership.end(EngineOrder(why="the trainer has gone"))
-        assert await asked == EngineOrder(why="the trainer has gone")
-
-    rig(scene)
-
-
 @pytest.mark.parametrize(
     ("changed", "error", "words"),
     [
@@ -290,26 +245,6 @@ def test_who_may_not_join(rig: Play, changed: dict[str, Any], error: type[Asyncm
     rig(scene)
 
 
-def test_one_that_cannot_be_reached_is_refused(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(it: Rig) -> None:
-        monkeypatch.setattr(Client, "there", False)
-        monkeypatch.setattr(membership, "_REACH_S", 0.2)
-        with pytest.raises(EngineError, match=r"b: the controller cannot reach it at http://10\.0\.0\.1:1; see cluster\.network"):
-            await it.join("b")
-
-    rig(scene)
-
-
-def test_one_whose_network_is_bad_for_a_moment_joins(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(it: Rig) -> None:
-        monkeypatch.setattr(Client, "there", False)
-        asyncio.get_running_loop().call_later(1.0, monkeypatch.setattr, Client, "there", True)
-        await it.join("b")
-        assert [member.engine.name for member in it.pool.members] == ["b"]
-
-    rig(scene)
-
-
 @pytest.mark.parametrize("fenced", [True, False])
 def test_the_only_engine_comes_again_under_its_name_and_no_moment_is_without_it(
     rig: Play, monkeypatch: pytest.MonkeyPatch, fenced: bool
@@ -322,11 +257,11 @@ def test_the_only_engine_comes_again_under_its_name_and_no_moment_is_without_it(
             it.pool.fence(old, "no token for 60 s")
         asked: list[bool] = []
 
-        async def ready(client: Client) -> bool:
+        async def ready(client: FakeEngine) -> bool:
             asked.append(bool(it.pool.members))
             return len(asked) > (not fenced)
 
-        monkeypatch.setattr(Client, "ready", ready)
+        monkeypatch.setattr(FakeEngine, "ready", ready)
         new = await it.join("a")
         assert all(asked)
         assert it.pool.members == [new] != [old]
@@ -343,77 +278,6 @@ def test_strangers_and_the_missing_are_named(rig: Play) -> None:
             await it.membership.wait_joined(2, 0.2)
         await it.join("c")
         await it.membership.wait_joined(2, 0.2)
-
-    rig(scene)
-
-
-def test_a_request_waits_while_all_engines_wait_for_a_version(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        member = await it.join("a")
-        waiting = asyncio.create_task(it.pool._some())
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-        member.waiting = False
-        await asyncio.wait_for(waiting, 2)
-        await asyncio.sleep(0.5)
-        it.pool.fence(member, "gone")
-        with pytest.raises(EngineError, match="no engine is left: a: no heartbeat"):
-            await it.pool._some()
-
-    rig(scene)
-
-
-def test_a_remote_engine_is_killed_by_an_order() -> None:
-    async def scene() -> None:
-        engine = RemoteEngine(EngineJoin("a", "http://10.0.0.1:1", "k", "h", 1, 1, ""), 5.0)
-        engine.kill()
-        assert "the controller fenced it" in (await engine.ask(1.0)).why
-        assert engine.told
-        await engine.client.close()
-
-    asyncio.run(scene())
-
-
-def test_a_node_that_is_lost_takes_its_engine_and_the_other_nodes_along(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        node, meet = it.node, it.meet
-        await it.join("b")
-        member = await meet(("0", "1"))
-        await it.publish(1)
-        assert member in it.pool.serving
-        head = asyncio.create_task(it.membership.handle(EngineAlive("a", 5.0)))
-        await it.membership.handle(EngineNodeEnd("a", 1, "1", "out of memory"))
-        why = "node 1 on n1: out of memory"
-        assert member.fenced == why
-        assert await head == EngineOrder(why=why, again=True)
-        assert await it.membership.handle(node(0, "0", "tcp://n0:1")) == EngineNodes(why=why, again=True)
-        again = await meet(("0b", "1b"))
-        await it.publish(2)
-        assert again in it.pool.serving
-
-        await it.membership.handle(EngineNodeEnd("a", 1, "1b"))  # its machine was asked to stop: the engine leaves in order
-        assert [m.engine.name for m in it.pool.members] == ["b"]
-        assert await it.membership.handle(node(0, "0b", "tcp://n0:1")) == EngineNodes(finished=True)
-
-        silent = await meet(("0c", "1c"))
-        watching = asyncio.create_task(it.pool.watch())
-        for _ in range(12):
-            for one in it.pool.present:
-                await it.membership.handle(EngineAlive(one.engine.name, 0.1))
-        watching.cancel()
-        assert silent.fenced is not None
-        assert silent.fenced.startswith("node 1 on n1: no heartbeat for")
-
-    rig(scene)
-
-
-def test_an_engine_whose_nodes_have_not_met_cannot_join(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        with pytest.raises(EngineError, match="a: a node of it was lost before it could join"):
-            await it.join("a", tp=2, nodes=2, met="tcp://n0:1")
-        with pytest.raises(ConfigError, match="configuration of a: got digest"):
-            await it.membership.handle(EngineNode("a", 0, 2, "s", "h", "n", "tcp://n0:1", "", 0.0, "0" * 64))
-        assert not it.pool.members
 
     rig(scene)
 

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import pytest
-import yaml
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.config.model import MadeModel
-from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import local_parts, rule, watch
-from asyncmoe.launch.torchrun import free_port, torchrun
-from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
 from asyncmoe.telemetry import processes
-from asyncmoe.telemetry.records import trainer_restarts as counted
-from asyncmoe.telemetry.schema import METRICS, Resume
 from tests.unit.supervised import supervised
 from tests.unit.telemetry_runs import write_run
 
@@ -50,7 +40,6 @@ def of(run_dir: Path, *settings: str) -> Config:
 @pytest.mark.parametrize(
     ("part", "scripts", "starts"),
     [
-        ("trainer", CONTROLLER | ENGINE | {"trainer": [KILLED, DONE]}, (1, 1, 2)),
         ("trainer", CONTROLLER | ENGINE | {"trainer": [f'[ "$BEFORE" = 2 ] && {DONE} || {KILLED}']}, (1, 1, 3)),
         ("controller", {"controller": [KILLED, SERVES]} | ENGINE | {"trainer": ["sleep 60", DONE]}, (2, 1, 2)),
         ("engine.0", CONTROLLER | {"engine.0": [KILLED, f"{DONE}; sleep 60"]} | {"trainer": [SERVES]}, (1, 2, 1)),
@@ -74,14 +63,7 @@ def test_a_part_that_is_killed_starts_again(
             r"a rank was ended by SIGSEGV: rank 0 on here; the trainer was lost 3 times without a new step; trainer\.max_restarts is 2",
             1,
         ),
-        (
-            {"controller": [KILLED], "trainer": ["sleep 60"]},
-            r"controller ended with status -9; .*; the controller was lost 3 times without a new step; run\.controller_restarts is 2",
-            1,
-        ),
-        (CONTROLLER | {"trainer": ["echo 'error: trainer.0 on here: the loss is nan'; exit 3"]}, r"trainer\.0 on here: the loss is nan", 3),
         ({"controller": ["sleep 0.3"], "trainer": ["sleep 1; echo 'error: waited 1 s for the controller'; exit 1"]}, "waited 1 s .*", 1),
-        ({"controller": ["echo 'error: port 5: got in use'; exit 2"], "trainer": [SERVES]}, "port 5: got in use", 2),
         (
             CONTROLLER | {"engine.0": ["echo 'error: engine.0 did not start: no memory'; exit 1"], "trainer": [SERVES]},
             r"engine\.0 did not start: no memory",
@@ -116,15 +98,6 @@ def test_a_run_goes_on_without_an_engine_whose_server_was_lost_too_often(
     assert "the run goes on without engine.1: engine.1 died: killed" in " ".join(capsys.readouterr().out.split())
 
 
-def test_ctrl_c_between_two_starts_ends_the_run(configured: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "FIRST_WAIT_S", 60.0)
-    later = f"setsid sh -c 'sleep 2; kill -INT {os.getpid()}' & {KILLED}"
-    began = time.monotonic()
-    with pytest.raises(Interrupted, match=r"^stopped before the first checkpoint"):
-        supervised(configured, tmp_path, CONTROLLER | {"trainer": [KILLED, later]})
-    assert time.monotonic() - began < 30
-
-
 @pytest.mark.parametrize("part", ["controller", "trainer"])
 def test_a_part_that_hangs_is_killed_and_started_again(configured: Config, tmp_path: Path, part: str) -> None:
     beats = configured.run.dir / "heartbeats"
@@ -137,35 +110,6 @@ def test_a_part_that_hangs_is_killed_and_started_again(configured: Config, tmp_p
     scripts["trainer"].insert(0, "sleep 600") if part == "controller" else None
     assert supervised(impatient, tmp_path, scripts)[part] == 2
     assert list((configured.run.dir / "logs").glob("stacks-*.txt"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "engines"),
-    [
-        (["engines.count=2"], ["engine.0", "engine.1"]),
-        (["engines.count=2", "engines.tp=2", "engines.nodes=2"], ["engine.0", "engine.1", "engine.0.node1", "engine.1.node1"]),
-        (["engines.join=true"], []),
-    ],
-)
-def test_this_machine_has_an_agent_for_every_node_of_every_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], engines: list[str]
-) -> None:
-    started: dict[str, tuple[list[str], dict[str, str]]] = {}
-
-    def child(name: str, command: list[str], log: Path, more: dict[str, str]) -> None:
-        started[log.name] = command, more
-
-    monkeypatch.setattr(local_parts, "Child", child)
-    made = local_parts.table(of(tmp_path, *settings), tmp_path / "config.yaml", ExitStack()).parts
-    assert list(made) == ["controller", *engines, "trainer"]
-    for name in engines:
-        made[name].start(3)
-        command, more = started[f"{name.replace('.', '-')}-joins.log"]
-        engine, _, node = name.partition(".node")
-        assert command[command.index("--name") + 1] == engine
-        assert command[command.index("--index") + 1] == engine[-1]
-        assert (command[-2:] == ["--node", "1"]) is bool(node)
-        assert more == {"ASYNCMOE_STARTS": "3"}
 
 
 RANK = "import sys; from pathlib import Path; sys.path.insert(0, {0!r}); from asyncmoe.telemetry import processes; "
@@ -189,34 +133,3 @@ def test_what_a_lost_launcher_has_left_is_ended_first(tmp_path: Path, monkeypatc
         assert left.returncode is None, "engines that join are no launcher's"
     local_parts.end_left(tmp_path, engines=True)
     assert left.wait(5.0)
-
-
-def test_restarts_are_counted_over_all_starts_of_a_run() -> None:
-    assert counted([]) == 0
-    assert counted([Resume(resumed_at=0, epoch=epoch) for epoch in (0, 1, 3, 0, 1)]) == 4
-
-
-def test_the_summary_counts_restarts(configured: Config) -> None:
-    with (configured.run.dir / METRICS).open("ab") as file:
-        file.write(msgspec.json.encode(Resume(resumed_at=30, epoch=2)) + b"\n")
-    assert watch.write_summary(configured.run.dir)["trainer_restarts"] == 2
-
-
-FAMILY = """
-from dataclasses import replace
-from asyncmoe.models.qwen3_moe import FAMILY as QWEN
-ODD = replace(QWEN, router=lambda hf: {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False, "moe_router_topk": 1})
-"""
-
-
-def test_a_model_that_megatron_refuses_ends_the_trainer_with_a_users_error(tmp_path: Path) -> None:
-    """Which is not started again."""
-    make_model(tmp_path / "model", MadeModel(), seed=0)
-    (tmp_path / "odd.py").write_text(FAMILY)
-    settings = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}", "model.family=odd:ODD", "trainer.ranks=1", "trainer.ep=1"]
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(configuration.load(ROOT / "examples/demo.yaml", settings).model_dump(mode="json")))
-    command = [sys.executable, *torchrun(1, ("127.0.0.1", free_port("127.0.0.1")), "asyncmoe.trainer", str(tmp_path / "run.yaml"))]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert f"the model {tmp_path / 'model'}: got ValueError(" in done.stdout + done.stderr
-    assert done.returncode == UserError.exit_code

@@ -265,25 +265,21 @@ import threading, time
 print("noise on standard output")
 threading.Thread(target=time.sleep, args=(600,)).start()  # the interpreter's own end would wait for it
 
-def catches(rows):
-    while True:
-        try:
-            while True: time.sleep(0.01)
-        except BaseException: pass
+def exits(rows): sys.exit(3)
 """
 
 
 def test_whatever_the_code_does_the_launcher_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(doc_pages.ROOT))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plugins, "IMPORT_S", 2.0)
-    monkeypatch.setattr(plugins, "CALL_S", 0.5)
-    monkeypatch.setattr(plugin_probe, "_GRACE_S", 0.5)
     (tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
     (tmp_path / "stubborn.py").write_text(STUBBORN)
-    with pytest.raises(ConfigError, match=r"^objective\.loss: got stubborn:catches: it did not end in time, at stubborn\.py:"):
-        plugin_probe.check(prepared(tmp_path, loss="stubborn:catches"))
-    with pytest.raises(ConfigError, match=r"^model\.family: got ends:F: the process that tried it ended with status 0"):
+    with pytest.raises(ConfigError) as caught:
+        plugin_probe.check(prepared(tmp_path, family="no.such:F", correction={"weight": "stubborn:exits"}))
+    family, weight = str(caught.value).splitlines()
+    assert family.startswith("model.family: got no.such:F: ModuleNotFoundError")
+    assert re.search(r"got SystemExit: 3 at stubborn\.py:6 from stubborn:exits \(stubborn\.py:6\), expected a result", weight)
+    with pytest.raises(ConfigError, match=r"^model\.family: got ends:F: the process that tried it ended with status 0, expected code that"):
         plugin_probe.check(prepared(tmp_path, family="ends:F"))
 
 

@@ -8,7 +8,6 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,7 @@ from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import pack
 from asyncmoe.queue.replays import Resumption
 from asyncmoe.queue.service import QueueService
-from asyncmoe.rpc.client import Client
-from asyncmoe.rpc.messages import Commit, Done, Goodbye, Hello, Lease, Leased, Saved, Welcome
-from asyncmoe.rpc.server import Server
+from asyncmoe.rpc.messages import Done, Goodbye, Hello, Leased, Welcome
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from tests.unit.putting import put_group
 
@@ -94,84 +91,11 @@ async def settle() -> None:
 
 
 @asynchronous
-async def test_put_waits_when_full_and_goes_on_when_a_step_is_committed() -> None:
-    held = await filled(*(group(i) for i in range(4)))
-    held.started(4)
-    late = [asyncio.create_task(put_group(held, group(i))) for i in (4, 5)]
-    await settle()
-    assert not any(task.done() for task in late)
-    await held.lease(0, "rl", 4, 9, 0)
-    await settle()
-    assert not any(task.done() for task in late), "a lease still holds its arrays"
-    held.commit(0)
-    await asyncio.gather(*late)
-    assert held.ledger.queued == 8
-    assert names(await held.lease(1, "rl", 4, 9, 0)) == ["g2.e0", "g2.e1", "g3.e0", "g3.e1"]
-
-
-@asynchronous
-async def test_a_stale_drop_frees_space_and_capacity() -> None:
-    held = queue()
-    for i in range(4):
-        held.started(2)
-        await put_group(held, group(i))
-    waiting = asyncio.create_task(held.wait_can_start(2))
-    await settle()
-    assert not waiting.done()
-    lease = asyncio.create_task(held.lease(0, "rl", 4, 2, 60))
-    await waiting
-    held.set_version(2)
-    for i in (4, 5):
-        held.started(2)
-        await put_group(held, group(i, 2))
-    granted = await lease
-    assert names(granted) == ["g4.e0", "g4.e1", "g5.e0", "g5.e1"]
-    assert granted.dropped == {"stale": 8} == held.stats().dropped
-    assert held.ledger.dropped == 8
-
-
-@asynchronous
 async def test_one_old_token_drops_its_whole_group_and_eta_itself_does_not() -> None:
     held = await filled(group(0, 9, oldest=4), group(1, 9, oldest=5), group(2, 9))
     granted = await held.lease(0, "rl", 4, 14, 0)
     assert names(granted) == ["g1.e0", "g1.e1", "g2.e0", "g2.e1"]
     assert granted.dropped == {"stale": 2}
-
-
-@asynchronous
-async def test_putters_are_served_in_the_order_they_came() -> None:
-    held = await filled(*(group(i) for i in range(4)))
-    held.started(6)
-    done: list[int] = []
-
-    async def put(number: int) -> None:
-        await put_group(held, group(number))
-        done.append(number)
-
-    tasks = [asyncio.create_task(put(i)) for i in (7, 5, 6)]
-    await settle()
-    tasks[0].cancel()
-    await settle()
-    await held.lease(0, "rl", 4, 9, 0)
-    held.commit(0)
-    held.started(2)
-    with pytest.raises(WaitTimeout):
-        await put_group(held, group(8), wait_s=0)
-    await settle()
-    assert done == [5, 6]
-    assert held.ledger.running == 4
-    assert held.ledger.queued == 8
-
-
-@asynchronous
-async def test_put_gives_up_when_told_to_and_stays_usable() -> None:
-    held = await filled(*(group(i) for i in range(4)))
-    held.started(2)
-    with pytest.raises(WaitTimeout, match=r"waited 0\.0 s for the trainer: space in the queue, which holds 8"):
-        await put_group(held, group(4), wait_s=0.01)
-    await held.lease(0, "rl", 4, 9, 0)
-    held.commit(0)
-    await put_group(held, group(4))
 
 
 @asynchronous
@@ -233,13 +157,6 @@ async def test_what_must_not_be_trained_does_not_get_in() -> None:
 
 
 @asynchronous
-async def test_a_group_that_was_not_started_cannot_be_put() -> None:
-    held = queue()
-    with pytest.raises(InvariantBroken, match="cannot move 2 from running"):
-        await put_group(held, group(0))
-
-
-@asynchronous
 async def test_starting_against_the_law_is_refused() -> None:
     held = queue(max_staleness=0)
     held.started(4)
@@ -263,47 +180,15 @@ async def test_the_producer_wakes_when_it_may_start(event: str) -> None:
         await held.wait_can_start(20, wait_s=0.01)
 
 
+# ---------------------------------------------------------------- lease
+
+
 @asynchronous
 async def test_versions_do_not_go_back() -> None:
     held = queue()
     held.set_version(3)
     with pytest.raises(InvariantBroken, match="version 2 after 3"):
         held.set_version(2)
-
-
-# ---------------------------------------------------------------- lease
-
-
-@asynchronous
-async def test_oldest_token_first_then_first_come() -> None:
-    held = await filled(group(0, 7), group(1, 5), group(2, 8, oldest=4), group(3, 5))
-    granted = await held.lease(0, "rl", 8, 9, 0)
-    assert names(granted) == [f"g{i}.e{e}" for i in (2, 1, 3, 0) for e in (0, 1)]
-    first = granted.items[0]
-    assert (first.group, first.tokens, first.sampled, first.reward) == (2, 3, 2, 0.0)
-    assert (first.oldest_version, first.newest_version) == (4, 8)
-
-
-@asynchronous
-async def test_all_ranks_get_the_same_answer_whenever_they_ask() -> None:
-    held = await filled(group(0))
-    early = [asyncio.create_task(held.lease(0, "rl", 4, 9, 60)) for _ in range(3)]
-    impatient = await held.lease(0, "rl", 4, 9, 0.01)
-    assert impatient == Leased(0, (), 2, {})
-    held.started(6)
-    for i in (1, 2, 3):
-        await put_group(held, group(i))
-    answers = [*await asyncio.gather(*early), await held.lease(0, "rl", 4, 9, 60), await held.lease(0, "rl", 4, 9, 0)]
-    assert names(answers[0]) == ["g0.e0", "g0.e1", "g1.e0", "g1.e1"]
-    assert all(answer == answers[0] for answer in answers)
-    assert held.ledger.leased == 4
-
-
-@asynchronous
-async def test_a_wait_without_end_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncmoe.queue.bounded.MAX_LEASE_WAIT_S", 0.01)
-    assert names(await queue().lease(0, "rl", 4, 0, 1e12)) == []
-    assert names(await queue().lease(0, "rl", 4, 0, -1)) == []
 
 
 @asynchronous
@@ -357,49 +242,7 @@ async def test_the_next_step_may_be_leased_ahead() -> None:
 # ---------------------------------------------------------------- fetch, commit, release
 
 
-@asynchronous
-async def test_commit_is_idempotent_and_ends_the_lease() -> None:
-    held = await filled(group(0), group(1), group(2), group(3))
-    await held.lease(0, "rl", 4, 9, 0)
-    held.commit(0)
-    held.commit(0)
-    assert (held.ledger.trained, held.ledger.queued, held.trained_steps) == (4, 4, 1)
-    with pytest.raises(ProtocolError, match="trained already"):
-        await held.lease(0, "rl", 4, 9, 0)
-    with pytest.raises(ProtocolError, match="step 1 holds no lease"):
-        held.commit(1)
-
-
-@asynchronous
-async def test_a_batch_that_the_trainer_leaves_untrained_is_dropped_for_its_reason_and_keeps_its_places() -> None:
-    held = queue()
-    held.started(4)
-    for one in (group(0), group(1)):
-        await put_group(held, one)
-    await held.lease(0, "rl", 4, 0, 0)
-    held.commit(0, "anomaly_kl_engine")
-    held.commit(0)  # of another rank, whose message came later
-    stats = held.stats()
-    assert (stats.dropped, stats.trained, stats.accepted, held.trained_steps) == ({"anomaly_kl_engine": 4}, 0, 0, 1)
-    # The step is over: version 1 admits one batch more, as after a trained step, not two.
-    assert held.can_start(4)
-    assert not held.can_start(8)
-    held.set_version(1)
-    assert held.can_start(8)
-    assert not held.can_start(12)
-    with pytest.raises(ProtocolError, match="a reason of 101 characters"):
-        held.commit(1, "x" * 101)
-
-
-@asynchronous
-async def test_a_trained_trajectory_leaves_nothing_behind() -> None:
-    held = await filled(group(0), group(1))
-    await held.lease(0, "rl", 4, 9, 0)
-    held.started(2)
-    with pytest.raises(InvariantBroken, match="put twice"):
-        await put_group(held, group(0))
-    held.commit(0)
-    await put_group(held, group(0))
+# ---------------------------------------------------------------- stop, fail, resume, warm-up
 
 
 @asynchronous
@@ -420,9 +263,6 @@ async def test_arrays_are_freed_by_commit_and_not_before() -> None:
     assert all(ref() is None for ref in alive)
 
 
-# ---------------------------------------------------------------- stop, fail, resume, warm-up
-
-
 @asynchronous
 async def test_stop_is_heard_by_all_ranks_at_the_same_step() -> None:
     held = await filled(*(group(i) for i in range(4)))
@@ -433,15 +273,6 @@ async def test_stop_is_heard_by_all_ranks_at_the_same_step() -> None:
     answers = [await held.lease(1, "rl", 4, 9, 60) for _ in range(2)]
     assert all(answer.stop and not answer.items for answer in answers)
     assert held.ledger.queued == 4
-
-
-@asynchronous
-async def test_stop_wakes_a_lease_that_waits() -> None:
-    held = queue()
-    waiting = [asyncio.create_task(held.lease(0, "rl", 4, 0, 60)) for _ in range(2)]
-    await settle()
-    held.stop()
-    assert all(answer.stop for answer in await asyncio.gather(*waiting))
 
 
 @asynchronous
@@ -481,13 +312,6 @@ async def test_after_a_resume_the_law_counts_on() -> None:
 
 
 @asynchronous
-async def test_a_resume_within_the_warm_up_has_trained_nothing_yet() -> None:
-    held = queue(base_version=10, trained_steps=4)
-    assert held.ledger.started == 0
-    assert held.trained_steps == 4
-
-
-@asynchronous
 async def test_demonstrations_have_a_lane_of_their_own() -> None:
     held = queue(demonstrations=3, base_version=2)
     putting = asyncio.create_task(held.put_demonstrations([pack([demonstration(i)], 0) for i in range(7)]))
@@ -514,44 +338,6 @@ async def test_sizes_with_which_nothing_could_be_leased_are_refused() -> None:
 
 
 # ---------------------------------------------------------------- service
-
-
-@asynchronous
-async def test_service_over_a_real_socket() -> None:
-    """A whole step by two ranks; a lease that waits does not hold up the other rank."""
-    held = queue()
-    service = QueueService(held, run="r", config_digest="abc")
-    with ThreadPoolExecutor(2) as pool:
-        loop = asyncio.get_running_loop()
-        async with Server(service) as server:  # type: ignore[arg-type]
-            to = await server.start()
-            serving = asyncio.create_task(server.serve())
-            with Client(to, "trainer.0") as zero, Client(to, "trainer.1") as one:
-
-                async def ask(client: Client, request: Any) -> Any:
-                    return await loop.run_in_executor(pool, client.ask, request, 20.0)
-
-                for rank, client in enumerate((zero, one)):
-                    assert (await ask(client, Hello(rank, 2, "abc", 0)))[0] == Welcome("r")
-                for i in range(2):
-                    held.started(2)
-                    await put_group(held, group(i))
-                leased = (await ask(zero, Lease(0, "rl", 4, 0, 15.0)))[0]
-                assert (await ask(one, Lease(0, "rl", 4, 0, 15.0)))[0] == leased
-                waiting = asyncio.create_task(ask(zero, Lease(1, "rl", 4, 0, 15.0)))
-                assert (await ask(one, Commit(0)))[0] == Done()
-                assert not waiting.done()
-                held.stop()
-                assert (await waiting)[0].stop
-                with pytest.raises(ProtocolError, match="trained already"):
-                    await ask(one, Lease(0, "rl", 4, 0, 0.0))
-                await ask(one, Saved(0))
-                await ask(one, Goodbye(1, False))
-                assert not service.finished.done()
-                await ask(zero, Goodbye(0, False))
-            assert await service.finished is False
-            assert service.saved_step == 0
-            serving.cancel()
 
 
 @asynchronous

@@ -118,10 +118,3 @@ def test_modes_that_need_whole_requests_have_no_pieces(tmp_path: Path, how: Inte
     pool = Scripted()
     answered(tmp_path, pool, piece=8, how=how)
     assert pool.asked == [(0, 50)]
-
-
-def test_an_end_of_the_response_ends_the_pieces(tmp_path: Path) -> None:
-    pool = Scripted(ends=16)
-    turns = answered(tmp_path, pool, piece=8)
-    assert [len(turn.generation.tokens) for turn in turns] == [8, 8]
-    assert turns[-1].generation.finish == "stop"

@@ -95,15 +95,6 @@ def test_the_run_ends_with_its_last_engine_if_the_trainer_could_not_send_its_wei
     asyncio.run(run())
 
 
-def test_engines_that_have_left_do_not_come_back() -> None:
-    async def run() -> None:
-        pool, _ = alone()
-        pool.members[0].fenced = LEFT
-        assert not pool.awaited
-
-    asyncio.run(run())
-
-
 def test_lost_engines_are_awaited_for_the_time_of_a_start() -> None:
     async def run() -> None:
         pool, _ = alone(engines={"start_timeout_s": 0.2})

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from aiohttp import web
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.engines.sglang import client, connection
+from asyncmoe.engines.sglang import connection
 from asyncmoe.engines.sglang import process as engine_process
-from asyncmoe.engines.types import EngineLost, Sampling
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.process import Child
 
@@ -45,22 +38,15 @@ def test_each_engine_has_its_own_port_and_seed_and_the_users_arguments_last() ->
     assert command[-2:] == ["--log-level", "debug"]
 
 
-def test_python_beside_a_checkpoint_runs_in_engines_only_when_it_is_trusted() -> None:
-    for trust in (False, True):
-        assert ("--trust-remote-code" in engine_process.command(config(trust), 0, "127.0.0.1", 31000, False, 0, None)) == trust
-
-
 def test_the_users_variables_win_and_the_parent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     given = engine_process.environment(config(), 0)
+    assert float(given["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 10 * connection.KEEP_ALIVE_S, (
+        "we close idle connections long before the engine does"
+    )
     assert given["OMP_NUM_THREADS"] == "6"
     assert int(given["ASYNCMOE_PARENT_PID"]) > 0
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in given
-
-
-def test_ranks_are_spread_over_the_cores() -> None:
-    assert engine_process._cores([0, 1, 2, 3], 2, 2) == "2|3"
-    assert engine_process._cores([4, 5], 4, 4) == "4|5|4|5"
 
 
 TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n'
@@ -89,55 +75,6 @@ TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n'
 def test_the_cause_is_found_among_its_consequences(log: str, reason: str | None) -> None:
     found = engine_process.reason_in(log)
     assert (found is None) if reason is None else reason in (found or "")
-
-
-def test_the_client_of_an_engine_needs_no_torch() -> None:
-    """Weights are swapped by commands the controller pickles; it must not have to load torch for that."""
-    code = "import sys, asyncmoe.engines.sglang.client; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_we_close_idle_connections_long_before_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert float(engine_process.environment(config(), 0)["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 10 * connection.KEEP_ALIVE_S
-    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.1)
-    connections: set[object] = set()
-
-    async def answer(request: web.Request) -> web.Response:
-        connections.add(request.transport)
-        return web.json_response({})
-
-    async def ask_three_times() -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-        made = client.SGLangClient("engine.0", f"http://127.0.0.1:{port}")
-        for rest_s in (0.0, 0.5, 0.0):
-            await made.resume()
-            await asyncio.sleep(rest_s)
-        await made.close()
-        await runner.cleanup()
-
-    asyncio.run(ask_three_times())
-    assert len(connections) == 2
-
-
-LISTENER: Any = SimpleNamespace(every=1, kept=None, live=True)
-
-
-def test_a_closed_client_says_that_the_engine_is_lost() -> None:
-    async def call() -> None:
-        closed = client.SGLangClient("engine.0", "http://127.0.0.1:1")
-        await closed.close()
-        for ask in (closed.resume(), closed.generate((1,), Sampling(1.0, 1, ()), "0", 1.0, listener=LISTENER)):
-            with pytest.raises(EngineLost, match="its connections are closed"):
-                await ask
-
-    asyncio.run(call())
 
 
 def test_a_program_that_cannot_be_started_is_named_in_a_line(tmp_path: Path) -> None:

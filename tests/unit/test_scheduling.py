@@ -25,7 +25,6 @@ from asyncmoe.engines.scheduling import (
     choose,
 )
 from asyncmoe.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
-from asyncmoe.errors import EngineError
 from tests.unit.example_counts import examples
 
 LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)
@@ -49,14 +48,6 @@ def test_a_conversation_goes_home_as_far_as_the_slack_allows_and_else_to_the_lea
     for last, load in loads.items():
         chosen = choose(loads, last)
         assert chosen == last if load <= max(least + 2, int(1.25 * least)) else loads[chosen] == least
-
-
-def test_the_expected_length_is_the_mean_of_the_same_prompt_else_of_all_else_nothing() -> None:
-    lengths = Lengths()
-    assert lengths.expected("a") == 0
-    for prompt, tokens in [("a", 10), ("a", 20), ("b", 90)]:
-        lengths.note(prompt, tokens)
-    assert (lengths.expected("a"), lengths.expected("b"), lengths.expected("c")) == (15, 90, 40)
 
 
 @settings(max_examples=20)
@@ -101,16 +92,6 @@ def test_the_first_request_to_each_unknown_prompt_probes_for_the_others() -> Non
     assert [names[waiting.take()] for _ in range(2)] == ["c2", "b2"], "what nothing is known of counts as longest"
     waiting.come(ScheduledRequest("a"))
     assert names[waiting.take()] == "a2", "a known prompt needs no probe"
-
-
-def test_the_longest_response_to_a_prompt_is_forgotten_with_the_prompt() -> None:
-    lengths = Lengths()
-    for tokens in (10, 30, 20):
-        lengths.note("a", tokens)
-    assert (lengths.longest("a"), lengths.longest("b")) == (30, math.inf)
-    for i in range(KEPT_PROMPTS):
-        lengths.note(f"later {i}", 7)
-    assert lengths.longest("a") == math.inf
 
 
 @given(
@@ -197,39 +178,6 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("cancelled", ["before it is let in", "just as it is let in", "when it is in and the gate has closed again"])
-def test_a_request_that_is_cancelled_at_the_gate_takes_no_place(cancelled: str) -> None:
-    async def run() -> None:
-        gate, begun = Gate(1, Waiting("fifo", 4, Lengths())), list[str]()
-
-        async def one(name: str) -> None:
-            async with gate.place(ScheduledRequest()):
-                begun.append(name)
-
-        gate.close()
-        first, second = asyncio.create_task(one("first")), asyncio.create_task(one("second"))
-        await settle()
-        if cancelled == "before it is let in":
-            first.cancel()
-            gate.open()
-        elif cancelled == "just as it is let in":
-            gate.open()
-            first.cancel()
-        else:
-            gate.open()
-            gate.close()
-            await settle()
-            assert (gate.inside, begun) == (1, [])
-            first.cancel()
-            await settle()
-            gate.open()
-        async with asyncio.timeout(5):
-            await second
-        assert (first.cancelled(), gate.inside, begun) == (True, 0, ["second"])
-
-    asyncio.run(run())
-
-
 class Client:
     """Answers when it is told to; notes who asked."""
 
@@ -312,30 +260,6 @@ def test_only_the_most_recent_conversations_are_remembered() -> None:
     assert (homes.of(""), homes.of("a"), homes.of("b"), homes.of("later 0")) == ("", "engine.2", "", "engine.1")
 
 
-def test_responses_an_update_cut_short_go_on_before_new_ones_begin() -> None:
-    async def run() -> None:
-        pool, (server,) = made(1, limit=2)
-        cut = [ask(pool, 0), ask(pool, 1)]
-        new = [ask(pool, 2), ask(pool, 3)]
-        await settle()
-        pool.hold()
-        for _ in cut:
-            server.client.answers.put_nowait((3, ABORTED))
-        await asyncio.gather(*cut)
-        resumed = [ask(pool, 10, continues=True), ask(pool, 11, continues=True)]
-        await settle()
-        assert server.client.asked == [(0,), (1,)]
-        pool.release()
-        await settle()
-        assert server.client.asked == [(0,), (1,), (10,), (11,)]
-        for _ in range(4):
-            server.client.answers.put_nowait((3, "stop"))
-        await asyncio.gather(*resumed, *new)
-        assert server.client.asked[4:] == [(2,), (3,)]
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize(("order", "expected"), [("fifo", [1, 2, 3]), ("longest_first", [3, 2, 1])])
 def test_longest_first_learns_from_responses_that_have_ended(order: Order, expected: list[int]) -> None:
     async def run() -> None:
@@ -361,19 +285,5 @@ def test_pieces_of_a_response_do_not_count_as_short_ones() -> None:
             server.client.answers.put_nowait((tokens, finish))
             await pool.generate((0,), Sampling(1.0, 100, ()), request=ScheduledRequest("p", sampled > 0, sampled))
         assert pool._lengths.expected("p") == 54
-
-    asyncio.run(run())
-
-
-def test_a_request_at_the_gate_hears_that_no_engine_is_left() -> None:
-    async def run() -> None:
-        pool, _ = made(1)
-        pool.close()
-        waiting = ask(pool, 0)
-        await settle()
-        pool.fence(pool.members[0], "gone")
-        pool.release()
-        with pytest.raises(EngineError, match=r"no engine is left: engine\.0"):
-            await waiting
 
     asyncio.run(run())

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,28 +46,11 @@ def test_the_variables_of_a_batch_script() -> None:
     assert allocation.read({**BATCH, "SLURM_RESTART_COUNT": "2"}, expand).restarts == 2
 
 
-def test_the_last_task_of_an_array_is_not_taken_for_the_whole_array() -> None:
-    found = allocation.read({**BATCH, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, expand)
-    assert (found.job, found.name) == (12, "12_3")
-
-
-def test_outside_of_slurm_the_command_that_works_is_named() -> None:
-    with pytest.raises(UserError, match=r"SLURM_JOB_ID: got no such variable.*sbatch.*asyncmoe run"):
-        allocation.read({}, expand)
-    with pytest.raises(UserError, match=r"job: got a heterogeneous one, expected one component; .*rollout\.sbatch"):
-        allocation.read({**BATCH, "SLURM_HET_SIZE": "2"}, expand)
-
-
 def test_engines_come_first_and_the_controller_is_beside_them() -> None:
     placed = steps.place(job(5), config("engines.count=4", "cluster.engine_nodes=2", "cluster.trainer_nodes=2"))
     assert placed.engines == (("n1", EngineMachine((0, 1))), ("n2", EngineMachine((2, 3))))
     assert placed.controller == "n1"
     assert (placed.trainers, placed.ranks, placed.unused) == (("n3", "n4"), 1, ("n5",))
-
-
-def test_one_node_is_shared() -> None:
-    placed = steps.place(job(1), config())
-    assert (placed.controller, placed.trainers, placed.ranks) == ("n1", ("n1",), 2)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +91,6 @@ def test_a_node_has_a_gpu_for_every_process() -> None:
         check(2, 1)
     with pytest.raises(ConfigError, match=r"engines.first_gpu: got 1: an engine and the trainer on GPU 1, expected at least 2"):
         check(1, 8, "engines.first_gpu=1")
-
-
-def test_a_job_that_starts_again_resumes_its_own_run() -> None:
-    assert steps.implied(replace(job(1), restarts=1), config()) == ("engines.join=true", "run.resume=true")
 
 
 @given(st.integers(1, 10**8), st.integers(0, 3))
@@ -207,15 +185,3 @@ def test_slurm_says_why_a_step_has_no_word_of_its_own(tmp_path: Path) -> None:
 )
 def test_the_time_that_is_left(text: str, seconds: float | None) -> None:
     assert control.parse_left(f"{text}\n") == seconds
-
-
-def test_a_node_is_reached_at_the_address_that_slurm_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = "NodeName=n2 Arch=x86_64 NodeAddr=10.1.0.2 NodeHostName=n2 Version=22.05.8"
-    monkeypatch.setattr(control, "_run", lambda *command: shown)
-    assert control.address("n2") == "10.1.0.2"
-    shown = "NodeName=n2 NodeAddr=(null)"
-    assert control.address("n2") == "n2"
-    shown = "JobId=1 JobState=RUNNING PreemptTime=None EndTime=Unknown"
-    assert (control.running("1"), control.preempted("1")) == (True, False)
-    shown = "JobId=1 JobState=CANCELLED PreemptTime=2026-11-22T03:41:00"
-    assert (control.running("1"), control.preempted("1")) == (False, True)

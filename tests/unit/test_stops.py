@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from asyncmoe.engines.decode import cut
 from asyncmoe.engines.sglang.answer import response
 from asyncmoe.engines.sglang.client import SGLangClient
-from asyncmoe.engines.sglang.streaming import Parts, StreamPart, events
+from asyncmoe.engines.sglang.streaming import Parts, StreamPart
 from asyncmoe.engines.types import ABORTED, Generation, Sampling, VersionSpan
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.models.make import VOCAB
@@ -26,7 +26,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording
 from tests.unit import openai_policy
 from tests.unit.example_counts import examples
-from tests.unit.openai_policy import EOS, IM_END, Policy
+from tests.unit.openai_policy import Policy
 from tests.unit.test_interruption import Scripted
 
 
@@ -62,24 +62,6 @@ def test_a_response_ends_with_the_token_that_completes_the_text(known: Tokenizer
     assert (response.text, response.finish, response.stopped_by) == ("[12+7]", "stop", list(stop)[-1])
     assert response.tokens == known.encode("[12+7]")
     assert response.logprobs == (-0.5,) * len(response.tokens)
-
-
-def test_texts_stand_beside_token_ids_and_ids_instead_of_the_runs(known: Tokenizer) -> None:
-    stops: list[tuple[int, ...]] = []
-
-    class Notes(Policy):
-        async def speak(self, agent: Any, given: Any, sampling: Sampling, listener: Any) -> Any:
-            stops.append(sampling.stop)
-            return await super().speak(agent, given, sampling, listener)
-
-    async def run() -> None:
-        for stop in (None, [], ["]"], [7], [7, "]"], ["<|im_end|>"], ["<eos>", "]"]):
-            agent = Notes(openai_policy.text(known, "hello")).episode(known).agent()
-            agent.see("?")
-            await agent.respond(stop=stop)  # type: ignore[arg-type]
-
-    asyncio.run(run())
-    assert stops == [(EOS, IM_END), (), (EOS, IM_END), (7,), (7,), (EOS, IM_END, IM_END), (EOS, IM_END, EOS)]
 
 
 @pytest.mark.parametrize("stop", [7, [1.5], [True], [None], [-1], [VOCAB], [""], ["x" * 1001], ["x"] * 33, {"]": 1}])
@@ -218,11 +200,6 @@ def test_a_request_that_is_aborted_in_the_queue_repeats_itself(known: Tokenizer)
 def test_an_answer_that_is_not_whole_is_an_error(known: Tokenizer, pieces: list[bytes], why: str) -> None:
     with pytest.raises(EngineError, match=why):
         streamed(known, pieces)
-
-
-def test_events_wait_for_their_end() -> None:
-    buffer = bytearray(b"data: 1\n\n: comment\n\ndata: 2\n\ndata:")
-    assert (events(buffer), bytes(buffer)) == ([b"1", b"2"], b"data:")
 
 
 def test_masks_of_parts_add_up(known: Tokenizer) -> None:

@@ -14,7 +14,7 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.engines import engine_agent, engine_stay
 from asyncmoe.engines.pool import Pool
-from asyncmoe.engines.succession import FILE, Succession
+from asyncmoe.engines.succession import Succession
 from asyncmoe.engines.takeover import EngineWeights
 from asyncmoe.errors import AsyncmoeError, ProtocolError
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
@@ -210,56 +210,3 @@ def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_ag
             await second.membership.end(EngineOrder(finished=True))
 
     site(scene)
-
-
-def test_a_controller_may_be_lost_before_an_engine_has_joined_and_with_its_server(site: Play) -> None:
-    async def scene(it: Site) -> None:
-        asked = asyncio.Event()
-
-        async def silent(_: object) -> Any:
-            asked.set()
-            await asyncio.sleep(60)
-
-        it.agent("a")
-        async with Server(silent, here_only=True) as server:
-            keys.write(it.config.run.dir, await server.start())
-            serving = asyncio.create_task(server.serve())
-            await asked.wait()
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-        it.agent("b")
-        async with controller(it.config) as second:
-            assert second.states == {"a": (0, True), "b": (0, True)}
-            it.engine("a").dead = True
-        async with controller(it.config) as third:
-            while len(third.states) < 2:
-                await asyncio.sleep(0.05)
-            assert [len(it.servers[name]) for name in ("a", "b")] == [2, 1]
-            await third.membership.end(EngineOrder(finished=True))
-
-    site(scene)
-
-
-def test_without_a_controller_an_engine_ends_after_a_while(site: Play) -> None:
-    async def scene(it: Site) -> None:
-        it.config = it.config.model_copy(update={"engines": it.config.engines.model_copy(update={"orphan_s": 1.0})})
-        for name in ("a", "b"):
-            it.agent(name)
-        async with controller(it.config):
-            pass
-        for ended in await it.ended():
-            assert "for the next controller" in str(ended)
-        assert all(it.servers[name][-1].died for name in ("a", "b"))
-
-    site(scene)
-
-
-def test_a_damaged_file_tells_nothing(tmp_path: Path) -> None:
-    first = Succession(tmp_path)
-    assert (first.is_first, first.epoch) == (True, 1)
-    second = Succession(tmp_path)
-    assert (second.before, second.epoch) == (first.controller, 2)
-    (tmp_path / FILE).write_bytes(b'{"controller": 3')
-    assert Succession(tmp_path).is_first
-    for one in (first, second):
-        one.close()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +17,7 @@ from asyncmoe import config as configuration
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
-from asyncmoe.errors import AsyncmoeError, ConfigError, Disagreement, ProtocolError
+from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.controller import Controller
@@ -45,7 +41,6 @@ from asyncmoe.rpc.messages import (
     WeightsBegin,
     WeightsBucket,
     WeightsCommit,
-    WeightsLoaded,
     WeightsStage,
     Welcome,
     WorkerFound,
@@ -202,20 +197,6 @@ async def refused(asked: Coroutine[Any, Any, Reply]) -> None:
         await asked
 
 
-def test_nothing_is_sampled_before_the_engines_weights_are_compared(model: Path, tmp_path: Path) -> None:
-    async def body() -> None:
-        async with controller(config_of(model, tmp_path / "run")) as running:
-            first = running.trainer(0)
-            await first.hello(0)
-            with pytest.raises(Disagreement, match="checksums differ: weight of rank 0"):
-                await first.ask(WeightsLoaded(({"weight": "1"},), first=True))
-            assert not (await first.lease(0.5)).items
-            await first.ask(WeightsLoaded(({"weight": "0"},), first=True))
-            assert (await first.lease()).items
-
-    in_loop(body())
-
-
 @pytest.mark.parametrize("opening", [WeightsBegin(4), WeightsStage(4)])
 def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_wakes_up(
     model: Path, tmp_path: Path, opening: WeightsBegin | WeightsStage
@@ -294,80 +275,6 @@ def test_another_layout_may_come_and_another_configuration_may_not(model: Path, 
             await running.trainer(1, config_of(model, tmp_path / "run", trainer={"ranks": 2, "tp": 2})).hello(0)
             with pytest.raises(ProtocolError, match="has taken 3 steps, the controller counts 0"):
                 await running.trainer(2).hello(3)
-
-    in_loop(body())
-
-
-def test_the_first_that_says_hello_may_be_a_later_start(model: Path, tmp_path: Path) -> None:
-    async def body() -> None:
-        async with controller(config_of(model, tmp_path / "run")) as running:
-            late = running.trainer(2)
-            await late.hello(0)
-            await refused(running.trainer(1).ask(Saved(0)))
-            await late.publish()
-            assert not (await late.train()).replayed
-
-    in_loop(body())
-
-
-def test_a_version_that_the_lost_one_had_asked_to_take_lands_before_the_next_is_met(model: Path, tmp_path: Path) -> None:
-    async def body() -> None:
-        async with controller(config_of(model, tmp_path / "run")) as running:
-            first, resumed = running.trainer(0), asyncio.Event()
-            await first.hello(0)
-            await first.publish()
-            await first.train()
-            slow, swap, swapping = running.engines[0], running.engines[0].command_receivers, asyncio.Event()
-
-            async def late(*arguments: Any) -> None:
-                swapping.set()
-                await resumed.wait()
-                await swap(*arguments)
-
-            slow.command_receivers = late  # type: ignore[method-assign, assignment]
-            publishing = asyncio.create_task(first.publish())
-            await swapping.wait()
-            meeting = asyncio.create_task(running.trainer(1).hello(0))
-            await asyncio.sleep(0.05)
-            assert not meeting.done()
-            resumed.set()
-            assert (await meeting).version == 1
-            await publishing
-            assert [(engine.version, engine.paused, engine.wrong) for engine in running.engines] == [(1, False, [])] * 2
-
-    in_loop(body())
-
-
-def test_a_suspended_process_of_the_lost_trainer_is_refused_when_it_wakes_up(model: Path, tmp_path: Path) -> None:
-    """A real process, stopped by SIGSTOP while it waits for its batch."""
-    script = (
-        "import sys, msgspec; from asyncmoe.rpc.client import Client; from asyncmoe.rpc.rendezvous import Rendezvous; "
-        "from asyncmoe.rpc.messages import Commit, Lease\n"
-        "client = Client(msgspec.json.decode(sys.argv[1], type=Rendezvous), 'trainer.0')\n"
-        "print('asks', flush=True); sys.stdin.readline()\n"
-        "for request in (Lease(1, 'rl', 4, 1, 5.0), Commit(0), Commit(1)):\n"
-        "    try: print('answered', client.ask(request, 30.0)[0])\n"
-        "    except Exception as error: print(type(error).__name__, error)\n"
-    )
-
-    async def body() -> None:
-        async with controller(config_of(model, tmp_path / "run")) as running:
-            first = running.trainer(0)
-            await first.hello(0)
-            await first.publish()
-            batch = await first.train()
-            where = msgspec.json.encode(running.rendezvous).decode()
-            left = await asyncio.create_subprocess_exec(sys.executable, "-c", script, where, stdin=PIPE, stdout=PIPE)
-            assert left.stdout is not None
-            await left.stdout.readline()
-            left.send_signal(signal.SIGSTOP)
-            second = running.trainer(1)
-            await second.hello(0)
-            left.send_signal(signal.SIGCONT)
-            said = (await left.communicate(b"\n"))[0].decode().splitlines()
-            assert len(said) == 3
-            assert all(line.startswith("ProtocolError ") and "which has taken its place" in line for line in said)
-            assert (await second.train()).items == batch.items
 
     in_loop(body())
 

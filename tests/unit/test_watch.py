@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
-import shutil
 import signal
-import subprocess
-import sys
-import termios
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,13 +13,10 @@ import pytest
 from asyncmoe import config
 from asyncmoe.config import Config
 from asyncmoe.errors import Interrupted
-from asyncmoe.launch import local, preflight, watch
+from asyncmoe.launch import watch
 from asyncmoe.launch.run_processes import STOP_GRACE_S, RunParts
 from asyncmoe.process import Child
-from asyncmoe.telemetry.records import read_steps
-from asyncmoe.telemetry.schema import METRICS
 from tests.unit.supervised import table_of
-from tests.unit.telemetry_runs import write_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,53 +54,6 @@ def test_ctrl_c_before_the_controller_listens(configured: Config, tmp_path: Path
     assert time.monotonic() - began < STOP_GRACE_S, "nobody waits for a trainer that waits for the controller"
 
 
-class EndsUnseen(Child):
-    """A controller that still runs the first `looks` times that its status is read after a signal, and has ended the next time."""
-
-    looks = 0
-    _left: int | None = None
-
-    def signal(self, number: signal.Signals) -> None:
-        super().signal(number)
-        self._left = self.looks
-
-    @property
-    def returncode(self) -> int | None:
-        if self._left is not None:
-            self._left -= 1
-            if self._left >= 0:
-                return None
-            self._process.wait(5.0)
-        return super().returncode
-
-
-@pytest.mark.parametrize("looks", range(8))
-def test_a_controller_may_end_between_two_looks_at_it(
-    configured: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: int
-) -> None:
-    monkeypatch.setattr(EndsUnseen, "looks", looks)
-    said = stops(configured, tmp_path, "echo ready; exec sleep 600", "echo ready; exec sleep 600", signal.SIGINT, controller=EndsUnseen)
-    assert (str(said), said.exit_code) == ("stopped before the first step; the same command starts over", 130)
-
-
-def test_what_is_saved_and_what_the_same_command_does_next(configured: Config) -> None:
-    run_dir, total = configured.run.dir, configured.warmup.steps + configured.run.steps
-    assert watch.saved("stopped", configured) == "stopped before the first step; the same command starts over"
-    assert watch.begins(configured).startswith("starting: 2 trainer ranks, 1 engine; logs: ")
-    path = checkpoint(run_dir)
-    assert watch.begins(configured) == f"resuming from {path}: 2 trainer ranks, 1 engine; logs: {run_dir / 'logs'}"
-    assert watch.saved("stopped", configured) == f"stopped at step 3 of {total}, which is saved; the same command resumes from {path}"
-    write_run(run_dir, rl=3)
-    last = read_steps(run_dir / METRICS)[-1].step
-    assert last > 3
-    said = f"ended at once at step {last} of {total}, saved up to step 3; the same command resumes from {path}"
-    assert watch.saved("ended at once", configured) == said
-    (path / "asyncmoe.json").write_text(f'{{"step": {total}}}')
-    assert watch.saved("stopped", configured) == f"stopped after the last step: the run is complete, and saved in {path}"
-    shutil.rmtree(path)
-    assert watch.saved("stopped", configured) == "stopped before the first checkpoint; the same command starts over"
-
-
 def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int, controller: type[Child] = Child) -> Interrupted:
     """Supervise shell scripts as a run that receives signals; what it says in the end. Each script says `ready` when it listens."""
 
@@ -142,57 +86,6 @@ def test_sigterm_stops_like_ctrl_c_with_a_status_of_its_own(configured: Config, 
     assert said.exit_code == 143
 
 
-CLOSED = """
-import sys
-from pathlib import Path
-from asyncmoe import config
-from asyncmoe.launch import watch
-from asyncmoe.launch.part import main
-from asyncmoe.process import Child
-from tests.unit.supervised import table_of
-
-folder = Path(sys.argv[1])
-settings = config.load(Path(sys.argv[2]), [f"run.dir={folder / 'run'}"])
-saves = f'trap "echo saved > {folder}/saved; exit 0" INT; sleep 600 & wait'
-
-def start(ending):
-    waits = f"while [ ! -e {folder}/saved ]; do sleep 0.1; done"
-    scripts = {"controller": saves, "trainer": waits}
-    starts = {name: lambda _, name=name: Child(name, ["sh", "-c", scripts[name]], folder / f"{name}.log") for name in scripts}
-    return table_of(settings, starts, ending)
-
-main(lambda: watch.supervise(settings, start))
-"""
-
-
-@pytest.mark.parametrize("ignored", [False, True], ids=["closed", "nohup"])
-def test_a_terminal_that_is_closed_stops_a_run_in_order(tmp_path: Path, ignored: bool) -> None:
-    ours, its = pty.openpty()
-
-    def with_terminal() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-
-    command = [sys.executable, "-c", CLOSED, str(tmp_path), str(ROOT / "examples" / "demo.yaml")]
-    run = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, cwd=ROOT, start_new_session=True, preexec_fn=with_terminal)
-    os.close(its)
-    try:
-        while not (tmp_path / "trainer.log").exists():
-            assert run.poll() is None
-            time.sleep(0.05)
-        time.sleep(0.5)
-        os.close(ours)  # the kernel sends SIGHUP
-        if ignored:
-            time.sleep(1.0)
-            assert not (tmp_path / "saved").exists()
-        else:
-            assert run.wait(20) == 129
-            assert (tmp_path / "saved").exists()
-    finally:
-        run.kill()
-        run.wait()
-
-
 @pytest.mark.parametrize("pressed", [2, 3])
 def test_ctrl_c_again_ends_at_once(configured: Config, tmp_path: Path, pressed: int) -> None:
     checkpoint(configured.run.dir)
@@ -202,29 +95,3 @@ def test_ctrl_c_again_ends_at_once(configured: Config, tmp_path: Path, pressed: 
     assert str(said).startswith("ended at once at step 3 of ")
     assert said.exit_code == 130
     assert time.monotonic() - began < 30
-
-
-def test_ctrl_c_during_the_checks(configured: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Config) -> tuple[str, ...]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(preflight, "check", interrupted)
-    with pytest.raises(Interrupted, match=r"^stopped before the run was started; repeat the command to start it$"):
-        local.run(configured)
-    assert not configured.run.dir.exists()
-
-
-def test_a_finished_run_names_what_it_wrote(configured: Config) -> None:
-    run_dir = configured.run.dir
-    assert watch.written(configured) == []
-    path = checkpoint(run_dir)
-    for folder, file in (("samples", "rollout.jsonl"), ("profile", "step-3-rank-0.trace.json.gz"), (".", "report.html")):
-        (run_dir / folder).mkdir(exist_ok=True)
-        (run_dir / folder / file).touch()
-    profiled = config.load(ROOT / "examples" / "demo.yaml", [f"run.dir={run_dir}", "telemetry.profile.steps=[3]"])
-    assert watch.written(profiled) == [
-        f"report: {run_dir / 'report.html'}",
-        f"samples: asyncmoe show {run_dir}",
-        f"profile: {run_dir / 'profile'} has step-3-rank-0.trace.json.gz",
-        f"checkpoint: {path}; asyncmoe export {run_dir} OUT writes a model of it",
-    ]

@@ -98,7 +98,7 @@ def test_damaged_and_foreign_files_are_no_heartbeats_and_a_disk_that_fails_ends_
 def test_a_process_that_hangs_writes_its_own_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hanging(tmp_path) as process:
         (first, *_) = stacks.stacks(tmp_path)
-        assert first.startswith(f"== trainer.0, pid {process.pid}: ")
+        assert first.startswith(f"== trainer.0, pid {process.pid}\n")
         assert "in hangs_here" in first
         assert process.poll() is None
         process.send_signal(19)  # SIGSTOP

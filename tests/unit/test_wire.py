@@ -6,14 +6,11 @@ import asyncio
 import os
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -24,10 +21,8 @@ import zmq
 from asyncmoe import errors
 from asyncmoe.errors import ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected, UserError, WaitTimeout
 from asyncmoe.rpc import codec, keys
-from asyncmoe.rpc import server as server_module
 from asyncmoe.rpc.client import Client, rebuild
-from asyncmoe.rpc.connection import Connection
-from asyncmoe.rpc.messages import Commit, Done, EnginesAsk, Fetched, Goodbye, Hello, Lease, Leased, Refused, Reply, Request, Welcome
+from asyncmoe.rpc.messages import Commit, Done, EnginesAsk, Fetched, Goodbye, Hello, Lease, Leased, Refused, Reply, Request
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from asyncmoe.rpc.worker_messages import WorkerFetch
@@ -97,26 +92,6 @@ def test_reply_and_frames_arrive_unchanged() -> None:
     assert memoryview(frames[0]).readonly
 
 
-def test_an_answer_that_all_ranks_get_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [Leased(step, (), queue_depth=step, dropped={}) for step in range(2)]
-    encoded: list[int] = []
-
-    def encode(message: Leased, most: int) -> bytes:
-        encoded.append(message.step)
-        return codec.encode(message, most)
-
-    monkeypatch.setattr(server_module, "encode", encode)
-
-    async def handler(request: Request) -> Answer:
-        assert isinstance(request, Lease)
-        return answers[request.step]
-
-    with served(handler) as running, Client(running.rendezvous, "rank 0") as client:
-        for step in (0, 0, 0, 1, 1, 0):
-            assert client.ask(Lease(step, "rl", 1, version=0, wait_s=0.0), 10)[0] == answers[step]
-    assert encoded == [0, 1, 0]
-
-
 def test_a_slow_lease_holds_up_nobody() -> None:
     release = threading.Event()
 
@@ -150,11 +125,14 @@ def test_a_late_reply_is_not_taken_for_the_next() -> None:
         assert client.ask(Commit(2), 20)[0] == Leased(2, (), 0, {})
 
 
+class Odd(EngineError):
+    """One of ours that is defined elsewhere: it crosses as its parent."""
+
+
 @pytest.mark.parametrize(
     ("raised", "kind"),
     [
-        (ProtocolError("out of turn"), ProtocolError),
-        (EngineError("engine 0 died"), EngineError),
+        (Odd("odd"), EngineError),
         (ConfigError("trainer.tp", got=3, expected="a divisor", hint="change it"), ConfigError),
         (TrajectoryRejected("bad_reward", "g1: nan"), TrajectoryRejected),
         (WaitTimeout("engine 0", "health", 3.0), WaitTimeout),
@@ -176,17 +154,6 @@ def test_a_refusal_is_the_error_that_was_raised_and_the_server_goes_on(raised: E
         if kind is WaitTimeout:
             assert (caught.value.whom, caught.value.what, caught.value.seconds) == ("engine 0", "health", 3.0)  # type: ignore[attr-defined]
         assert client.ask(Commit(0), 20)[0] == Done()
-
-
-def test_an_error_class_of_ours_derived_elsewhere_crosses_as_its_parent() -> None:
-    class Odd(EngineError):
-        pass
-
-    async def handler(request: Request) -> Answer:
-        raise Odd("odd")
-
-    with served(handler) as running, Client(running.rendezvous, "t") as client, pytest.raises(EngineError, match=r"^odd$"):
-        client.ask(HELLO, 20)
 
 
 @pytest.mark.parametrize("kind", ["KeyError", "os", "annotations", "__builtins__", "Exception"])
@@ -282,53 +249,6 @@ def test_an_oversize_frame_disconnects_its_sender_only(monkeypatch: pytest.Monke
     asyncio.run(main())
 
 
-def test_a_request_larger_than_the_server_takes_is_not_sent() -> None:
-    with pytest.raises(ProtocolError, match="expected at most 100"):
-        codec.encode(WorkerFetch(tuple("k" * 9 for _ in range(20)), ()), 100)
-
-
-def test_a_dead_controller_is_noticed_long_before_the_timeout() -> None:
-    async def handler(request: Request) -> Answer:
-        await asyncio.sleep(60)
-        return Done()
-
-    running = Running(handler)
-    with Client(running.rendezvous, "trainer.3") as client, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.ask, LEASE, 600)
-        time.sleep(0.3)
-        running.stop()
-        begin = time.monotonic()
-        with pytest.raises(WaitTimeout, match=r"trainer\.3 asked Lease: the connection was lost") as caught:
-            waiting.result(30)
-        assert time.monotonic() - begin < 20
-        assert running.rendezvous.address in str(caught.value)
-
-
-class _Closing:
-    """A socket that notes its readiness when it is closed."""
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket, self.ready = socket, -1
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._socket, name)
-
-    def close(self, linger: int) -> None:
-        self.ready = self._socket.getsockopt(zmq.EVENTS)
-        self._socket.close(linger)
-
-
-def test_a_closed_connection_never_leaves_libzmq_both_ends_of_its_monitor() -> None:
-    with served(_done) as running:
-        connection = Connection(running.rendezvous)
-        assert connection._monitor.poll(10_000)  # an event that nobody has read
-        monitor = _Closing(connection._monitor)
-        connection._monitor = monitor  # type: ignore[assignment]
-        connection.close()
-        assert monitor.ready == 0
-        assert connection.socket.closed
-
-
 def test_wrong_client_key_is_refused_and_the_error_names_the_controller() -> None:
     with served(_done) as running:
         public, secret = zmq.curve_keypair()
@@ -338,36 +258,6 @@ def test_wrong_client_key_is_refused_and_the_error_names_the_controller() -> Non
             client.ask(HELLO, 60)
         assert time.monotonic() - begin < 20
         assert running.rendezvous.address in str(caught.value)
-
-
-def test_a_second_process_with_a_wrong_key_gets_no_reply_and_a_right_one_does() -> None:
-    asked: list[Request] = []
-
-    async def handler(request: Request) -> Answer:
-        asked.append(request)
-        return Done()
-
-    program = (
-        "import sys, msgspec\n"
-        "from asyncmoe.rpc.rendezvous import Rendezvous\n"
-        "from asyncmoe.rpc.client import Client\n"
-        "from asyncmoe.rpc.messages import Commit\n"
-        "to = msgspec.json.decode(sys.stdin.buffer.read(), type=Rendezvous)\n"
-        "with Client(to, 'other') as client: print(client.ask(Commit(7), 2))\n"
-    )
-
-    def ask(to: Rendezvous) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run([sys.executable, "-c", program], input=msgspec.json.encode(to), capture_output=True, timeout=30, check=False)
-
-    with served(handler) as running:
-        wrong_server = msgspec.structs.replace(running.rendezvous, local_dir="", server_public=zmq.curve_keypair()[0].decode())
-        failed = ask(wrong_server)
-        assert failed.returncode != 0
-        assert b"ConnectionGone" in failed.stderr
-        assert running.rendezvous.address.encode() in failed.stderr
-        assert asked == []
-        assert b"Done()" in ask(running.rendezvous).stdout
-        assert asked == [Commit(7)]
 
 
 def test_a_plain_client_without_encryption_gets_nothing() -> None:
@@ -384,20 +274,6 @@ def test_a_plain_client_without_encryption_gets_nothing() -> None:
         with pytest.raises(zmq.Again):
             raw.recv_multipart()
         assert asked == []
-
-
-def test_many_clients_at_once() -> None:
-    async def handler(request: Request) -> Answer:
-        assert isinstance(request, Commit)
-        await asyncio.sleep(0.001 * (request.step % 7))
-        return Leased(request.step, (), 0, {})
-
-    def ask_many(name: int) -> bool:
-        with Client(running.rendezvous, str(name)) as client:
-            return all(client.ask(Commit(i), 10)[0] == Leased(i, (), 0, {}) for i in range(name * 100, name * 100 + 30))
-
-    with served(handler) as running, ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(ask_many, range(8)))
 
 
 def test_the_last_reply_leaves_before_the_server_closes() -> None:
@@ -435,15 +311,6 @@ def test_a_taken_port_is_the_users_error_with_a_hint() -> None:
             asyncio.run(main(port))
 
 
-def test_an_address_that_is_not_ours_is_the_users_error() -> None:
-    async def main() -> None:
-        async with Server(_done, host="192.0.2.1") as server:
-            await server.start()
-
-    with pytest.raises(UserError, match=r"address 192\.0\.2\.1:0"):
-        asyncio.run(main())
-
-
 # ---------------------------------------------------------------- rendezvous file
 
 
@@ -457,19 +324,6 @@ def test_rendezvous_file_is_private_atomic_and_read_back(tmp_path: Path) -> None
         assert secret not in repr(running.rendezvous)
         keys.remove(tmp_path / "run", running.rendezvous)
         assert not path.exists()
-
-
-def test_remove_leaves_the_file_of_a_newer_controller(tmp_path: Path) -> None:
-    old, new = (keys.rendezvous(f"tcp://127.0.0.1:{port}", keys.generate()) for port in (1, 2))
-    path = keys.write(tmp_path, new)
-    keys.remove(tmp_path, old)
-    assert path.exists()
-
-
-def test_read_waits_for_the_file(tmp_path: Path) -> None:
-    with served(_done) as running:
-        threading.Timer(0.3, keys.write, (tmp_path, running.rendezvous)).start()
-        assert keys.read(tmp_path, 20) == running.rendezvous
 
 
 def test_read_passes_over_the_file_of_a_controller_that_has_ended(tmp_path: Path) -> None:
@@ -498,13 +352,6 @@ def test_read_says_when_there_is_no_file_or_a_broken_one(tmp_path: Path) -> None
         keys.read(tmp_path, 0.1)
 
 
-def test_secrets_do_not_show(tmp_path: Path) -> None:
-    made = keys.generate()
-    assert made.server_secret.decode() not in repr(made)
-    assert made.server_secret.decode() not in keys.write(tmp_path, keys.rendezvous("tcp://127.0.0.1:1", made)).read_text()
-    assert replace(made, server_public=b"x") != made
-
-
 def test_unreachable_controller_is_given_up_after_the_connect_time() -> None:
     begin, nowhere = time.monotonic(), keys.rendezvous("tcp://127.0.0.1:1", keys.generate())
     with Client(nowhere, "t", connect_s=0.3) as client, pytest.raises(WaitTimeout, match="no connection"):
@@ -512,5 +359,26 @@ def test_unreachable_controller_is_given_up_after_the_connect_time() -> None:
     assert time.monotonic() - begin < 20
 
 
-def test_welcome_round_trip() -> None:
-    assert codec.decode_reply(codec.encode(Welcome("r"))) == Welcome("r")
+def test_a_second_controller_of_a_run_directory_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    with served(_done) as running:
+        keys.write(tmp_path, running.rendezvous)
+        with pytest.raises(UserError, match=rf"{tmp_path}: got a second controller, .*process {os.getpid()} on "):
+            keys.write(tmp_path, keys.rendezvous("tcp://127.0.0.1:1", keys.generate()))
+        assert keys.read(tmp_path, 20) == running.rendezvous
+
+
+def test_one_that_was_first_meanwhile_is_found_before_its_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the file of a controller that has ended is asked about, another writes its own."""
+    old, ours = (keys.rendezvous(f"tcp://127.0.0.1:{port}", keys.generate()) for port in (1, 2))
+    keys.write(tmp_path, old)
+    with served(_done) as other:
+        theirs, answers = msgspec.json.encode(other.rendezvous), keys.answers
+
+        def slow(to: Rendezvous, timeout_s: float) -> bool:
+            (tmp_path / keys.FILE_NAME).write_bytes(theirs)
+            return answers(to, timeout_s)
+
+        monkeypatch.setattr(keys, "answers", slow)
+        with pytest.raises(UserError, match="second controller"):
+            keys.write(tmp_path, ours)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [theirs]

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import socket
 import stat
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +13,8 @@ from typing import TypeVar
 import msgspec
 import psutil
 import pytest
-import zmq
 
-from asyncmoe.errors import UserError, WaitTimeout
+from asyncmoe.errors import WaitTimeout
 from asyncmoe.rpc import local
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Commit, Done, Fetched, Reply, Request
@@ -86,17 +81,6 @@ def test_a_wrong_secret_is_refused(after_s: float) -> None:
     served(ask)
 
 
-def test_without_a_secret_nothing_is_answered() -> None:
-    def ask(to: Rendezvous) -> int:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
-            plain.setsockopt(zmq.LINGER, 0)
-            plain.connect(local.address(Path(to.local_dir)))
-            plain.send_multipart([b"12345678", msgspec.msgpack.encode(Commit(0))])
-            return plain.poll(1_000)
-
-    assert served(ask) == 0
-
-
 def test_a_server_for_its_own_host_alone_listens_on_no_port() -> None:
     def listening() -> set[int]:
         return {c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
@@ -119,65 +103,3 @@ def test_a_directory_that_others_may_enter_is_not_used(mode: int) -> None:
         return _fetch(to)
 
     assert served(ask) == FRAMES
-
-
-def test_a_link_to_a_private_directory_is_not_used(temporary: Path) -> None:
-    def ask(to: Rendezvous) -> bool:
-        (temporary / "link").symlink_to(to.local_dir)
-        return local.reachable(str(temporary / "link"))
-
-    assert served(ask) is False
-
-
-def test_nothing_is_left_when_the_server_ends(temporary: Path) -> None:
-    served(_fetch)
-    assert list(temporary.iterdir()) == []
-
-
-def test_what_a_killed_server_left_goes_when_the_next_one_starts(temporary: Path) -> None:
-    program = (
-        "import asyncio, sys, tempfile\n"
-        "from asyncmoe.rpc.server import Server\n"
-        "tempfile.tempdir = sys.argv[1]\n"
-        "async def main():\n"
-        "    server = Server(None)\n"
-        "    print((await server.start()).local_dir, flush=True)\n"
-        "    await asyncio.sleep(60)\n"
-        "asyncio.run(main())\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", program, str(temporary)], stdout=subprocess.PIPE) as server:
-        assert server.stdout is not None
-        left = Path(server.stdout.readline().decode().strip())
-        other = local.make()
-        assert left.exists(), "a server that runs lost its socket to another's start"
-        server.send_signal(signal.SIGKILL)
-        server.wait(10)
-    assert (left / local.SOCKET).exists()
-    again = local.make()
-    assert not left.exists()
-    assert other.exists(), "a directory whose socket is not bound yet was taken away"
-    assert again.exists()
-
-
-def test_the_longest_folder_for_temporary_files_and_one_too_long(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = 107 - len("/asyncmoe-wire-xxxxxxxx/socket") - len(str(temporary)) - 1
-    for length in (room, room + 1):
-        folder = temporary / ("f" * length)
-        folder.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        if length == room:
-            assert served(_fetch) == FRAMES
-        else:
-            with pytest.raises(UserError, match="TMPDIR"):
-                served(_fetch)
-        assert list(folder.iterdir()) == []
-
-
-def test_another_users_leftovers_are_left_alone(temporary: Path) -> None:
-    theirs = temporary / f"{local.PREFIX}theirs"
-    theirs.mkdir(mode=0o755)
-    theirs.chmod(0o755)
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(theirs / local.SOCKET))
-    local.make()
-    assert theirs.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 
@@ -34,15 +33,6 @@ def test_equal_versions_and_clocks_not_too_far_apart_are_fine(seconds: float) ->
     assert refuse(OURS, other(seconds=seconds), 10.0) == ""
 
 
-def test_packages_that_only_one_has_do_not_matter() -> None:
-    assert refuse(OURS, other({"asyncmoe": "0.1.0", "sglang": "0.5.23"}), 10.0) == ""
-    assert refuse(OURS, other({}), 10.0) == ""
-
-
-def test_builds_of_one_version_are_alike() -> None:
-    assert refuse(OURS, other({"torch": "2.13.0+cu126"}), 10.0) == ""
-
-
 def test_every_version_that_differs_is_named_on_both_nodes_with_the_hint() -> None:
     assert refuse(OURS, other({"asyncmoe": "0.2.0", "torch": "2.12.1"}), 10.0) == (
         "trainer.3 on node7: got asyncmoe 0.2.0, torch 2.12.1, expected asyncmoe 0.1.0, torch 2.13.0 as controller on node1 has; "
@@ -66,11 +56,6 @@ def test_a_clock_apart_is_named_with_the_limit_and_the_hint(seconds: float, word
         f"trainer.3 on node7: got a clock {words} that of controller on node1, expected at most 10 s (cluster.max_clock_skew_s); "
     )
     assert "chronyc" in line
-
-
-@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
-def test_a_time_that_is_none_is_refused(seconds: float) -> None:
-    assert refuse(OURS, other(seconds=seconds), 10.0) != ""
 
 
 def test_our_own_facts_cross_the_wire_and_fit_ourselves() -> None:

@@ -2,7 +2,6 @@
 
 - `process.py`: one server as a child process: command line, environment, start and end.
 - `connection.py`: HTTP requests and their errors.
-- `replies.py`: requests whose replies are large, over connections of their own.
 - `generation.py`: the bodies of `/generate`; pure functions.
 - `answer.py`: a response from its answer; pure functions.
 - `weights.py`: pause, weight updates, checksums.

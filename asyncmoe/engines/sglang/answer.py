@@ -1,17 +1,14 @@
 """The answer of `/generate`, as arrays.
 
-An engine that this program started packs them (`asyncmoe.platform.sglang.packed_answers`), and they are used where they lie.
-
-Nearly all of SGLang's own answer, which is JSON, is three long arrays and one long text. msgspec finds where they begin and end;
-`asyncmoe.trajectory.native` reads the form in which SGLang writes them, many times faster and without an object for each number. Any other
-form is msgspec's again, so what is accepted, and what is said of the rest, is msgspec's alone.
+An engine that this program started packs them (`asyncmoe.platform.sglang.packed_answers`), and they are used where they lie. What it cannot
+pack comes as SGLang's own JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -20,12 +17,9 @@ from asyncmoe.engines.types import ABORTED, Generation, IdLists, VersionSpan
 from asyncmoe.errors import EngineError
 from asyncmoe.platform.sglang.packed_answers import BEGIN, MAGIC, PARTS, AnswerHead
 from asyncmoe.trajectory import Buffer, Recording
-from asyncmoe.trajectory.native import read_base64, read_entries, read_floats, read_ints, read_lists
 
 Entry = tuple[float | None, int, str | None]
 """A log-probability in nats, its token, and the token's text."""
-T = TypeVar("T")
-_ABSENT = msgspec.Raw(b"null")
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -38,16 +32,16 @@ class Finish(msgspec.Struct, frozen=True):
 
 class _Meta(msgspec.Struct, frozen=True):
     finish_reason: Finish
-    output_token_logprobs: msgspec.Raw
+    output_token_logprobs: list[Entry]
     weight_versions: list[VersionSpan]
     cached_tokens: int = 0
-    routed_experts: msgspec.Raw = _ABSENT
-    output_token_sampling_mask: msgspec.Raw = _ABSENT
-    output_token_sampling_logprobs: msgspec.Raw = _ABSENT
+    routed_experts: bytes | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
 
 
 class _Generated(msgspec.Struct, frozen=True):
-    output_ids: msgspec.Raw
+    output_ids: list[int]
     meta_info: _Meta
 
 
@@ -80,17 +74,20 @@ def answer(body: Buffer) -> GenerateAnswer:
     """
     whole = msgspec.json.decode(body, type=_Generated)
     meta = whole.meta_info
-    masks = _part(meta.output_token_sampling_mask, "output_token_sampling_mask", read_lists, list[list[int]], _lists)
-    return GenerateAnswer(
-        _needed(_part(whole.output_ids, "output_ids", read_ints, list[int], _ints), "output_ids"),
-        _needed(_part(meta.output_token_logprobs, "output_token_logprobs", read_entries, list[Entry], entries), "output_token_logprobs"),
-        meta.weight_versions,
-        meta.finish_reason,
-        meta.cached_tokens,
-        _part(meta.routed_experts, "routed_experts", read_base64, bytes, bytes),
-        None if masks is None else IdLists(*masks),
-        _part(meta.output_token_sampling_logprobs, "output_token_sampling_logprobs", read_floats, list[float], _floats),
-    )
+    masks, values = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    try:
+        return GenerateAnswer(
+            np.array(whole.output_ids, np.int32),
+            entries(meta.output_token_logprobs),
+            meta.weight_versions,
+            meta.finish_reason,
+            meta.cached_tokens,
+            meta.routed_experts,
+            None if masks is None else IdLists.of(masks),
+            None if values is None else _floats(values),
+        )
+    except OverflowError as error:
+        raise ValueError("got a number of more than 32 bits") from error
 
 
 def packed_answer(body: Buffer) -> GenerateAnswer:
@@ -152,9 +149,9 @@ def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.n
 
 
 def entries(given: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the log-probabilities, NaN for None, and the tokens of entries. Raises ValueError for a token of more than 32 bits."""
+    """Return the log-probabilities, NaN for None, and the tokens of entries. Raises OverflowError for a token of more than 32 bits."""
     values = [np.nan if value is None else value for value, _, _ in given]
-    return _floats(values), _ints([token for _, token, _ in given])
+    return _floats(values), np.array([token for _, token, _ in given], np.int32)
 
 
 def response(name: str, given: GenerateAnswer, recording: Recording) -> Generation:
@@ -182,37 +179,6 @@ def response(name: str, given: GenerateAnswer, recording: Recording) -> Generati
     return Generation(given.tokens, values, tuple(given.spans), given.finish.type, given.cached_tokens, given.routes, given.masks)
 
 
-def _part(raw: msgspec.Raw, name: str, fast: Callable[[Any], T | None], kind: Any, convert: Callable[[Any], T]) -> T | None:
-    """Read one part; None for null."""
-    if raw is _ABSENT:
-        return None
-    found = fast(raw)
-    if found is not None:
-        return found
-    try:
-        value = msgspec.json.decode(raw, type=kind | None)
-        return None if value is None else convert(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def _needed(value: T | None, name: str) -> T:
-    if value is None:
-        raise ValueError(f"{name}: Expected `array`, got `null`")
-    return value
-
-
-def _ints(values: Sequence[int]) -> np.ndarray:
-    try:
-        return np.array(values, np.int32)
-    except OverflowError as error:
-        raise ValueError("got a number of more than 32 bits") from error
-
-
 def _floats(values: Sequence[float]) -> np.ndarray:
     with np.errstate(over="ignore"):  # infinite then, and refused where a trajectory is checked
         return np.array(values, np.float64).astype(np.float32)
-
-
-def _lists(values: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    return _ints([len(one) for one in values]), _ints([id for one in values for id in one])

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from asyncmoe.engines.sglang.answer import GenerateAnswer, answer, packed_answer, response
 from asyncmoe.engines.sglang.connection import Acknowledged
 from asyncmoe.engines.sglang.generation import Scored, request_body, scored, scoring_body
-from asyncmoe.engines.sglang.replies import HttpReply
 from asyncmoe.engines.sglang.streaming import Parts, StreamPart, events
 from asyncmoe.engines.sglang.weights import WeightEndpoints
-from asyncmoe.engines.turnstile import turnstile
 from asyncmoe.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
 from asyncmoe.errors import EngineError
 from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
-from asyncmoe.trajectory import Recording
-
-_LARGE = 1 << 20
-"""Bytes of an answer in JSON that is read in a thread: the event loop would wait for a millisecond or more."""
 
 
 class _ParsedCall(msgspec.Struct):
@@ -45,22 +37,12 @@ class _Parsed(msgspec.Struct):
 class SGLangClient(WeightEndpoints):
     """Client of one engine's endpoints; see `SGLangConnection` for its arguments."""
 
-    """Cached by `device`."""
-
     async def ready(self) -> bool:
-        try:
-            async with self._session.get(f"{self.url}/ready", timeout=aiohttp.ClientTimeout(5.0)) as reply:
-                return reply.status == 200
-        except (aiohttp.ClientError, TimeoutError, RuntimeError):  # RuntimeError: the session was closed
-            return False
+        return await self._ok("/ready", 5.0)
 
     async def alive(self, timeout_s: float) -> bool:
         """SGLang waits in steps of a second; a busy scheduler answers after its next batch instead of running the probe."""
-        try:
-            async with self._session.get(f"{self.url}/health_generate", timeout=aiohttp.ClientTimeout(timeout_s)) as reply:
-                return reply.status == 200
-        except (aiohttp.ClientError, TimeoutError, RuntimeError):  # as above
-            return False
+        return await self._ok("/health_generate", timeout_s)
 
     async def freeze(self) -> None:
         """Take what the server's processes have loaded out of later garbage collections; see `asyncmoe.process.freeze`.
@@ -83,18 +65,12 @@ class SGLangClient(WeightEndpoints):
         body = request_body(tokens, sampling, salt, routed, adapter)
         if listener is not None:
             return response(self.name, await self._heard(body, listener, timeout_s), sampling.recording)
-        reply = await self._ask("/generate", body, timeout_s)
-        if reply.kind == MEDIA_TYPE or len(reply.body) < _LARGE:
-            await turnstile().wait()
-            return self._read(reply, sampling.recording)
-        return await asyncio.to_thread(self._read, reply, sampling.recording)
-
-    def _read(self, reply: HttpReply, recording: Recording) -> Generation:
+        reply = await self._ask("/generate", body, timeout_s, f"{MEDIA_TYPE}, application/json")
         try:
             whole = packed_answer(reply.body) if reply.kind == MEDIA_TYPE else answer(reply.body)
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.name}: /generate: unexpected answer: {error}") from error
-        return response(self.name, whole, recording)
+        return response(self.name, whole, sampling.recording)
 
     async def _heard(self, body: dict[str, Any], listener: Listener, timeout_s: float) -> GenerateAnswer:
         """Generate a response in parts, which the listener hears; if it ends the response, abort the request.

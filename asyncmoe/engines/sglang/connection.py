@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
-from asyncmoe.engines.sglang.replies import HttpReply, KeptConnections
 from asyncmoe.engines.types import EngineLost
 from asyncmoe.errors import EngineError, WaitTimeout
-from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 5.0
 """The client closes idle connections long before the engine would, because a request sent just as the engine closes is lost."""
+_READ_BYTES = 1 << 20
+"""Bytes of an answer that may lie unread before its connection is held up: an answer with routes has half a megabyte and more."""
+_FAILURES = (aiohttp.ClientError, OSError, ValueError)
+"""What a request raises if there is no connection, or no HTTP on it; ValueError: the address or the key cannot be one."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
@@ -23,6 +27,14 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
     success: bool = True
     message: str = ""
+
+
+@dataclass(frozen=True)
+class HttpReply:
+    """The body of an answer, and its Content-Type without parameters."""
+
+    kind: str
+    body: bytes
 
 
 class SGLangConnection:
@@ -33,26 +45,27 @@ class SGLangConnection:
         url: "http://host:port".
         key: API key the engine requires; empty: none.
         timeout_s: limit on every call without a timeout of its own.
-
-    Raises:
-        EngineError: the URL or the key cannot be one.
     """
 
     def __init__(self, name: str, url: str, key: str = "", timeout_s: float = 60.0) -> None:
         self.name, self.url, self.key, self._timeout_s = name, url, key, timeout_s
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        asked = {"Content-Type": "application/json", "Accept": f"{MEDIA_TYPE}, application/json"}
-        try:
-            self._answers = KeptConnections(url, headers | asked, KEEP_ALIVE_S)
-        except ValueError as error:
-            raise EngineError(f"{name}: {error}") from error
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         # The engine queues requests it cannot run yet, so a limit on connections would only hide requests from it.
-        self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        self._session = aiohttp.ClientSession(headers=headers, connector=connector, read_bufsize=_READ_BYTES)
 
     async def close(self) -> None:
         """Close the connections; the engine cancels the requests in flight."""
-        self._answers.close()
         await self._session.close()
+
+    async def _ok(self, path: str, seconds: float) -> bool:
+        """Return whether a GET is answered with status 200, and wholly. Never raises."""
+        try:
+            async with self._session.get(self.url + path, timeout=aiohttp.ClientTimeout(seconds)) as reply:
+                await reply.read()
+                return reply.status == 200
+        except (*_FAILURES, RuntimeError):  # RuntimeError: the session was closed
+            return False
 
     async def _post(self, path: str, body: Mapping[str, Any], kind: type[T], timeout_s: float | None = None) -> T:
         text = await self._send(path, body, timeout_s or self._timeout_s)
@@ -61,56 +74,47 @@ class SGLangConnection:
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.name}: {path}: unexpected answer: {error}") from error
 
-    async def _ask(self, path: str, body: Mapping[str, Any], seconds: float) -> HttpReply:
-        """POST a body whose answer is large; return it, packed if the engine can."""
-        self._check_open(path)
-        try:
-            reply = await self._answers.post(path, msgspec.json.encode(body), seconds)
-        except TimeoutError as error:
-            raise WaitTimeout(self.name, path, seconds) from error
-        except ConnectionError as error:
-            raise EngineLost(f"{self.name}: {path}: {error}") from error
-        if reply.status != 200:
-            raise EngineError(f"{self.name}: {path}: {_message(bytes(reply.body))}")
-        return reply
-
     async def _send(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
         """POST a body, or GET without one; return the answer's body."""
-        self._check_open(path)
-        headers = {"Content-Type": "application/json"}
-        method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
-        try:
-            async with self._session.request(
-                method, self.url + path, data=data, headers=headers, timeout=aiohttp.ClientTimeout(seconds)
-            ) as reply:
-                status, text = reply.status, await reply.read()
-        except TimeoutError as error:
-            raise WaitTimeout(self.name, path, seconds) from error
-        except aiohttp.ClientError as error:
-            raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
-        if status != 200:
-            raise EngineError(f"{self.name}: {path}: {_message(text)}")
-        return text
+        return (await self._ask(path, body, seconds, "application/json")).body
+
+    async def _ask(self, path: str, body: Mapping[str, Any] | None, seconds: float, accept: str) -> HttpReply:
+        """POST a body, or GET without one; return the answer, of one of the media types in `accept`."""
+        async with self._requested(path, body, seconds, accept) as reply:
+            return HttpReply(reply.content_type, await reply.read())
 
     async def _stream(self, path: str, body: Mapping[str, Any], seconds: float) -> AsyncGenerator[bytes]:
         """POST a body; yield the answer's body as it arrives. Leaving early closes the connection, which cancels the request."""
-        self._check_open(path)
-        try:
-            data, headers, timeout = msgspec.json.encode(body), {"Content-Type": "application/json"}, aiohttp.ClientTimeout(seconds)
-            async with self._session.post(self.url + path, data=data, headers=headers, timeout=timeout) as reply:
-                if reply.status != 200:
-                    raise EngineError(f"{self.name}: {path}: {_message(await reply.read())}")
-                async for piece in reply.content.iter_any():
-                    yield piece
-        except TimeoutError as error:
-            raise WaitTimeout(self.name, path, seconds) from error
-        except aiohttp.ClientError as error:
-            raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
+        async with self._requested(path, body, seconds, "application/json") as reply:
+            async for piece in reply.content.iter_any():
+                yield piece
 
-    def _check_open(self, path: str) -> None:
-        """Raise EngineLost after `close`: whoever fences an engine closes its client, while others may be about to call it."""
+    @asynccontextmanager
+    async def _requested(
+        self, path: str, body: Mapping[str, Any] | None, seconds: float, accept: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request, and raise what goes wrong until the end of the block as an error of the engine.
+
+        Raises:
+            WaitTimeout: the block did not end within `seconds`.
+            EngineLost: the connection failed or broke off, what came is no HTTP, or the client was closed: whoever fences an engine closes
+                its client, while others may be about to call it.
+            EngineError: another status than 200.
+        """
         if self._session.closed:
             raise EngineLost(f"{self.name}: {path}: its connections are closed")
+        method, data, limit = "GET" if body is None else "POST", msgspec.json.encode(body), aiohttp.ClientTimeout(seconds)
+        try:
+            async with self._session.request(
+                method, self.url + path, data=None if body is None else data, headers={"Accept": accept}, timeout=limit
+            ) as reply:
+                if reply.status != 200:
+                    raise EngineError(f"{self.name}: {path}: {_message(await reply.read())}")
+                yield reply
+        except TimeoutError as error:
+            raise WaitTimeout(self.name, path, seconds) from error
+        except _FAILURES as error:
+            raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
 
 
 def _message(text: bytes) -> str:

@@ -67,10 +67,19 @@ class SGLangProcess:
         memory: Sequence[str] = (),
         place: NodePlace | None = None,
     ) -> None:
-        """Start the process, as `asyncmoe.engines.backend.start` says.
+        """Start the process. Call it from the main thread, because Linux ends the server when the thread that started it ends.
 
         Args:
+            name: name of the engine in records and messages.
+            index: index of this engine on its machine.
+            host: address to listen on.
+            key: key that every request needs; default: a random one, which only this process knows.
+            seed: added to the run's seed, so that no two engines draw the same samples; default: `index`.
+            memory: arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`).
             place: the node of an engine over several that it is; None: the whole engine.
+
+        Raises:
+            UserError: the port is taken.
         """
         section = config.engines
         self.name, self.tp, self.ep, self.host = name, section.tp, section.ep, address.host_id()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,6 @@ def import_checkpoint(
     iteration: int | None = None,
     family: str = "auto",
     say: Callable[[str], None] = lambda line: None,
-    signals: Sequence[int] = (),
 ) -> Imported:
     """Write `out`, which is complete or does not exist: the weights of the checkpoint, with configuration and tokenizer of `model`.
 
@@ -65,7 +64,6 @@ def import_checkpoint(
         model: a Hugging Face directory of the same model; its weights are not read, and may be missing.
         family: see `families.with_family`.
         say: is told of the progress.
-        signals: see `new_directory`.
 
     Raises:
         DataError: the checkpoint is none, is not whole, or lacks a tensor; `out` exists, lies in one of the others,
@@ -88,7 +86,7 @@ def import_checkpoint(
     notes += source.check()
     if tokenizer_faults(model):
         notes.append(f"{model} has no tokenizer, so {out} has none, and a run needs one: copy one there")
-    with new_directory(_WHAT, out, signals) as scratch, writing(_WHAT, out):
+    with new_directory(_WHAT, out) as scratch, writing(_WHAT, out):
         nbytes = _write_weights(scratch, source, say)
         copy_texts(model, scratch)
         write_config(scratch, _config(hf), source.dtype)

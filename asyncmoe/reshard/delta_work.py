@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import LayoutError, WaitTimeout
+from asyncmoe.errors import WaitTimeout
 from asyncmoe.reshard.chunks import TRAILER_BYTES, trailer_offset
-from asyncmoe.reshard.gpu import Gpu, Relieve, with_room
+from asyncmoe.reshard.gpu import Gpu, Relieve
 from asyncmoe.reshard.memory import DeviceBuffer
 
 PAYLOAD = "payload"
@@ -111,15 +111,11 @@ class GpuWork:
         stream: a cudaStream_t as an integer.
 
     Raises:
-        LayoutError: this build has no CUDA kernels.
-        UserError: the device does not exist.
+        UserError: as `Gpu`.
     """
 
     def __init__(self, device: str, stream: int, relieve: Relieve) -> None:
-        if not _C.CUDA:
-            hint = "build asyncmoe with nvcc installed and ASYNCMOE_CUDA=1"
-            raise LayoutError("arrays of a delta", got=device, expected="host memory, as this build has no CUDA kernels", hint=hint)
-        self.device, self._stream, self._relieve = device, stream, relieve
+        self.device, self._stream = device, stream
         self._gpu = Gpu(int(device.removeprefix("cuda:")), relieve)
         self._done = self._gpu.event()
         self._rooms: dict[Hashable, DeviceBuffer] = {}
@@ -167,13 +163,13 @@ class GpuWork:
 
     def _pack(self, pack: _C.Program, number: int, sources: np.ndarray, to: int) -> None:
         if id(pack) not in self._programs:
-            made = with_room(self._gpu.index, "tables of copies", None, self._relieve, partial(_C.DeviceProgram, pack, self._gpu.index))
+            made = self._gpu.take("tables of copies", None, partial(_C.DeviceProgram, pack, self._gpu.index))
             self._programs[id(pack)] = made
         self._programs[id(pack)].run(number, sources, one_address(to), 0, self._stream)
 
     def _there(self, table: _C.DeltaTable) -> _C.DeviceDelta:
         if id(table) not in self._tables:
-            made = with_room(self._gpu.index, "tables of deltas", None, self._relieve, partial(_C.DeviceDelta, table, self._gpu.index))
+            made = self._gpu.take("tables of deltas", None, partial(_C.DeviceDelta, table, self._gpu.index))
             self._tables[id(table)] = made
         return self._tables[id(table)]
 

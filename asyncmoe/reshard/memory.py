@@ -11,7 +11,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.layout import ITEM_BYTES, MOST_THREADS, Storage, whole_number
+from asyncmoe.reshard.layout import ITEM_BYTES, Storage
 
 Array = Any
 """A NumPy array, or an object with the buffer protocol or `__dlpack__`; row-major."""
@@ -107,9 +107,7 @@ def memories_of(storages: Mapping[str, Storage], arrays: Mapping[str, Array] | N
     Raises:
         LayoutError: an array is missing, or as `storage_memory`.
     """
-    held: object = {} if arrays is None else arrays
-    if not isinstance(held, Mapping):
-        raise LayoutError(f"{what}s", got=type(held).__name__, expected="a mapping of storages' names to arrays")
+    held = {} if arrays is None else arrays
     if missing := [name for name in storages if name not in held]:
         raise LayoutError(f"{what} {missing[0]}", got="nothing", expected=f"an array for each of {len(storages)} storages")
     return {f"{what} {name}": storage_memory(held[name], one, f"{what} {name}", write=write) for name, one in storages.items()}
@@ -127,12 +125,12 @@ def check_apart(read: Mapping[str, Memory], written: Mapping[str, Memory]) -> No
         furthest_written = furthest if writes else furthest_written
 
 
-def device_of(memories: Iterable[Memory], what: str) -> str:
-    """Return the device of all memories, "cpu" if there are none; raise LayoutError if there are several."""
-    devices = sorted({memory.device for memory in memories}) or ["cpu"]
-    if len(devices) > 1:
-        raise LayoutError(what, got=" and ".join(devices), expected="all on one device")
-    return devices[0]
+def one_device(devices: Iterable[str], what: str) -> str:
+    """Return the device that all are, "cpu" if there are none; raise LayoutError if there are several."""
+    found = sorted(set(devices)) or ["cpu"]
+    if len(found) > 1:
+        raise LayoutError(what, got=" and ".join(found), expected="all on one device")
+    return found[0]
 
 
 def addresses_of(memories: Iterable[Memory]) -> np.ndarray:
@@ -149,7 +147,7 @@ def digest(array: Array, *, threads: int = 0) -> int:
     memory = memory_of(array, "array to digest")
     if memory.device != "cpu":
         raise LayoutError("array to digest", got=memory.device, expected="cpu")
-    return int(_C.digest(memory.address, memory.nbytes, whole_number(threads, "threads", 0, MOST_THREADS)))
+    return int(_C.digest(memory.address, memory.nbytes, threads))
 
 
 def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
@@ -157,9 +155,6 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
         view = array if isinstance(array, np.ndarray) else np.asarray(memoryview(array))
     except TypeError:
         raise LayoutError(what, got=type(array).__name__, expected="an array (NumPy, buffer protocol or DLPack)") from None
-    if isinstance(view, np.ma.MaskedArray) or view.dtype.hasobject:
-        got = f"{type(view).__name__} of {view.dtype}"
-        raise LayoutError(what, got=got, expected="an array that is nothing but its bytes", hint="fill masked elements first")
     if not view.flags.c_contiguous:
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if write and not view.flags.writeable:
@@ -177,12 +172,9 @@ def _torch_memory(array: Array, what: str) -> Memory:
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if array.device.type not in ("cpu", "cuda"):
         raise LayoutError(what, got=f"device {array.device}", expected=_SOMEWHERE)
-    try:
-        address, held = int(array.data_ptr()), array.untyped_storage().nbytes()
-    except RuntimeError as error:  # functional and fake tensors have no memory
-        raise LayoutError(what, got=str(error), expected="an array that has memory") from error
+    address, held = int(array.data_ptr()), array.untyped_storage().nbytes()
     needed = (array.storage_offset() + array.numel()) * array.element_size()
-    if array.numel() and (held < needed or not address):  # MaskedTensor has none; `untyped_storage().resize_(0)` of FSDP frees it
+    if held < needed:  # `untyped_storage().resize_(0)` of FSDP frees it
         raise LayoutError(what, got=f"a tensor whose storage has {held} of {needed} bytes", expected="an array that has memory")
     dtype, device = str(array.dtype).removeprefix("torch."), str(array.device)
     return Memory(address, array.numel() * array.element_size(), dtype, device, tuple(array.shape))

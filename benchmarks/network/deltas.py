@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -212,7 +211,7 @@ class DeltaRank:
             if self._version:
                 raise InvariantBroken(f"version {self._version} comes in full, expected a delta")
             staging.forget()
-            self._spare = self._target.room(getattr(torch, DTYPE))
+            self._spare = self._target.room()
             self._exchanger.bind({}, self._spare)
             self._exchanger.run(self._limit)
             carrying = clock.lap()
@@ -237,7 +236,7 @@ class DeltaRank:
         _, coming = self._told()
         live = self._target.tensors()
         self._spare = {}
-        anew = DeltaDecoder(self._plan, self._rank, limit_bytes=0, bucket_bytes=self._terms.bucket_bytes, threads=1)
+        anew = DeltaDecoder(self._plan, self._rank, bucket_bytes=self._terms.bucket_bytes, threads=1)
         anew.bind(live)
         anew.adopt(self._version, coming.digests)  # raises where they differ
         self._exchanger.bind({}, live)  # it kept the second copy, in whose place this comes
@@ -253,7 +252,7 @@ def _terms(case: Case, timeout_s: float, bucket_bytes: int) -> Terms:
     return Terms(
         hf=case.hf,
         adapter=None,
-        trainer=asdict(case.trainer),
+        trainer=case.trainer,
         engines=engines,
         dtype=DTYPE,
         engine_dtype=DTYPE,

@@ -25,7 +25,7 @@ from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import AsyncmoeError, ConfigError, DataError, InvariantBroken, ProtocolError, UserError
 from asyncmoe.launch import local, plugin_probe
-from asyncmoe.models import EngineParallel, families, make, qwen3_moe
+from asyncmoe.models import EngineParallel, MegatronParallel, families, make, qwen3_moe
 from asyncmoe.platform.sglang.receiver_command import FAMILY_VARIABLE
 from asyncmoe.rpc.item import Item
 from asyncmoe.trainer import objective
@@ -429,7 +429,7 @@ def test_a_checkpoint_must_not_choose_the_code_that_runs(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps({**HF, families.FAMILY: f"{OWN}:SAME"}))
     with pytest.raises(DataError, match=r"config\.json: got the key asyncmoe_family, expected none"):
         models.load_hf_config(tmp_path)
-    terms = Terms({**HF, families.FAMILY: "os:path"}, None, {}, (EngineRanks("e", 1, 1, 1),), "float32", "float32", "shm", "s", 1, 1.0)
+    terms = Terms({**HF, families.FAMILY: "os:path"}, None, MegatronParallel(), (EngineRanks("e", 1, 1, 1),), "float32", "float32", "shm", "s", 1, 1.0)
     for ours in (None, f"{OWN}:SAME"):
         with pytest.raises(ProtocolError, match=f"got os:path, expected {ours}, with which the engine was started"):
             handshake.check_family(terms, ours)

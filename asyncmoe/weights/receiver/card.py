@@ -26,7 +26,6 @@ def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) 
     if device.type != "cuda":
         return None
     found = origin() if TRANSPORTS[terms.transport].nccl else None
-    major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
     # Torch frees its cached memory before it reports that memory is short, though fragments may be too small.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -36,11 +35,9 @@ def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) 
         host=socket.gethostname(),
         device=str(device),
         uuid=uuids[device.index],
-        model=f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})",
         free=free + kept,
         total=total,
         wanted=wanted,
-        torch=str(torch.__version__),
         nccl=found.words if found else "",
         library=found.path if found else "",
         unreachable=tuple(sorted(unreachable)),

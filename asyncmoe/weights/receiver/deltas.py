@@ -13,7 +13,7 @@ from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.weights.protocol import Header, Terms
 from asyncmoe.weights.receiver import failing
 from asyncmoe.weights.receiver.channel import SideStream
-from asyncmoe.weights.receiver.delta_messages import LARGEST_SHARE, Coming
+from asyncmoe.weights.receiver.delta_messages import Coming
 
 
 class DeltaRefused(WeightSyncError):
@@ -32,11 +32,9 @@ class DeltaStaging:
 
     def __init__(self, plan: Plan, rank: int, terms: Terms, side: SideStream | None = None) -> None:
         self._terms = terms
-        dense = sum(transfer.nbytes for transfer in plan.transfers if transfer.destination == rank)
         self._held = DeltaDecoder(
             plan,
             rank,
-            limit_bytes=int(LARGEST_SHARE * dense),
             bucket_bytes=terms.bucket_bytes,
             threads=1,  # the engine generates at the same time
             stream=side.stream.cuda_stream if side else 0,

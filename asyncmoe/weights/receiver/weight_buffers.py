@@ -40,11 +40,8 @@ class Target(Protocol):
     def tensors(self) -> Tensors:
         """Return the tensors themselves, to be written while the worker is paused."""
 
-    def room(self, dtype: torch.dtype) -> Tensors:
+    def room(self) -> Tensors:
         """Allocate staging memory for all tensors, on the calling thread's current stream."""
-
-    def room_bytes(self, dtype: torch.dtype) -> int:
-        """Return the number of bytes `room` allocates."""
 
     def received(self, staged: Tensors) -> None:
         """Called in the receiving thread when `staged` (from `room` or `commit`) is complete: do the work that needs no pause."""
@@ -75,12 +72,8 @@ class Weights:
     def tensors(self) -> Tensors:
         return {name: parameter.data for name, parameter in _weights(self._model)}
 
-    def room(self, dtype: torch.dtype) -> Tensors:
-        # Not `dtype`: the rendezvous has checked each tensor's own dtype against the layout, where some are always float32.
+    def room(self) -> Tensors:
         return {name: torch.empty_like(tensor) for name, tensor in self.tensors().items()}
-
-    def room_bytes(self, dtype: torch.dtype) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def received(self, staged: Tensors) -> None:
         pass
@@ -114,16 +107,11 @@ class AdapterMemory:
     def tensors(self) -> Tensors:
         return _slot(0, self._buffers)
 
-    def room(self, dtype: torch.dtype) -> Tensors:
+    def room(self) -> Tensors:
         if any(buffer.device.type != "cpu" for buffer in self._buffers.values()):
-            return {name: torch.empty_like(slot, dtype=dtype) for name, slot in self.tensors().items()}
-        self._next = {name: torch.empty_like(buffer, dtype=dtype) for name, buffer in self._buffers.items()}
+            return {name: torch.empty_like(slot) for name, slot in self.tensors().items()}
+        self._next = {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
         return _slot(0, self._next)
-
-    def room_bytes(self, dtype: torch.dtype) -> int:
-        on_cpu = all(buffer.device.type == "cpu" for buffer in self._buffers.values())
-        taken = self._buffers if on_cpu else self.tensors()
-        return sum(tensor.numel() * dtype.itemsize for tensor in taken.values())
 
     def received(self, staged: Tensors) -> None:
         if self._next:

@@ -80,7 +80,7 @@ class Receiver:
         self._former = former
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
         if former is not None and former._side is not None:
-            self._side = former._side  # with the communicators of the previous meeting
+            self._side = former._side  # whose memory torch hands out again
         self._store: Store | None = None
         self._terms: Terms | None = None
         self._number = _FIRST  # number of the update under way, or of the next one
@@ -97,7 +97,7 @@ class Receiver:
 
     def _run(self) -> None:
         if self._former is not None:
-            self._former.join(_FORMER_S)  # it may still hold communicators that this receiver can reuse
+            self._former.join(_FORMER_S)  # it may still hold memory that this receiver needs
             self._former = None
         store = self._store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
         terms = store.get(protocol.TERMS, _MEET_S)
@@ -165,7 +165,7 @@ class Receiver:
             handshake.check_family(terms, os.environ.get(FAMILY_VARIABLE))
             opener(terms.transport)
             plan = transfer_plan.route(terms, self._join.rank)
-            card = card_of(self._device, terms, *self._wanted(terms))
+            card = card_of(self._device, terms, *self._wanted(terms, plan))
             ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card)
         except Exception as error:
             store.put(key, Ready(failure=failing.in_one_line(error, terms)))
@@ -173,10 +173,10 @@ class Receiver:
         store.put(key, ready)
         return plan
 
-    def _wanted(self, terms: Terms) -> tuple[int, int]:
+    def _wanted(self, terms: Terms, plan: Plan) -> tuple[int, int]:
         """Return upper bounds of the bytes that receiving allocates on the worker's GPU: message buffers, unless messages stay in the
         senders' memory, and staging memory for a whole version. Messages may be smaller than the buckets."""
-        room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
+        room = sum(storage.nbytes for storage in plan.destinations[self._join.rank].values())
         reads_sender = TRANSPORTS[terms.transport].reads_sender
         return min(0 if reads_sender else 2 * terms.bucket_bytes, 2 * room), room
 
@@ -203,7 +203,7 @@ class Receiver:
                 number += 1
         finally:
             if exchanger is not None:
-                exchanger.close()  # the next meeting's receiver can reuse its communicators
+                exchanger.close()
 
     def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
         """Receive one update; return the channel, or None if it can no longer be used."""
@@ -264,11 +264,11 @@ class Receiver:
 
     def _arrays(self, terms: Terms) -> tuple[None, dict[str, torch.Tensor]]:
         """Return the source arrays (none on an engine) and the destination arrays for `Exchanger.bind`."""
-        return None, self._target.tensors() if terms.in_place else self._staging(terms)
+        return None, self._target.tensors() if terms.in_place else self._staging()
 
-    def _staging(self, terms: Terms) -> dict[str, torch.Tensor]:
+    def _staging(self) -> dict[str, torch.Tensor]:
         """Return staging memory for an update: after a swap, the memory the parameters occupied before."""
         with self._lock, nullcontext() if self._side is None else self._side.allocating():
             if not self._spare:
-                self._spare = self._target.room(getattr(torch, terms.engine_dtype))
+                self._spare = self._target.room()
             return self._spare

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +18,11 @@ from asyncmoe.config.transports import AUTO, transport_for
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.reshard import Plan
-from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.rpc import address
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Engines, EnginesAsk, WeightsJoin
 from asyncmoe.weights import protocol
-from asyncmoe.weights.protocol import AdapterTerms, Card, EngineRanks, MeetingOutcome, Outcome, Ready, Terms
+from asyncmoe.weights.protocol import Card, EngineRanks, MeetingOutcome, Outcome, Ready, Terms
 from asyncmoe.weights.receiver import cards, failing, handshake, hosting, transfer_plan
 from asyncmoe.weights.receiver.card import card_of, reach_each_other
 from asyncmoe.weights.receiver.control_store import Store
@@ -240,8 +239,8 @@ def _keep(config: Config, model: TrainedModel, client: Client, engines: Engines)
     ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
     terms = Terms(
         hf=dict(model.hf),
-        adapter=_adapter(model),
-        trainer=asdict(model.parallel),
+        adapter=model.adapter,
+        trainer=model.parallel,
         engines=ranks,
         dtype=str(model.dtype).removeprefix("torch."),
         engine_dtype=engine_dtype(model.hf, config.engines),
@@ -249,7 +248,7 @@ def _keep(config: Config, model: TrainedModel, client: Client, engines: Engines)
         session=secrets.token_hex(8),
         bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,
-        max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
+        max_ctas=sync.nccl_max_ctas,
         delta=sync.delta != "off" and not unsupported(config),
     )
     store.put(protocol.TERMS, terms)
@@ -261,11 +260,6 @@ def _together(engines: Engines) -> bool:
     """Return whether all trainer and engine ranks run on this machine; torchrun sets `LOCAL_WORLD_SIZE` to its trainer ranks."""
     ours = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return ours and all(engine.host == address.host_id() for engine in engines.engines)
-
-
-def _adapter(model: TrainedModel) -> AdapterTerms | None:
-    kind = model.adapter
-    return None if kind is None else AdapterTerms(kind.targets, kind.rank, kind.alpha, kind.experts)
 
 
 def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> MeetingOutcome:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -23,13 +22,20 @@ PAYLOAD = "payload"
 _PATIENCE_S = 300.0
 
 
-class Work(Protocol):
-    """Memory and work of one sender or receiver. `sources` and `places` are addresses of storages, int64; others are int.
+class HostWork:
+    """Memory and work of one sender or receiver in host memory. `sources` and `places` are addresses of storages, int64; others are int.
 
     A table says what elements are; a program packs their messages (`asyncmoe.reshard.programs.message_program`).
+
+    Args:
+        threads: 0: as many as the machine has, at most 4.
     """
 
-    device: str
+    device = "cpu"
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._rooms: dict[Hashable, np.ndarray] = {}
 
     def room(self, name: Hashable, nbytes: int) -> int:
         """Return the address of the buffer of a name, of at least so many bytes; what it held is lost.
@@ -37,15 +43,22 @@ class Work(Protocol):
         Raises:
             MemoryError, OutOfDeviceMemory: there is too little memory left.
         """
+        if _coded(name) or name not in self._rooms or self._rooms[name].nbytes < nbytes:
+            self._rooms[name] = np.empty(nbytes, np.uint8)
+        return int(self._rooms[name].ctypes.data)
 
     def release(self, *, all_: bool) -> None:
         """Let go of the buffers named ("coded", ...); unless `all_`, only where new ones cost nothing."""
+        self._rooms = {name: room for name, room in self._rooms.items() if not _coded(name) and name != PAYLOAD}
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         """Copy bytes between a buffer and a message of an exchange on this device."""
+        ctypes.memmove(to, source, nbytes)
 
     def fill(self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int) -> int:
         """Pack a message into `base`, which has room for its trailer; return the sum of its elements' terms."""
+        pack.run(number, sources, one_address(base), self._threads)
+        return table.read(number, np.empty(0, np.int64), base, self._threads)
 
     def encode(
         self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int, payload: int
@@ -55,9 +68,11 @@ class Work(Protocol):
         Returns:
             Bytes of the payload; new terms less old ones, modulo 2^64; changed elements.
         """
+        return _C.encode_delta(table, pack, number, sources, base, payload, self._threads)
 
     def read(self, table: _C.DeltaTable, number: int, places: np.ndarray) -> int:
         """Return the sum of the terms of a message's elements as they lie in storages."""
+        return table.read(number, places, 0, self._threads)
 
     def apply(self, table: _C.DeltaTable, number: int, payload: int, nbytes: int, places: np.ndarray, *, write: bool) -> int:
         """Return the new terms less the old ones of a payload; write it if asked.
@@ -65,46 +80,11 @@ class Work(Protocol):
         Raises:
             ValueError: it does not fit the message.
         """
-
-
-class HostWork:
-    """See `Work`: in host memory, with so many threads (0: as many as the machine has, at most 4)."""
-
-    device = "cpu"
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._rooms: dict[Hashable, np.ndarray] = {}
-
-    def room(self, name: Hashable, nbytes: int) -> int:
-        if _coded(name) or name not in self._rooms or self._rooms[name].nbytes < nbytes:
-            self._rooms[name] = np.empty(nbytes, np.uint8)
-        return int(self._rooms[name].ctypes.data)
-
-    def release(self, *, all_: bool) -> None:
-        self._rooms = {name: room for name, room in self._rooms.items() if not _coded(name) and name != PAYLOAD}
-
-    def copy(self, to: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(to, source, nbytes)
-
-    def fill(self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int) -> int:
-        pack.run(number, sources, one_address(base), self._threads)
-        return table.read(number, np.empty(0, np.int64), base, self._threads)
-
-    def encode(
-        self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int, payload: int
-    ) -> tuple[int, int, int]:
-        return _C.encode_delta(table, pack, number, sources, base, payload, self._threads)
-
-    def read(self, table: _C.DeltaTable, number: int, places: np.ndarray) -> int:
-        return table.read(number, places, 0, self._threads)
-
-    def apply(self, table: _C.DeltaTable, number: int, payload: int, nbytes: int, places: np.ndarray, *, write: bool) -> int:
         return table.apply(number, payload, nbytes, places, write, self._threads)
 
 
 class GpuWork:
-    """See `Work`: in a GPU's memory. Messages are packed by the copy kernel, casts included.
+    """As `HostWork`, in a GPU's memory. Messages are packed by the copy kernel, casts included.
 
     Args:
         device: "cuda:0".
@@ -178,6 +158,9 @@ class GpuWork:
         if not self._done.wait(_PATIENCE_S):
             raise WaitTimeout(self.device, "the kernels of a delta enqueued on its stream", _PATIENCE_S)
         return there.take()
+
+
+Work = HostWork | GpuWork
 
 
 def work_on(device: str, threads: int, stream: int, relieve: Relieve) -> Work:

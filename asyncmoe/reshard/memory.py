@@ -1,9 +1,8 @@
-"""Memory addresses of arrays from any library: NumPy, the buffer protocol, or DLPack (torch, JAX, CuPy)."""
+"""Memory addresses of arrays: of NumPy, the buffer protocol, or torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +13,7 @@ from asyncmoe.errors import LayoutError
 from asyncmoe.reshard.layout import ITEM_BYTES, Storage
 
 Array = Any
-"""A NumPy array, or an object with the buffer protocol or `__dlpack__`; row-major."""
-
-_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
-"""DLPack's type codes (dlpack.h, DLDataTypeCode)."""
-_FLOAT8 = {10: "float8_e4m3fn", 12: "float8_e5m2"}
-"""DLPack's type codes of float8, each of which is one dtype."""
-_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
-"""DLPack's device types (dlpack.h, DLDeviceType); pinned memory counts as host memory, managed memory as a GPU's."""
-
-_SOMEWHERE = "memory of the CPU or of a CUDA device"
+"""A NumPy array, an object with the buffer protocol, a torch tensor, or a `DeviceBuffer`; row-major."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +56,9 @@ def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
     """
     if isinstance(array, DeviceBuffer):
         return Memory(array.address, array.nbytes, "uint8", array.device, (array.nbytes,))
-    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
-        return _numpy_memory(array, what, write)
     if hasattr(array, "data_ptr") and hasattr(array, "layout"):
         return _torch_memory(array, what)
-    address, elements, device, index, code, bits, row_major = _C.inspect(_capsule(array, what))
-    if not row_major:
-        raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
-    if device not in _DEVICES:
-        raise LayoutError(what, got=f"DLPack device type {device}", expected=_SOMEWHERE)
-    kind = _KINDS.get(code, f"code{code}_")
-    dtype = _FLOAT8.get(code) or ("bool" if kind == "bool" else f"{kind}{bits}")
-    name, shape = _DEVICES[device], tuple(getattr(array, "shape", (elements,)))
-    return Memory(address, elements * bits // 8, dtype, name if name == "cpu" else f"{name}:{index}", shape)
+    return _numpy_memory(array, what, write)
 
 
 def storage_memory(array: Array, storage: Storage, what: str, *, write: bool = False) -> Memory:
@@ -154,7 +134,7 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
     try:
         view = array if isinstance(array, np.ndarray) else np.asarray(memoryview(array))
     except TypeError:
-        raise LayoutError(what, got=type(array).__name__, expected="an array (NumPy, buffer protocol or DLPack)") from None
+        raise LayoutError(what, got=type(array).__name__, expected="an array (NumPy, buffer protocol or torch)") from None
     if not view.flags.c_contiguous:
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if write and not view.flags.writeable:
@@ -165,38 +145,14 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
 
 
 def _torch_memory(array: Array, what: str) -> Memory:
-    """Avoid DLPack, through which torch exports only tensors on the thread's current device (torch/_tensor.py, `Tensor.__dlpack__`)."""
-    if str(array.layout) != "torch.strided" or array.is_conj() or array.is_neg():
-        raise LayoutError(what, got=f"{array.layout}, or values to be conjugated or negated", expected="an array as DLPack has them")
-    if not array.is_contiguous():
+    """Not through DLPack, by which torch exports only tensors on the thread's current device (torch/_tensor.py, `Tensor.__dlpack__`)."""
+    if str(array.layout) != "torch.strided" or not array.is_contiguous():
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if array.device.type not in ("cpu", "cuda"):
-        raise LayoutError(what, got=f"device {array.device}", expected=_SOMEWHERE)
+        raise LayoutError(what, got=f"device {array.device}", expected="memory of the CPU or of a CUDA device")
     address, held = int(array.data_ptr()), array.untyped_storage().nbytes()
     needed = (array.storage_offset() + array.numel()) * array.element_size()
     if held < needed:  # `untyped_storage().resize_(0)` of FSDP frees it
         raise LayoutError(what, got=f"a tensor whose storage has {held} of {needed} bytes", expected="an array that has memory")
     dtype, device = str(array.dtype).removeprefix("torch."), str(array.device)
     return Memory(address, array.numel() * array.element_size(), dtype, device, tuple(array.shape))
-
-
-@contextmanager
-def _current(index: int) -> Iterator[None]:
-    before = _C.swap_device(index)
-    try:
-        yield
-    finally:
-        _C.restore_device(before)
-
-
-def _capsule(array: Array, what: str) -> object:
-    detached = array.detach() if hasattr(array, "detach") else array
-    try:
-        kind, index = detached.__dlpack_device__()
-        if _DEVICES.get(int(kind)) != "cuda":
-            return detached.__dlpack__()
-        there: AbstractContextManager[None] = _current(int(index)) if _C.CUDA else nullcontext()
-        with there:
-            return detached.__dlpack__(stream=-1)  # -1: no synchronisation, as only the address is used
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise LayoutError(what, got=str(error), expected="an array that DLPack can export") from error

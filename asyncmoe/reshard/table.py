@@ -210,19 +210,20 @@ def _check_storages(block: Block, rank: int) -> None:
             raise LayoutError(what, got=f"{storage.dtype}{storage.shape}", expected=expected)
     for piece in block.pieces:
         if piece.storage not in block.storages:
-            raise _unknown(piece, rank, "storage")
+            raise _wrong(piece, rank, "an unknown storage", "a storage of the rank")
 
 
 def _check_pieces(tensors: Tensors, block: Block, number: np.ndarray, rank: int) -> None:
     """Reject unknown tensors, and pieces whose number of dimensions differs from their tensor's (padding may have any number)."""
     if (number == _UNKNOWN).any():
-        raise _unknown(block.pieces[int(np.argwhere(number == _UNKNOWN)[0][1])], rank, "tensor")
+        raise _wrong(block.pieces[int(np.argwhere(number == _UNKNOWN)[0][1])], rank, "an unknown tensor", "a tensor of the plan")
     dims = np.array([len(p.box.extent) for p in block.pieces], np.int64)
     ragged = (number != NO_TENSOR) & (np.append(tensors.dims, 0)[number] != dims)
     ragged |= np.array([not len(p.box.extent) == len(p.box.start) == len(p.strides) for p in block.pieces], bool)
     if ragged.any():
-        at, piece = np.argwhere(ragged)[0]
-        raise _ragged(block.pieces[piece], rank, len(tensors.shapes.get(tensors.names[number[at, piece]], block.pieces[piece].box.extent)))
+        piece = block.pieces[int(np.argwhere(ragged)[0][1])]
+        got = f"{len(piece.box.start)} starts, {len(piece.box.extent)} extents, {len(piece.strides)} strides"
+        raise _wrong(piece, rank, got, "as many of each as the tensor has dimensions")
 
 
 def _padded(rows: list[tuple[int, ...]], fill: int) -> np.ndarray:
@@ -266,12 +267,6 @@ def _digest(array: np.ndarray) -> int:
     return _C.digest(array.ctypes.data, array.nbytes, 1)
 
 
-def _unknown(piece: Piece, rank: int, what: str) -> LayoutError:
-    where = f"rank {rank}: tensor {piece.tensor} box {piece.box} in storage {piece.storage}"
-    return LayoutError(where, got=f"an unknown {what}", expected="a tensor of the plan and a storage of the rank")
-
-
-def _ragged(piece: Piece, rank: int, dims: int) -> LayoutError:
-    what = f"rank {rank}: tensor {piece.tensor} box {piece.box.start}+{piece.box.extent} in storage {piece.storage}"
-    got = f"{len(piece.box.start)} starts, {len(piece.box.extent)} extents, {len(piece.strides)} strides"
-    return LayoutError(what, got=got, expected=f"as many of each as there are dimensions, {dims}")
+def _wrong(piece: Piece, rank: int, got: str, expected: str) -> LayoutError:
+    where = f"rank {rank}: tensor {piece.tensor} box {piece.box.start}+{piece.box.extent} in storage {piece.storage}"
+    return LayoutError(where, got=got, expected=expected)

@@ -6,9 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_nccl import built
@@ -19,8 +22,8 @@ from asyncmoe.engines.sglang import process
 from asyncmoe.errors import TransferError
 from asyncmoe.launch.ray import planning
 from asyncmoe.launch.torchrun import trainer_environment
-from asyncmoe.reshard.nccl import Communicator, make_unique_id
-from asyncmoe.reshard.nccl_transport import Route, RoutedTransport
+from asyncmoe.reshard.nccl import make_unique_id
+from asyncmoe.reshard.nccl_transport import NcclTransport
 from asyncmoe.rpc import nccl_settings
 
 CUMEM = "NCCL_CUMEM_ENABLE"
@@ -31,21 +34,22 @@ CONFIG = configuration.parse({"model": {"path": "m"}, "task": {"kind": "arithmet
 
 def exchange(library: str, *ranks: Mapping[str, str]) -> None:
     """Two ranks of a communicator, each with an environment of its own as it joins, send each other a message."""
-    unique, ends = make_unique_id(library), list[RoutedTransport]()
-    for rank, environ in enumerate(ranks):
-        with pytest.MonkeyPatch.context() as given:
-            given.delenv(CUMEM, raising=False)
-            for name, value in environ.items():
-                given.setenv(name, value)
-            made = Communicator(FakeGpu(), rank, len(ranks), unique, library=library)
-        ends.append(RoutedTransport(rank, FakeGpu(), [Route(made, {0: 0, 1: 1})]))
+    unique, joining = make_unique_id(library), list[Future[NcclTransport]]()
 
-    def send(end: RoutedTransport) -> None:
-        end.join(5.0)
+    def send(end: NcclTransport) -> None:
         end.exchange([(1 - end.rank, end.empty(8))], [(1 - end.rank, end.empty(8))], 5.0)
 
-    with ThreadPoolExecutor(len(ends)) as threads:
-        list(threads.map(send, ends))
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        for rank, environ in enumerate(ranks):
+            waits = threading.Event()
+            with pytest.MonkeyPatch.context() as given:
+                given.delenv(CUMEM, raising=False)
+                for name, value in environ.items():
+                    given.setenv(name, value)
+                how: dict[str, Any] = {"timeout_s": 5.0, "library": library, "gpu": FakeGpu(), "watch": waits.set}
+                joining.append(threads.submit(partial(NcclTransport, rank, len(ranks), unique, 0, **how)))
+                assert waits.wait(5.0) if rank + 1 < len(ranks) else joining[-1].result()
+        list(threads.map(send, [end.result() for end in joining]))
 
 
 @pytest.fixture

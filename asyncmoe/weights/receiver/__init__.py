@@ -6,7 +6,7 @@ as its format. A weight's path in the worker:
 1. `platform/sglang/receiver_command.py`: the controller (`weights/coordinator/ways.py`) sends a `JoinCommand`; `worker.py` starts a
    receiver thread.
 2. `worker.py`: the thread connects to rank 0's store (`control_store.py`), reads `TERMS`, plans (`transfer_plan.py`), reports parameters
-   and GPU under `ready(rank)` (`handshake.py`, `card.py`), and waits for `VERDICT` (rank 0 checks with `handshake.py` and `cards.py`).
+   and GPU under `ready(rank)` (`handshake.py`, `cards.py`), and waits for `VERDICT` (rank 0 checks with `handshake.py` and `cards.py`).
 3. `channel.py`: at `header(N)` with a new channel E, all ranks connect (`channel(E, stage, rank)`): `channel_end.py` opens the transport
    that the terms name.
 4. `worker.py`: the thread receives the worker's shards into staging memory (`weight_buffers.py`) while the worker generates, checks their

@@ -1,16 +1,61 @@
-"""Compatibility checks between the GPUs of ranks that exchange weights."""
+"""What ranks report of their GPUs for the rendezvous, and whether these GPUs can exchange weights."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
+
+import torch
 
 from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import OutOfDeviceMemory, gibibytes
+from asyncmoe.reshard.nccl import origin
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import Card, Terms
 
 _SAME_NCCL = "install the same torch and nvidia-nccl in both environments, or set sync.transport=ipc on one machine"
 _REACH = "set sync.transport=nccl, or place them on GPUs that reach each other (nvidia-smi topo -p2p r)"
+
+
+def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) -> Card | None:
+    """Describe a rank's GPU; return None for a CPU. Call it in a thread of that device.
+
+    Args:
+        wanted, copy: see `Card`.
+
+    Raises:
+        UserError: the transport is NCCL and no usable NCCL was found.
+    """
+    if device.type != "cuda":
+        return None
+    found = origin() if TRANSPORTS[terms.transport].nccl else None
+    free, total = torch.cuda.mem_get_info(device)
+    # Torch frees its cached memory before it reports that memory is short, though fragments may be too small.
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    uuids = {index: _uuid(index) for index in range(torch.cuda.device_count())}
+    unreachable = {uuid for index, uuid in uuids.items() if index != device.index and not torch.cuda.can_device_access_peer(device, index)}
+    return Card(
+        host=socket.gethostname(),
+        device=str(device),
+        uuid=uuids[device.index],
+        free=free + kept,
+        total=total,
+        wanted=wanted,
+        nccl=found.words if found else "",
+        library=found.path if found else "",
+        unreachable=tuple(sorted(unreachable)),
+        copy=copy,
+    )
+
+
+def reach_each_other() -> bool:
+    """Return whether all GPUs that this process sees, if any, read each other's memory."""
+    count = range(torch.cuda.device_count())
+    return all(torch.cuda.can_device_access_peer(one, other) for one in count for other in count if one != other)
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def in_place(cards: Mapping[int, Card]) -> bool:

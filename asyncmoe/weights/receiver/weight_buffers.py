@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,17 +31,29 @@ class Staged:
     delta: bool = False
 
 
-class Target(Protocol):
-    """The tensors an update writes, under the names of the engine's layout."""
+class Weights:
+    """The tensors an update writes, under the names of the engine's layout: the parameters of a worker's model, by SGLang's names."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
 
     def described(self) -> dict[str, Parameter]:
         """Describe all tensors for the rendezvous."""
+        found: dict[str, Parameter] = {}
+        storages: dict[int, str] = {}
+        for name, tensor in self.tensors().items():
+            place = tensor.untyped_storage().data_ptr()
+            found[name] = _parameter(tensor, storages.get(place, ""))
+            storages.setdefault(place, name)
+        return found
 
     def tensors(self) -> Tensors:
         """Return the tensors themselves, to be written while the worker is paused."""
+        return {name: parameter.data for name, parameter in _weights(self._model)}
 
     def room(self) -> Tensors:
         """Allocate staging memory for all tensors, on the calling thread's current stream."""
+        return {name: torch.empty_like(tensor) for name, tensor in self.tensors().items()}
 
     def received(self, staged: Tensors) -> None:
         """Called in the receiving thread when `staged` (from `room` or `commit`) is complete: do the work that needs no pause."""
@@ -52,40 +64,13 @@ class Target(Protocol):
         Returns:
             Staging memory for the next update; empty if nothing was staged.
         """
-
-
-class Weights:
-    """The parameters of a worker's model, by SGLang's names."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def described(self) -> dict[str, Parameter]:
-        found: dict[str, Parameter] = {}
-        storages: dict[int, str] = {}
-        for name, tensor in self.tensors().items():
-            place = tensor.untyped_storage().data_ptr()
-            found[name] = _parameter(tensor, storages.get(place, ""))
-            storages.setdefault(place, name)
-        return found
-
-    def tensors(self) -> Tensors:
-        return {name: parameter.data for name, parameter in _weights(self._model)}
-
-    def room(self) -> Tensors:
-        return {name: torch.empty_like(tensor) for name, tensor in self.tensors().items()}
-
-    def received(self, staged: Tensors) -> None:
-        pass
-
-    def commit(self, staged: Tensors | None) -> Tensors:
         spare = {} if staged is None else _replace(self._model, staged)
         _refresh(self._model)
         return spare
 
 
 class AdapterMemory:
-    """A worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
+    """As `Weights`, of a worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
 
     Every slot gets the same values: all requests name the single adapter (`asyncmoe.engines.adapters`), and SGLang does not expose
     which slot it uses. The adapter is pinned, so SGLang never refills a slot with the values it was loaded with.

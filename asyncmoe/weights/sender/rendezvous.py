@@ -24,7 +24,6 @@ from asyncmoe.rpc.messages import Engines, EnginesAsk, WeightsJoin
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import Card, EngineRanks, MeetingOutcome, Outcome, Ready, Terms
 from asyncmoe.weights.receiver import cards, failing, handshake, hosting, transfer_plan
-from asyncmoe.weights.receiver.card import card_of, reach_each_other
 from asyncmoe.weights.receiver.control_store import Store
 from asyncmoe.weights.sender.deltas import unsupported
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _GROUP = "asyncmoe_weights"
-_WORDS = 2048
 _POLL_S = 0.5
 _OTHERS, _THE_SAME = "others", "the same"
 GRACE_S = 10.0
@@ -87,7 +85,7 @@ def meet(config: Config, model: TrainedModel, client: Client, group: dist.Proces
     card: Card | None = None
     try:
         plan = transfer_plan.route(terms, rank)
-        card = card_of(model.mesh.device, terms)
+        card = cards.card_of(model.mesh.device, terms)
     except Exception as error:  # noqa: BLE001  reported to all ranks
         failure = failing.in_one_line(error, terms)
     mine = Ready(failure, plan.digest if plan else "", card=card)
@@ -203,12 +201,9 @@ def _open(config: Config, model: TrainedModel, client: Client, group: dist.Proce
 
 def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[str, str]:
     """Broadcast a result or its failure from rank 0, so that every rank ends with the same message."""
-    words = f"{word}\n{failure}".encode()[:_WORDS]
-    told = torch.zeros(_WORDS, dtype=torch.uint8)
-    told[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
-    dist.broadcast(told, src=0, group=group)
-    word, _, failure = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace").partition("\n")
-    return word, failure
+    told = [word, failure]
+    dist.broadcast_object_list(told, src=0, group=group)
+    return told[0], told[1]
 
 
 def some_engines(config: Config, client: Client) -> Engines:
@@ -232,7 +227,7 @@ def _keep(config: Config, model: TrainedModel, client: Client, engines: Engines)
     """Host the store, publish the terms and start the engines' receivers; return the store and its place, "host:port"."""
     world, sync, shared = model.mesh.world, config.sync, config.engines.share_gpus
     # Where GPUs do not read each other's memory, `auto` is the choice between machines.
-    together = _together(engines) and (shared or sync.transport != AUTO or reach_each_other())
+    together = _together(engines) and (shared or sync.transport != AUTO or cards.reach_each_other())
     hosted = hosting.host(config.cluster.network)
     host, port = hosting.place(hosted)
     store = Store(_GROUP, 0, host, port, sync.timeout_s, hosted)

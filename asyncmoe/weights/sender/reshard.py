@@ -86,7 +86,8 @@ class ReshardPublisher:
         self._tried = time.monotonic()
         self._sent.clear()
         self._settling.clear()
-        self._running = result = Future()
+        result: Future[Published | None] = Future()
+        self._running = result
 
         def failed(error: Exception) -> None:
             self._sent.set()

@@ -14,8 +14,8 @@ from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_co
 from asyncmoe.plan import host, memory, relief
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
-from asyncmoe.reshard.nccl import CTA_BYTES
 from asyncmoe.reshard.layout import ITEM_BYTES
+from asyncmoe.reshard.nccl import CTA_BYTES
 from asyncmoe.rpc import address
 
 HOST = 0.9

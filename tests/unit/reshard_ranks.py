@@ -30,6 +30,7 @@ class Wires:
             return self._boxes.setdefault((source, destination), queue.Queue())
 
     def put(self, source: int, destination: int, message: np.ndarray) -> None:
+        message = message.copy()
         if self._damage:
             self._damage(source, destination, self._count[source, destination], message)
             self._count[source, destination] += 1
@@ -49,14 +50,12 @@ class ThreadTransport:
 
     def exchange(self, sends: Messages, receives: Messages, timeout_s: float) -> None:
         for rank, buffer in sends:
-            self._wires.put(self.rank, rank, buffer.copy())
+            self._wires.put(self.rank, rank, buffer)
         for rank, buffer in receives:
             buffer[:] = self._wires.box(rank, self.rank).get(timeout=timeout_s)
 
 
-def run_ranks(
-    plan: Plan | Callable[[int], Plan], sources: Mapping[int, Arrays], destinations: Mapping[int, Arrays], **how: int
-) -> None:
+def run_ranks(plan: Plan | Callable[[int], Plan], sources: Mapping[int, Arrays], destinations: Mapping[int, Arrays], **how: int) -> None:
     """Carry out a plan, of which every rank may make its own part, each in its own thread; raises the first error of any of them."""
     wires = Wires()
 

@@ -144,6 +144,6 @@ def test_who_waits_for_a_rank_that_has_failed_elsewhere_is_told_within_a_second(
         return real(end)
 
     monkeypatch.setattr(channel_end, "open_nccl", refusing)
-    with pytest.raises(AsyncmoeError, match="NCCL: got nothing.*B rank 0"):
+    with pytest.raises(AsyncmoeError, match=r"NCCL: got nothing.*B rank 0"):
         met.connect()
     assert time.monotonic() - began < 10

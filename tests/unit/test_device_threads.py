@@ -170,7 +170,7 @@ def test_a_receiver_without_room_tells_everyone_the_cause(rig: Rig, monkeypatch:
     monkeypatch.setattr(torch, "empty_like", none_left)
     (said,) = {str(one) for one in rig.send(1)}
     monkeypatch.undo()
-    assert re.fullmatch(r"out of memory: CUDA out of memory. Tried to allocate 30.00 GiB.; .*sync\.bucket_bytes.*\(engine.*, cuda:1\)", said)
+    assert re.fullmatch(r"out of memory: CUDA out of memory. Tried .* 30.00 GiB.; .*sync\.bucket_bytes.*\(engine.*, cuda:1\)", said)
 
 
 class OneRank(ReshardPublisher):

@@ -150,5 +150,3 @@ def test_real_models_have_as_many_weights_as_published(model: str, billions: flo
     """Which is rounded, and with the layers of multi-token prediction."""
     count = sum(math.prod(shape) for shape in family_of(REAL[model]).tensors(REAL[model]).values())
     assert count / 1e9 == pytest.approx(billions, rel=0.03)
-
-

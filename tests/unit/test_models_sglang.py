@@ -89,5 +89,3 @@ def test_a_shared_output_layer_has_one_name() -> None:
 def test_sizes_that_cannot_be(sizes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineParallel(**sizes)
-
-

@@ -76,7 +76,12 @@ def fitting(**changes: Any) -> Ready:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"shape": (1, 2, 3)}, "[1, 2, 3]"), ({"dtype": "bfloat16"}, "bfloat16"), ({"stride": (1, 2, 3)}, "[1, 2, 3]"), ({"shares": "a"}, "of a")],
+    [
+        ({"shape": (1, 2, 3)}, "[1, 2, 3]"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"stride": (1, 2, 3)}, "[1, 2, 3]"),
+        ({"shares": "a"}, "of a"),
+    ],
 )
 def test_a_parameter_that_differs_is_named(change: dict[str, Any], said: str) -> None:
     ready = fitting()
@@ -144,7 +149,10 @@ def test_of_failures_the_one_that_others_follow_from_is_told() -> None:
     assert failing.cause(slow) == slow["engine.0 rank 0"]
     lost = {"trainer rank 0": "from trainer rank 0 to engine.0 rank 0: rank 2 is gone"}
     assert failing.cause(lost) == lost["trainer rank 0"]
-    for root in ("from trainer rank 1 to engine.0 rank 0: another digest", "out of memory: CUDA out of memory (engine.0 rank 1 on b, cuda:1)"):
+    for root in (
+        "from trainer rank 1 to engine.0 rank 0: another digest",
+        "out of memory: CUDA out of memory (engine.0 rank 1 on b, cuda:1)",
+    ):
         assert failing.cause(slow | lost | {"engine.0 rank 1": root}) == root
 
 
@@ -365,12 +373,12 @@ def test_what_is_staged_is_committed_once_and_nothing_else_is(meeting: Meet, tra
 def test_without_staging_memory_the_parameters_are_written_where_they_are(meeting: Meet) -> None:
     rig = meeting(in_place=True)
     places = [one.data_ptr() for model in rig.workers.values() for one in model.parameters()]
+    seen: list[list[str]] = []
+    rig.before_commit = lambda: seen.append(rig.wrong)
     for version in (1, 2):
         rig.change(0.1, version)
-        rig.before_commit = lambda: seen.append(rig.wrong)
-        seen: list[list[str]] = []
         assert fine(rig.send(version))
-        assert seen == [[]], "all is there before the commit"
+    assert seen == [[], []], "all is there before the commit"
     assert places == [one.data_ptr() for model in rig.workers.values() for one in model.parameters()]
 
 

@@ -106,5 +106,3 @@ def test_any_other_difference_is_refused(held: str, wanted: str) -> None:
         plan({"w": (4, 6)}, [one_tensor(3, held)], [one_tensor(7, wanted)])
     for part in ("rank 7: tensor w box [0:4, 0:6]", f"got {wanted}, but {held} in rank 3: tensor w box [0:4, 0:6]", "float32"):
         assert part in str(caught.value)
-
-

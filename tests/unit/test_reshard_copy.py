@@ -125,5 +125,3 @@ def test_digest_does_not_depend_on_threads_or_alignment() -> None:
     data = np.random.default_rng(0).integers(0, 256, (5 << 20) + 3, np.uint8)
     shifted = np.concatenate([[np.uint8(0)], data])[1:]
     assert len({digest(data, threads=1), digest(data, threads=3), digest(data.copy(), threads=2), digest(shifted)}) == 1
-
-

@@ -308,5 +308,3 @@ def test_a_plan_in_which_a_rank_copies_from_itself_is_refused() -> None:
     made = plan({"w": (4,)}, [matrix(0, (4,))], [matrix(0, (4,))])
     with pytest.raises(LayoutError, match="rank 0 copies from itself"):
         Ranks(made, {0: {"s": np.zeros(4, np.uint16)}}, {})
-
-

@@ -155,5 +155,3 @@ def test_blocks_of_full_size(item: int) -> None:
         payload, held = np.frombuffer(made[0], np.uint8), storage.copy()
         assert _C.emulate_delta_apply(message.table, 0, address(payload), len(payload), addresses(held), True)[1] == made[1]
         np.testing.assert_array_equal(held, fresh)
-
-

@@ -58,7 +58,11 @@ ON_BOTH_SIDES = {
     "unknown dtype": (with_storage((6,), "float31"), "storage sb", "float31"),
     "negative shape": (with_storage((-1, 6), "float32"), "storage sb", "(-1, 6)"),
     "too many dimensions": (with_storage((1,) * 5, "float32"), "storage sb", "at most 4"),
-    "two elements in one place": (one((24,), Piece("w", W, "s", 0, (6, 1)), Piece("b", B, "s", 18, (1,))), "box [18:19]", "2 pieces (w, b)"),
+    "two elements in one place": (
+        one((24,), Piece("w", W, "s", 0, (6, 1)), Piece("b", B, "s", 18, (1,))),
+        "box [18:19]",
+        "2 pieces (w, b)",
+    ),
     "not as boxes": (one((30,), Piece("w", W, "s", 0, (1, 4)), Piece("b", B, "s", 23, (1,))), "box [23:24]", "2 pieces (w, b)"),
     "one element for many": (with_piece(0, strides=(0, 1)), "storage sw box [0:1, 0:1]", "4 pieces"),
 }

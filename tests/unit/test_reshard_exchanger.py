@@ -18,7 +18,6 @@ SHAPES = {"w": (24, 60), "v": (7,)}
 SOURCES, DESTINATIONS = (0, 1, 2), (2, 3)  # rank 2 is both
 
 
-
 def layouts() -> tuple[list[RankLayout], list[RankLayout]]:
     """Rows of w and all of v on three ranks, to columns of w, and v with padding, on two."""
     source, destination = [], []

@@ -162,11 +162,11 @@ def test_a_nan_is_not_lost() -> None:
 # ---------------------------------------------------------------- shards
 
 
-def test_shards_of_many_ranks() -> None:
+SHAPES: Shapes = {"w.gate": (512, 256), "w.up": (512, 256), "w.down": (256, 512), "norm": (256,)}
+
+
+def shards(dtype: str) -> tuple[list[RankLayout], list[RankLayout]]:
     """Sharded by rows in the source, fused, stacked and sharded by columns in the destination, next to a tensor that is not quantised."""
-    dtype = "bfloat16"
-    shapes: Shapes = {"w.gate": (512, 256), "w.up": (512, 256), "w.down": (256, 512), "norm": (256,)}
-    values = {name: random((*shape, 1)[:2], 7, dtype).reshape(shape) for name, shape in shapes.items()}
     source, destination = [], []
     for r in range(2):
         builder = LayoutBuilder(r, dtype)
@@ -181,7 +181,12 @@ def test_shards_of_many_ranks() -> None:
         builder.place("w2", (1, 256, 128), [("w.down", columns((256, 512), 128 * r, 128), (0, 0, 0))])
         builder.place("norm", (256,), [("norm", whole((256,)), (0,))])
         destination.append(builder.build())
-    for r, got in enumerate(sent(shapes, source, destination, values)):
+    return source, destination
+
+
+def test_shards_of_many_ranks() -> None:
+    values = {name: random((*shape, 1)[:2], 7, "bfloat16").reshape(shape) for name, shape in SHAPES.items()}
+    for r, got in enumerate(sent(SHAPES, *shards("bfloat16"), values)):
         (gate, of_gate), (up, of_up), (down, of_down) = (quantise(values[f"w.{part}"]) for part in ("gate", "up", "down"))
         w13, scales = np.concatenate([m[128 * r :][:128] for m in (gate, up)]), np.concatenate([m[r : r + 1] for m in (of_gate, of_up)])
         np.testing.assert_array_equal(got["w13"], np.stack([w13, w13]))

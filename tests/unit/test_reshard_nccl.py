@@ -207,5 +207,3 @@ def test_the_end_of_an_exchanger_ends_the_communicator(library: str) -> None:
         del os.environ["FAKE_NCCL_STATE"]
     assert calls(library)[-1] == "abort"
     assert calls(library).count("abort") == 1
-
-

@@ -223,5 +223,3 @@ def test_one_message_of_every_pair_fits_into_a_bucket(sources: int, destinations
         for rank in (transfer.source, transfer.destination):
             held[rank] += chunks.slot_bytes
     assert max(held.values()) <= bucket
-
-

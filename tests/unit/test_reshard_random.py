@@ -144,5 +144,3 @@ def test_another_destination_has_another_digest() -> None:
         wanted.place("d", (2, 4), [("t", Box((2 * half, 0), (2, 4)), (0, 0))])
         digests.add(plan({"t": (4, 4)}, [source.build()], [wanted.build()]).digest)
     assert len(digests) == 3
-
-

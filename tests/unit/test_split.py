@@ -149,7 +149,7 @@ def test_a_table_of_splits() -> None:
     console = Console(record=True, width=160)
     render_plan.show_splits(found, cluster, 50.0, console)
     text = console.export_text()
-    for words in ("split 2", "tp 4, ep 8", "6 x tp 4, ep 4", "while engines generate", "72.8 GB", "simulate --sweep", "staging", "fits"):
+    for words in ("split 2", "tp 4, ep 8", "6 x tp 4, ep 4", "while engines generate", "72.3 GB", "simulate --sweep", "staging", "fits"):
         assert words in text
     assert "does not fit" not in text
     plant = read_plant(shlex.split(text.rpartition("asyncmoe simulate --sweep ")[2]))

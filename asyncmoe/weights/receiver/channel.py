@@ -173,14 +173,12 @@ def _assemble(
         told = store.get(channel_all(epoch, stage), terms.timeout_s + _GRACE_S)
         Outcome(told.failure).check()
         return told
-    others = names(terms)
-    ours = others.pop(0)
+    whom = names(terms)
     try:
-        keys = {channel(epoch, stage, rank): whom for rank, whom in others.items()}
+        keys = {channel(epoch, stage, rank): name for rank, name in whom.items() if rank != 0}
         said = store.get_all(keys, terms.timeout_s, channel_failed(epoch, stage), watch)
-        there = {0: mine} | {rank: said[key] for rank, key in zip(others, keys, strict=True) if key in said}
-        failures = {(others | {0: ours})[rank]: one.failure for rank, one in there.items()} | {"": store.resigned()}
-        failures = {whom: why for whom, why in failures.items() if why}
+        failures = {keys[key]: one.failure for key, one in said.items()} | {whom[0]: mine.failure, "": store.resigned()}
+        failures = {name: why for name, why in failures.items() if why}
         Outcome(failing.cause(failures) if failures else "").check()
         settled = AllArrived(unique_id=unique_id())
     except AsyncmoeError as error:

@@ -91,13 +91,6 @@ def test_malformed_descriptors_are_refused(column: int, value: int) -> None:
     assert not destination.any()
 
 
-def test_rows_of_another_form_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"rows of copies: got int64\[1, 16\], expected int64\[n, 17\]"):
-        _C.copy(np.zeros((1, _C.COLUMNS - 1), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64), 1)
-    with pytest.raises(TypeError):
-        _C.copy(np.zeros((1, _C.COLUMNS), np.int32), np.zeros(1, np.int64), np.zeros(1, np.int64), 1)
-
-
 # ---------------------------------------------------------------- digest
 
 MASK = (1 << 64) - 1

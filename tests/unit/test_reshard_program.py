@@ -108,30 +108,6 @@ def test_chunks_run_apart() -> None:
         assert message.tolist() == list(expected)
 
 
-def test_malformed_programs_are_refused() -> None:
-    rows, _ = message_rows([(1, (1, 1, 2, 3)), (0, (1, 1, 1, 4))], 2)
-    all_rows = np.array([0, 2], np.int64)
-    gap, transposed = rows.copy(), rows.copy()
-    gap[1, 3] += 2
-    transposed[0, 13:] = [12, 12, 2, 4]
-    for bad, firsts, match in [
-        (gap, all_rows, "descriptor 1: got base 0, offset 14, expected base 0, offset 12"),
-        (transposed, all_rows, "descriptor 0: got base 0, offset 0, .*row-major"),
-        (rows, np.array([0, 1], np.int64), "chunks: got 2 numbers, the last 1, expected ascending ones from 0 to 2"),
-        (rows, np.array([0, 2, 1, 2], np.int64), "chunks: got 4 numbers"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            _C.Program(bad, firsts, "destination")
-    program = _C.Program(rows, all_rows, "destination")
-    with pytest.raises(ValueError, match="chunk: got 1, expected below 1"):
-        program.run(1, address(rows), address(rows))
-    with pytest.raises(ValueError, match="base addresses: got 0 sources and 1 destinations"):
-        program.run(0, np.empty(0, np.int64), address(rows))
-    rows, _ = message_rows([(1, (1, 1, 2, 3)), (0, (1, 1, 1, 4))], 4)
-    with pytest.raises(ValueError, match="packing"):
-        _C.Program(swapped(rows), all_rows, "source", casts(1, 1))
-
-
 def rounded(values: np.ndarray) -> np.ndarray:
     """bfloat16 bits by torch."""
     return torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)

@@ -21,7 +21,6 @@ from asyncmoe.errors import InvariantBroken, TransferError, UserError, WaitTimeo
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, Transport, plan
 from asyncmoe.reshard.nccl import Origin, make_unique_id, origin
 from asyncmoe.reshard.nccl_transport import NcclTransport
-from asyncmoe.reshard.transport import Lane, MessageLink
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to build the stand-in with")
 
@@ -53,21 +52,6 @@ def test_an_exchange_is_one_group(library: str) -> None:
     nccl.end(True)
     expected = ["init 3 0", "start", "recv 0 40", "recv 1 24", "send 0 40", "send 2 24", "end", "destroy"]
     assert [line for line in calls(library) if line != "id"] == expected
-
-
-def test_rounds_through_a_link(library: str) -> None:
-    """As an exchange has them: a thread of its own waits, slices of buffers travel."""
-    nccl = transport(library)
-    lane = Lane(0, (24, 16), 24)
-    link = MessageLink(nccl, [lane], [lane], 2)
-    for number in range(2):
-        bytes_of(link.pack_into(0, number, 5))[:] = 10 + number
-        link.close_round(number, 5)
-    for number, nbytes in enumerate((24, 16)):
-        np.testing.assert_array_equal(bytes_of(link.unpack_from(0, number, 5)), np.full(nbytes, 10 + number))
-    link.finish(5)
-    link.close()
-    nccl.end(True)
 
 
 def test_peers_that_do_not_join(library: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,17 @@ def test_every_density_of_every_item(dtype: str, item: int) -> None:
         ranks.check(shapes, [wanted])
 
 
+def test_destinations_of_equal_layouts_share_base_and_messages() -> None:
+    shape, values = (400, 300), np.random.default_rng(5).integers(0, 1 << 16, (400, 300), np.uint16)
+    made = plan({"w": shape}, [matrix(0, shape)], [matrix(r, shape) for r in (1, 2, 3)])
+    ranks = Ranks(made, {0: {"s": values}}, {r: {"s": np.zeros(shape, np.uint16)} for r in (1, 2, 3)})
+    assert ranks.senders[0].base_bytes == values.nbytes
+    ranks.full(1)
+    change(values, 0.01, np.random.default_rng(6))
+    ranks.update(2)
+    ranks.check({"w": shape}, [matrix(r, shape) for r in (1, 2, 3)])
+
+
 # ---------------------------------------------------------------- through an exchange
 
 
@@ -214,6 +225,17 @@ def test_memory_that_changes_after_the_proof_is_found_at_commit() -> None:
     with pytest.raises(TransferError, match="must be everything"):
         ranks.receivers[1].commit(2)
     assert ranks.receivers[1].version is None
+
+
+def test_only_what_is_proved_is_written_and_only_once() -> None:
+    ranks = large("bfloat16", 2)[0]
+    messages = coded(ranks)
+    with pytest.raises(InvariantBroken, match="expected one that is proved"):
+        ranks.receivers[1].commit(2)
+    ranks.receive(1, messages)
+    ranks.receivers[1].commit(2)
+    with pytest.raises(InvariantBroken, match="expected one that is proved"):
+        ranks.receivers[1].commit(3)
 
 
 def test_a_delta_over_the_limit_leaves_no_base() -> None:

@@ -77,12 +77,12 @@ def test_a_gpu_and_a_cpu_understand_each_other() -> None:
 
 
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize("place", [0, -1])
-def test_damage_is_found_at_the_end_of_a_run(place: int) -> None:
-    """In the content and in the digest of the second message to the GPU."""
+@pytest.mark.parametrize(("number", "place"), [(0, 0), (1, -1)])
+def test_damage_is_found_at_the_end_of_a_run(number: int, place: int) -> None:
+    """In the content of the first, and in the digest of the second message to the GPU."""
 
-    def damage(source: int, destination: int, number: int, message: np.ndarray) -> None:
-        message[place] ^= (destination, number) == (1, 1)
+    def damage(source: int, destination: int, count: int, message: np.ndarray) -> None:
+        message[place] ^= (destination, count) == (1, number)
 
     ends = prepared(Wires(damage))
     errors = on_ranks(range(2), lambda rank: ends[rank][0].run())

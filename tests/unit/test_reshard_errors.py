@@ -274,7 +274,7 @@ def test_buckets() -> None:
         dtype = "bfloat16" if name == "b" else "float32"
         builder.place(name, (size,), [(f"t{name}", Box((0,), (size,)), (0,))], dtype)
     layout = builder.build()
-    made = buckets(layout, 24)
+    made = buckets(layout, 20)
     assert [bucket.names for bucket in made] == [("a",), ("c",), ("d", "e"), ("b",)]
     assert [bucket.nbytes for bucket in made] == [16, 80, 20, 12]
     assert (made[2].shapes, made[2].dtypes) == (((2,), (3,)), ("float32", "float32"))

@@ -26,7 +26,7 @@ class SandboxSection(Section):
         "python3", description="The Python that runs programs: for bubblewrap one of the system, or any by its path; else the image's."
     )
     url: str | None = Field(None, description="Address of a server; a program is posted to it.")
-    token_env: str | None = Field(None, description="With url: variable of the controller's environment with a bearer token.")
+    token_env: str | None = Field(None, description="With url: variable of the rollout worker's environment with a bearer token.")
 
     @model_validator(mode="after")
     def _check(self) -> SandboxSection:

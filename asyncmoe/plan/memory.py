@@ -168,7 +168,7 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "activations": kept,
         # of a backward pass, or of the optimizer's step, when there are no activations
         "working set": max(activations.working(m, parallel, stage, pass_), _step_copies(trained, parallel, training) - kept),
-        # adapters (`Snapshot`) and weights sent in a different dtype (`Sources`) are copied before they are sent
+        # adapters (`AdapterSources`) and weights sent in a different dtype (`WeightSources`) are copied before they are sent
         "weight sync": BUFFERS * training.bucket_bytes
         + training.communicators
         + (weights.copies if pass_.adapter is None else adapters.nbytes),

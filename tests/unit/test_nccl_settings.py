@@ -35,20 +35,26 @@ CONFIG = configuration.parse({"model": {"path": "m"}, "task": {"kind": "arithmet
 def exchange(library: str, *ranks: Mapping[str, str]) -> None:
     """Two ranks of a communicator, each with an environment of its own as it joins, send each other a message."""
     unique, joining = make_unique_id(library), list[Future[NcclTransport]]()
+    waits, all_there = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        """Until all are there a rank that waits does nothing, so that it does not read the environment while that changes."""
+        waits.set()
+        all_there.wait(5.0)
 
     def send(end: NcclTransport) -> None:
         end.exchange([(1 - end.rank, end.empty(8))], [(1 - end.rank, end.empty(8))], 5.0)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         for rank, environ in enumerate(ranks):
-            waits = threading.Event()
             with pytest.MonkeyPatch.context() as given:
                 given.delenv(CUMEM, raising=False)
                 for name, value in environ.items():
                     given.setenv(name, value)
-                how: dict[str, Any] = {"timeout_s": 5.0, "library": library, "gpu": FakeGpu(), "watch": waits.set}
+                how: dict[str, Any] = {"timeout_s": 5.0, "library": library, "gpu": FakeGpu(), "watch": watch}
                 joining.append(threads.submit(partial(NcclTransport, rank, len(ranks), unique, 0, **how)))
                 assert waits.wait(5.0) if rank + 1 < len(ranks) else joining[-1].result()
+        all_there.set()
         list(threads.map(send, [end.result() for end in joining]))
 
 

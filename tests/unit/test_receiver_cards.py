@@ -56,7 +56,8 @@ def test_gpus_that_do_not_reach_each_other_are_refused_for_ipc() -> None:
     """Only of an engine that reads a trainer's memory, and on one host."""
     ranks = {rank: msgspec.structs.replace(H100, device=f"cuda:{rank}", uuid=f"GPU-{rank}") for rank in range(6)}
     ranks[3] = msgspec.structs.replace(ranks[3], unreachable=("GPU-0", "GPU-4"))
-    ranks[0] = msgspec.structs.replace(ranks[0], unreachable=("GPU-3",))
+    for trainer, other in ((0, "GPU-3"), (1, "GPU-0")):
+        ranks[trainer] = msgspec.structs.replace(ranks[trainer], unreachable=(other,))
     (line,) = unfit(ranks, IPC)
     assert "from engine.0 rank 0's cuda:3 to trainer rank 0's cuda:0" in line
     assert unfit(ranks, TERMS) == unfit({**ranks, 0: msgspec.structs.replace(ranks[0], host="gpu8")}, IPC) == []

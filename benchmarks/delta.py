@@ -79,7 +79,7 @@ class _Case:
         self.source = {name: np.ones(storage.size, np.uint16) for name, storage in source.storages.items()}
         self.held = {name: np.zeros(storage.size, np.uint16) for name, storage in destination.storages.items()}
         self.sender = DeltaEncoder(made, 0, threads=self.threads)
-        self.receiver = DeltaDecoder(made, 1, threads=self.threads, limit_bytes=1 << 40)
+        self.receiver = DeltaDecoder(made, 1, threads=self.threads)
         self.sender.bind(self.source)
         self.receiver.bind(self.held)
         self.version = 0

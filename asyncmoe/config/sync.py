@@ -50,7 +50,7 @@ class SyncSection(Section):
     nccl_max_ctas: Positive = Field(
         8,
         description="Multiprocessors of a GPU that NCCL may use to move weights, taken from the generating engine or the training step: "
-        "maxCTAs of each engine's communicator. With more than 16 engines each communicator gets fewer, at least 4.",
+        "maxCTAs of its communicator.",
     )
     verify_every: NonNegative = Field(
         50,

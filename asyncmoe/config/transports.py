@@ -27,7 +27,7 @@ class TransportEntry:
         gpu: serves weights in GPU memory; otherwise weights in host memory.
         one_host: serves only ranks that share one machine's memory.
         unshared: why a trainer rank and an engine rank cannot use it on the same GPU; empty if they can.
-        nccl: sends with NCCL: all ranks need the same version of it, and communicators take memory of every GPU.
+        nccl: sends with NCCL: all ranks need the same version of it, and its communicator takes memory of every GPU.
         reads_sender: receivers read messages where the sender packed them: they need no message buffers, and between GPUs peer access.
     """
 
@@ -99,12 +99,6 @@ def transport_for(wanted: TransportChoice, gpu: bool, together: bool = True, sha
     if entry.gpu != gpu:
         raise ConfigError(_KEY, got=name, expected=f"{choices(lambda one: one.gpu == gpu)} between {'GPUs' if gpu else 'CPUs'}")
     return name
-
-
-def wrong_entry(name: TransportName, why: str) -> ConfigError:
-    """Return the error for a transport whose `opened_by` cannot be used."""
-    got = f"{name}, whose opened_by in asyncmoe/config/transports.py is {TRANSPORTS[name].opened_by}: {why}"
-    return ConfigError(_KEY, got=got, expected="a function that can be imported")
 
 
 def resolved(wanted: TransportChoice, gpu: bool, together: bool = True, shared: bool = False) -> TransportName:

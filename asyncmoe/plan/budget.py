@@ -14,8 +14,8 @@ from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_co
 from asyncmoe.plan import host, memory, relief
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
-from asyncmoe.reshard import nccl_room
 from asyncmoe.reshard.layout import ITEM_BYTES
+from asyncmoe.reshard.nccl import CTA_BYTES
 from asyncmoe.rpc import address
 
 HOST = 0.9
@@ -227,7 +227,7 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
         trainer.distributed_optimizer,
         reference=objective.kl.coefficient > 0,
         bucket_bytes=config.sync.bucket_bytes,
-        communicators=_communicators(config, cpu, config.engines.count),
+        communicators=_communicators(config, cpu),
         averages=(ITEM_BYTES[saved.exp_avg_dtype], ITEM_BYTES[saved.exp_avg_sq_dtype]),
         offload=saved.optimizer_offload,
         float8_edges=trainer.edge_layers if trainer.precision == "fp8" else None,
@@ -255,17 +255,17 @@ def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False, staged: bo
         adapter=adapter_of(config, hf),
         bucket_bytes=config.sync.bucket_bytes,
         gpu=not cpu,
-        communicators=_communicators(config, cpu, 1),
+        communicators=_communicators(config, cpu),
     )
 
 
-def _communicators(config: Config, cpu: bool, mine: int) -> int:
-    """Return the bytes of a rank's NCCL communicators, of which it has `mine`, one for each engine it exchanges weights with."""
+def _communicators(config: Config, cpu: bool) -> int:
+    """Return the bytes of the NCCL communicator over which a rank exchanges weights."""
     sync = config.sync
     over_nccl = TRANSPORTS[resolved(sync.transport, True, not address.several(config.cluster.network), config.engines.share_gpus)].nccl
     if cpu or sync.method != "reshard" or not over_nccl:
         return 0
-    return nccl_room.nbytes(sync.nccl_max_ctas, config.engines.count, mine)
+    return sync.nccl_max_ctas * CTA_BYTES
 
 
 def _conversation(config: Config, hf: Mapping[str, Any]) -> int:

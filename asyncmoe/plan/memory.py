@@ -71,7 +71,7 @@ class Training:
         distributed: the optimizer's state is sharded over data-parallel ranks.
         reference: the run has a reference policy.
         bucket_bytes: `sync.bucket_bytes`.
-        communicators: bytes of the communicators that move weights (`asyncmoe.reshard.nccl_room`).
+        communicators: bytes of the communicator that moves weights (`asyncmoe.reshard.nccl.CTA_BYTES`).
         delta_base: what a rank sent last is kept in this memory, to send only what changed since (`sync.delta`).
         averages: bytes of each of Adam's two averages (`trainer.memory.exp_avg_dtype` and `exp_avg_sq_dtype`).
         offload: share of the optimizer's state in host memory (`trainer.memory.optimizer_offload`).
@@ -168,7 +168,7 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "activations": kept,
         # of a backward pass, or of the optimizer's step, when there are no activations
         "working set": max(activations.working(m, parallel, stage, pass_), _step_copies(trained, parallel, training) - kept),
-        # adapters (`Snapshot`) and weights sent in a different dtype (`Sources`) are copied before they are sent
+        # adapters (`AdapterSources`) and weights sent in a different dtype (`WeightSources`) are copied before they are sent
         "weight sync": BUFFERS * training.bucket_bytes
         + training.communicators
         + (weights.copies if pass_.adapter is None else adapters.nbytes),

@@ -29,7 +29,7 @@ from asyncmoe.models.shape import Shape
 from asyncmoe.plan import memory
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, RankParameters, Training
-from asyncmoe.reshard import nccl_room
+from asyncmoe.reshard.nccl import CTA_BYTES
 
 Sizes = TypeVar("Sizes", MegatronParallel, EngineParallel)
 _PREFILLS = (8192, 4096, 2048)
@@ -37,7 +37,7 @@ _TIMES = (1, 2, 4)
 _LEAST_ROWS = 8192
 """Rows of a context that a context-parallel rank has at least: with fewer, keys and values travel longer than a rank attends."""
 _MOST_NODES, _MOST_GPUS = 1 << 10, 1 << 7
-_MAX_CTAS = SyncSection().nccl_max_ctas
+_COMMUNICATOR = SyncSection().nccl_max_ctas * CTA_BYTES
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,9 @@ def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
         UserError: unsupported model family.
     """
     engine = best_engine(hf, cluster)
-    first = _fewest_nodes(hf, cluster, cluster.nodes - engine.nodes, engine)
+    first = _fewest_nodes(hf, cluster, cluster.nodes - engine.nodes)
     if first is None:
-        enough = _fewest_nodes(hf, cluster, _MOST_NODES - engine.nodes, engine)
+        enough = _fewest_nodes(hf, cluster, _MOST_NODES - engine.nodes)
         others = " or train adapters (--lora)" if cluster.adapter is None else " or lower --context"
         hint = None if enough is None else f"take at least {enough + engine.nodes} nodes,{others}"
         but = "one" if engine.nodes == 1 else f"{engine.nodes}, which an engine takes,"
@@ -138,35 +138,27 @@ def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
     found = []
     for nodes in sorted({first * times for times in _TIMES}):
         rest = (cluster.nodes - nodes) // engine.nodes * engine.nodes
-        engines = engine.count(rest, cluster.gpus)
-        chosen = best_trainer(hf, cluster, nodes, engines) if nodes == first or 0 < nodes <= rest else None
+        chosen = best_trainer(hf, cluster, nodes) if nodes == first or 0 < nodes <= rest else None
         if chosen is not None:
-            found.append(Split(nodes, rest, chosen, engine, engines))
+            found.append(Split(nodes, rest, chosen, engine, engine.count(rest, cluster.gpus)))
     return tuple(found)
 
 
-def _fewest_nodes(hf: Mapping[str, Any], cluster: Cluster, most: int, engine: EngineSizes) -> int | None:
-    """Return the fewest nodes, up to `most`, on which the trainer fits, with engines on all others and at least one; None if it fits on
-    none."""
+def _fewest_nodes(hf: Mapping[str, Any], cluster: Cluster, most: int) -> int | None:
+    """Return the fewest nodes, up to `most`, on which the trainer fits; None if it fits on none."""
     least = _least(memory.whole(hf), MegatronParallel(), cluster)
     node = memory.usable(cluster.gpu_gb) * cluster.gpus
-    sizes = range(max(1, -(-least // node)), most + 1)
-    others = {n: engine.count(max(engine.nodes, cluster.nodes - n), cluster.gpus) for n in sizes}
-    return next((n for n in sizes if best_trainer(hf, cluster, n, others[n]) is not None), None)
+    return next((n for n in range(max(1, -(-least // node)), most + 1) if best_trainer(hf, cluster, n) is not None), None)
 
 
-def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int, engines: int = 1) -> TrainerSizes | None:
-    """Return the first sizes by the rule that fit, if any.
-
-    Args:
-        engines: number of engines that a rank exchanges weights with.
-    """
+def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> TrainerSizes | None:
+    """Return the first sizes by the rule that fit, if any."""
     m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     sizes = [p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room]
     choices = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in _context_ranks(p, cluster))
     for parallel, recompute, cp in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], choice[2], cluster)):
         try:
-            stages = memory.trainer(hf, parallel, _training(cluster, recompute, engines, cp))
+            stages = memory.trainer(hf, parallel, _training(cluster, recompute, cp))
         except LayoutError:  # these sizes split blocks of float8
             continue
         most = max(stages, key=lambda stage: stage.total)
@@ -180,9 +172,9 @@ def _context_ranks(parallel: MegatronParallel, cluster: Cluster) -> Iterator[int
     yield from (cp for cp in _divisors(parallel.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS)
 
 
-def _training(cluster: Cluster, recompute: bool, engines: int = 1, cp: int = 1) -> Training:
+def _training(cluster: Cluster, recompute: bool, cp: int = 1) -> Training:
     microbatch = Microbatch(-(-cluster.context // cp), recompute, adapter=cluster.adapter, cp=cp)
-    return Training(microbatch, communicators=nccl_room.nbytes(_MAX_CTAS, engines))
+    return Training(microbatch, communicators=_COMMUNICATOR)
 
 
 def _least(whole: RankParameters, parallel: MegatronParallel, cluster: Cluster) -> int:
@@ -255,8 +247,7 @@ def _engine_over(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> EngineS
     """Return the first sizes by the rule of an engine over so many nodes, or None."""
     m = family_of(hf).shape_of(hf)
     for staged, prefill in product((True, False), _PREFILLS):
-        # Memory for one engine's communicator; with more than 16 engines each takes less.
-        serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=nccl_room.nbytes(_MAX_CTAS, 1))
+        serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=_COMMUNICATOR)
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes) if parallel.tp % nodes == 0)
         rooms = {parallel: _room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}
         able = [parallel for parallel, room in rooms.items() if room >= memory.LEAST * cluster.context]

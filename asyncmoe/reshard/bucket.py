@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from asyncmoe.reshard.layout import Piece, RankLayout, Storage, well_formed, whole_number
+from asyncmoe.reshard.layout import Piece, RankLayout, Storage
 
 STORAGE = "bucket"
 """Name of the one storage of a bucket's layout."""
@@ -37,16 +37,11 @@ def buckets(layout: RankLayout, bucket_bytes: int, glued: Container[str] = ()) -
 
     Args:
         glued: storages that must be in the same bucket as the preceding storage of their dtype.
-
-    Raises:
-        LayoutError: `bucket_bytes` is not positive, or the layout is inconsistent.
     """
-    bucket_bytes = whole_number(bucket_bytes, "bucket_bytes", 1)
-    with well_formed("layout of buckets", "storages of known dtypes, and pieces of them"):
-        pieces: dict[str, list[Piece]] = {name: [] for name in layout.storages}
-        for piece in layout.pieces:
-            pieces[piece.storage].append(piece)
-        return [_bucket(layout, names, pieces) for names in _groups(layout, bucket_bytes, glued)]
+    pieces: dict[str, list[Piece]] = {name: [] for name in layout.storages}
+    for piece in layout.pieces:
+        pieces[piece.storage].append(piece)
+    return [_bucket(layout, names, pieces) for names in _groups(layout, bucket_bytes, glued)]
 
 
 def _groups(layout: RankLayout, bucket_bytes: int, glued: Container[str]) -> Iterator[list[str]]:

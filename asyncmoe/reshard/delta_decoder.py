@@ -12,8 +12,7 @@ from asyncmoe.reshard.chunks import BUCKET_BYTES
 from asyncmoe.reshard.delta_lanes import WORD, DeltaLane, lanes_of
 from asyncmoe.reshard.delta_work import Work, work_on
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
-from asyncmoe.reshard.layout import MOST_THREADS, whole_number
-from asyncmoe.reshard.memory import Array, addresses_of, check_apart, device_of, memories_of
+from asyncmoe.reshard.memory import Array, addresses_of, check_apart, memories_of, one_device
 from asyncmoe.reshard.plan import Plan
 
 
@@ -45,7 +44,6 @@ class DeltaDecoder:
         plan: the plan, or its part of this rank.
         bucket_bytes: as the exchange's, as are `threads`, `stream` and `relieve`. Order `commit` and what reads the weights on other
             streams with waits on both sides.
-        limit_bytes: the most that the messages of a version may take.
 
     Raises:
         LayoutError: as `lanes_of`.
@@ -56,15 +54,13 @@ class DeltaDecoder:
         plan: Plan,
         rank: int,
         *,
-        limit_bytes: int,
         bucket_bytes: int = BUCKET_BYTES,
         threads: int = 0,
         stream: int = 0,
         relieve: Relieve = nothing_to_give,
     ) -> None:
-        self.rank = whole_number(rank, "rank")
-        self._how = whole_number(threads, "threads", 0, MOST_THREADS), whole_number(stream, "stream"), relieve
-        self._limit_bytes = whole_number(limit_bytes, "limit_bytes")
+        self.rank = rank
+        self._how = threads, stream, relieve
         self._storages = plan.destinations.get(rank, {})
         lanes = lanes_of(plan, lambda transfer: transfer.destination == rank, bucket_bytes)
         self._sources = {lane.source: _Source(lane) for lane in lanes}
@@ -83,7 +79,7 @@ class DeltaDecoder:
         """
         found = memories_of(self._storages, destination_arrays, f"rank {self.rank}: destination array", write=True)
         check_apart({}, found)
-        device = device_of(found.values(), "destination arrays of a delta")
+        device = one_device((memory.device for memory in found.values()), "destination arrays of a delta")
         if self._work is None or self._work.device != device:
             self._work = work_on(device, *self._how)
         self._places, self._bound = addresses_of(found.values()), destination_arrays
@@ -113,22 +109,16 @@ class DeltaDecoder:
         """Take memory for the messages of the next version, by source rank, in order; nothing is written to the destination.
 
         Raises:
-            TransferError: they are not as many as the plan has, or too large, or there is no memory for them. The version stays.
+            TransferError: there is no memory for them. The version stays.
         """
         self._let_go(all_=False)
-        total = sum(map(sum, sizes.values()))
-        if total > self._limit_bytes:
-            raise self._refused(self.rank, f"a delta of {total} bytes came, expected at most {self._limit_bytes}")
-        for source in {*sizes, *self._sources}:
-            table, count = (one.lane.table, len(one.lane)) if (one := self._sources.get(source)) else (None, 0)
-            theirs, most = list(sizes.get(source, ())), [table.bound(i) for i in range(count)] if table else []
-            if table is None or len(theirs) != count or any(not 0 < size <= bound for size, bound in zip(theirs, most, strict=True)):
-                raise self._refused(source, f"a delta of messages of {theirs[:9]} bytes came, expected at most {most[:9]}")
         try:
             for source, one in self._sources.items():
                 one.coded = [(self._there.room(("coded", source, i), size), size) for i, size in enumerate(sizes[source])]
         except (MemoryError, OutOfDeviceMemory) as error:
-            raise self._refused(self.rank, f"no memory for a delta of {total} bytes: {error}") from error
+            self._let_go(all_=True)
+            what = f"no memory for a delta of {sum(map(sum, sizes.values()))} bytes: {error}"
+            raise TransferError(self.rank, self.rank, what) from error
 
     def sizes(self, source: int) -> tuple[int, ...]:
         """Return the bytes of the messages that are expected from a source rank, in order."""
@@ -187,10 +177,6 @@ class DeltaDecoder:
             one.coded, one.proved = [], None
         if self._work is not None:
             self._work.release(all_=all_)
-
-    def _refused(self, source: int, what: str) -> TransferError:
-        self._let_go(all_=True)
-        return TransferError(source, self.rank, what)
 
     def _lost(self, source: int, what: str) -> TransferError:
         self.forget()

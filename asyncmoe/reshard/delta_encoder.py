@@ -13,8 +13,7 @@ from asyncmoe.reshard.chunks import BUCKET_BYTES, TRAILER_BYTES, trailer_offset
 from asyncmoe.reshard.delta_lanes import WORD, DeltaLane, lanes_of
 from asyncmoe.reshard.delta_work import PAYLOAD, Work, work_on
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
-from asyncmoe.reshard.layout import MOST_THREADS, whole_number
-from asyncmoe.reshard.memory import Array, addresses_of, device_of, memories_of
+from asyncmoe.reshard.memory import Array, addresses_of, memories_of, one_device
 from asyncmoe.reshard.plan import Plan
 from asyncmoe.reshard.programs import message_program, scales_of
 
@@ -78,8 +77,8 @@ class DeltaEncoder:
         stream: int = 0,
         relieve: Relieve = nothing_to_give,
     ) -> None:
-        self.rank = whole_number(rank, "rank")
-        self._how = whole_number(threads, "threads", 0, MOST_THREADS), whole_number(stream, "stream"), relieve
+        self.rank = rank
+        self._how = threads, stream, relieve
         lanes = lanes_of(plan, lambda transfer: transfer.source == rank, bucket_bytes)
         self._scales = scales_of(plan.sources.get(rank, {}), [lane.chunks.copies for lane in lanes])
         self._storages = {**plan.sources.get(rank, {}), **self._scales.storages}
@@ -109,7 +108,7 @@ class DeltaEncoder:
             MemoryError, OutOfDeviceMemory: there is no room for the base.
         """
         found = memories_of(self._storages, source_arrays, f"rank {self.rank}: source array", write=False)
-        device = device_of(found.values(), "source arrays of a delta")
+        device = one_device((memory.device for memory in found.values()), "source arrays of a delta")
         if self._work is None or self._work.device != device:
             self.forget()
             self._work = None

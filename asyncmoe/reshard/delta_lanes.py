@@ -18,7 +18,7 @@ import numpy as np
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
 from asyncmoe.reshard.chunks import Chunks, cut_transfer, cuts_of
-from asyncmoe.reshard.layout import MAX_DIMS, whole_number
+from asyncmoe.reshard.layout import MAX_DIMS
 from asyncmoe.reshard.plan import (
     CAST,
     DESTINATION,
@@ -84,7 +84,7 @@ def lanes_of(plan: Plan, chosen: Callable[[Transfer], bool], bucket_bytes: int) 
         LayoutError: as `cut_transfer`; or a rank copies elements from itself, which is no message.
     """
     seeds = np.array([seed_of(name) for name in plan.match.sources.tensors.names[:-1]], np.uint64).view(np.int64)
-    cuts, lanes = cuts_of(plan, whole_number(bucket_bytes, "bucket_bytes", 1)), []
+    cuts, lanes = cuts_of(plan, bucket_bytes), []
     for transfer in filter(chosen, plan.transfers):
         if transfer.source != transfer.destination:
             cut = cuts[transfer.source, transfer.destination]

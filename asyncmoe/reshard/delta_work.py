@@ -9,27 +9,33 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import LayoutError, WaitTimeout
+from asyncmoe.errors import WaitTimeout
 from asyncmoe.reshard.chunks import TRAILER_BYTES, trailer_offset
-from asyncmoe.reshard.gpu import Gpu, Relieve, with_room
+from asyncmoe.reshard.gpu import Gpu, Relieve
 from asyncmoe.reshard.memory import DeviceBuffer
 
 PAYLOAD = "payload"
 _PATIENCE_S = 300.0
 
 
-class Work(Protocol):
-    """Memory and work of one sender or receiver. `sources` and `places` are addresses of storages, int64; others are int.
+class HostWork:
+    """Memory and work of one sender or receiver in host memory. `sources` and `places` are addresses of storages, int64; others are int.
 
     A table says what elements are; a program packs their messages (`asyncmoe.reshard.programs.message_program`).
+
+    Args:
+        threads: 0: as many as the machine has, at most 4.
     """
 
-    device: str
+    device = "cpu"
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._rooms: dict[Hashable, np.ndarray] = {}
 
     def room(self, name: Hashable, nbytes: int) -> int:
         """Return the address of the buffer of a name, of at least so many bytes; what it held is lost.
@@ -37,15 +43,22 @@ class Work(Protocol):
         Raises:
             MemoryError, OutOfDeviceMemory: there is too little memory left.
         """
+        if _coded(name) or name not in self._rooms or self._rooms[name].nbytes < nbytes:
+            self._rooms[name] = np.empty(nbytes, np.uint8)
+        return int(self._rooms[name].ctypes.data)
 
     def release(self, *, all_: bool) -> None:
         """Let go of the buffers named ("coded", ...); unless `all_`, only where new ones cost nothing."""
+        self._rooms = {name: room for name, room in self._rooms.items() if not _coded(name) and name != PAYLOAD}
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         """Copy bytes between a buffer and a message of an exchange on this device."""
+        ctypes.memmove(to, source, nbytes)
 
     def fill(self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int) -> int:
         """Pack a message into `base`, which has room for its trailer; return the sum of its elements' terms."""
+        pack.run(number, sources, one_address(base), self._threads)
+        return table.read(number, np.empty(0, np.int64), base, self._threads)
 
     def encode(
         self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int, payload: int
@@ -55,9 +68,11 @@ class Work(Protocol):
         Returns:
             Bytes of the payload; new terms less old ones, modulo 2^64; changed elements.
         """
+        return _C.encode_delta(table, pack, number, sources, base, payload, self._threads)
 
     def read(self, table: _C.DeltaTable, number: int, places: np.ndarray) -> int:
         """Return the sum of the terms of a message's elements as they lie in storages."""
+        return table.read(number, places, 0, self._threads)
 
     def apply(self, table: _C.DeltaTable, number: int, payload: int, nbytes: int, places: np.ndarray, *, write: bool) -> int:
         """Return the new terms less the old ones of a payload; write it if asked.
@@ -65,61 +80,22 @@ class Work(Protocol):
         Raises:
             ValueError: it does not fit the message.
         """
-
-
-class HostWork:
-    """See `Work`: in host memory, with so many threads (0: as many as the machine has, at most 4)."""
-
-    device = "cpu"
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._rooms: dict[Hashable, np.ndarray] = {}
-
-    def room(self, name: Hashable, nbytes: int) -> int:
-        if _coded(name) or name not in self._rooms or self._rooms[name].nbytes < nbytes:
-            self._rooms[name] = np.empty(nbytes, np.uint8)
-        return int(self._rooms[name].ctypes.data)
-
-    def release(self, *, all_: bool) -> None:
-        self._rooms = {name: room for name, room in self._rooms.items() if not _coded(name) and name != PAYLOAD}
-
-    def copy(self, to: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(to, source, nbytes)
-
-    def fill(self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int) -> int:
-        pack.run(number, sources, one_address(base), self._threads)
-        return table.read(number, np.empty(0, np.int64), base, self._threads)
-
-    def encode(
-        self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int, payload: int
-    ) -> tuple[int, int, int]:
-        return _C.encode_delta(table, pack, number, sources, base, payload, self._threads)
-
-    def read(self, table: _C.DeltaTable, number: int, places: np.ndarray) -> int:
-        return table.read(number, places, 0, self._threads)
-
-    def apply(self, table: _C.DeltaTable, number: int, payload: int, nbytes: int, places: np.ndarray, *, write: bool) -> int:
         return table.apply(number, payload, nbytes, places, write, self._threads)
 
 
 class GpuWork:
-    """See `Work`: in a GPU's memory. Messages are packed by the copy kernel, casts included.
+    """As `HostWork`, in a GPU's memory. Messages are packed by the copy kernel, casts included.
 
     Args:
         device: "cuda:0".
         stream: a cudaStream_t as an integer.
 
     Raises:
-        LayoutError: this build has no CUDA kernels.
-        UserError: the device does not exist.
+        UserError: as `Gpu`.
     """
 
     def __init__(self, device: str, stream: int, relieve: Relieve) -> None:
-        if not _C.CUDA:
-            hint = "build asyncmoe with nvcc installed and ASYNCMOE_CUDA=1"
-            raise LayoutError("arrays of a delta", got=device, expected="host memory, as this build has no CUDA kernels", hint=hint)
-        self.device, self._stream, self._relieve = device, stream, relieve
+        self.device, self._stream = device, stream
         self._gpu = Gpu(int(device.removeprefix("cuda:")), relieve)
         self._done = self._gpu.event()
         self._rooms: dict[Hashable, DeviceBuffer] = {}
@@ -167,13 +143,13 @@ class GpuWork:
 
     def _pack(self, pack: _C.Program, number: int, sources: np.ndarray, to: int) -> None:
         if id(pack) not in self._programs:
-            made = with_room(self._gpu.index, "tables of copies", None, self._relieve, partial(_C.DeviceProgram, pack, self._gpu.index))
+            made = self._gpu.take("tables of copies", None, partial(_C.DeviceProgram, pack, self._gpu.index))
             self._programs[id(pack)] = made
         self._programs[id(pack)].run(number, sources, one_address(to), 0, self._stream)
 
     def _there(self, table: _C.DeltaTable) -> _C.DeviceDelta:
         if id(table) not in self._tables:
-            made = with_room(self._gpu.index, "tables of deltas", None, self._relieve, partial(_C.DeviceDelta, table, self._gpu.index))
+            made = self._gpu.take("tables of deltas", None, partial(_C.DeviceDelta, table, self._gpu.index))
             self._tables[id(table)] = made
         return self._tables[id(table)]
 
@@ -182,6 +158,9 @@ class GpuWork:
         if not self._done.wait(_PATIENCE_S):
             raise WaitTimeout(self.device, "the kernels of a delta enqueued on its stream", _PATIENCE_S)
         return there.take()
+
+
+Work = HostWork | GpuWork
 
 
 def work_on(device: str, threads: int, stream: int, relieve: Relieve) -> Work:

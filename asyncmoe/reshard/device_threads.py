@@ -6,14 +6,12 @@ device an array library refuses arrays, and any allocation or synchronisation cr
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import LayoutError
 
 
 def make_current(device: str) -> None:
@@ -23,20 +21,17 @@ def make_current(device: str) -> None:
         device: "cpu", which changes nothing, or "cuda:1".
 
     Raises:
-        LayoutError: not a device name.
         RuntimeError: CUDA failed; carries its message.
     """
     if device == "cpu":
         return
-    number = re.fullmatch(r"cuda:(\d+)", device)
-    if number is None:
-        raise LayoutError("device of a thread", got=device, expected="cpu, or cuda: with a number")
+    index = int(device.removeprefix("cuda:"))
     # torch and the extension each have their own CUDA runtime, and torch also caches the current device.
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        torch.cuda.set_device(int(number[1]))
+        torch.cuda.set_device(index)
     if _C.CUDA:
-        _C.swap_device(int(number[1]))
+        _C.swap_device(index)
 
 
 def start(device: str, name: str, run: Callable[[], None], failed: Callable[[Exception], None]) -> threading.Thread:

@@ -19,14 +19,12 @@ from asyncmoe.reshard.delta_decoder import DeltaDecoder
 from asyncmoe.reshard.delta_encoder import DeltaEncoder
 from asyncmoe.reshard.delta_lanes import BLOCK_BYTES
 from asyncmoe.reshard.gpu import GpuCopies, Relieve, nothing_to_give
-from asyncmoe.reshard.layout import MOST_THREADS, seconds, whole_number
-from asyncmoe.reshard.memory import Array, Memory, addresses_of, check_apart, device_of, memories_of, memory_of
+from asyncmoe.reshard.memory import Array, addresses_of, check_apart, memories_of, memory_of, one_device
 from asyncmoe.reshard.moved import Moved
 from asyncmoe.reshard.plan import Plan
 from asyncmoe.reshard.programs import local_program, message_program, scales_of
 from asyncmoe.reshard.transport import Buffer, Lane, Link, MessageLink, SharedTransport, Transport, Watch, nothing_to_watch
 
-_MOST_BUFFERS = 1 << 10
 _RUN_MIX = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
@@ -58,7 +56,7 @@ class Exchanger:
             ends the run. A `SharedTransport` itself notices when a peer dies.
 
     Raises:
-        LayoutError: `bucket_bytes` leaves less than one element per peer, or a number is out of range.
+        LayoutError: `bucket_bytes` leaves less than one element per peer.
         WaitTimeout: a peer did not connect in time.
     """
 
@@ -77,9 +75,7 @@ class Exchanger:
         watch: Watch = nothing_to_watch,
     ) -> None:
         self._relieve, self._watch = relieve, watch
-        bucket_bytes, self._buffers = whole_number(bucket_bytes, "bucket_bytes", 1), whole_number(buffers, "buffers", 1, _MOST_BUFFERS)
-        self._threads, self._stream = whole_number(threads, "threads", 0, MOST_THREADS), whole_number(stream, "stream")
-        self._timeout_s = seconds(timeout_s)
+        self._buffers, self._threads, self._stream, self._timeout_s = buffers, threads, stream, timeout_s
         self.rank, self._plan, self._of_plan = transport.rank, plan, int(plan.digest[:16], 16)
         cuts = cuts_of(plan, bucket_bytes)
         mine = [t for t in plan.transfers if self.rank in (t.source, t.destination)]
@@ -129,7 +125,9 @@ class Exchanger:
         check_apart(sources, destinations)
         if (source_arrays or destination_arrays) and self.rank not in (known := self._plan.match.ranks):
             raise LayoutError(f"rank {self.rank} of the transport", got="arrays", expected=f"a rank of the plan, one of {known}"[:200])
-        self._prepare(device_of([*sources.values(), *destinations.values(), *self._message_memories()], "arrays of an exchange"))
+        messages = [self._link.device] if self._outgoing or self._incoming else []
+        arrays = (memory.device for memory in (*sources.values(), *destinations.values()))
+        self._prepare(one_device([*messages, *arrays], "arrays of an exchange"))
         self._sources, self._destinations = addresses_of(sources.values()), addresses_of(destinations.values())
         self._bound = (source_arrays, destination_arrays)
 
@@ -150,7 +148,7 @@ class Exchanger:
         self._check_usable()
         if self._bound is None:
             raise InvariantBroken(f"rank {self.rank}: an exchange was run without arrays; call bind first")
-        self._until = math.inf if timeout_s is None else time.monotonic() + seconds(timeout_s)
+        self._until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._broken = True
         moved = Moved()
         self._resize(encoder, decoder)
@@ -175,7 +173,7 @@ class Exchanger:
         """Free the message buffers and the transport's resources; after a failed run, end its pending messages."""
         idle, self._broken = not self._broken, True
         if not self._closed and (end := getattr(self._transport, "end", None)) is not None:
-            end(idle, self._runs)  # before the buffers are freed
+            end(idle)  # before the buffers are freed
         self._closed = True
         self._link.close()
 
@@ -280,16 +278,7 @@ class Exchanger:
     def _connect(self, transport: Transport | SharedTransport, out: list[Lane], into: list[Lane]) -> Link:
         if isinstance(transport, SharedTransport):
             return transport.connect(out, into, self._buffers, self._timeout_s)
-        device = memory_of(transport.empty(1), "message buffer").device if out or into else "cpu"
-        threaded = device == "cpu" or getattr(transport, "waits", False)
-        return MessageLink(transport, out, into, self._buffers, threaded, self._watch)
-
-    def _message_memories(self) -> list[Memory]:
-        if not isinstance(self._link, MessageLink):
-            device = getattr(self._link, "device", None)
-            return [Memory(0, 0, "uint8", device, (0,))] if device and (self._outgoing or self._incoming) else []
-        buffers = self._link.buffers
-        return [memory_of(buffer, "message buffer", write=True) for buffer in buffers]
+        return MessageLink(transport, out, into, self._buffers, self._watch)
 
 
 def exchange(

@@ -9,7 +9,7 @@ before an exchange; every element is divided by the scale of its block while it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -28,7 +28,7 @@ from asyncmoe.reshard.layout import (
     Storage,
     contiguous_strides,
 )
-from asyncmoe.reshard.memory import Array, storage_memory
+from asyncmoe.reshard.memory import Array, memories_of, one_device
 
 BLOCK = 128
 """Rows and columns that share a scale."""
@@ -115,14 +115,6 @@ def _scales(piece: Piece, storage: Storage, tensor: tuple[int, ...], rank: int) 
     return Piece(piece.tensor + SCALES, among, piece.storage + SCALES, offset, contiguous_strides(shape)[-2:])
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """A row of csrc/scales.h, and the arrays that keep its addresses valid."""
-
-    row: tuple[int, int, int, int, int]
-    held: tuple[Array, Array]
-
-
 class Scaler:
     """Computes the scales of a source's storages.
 
@@ -139,14 +131,17 @@ class Scaler:
     """
 
     def __init__(self, layout: RankLayout, arrays: Mapping[str, Array], *, power_of_two: bool = False) -> None:
-        names = [name for name in layout.storages if name + SCALES in layout.storages]
-        self._power_of_two = power_of_two
-        made = [_matrix(layout, arrays, name) for name in names]
-        self._rows = np.array([matrix.row for matrix, _ in made], np.int64).reshape(-1, 5)
-        self._held = [matrix.held for matrix, _ in made]
-        self._device = next(iter({device for _, device in made}), "cpu")
-        if len({device for _, device in made}) > 1:
-            raise LayoutError(f"rank {layout.rank}: arrays with scales", got="several devices", expected="one")
+        where, storages = f"rank {layout.rank}: array", layout.storages
+        weights = {name: storages[name] for name in storages if name + SCALES in storages}
+        read = memories_of(weights, arrays, where, write=False).values()
+        written = memories_of({name + SCALES: storages[name + SCALES] for name in weights}, arrays, where, write=True).values()
+        rows = [  # of csrc/scales.h
+            (values.address, ITEM_BYTES[one.dtype], prod(one.shape[:-1]), one.shape[-1], scales.address)
+            for one, values, scales in zip(weights.values(), read, written, strict=True)
+        ]
+        self._rows, self._power_of_two = np.array(rows, np.int64).reshape(-1, 5), power_of_two
+        self._device = one_device((memory.device for memory in (*read, *written)), f"{where}s with scales")
+        self._held = arrays  # keeps the addresses valid
 
     def write(self, *, threads: int = 0, stream: int = 0) -> None:
         """Write all scales; on a GPU, enqueue the computation on `stream`."""
@@ -154,17 +149,3 @@ class Scaler:
             _C.scale_blocks(self._rows, self._power_of_two, threads)
         else:
             _C.scale_blocks_on_gpu(self._rows, self._power_of_two, int(self._device.partition(":")[2]), stream)
-
-
-def _matrix(layout: RankLayout, arrays: Mapping[str, Array], name: str) -> tuple[_Matrix, str]:
-    where = f"rank {layout.rank}: array"
-    for wanted in (name, name + SCALES):
-        if wanted not in arrays:
-            raise LayoutError(f"{where} {wanted}", got="nothing", expected="one for each storage with scales, and for its scales")
-    storage, scales = layout.storages[name], layout.storages[name + SCALES]
-    weights = storage_memory(arrays[name], storage, f"{where} {name}", write=False)
-    written = storage_memory(arrays[name + SCALES], scales, f"{where} {name + SCALES}", write=True)
-    if weights.device != written.device:
-        raise LayoutError(f"{where} {name + SCALES}", got=written.device, expected=weights.device)
-    row = (weights.address, ITEM_BYTES[storage.dtype], prod(storage.shape[:-1]), storage.shape[-1], written.address)
-    return _Matrix(row, (arrays[name], arrays[name + SCALES])), weights.device

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import LayoutError, OutOfDeviceMemory, UserError, WaitTimeout
+from asyncmoe.errors import OutOfDeviceMemory, UserError, WaitTimeout
 from asyncmoe.reshard.memory import DeviceBuffer
 
 T = TypeVar("T")
@@ -21,20 +20,6 @@ Relieve = Callable[[], None]
 
 def nothing_to_give() -> None:
     """The `Relieve` of a process without such a library."""
-
-
-class Event(Protocol):
-    """A point in a stream."""
-
-    def record(self, stream: int) -> None: ...
-
-    def done(self) -> bool: ...
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether the device passed the event in time; waits without the GIL."""
-
-    def hold(self, stream: int) -> None:
-        """Make all work enqueued on a stream from now on wait for the event."""
 
 
 class Gpu:
@@ -56,7 +41,9 @@ class Gpu:
             raise UserError(f"GPU {index}", got=f"{count} visible devices", expected="a device of that number")
         self.index, self.device, self._relieve = index, f"cuda:{index}", relieve
 
-    def event(self) -> Event:
+    def event(self) -> _C.DeviceEvent:
+        """Return a point in a stream: `record` puts it there, `wait` waits for it without the GIL, and `hold` makes all work enqueued on a
+        stream from then on wait for it."""
         return _C.DeviceEvent(self.index)
 
     def stream(self) -> _C.DeviceStream:
@@ -78,8 +65,23 @@ class Gpu:
         Raises:
             OutOfDeviceMemory: the device has too little memory left.
         """
-        owner = with_room(self.index, "messages", nbytes, self._relieve, lambda: _C.DeviceMemory(self.index, nbytes))
+        owner = self.take("messages", nbytes, lambda: _C.DeviceMemory(self.index, nbytes))
         return DeviceBuffer(owner, owner.address, nbytes, self.device)
+
+    def take(self, what: str, nbytes: int | None, allocate: Callable[[], T]) -> T:
+        """Return the result of an allocation; if memory is short, retry once after `relieve`.
+
+        Raises:
+            OutOfDeviceMemory: the retry failed, too.
+        """
+        try:
+            return allocate()
+        except MemoryError:
+            self._relieve()
+        try:
+            return allocate()
+        except MemoryError as error:
+            raise OutOfDeviceMemory(self.device, what, nbytes, *_C.device_memory(self.index)) from error
 
     def share(self, buffer: DeviceBuffer) -> bytes:
         """Return an IPC handle with which another process of this host opens a buffer from `allocate`."""
@@ -95,22 +97,15 @@ class GpuCopies:
     """Copy programs on one GPU, enqueued on one stream. Their tables are uploaded here, so a run consists of kernel launches only.
 
     Raises:
-        LayoutError: this build has no CUDA kernels.
+        UserError: as `Gpu`.
         OutOfDeviceMemory: the device has too little memory left for the tables.
     """
 
     def __init__(self, device: str, stream: int, programs: Sequence[_C.Program], relieve: Relieve = nothing_to_give) -> None:
-        number = re.fullmatch(r"cuda:(\d+)", device)
-        if number is None or not _C.CUDA:
-            hint = "build asyncmoe with nvcc installed and ASYNCMOE_CUDA=1"
-            raise LayoutError("arrays of an exchange", got=device, expected="cpu, as this build has no CUDA kernels", hint=hint)
         self.device, self._stream = device, stream
-        index = int(number[1])
-        self._programs = {
-            id(program): with_room(index, "tables of copies", None, relieve, partial(_C.DeviceProgram, program, index))
-            for program in programs
-        }
-        self._end = _C.DeviceEvent(index)
+        gpu = Gpu(int(device.removeprefix("cuda:")), relieve)
+        made = {id(one): gpu.take("tables of copies", None, partial(_C.DeviceProgram, one, gpu.index)) for one in programs}
+        self._programs, self._end = made, gpu.event()
 
     def run(self, program: _C.Program, chunk: int, sources: np.ndarray, destinations: np.ndarray, seal: int) -> None:
         """Enqueue a chunk of one of the programs. Its digest, XORed with `seal`, is written after the message or compared with it."""
@@ -129,19 +124,3 @@ class GpuCopies:
     def mismatch(self, program: _C.Program) -> int:
         """Return the first chunk since the last call whose digest differed from its trailer, or -1. Call `finish` first."""
         return self._programs[id(program)].take_mismatch()
-
-
-def with_room(index: int, what: str, nbytes: int | None, relieve: Relieve, take: Callable[[], T]) -> T:
-    """Return the result of the allocation `take`; if memory is short, retry once after `relieve`.
-
-    Raises:
-        OutOfDeviceMemory: the retry failed, too.
-    """
-    try:
-        return take()
-    except MemoryError:
-        relieve()
-    try:
-        return take()
-    except MemoryError as error:
-        raise OutOfDeviceMemory(f"cuda:{index}", what, nbytes, *_C.device_memory(index)) from error

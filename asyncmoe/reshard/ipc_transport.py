@@ -10,7 +10,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, TransferError, WaitTimeout
-from asyncmoe.reshard.gpu import Event, Gpu
+from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.memory import DeviceBuffer
 from asyncmoe.reshard.shm_transport import ShmTransport, used_slots, wait_for
 from asyncmoe.reshard.transport import Lane, Link, TransportEnd
@@ -137,8 +137,8 @@ class _IpcLink:
     def __init__(self, gpu: Gpu, stream: int, out: list[_Sending], into: list[_Receiving]) -> None:
         self.device = gpu.device
         self._gpu, self._stream, self._out, self._into = gpu, stream, out, into
-        self._pending: deque[tuple[Event, _Half]] = deque()
-        self._events: list[Event] = []
+        self._pending: deque[tuple[_C.DeviceEvent, _Half]] = deque()
+        self._events: list[_C.DeviceEvent] = []
 
     def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
         for half, lane in zip((*self._out, *self._into), (*outgoing, *incoming), strict=True):
@@ -193,15 +193,15 @@ class _IpcLink:
             self._settle(self._until(timeout_s))
             half.wait(what, timeout_s)
 
-    def _settle(self, done: Callable[[Event], bool]) -> None:
+    def _settle(self, done: Callable[[_C.DeviceEvent], bool]) -> None:
         """Hand over slots in order, until one whose kernel is not done."""
         while self._pending and done(self._pending[0][0]):
             event, half = self._pending.popleft()
             self._events.append(event)
             half.ring.advance()
 
-    def _until(self, timeout_s: float) -> Callable[[Event], bool]:
-        def done(event: Event) -> bool:
+    def _until(self, timeout_s: float) -> Callable[[_C.DeviceEvent], bool]:
+        def done(event: _C.DeviceEvent) -> bool:
             if not event.wait(timeout_s):
                 raise WaitTimeout(self.device, "the copies enqueued on its stream", timeout_s)
             return True

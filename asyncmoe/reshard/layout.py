@@ -8,22 +8,15 @@ strides. Fused, interleaved, sharded, replicated and padded storages are all des
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from numbers import Integral, Real
-from operator import index
-from typing import Any, overload
+from typing import overload
 
 from asyncmoe.errors import LayoutError
 
 MAX_DIMS = 4
 """Maximum number of dimensions of a tensor or a storage."""
-
-MOST_THREADS = 1 << 10
-_LONGEST_S = 1e9
-"""The longest time-out; in nanoseconds, as clocks count, it has 64 bits."""
 
 PADDING = "<padding>"
 """Reserved tensor name of a piece that belongs to no tensor: padding is filled with zeros in a destination and never read in a source."""
@@ -55,7 +48,7 @@ class Box:
     @property
     def size(self) -> int:
         """Elements in the box."""
-        return prod(map(index, self.extent))
+        return prod(self.extent)
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{s}:{s + n}" for s, n in zip(self.start, self.extent, strict=False)) + "]"
@@ -82,14 +75,12 @@ class Storage:
     @property
     def size(self) -> int:
         """Elements in the array."""
-        return prod(map(index, self.shape))
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array. Raises LayoutError if the shape is none, or the dtype unknown."""
-        with well_formed(str(self), f"sizes, and one of {', '.join(ITEM_BYTES)}"):
-            nbytes = self.size * ITEM_BYTES[self.dtype]
-        return nbytes
+        """Bytes of the array."""
+        return self.size * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,29 +174,6 @@ def _renamed(piece: Piece, tensor: str, storage: str) -> Piece:
     return Piece(name, piece.box, storage + piece.storage, piece.offset, piece.strides)
 
 
-@contextmanager
-def well_formed(what: str, expected: str) -> Iterator[None]:
-    """Raise LayoutError for what a value of a wrong kind or length causes in the block, which does nothing but read the caller's values."""
-    try:
-        yield
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise LayoutError(what, got=f"{type(error).__name__}: {error}", expected=expected) from error
-
-
-def whole_number(value: Any, what: str, least: int = 0, most: int = 1 << 62) -> int:
-    """Return a whole number, of NumPy or Python; raise LayoutError for anything else, a bool too, and outside of bounds."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
-        raise LayoutError(what, got=repr(value)[:80], expected=f"a whole number from {least} to {most}")
-    return int(value)
-
-
-def seconds(value: Any, what: str = "timeout_s") -> float:
-    """Return a time-out; raise LayoutError unless it is a number that every clock can count: from 0 to `_LONGEST_S`."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= _LONGEST_S:
-        raise LayoutError(what, got=repr(value)[:80], expected=f"seconds from 0 to {_LONGEST_S:g}")
-    return float(value)
-
-
 def whole(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
@@ -246,16 +214,12 @@ class LayoutBuilder:
         The dimensions of the box are aligned with the last dimensions of the storage.
 
         Raises:
-            LayoutError: the storage exists already, a box does not fit at its corner, or something is no shape or part.
+            LayoutError: the storage exists already, or a box does not fit at its corner.
         """
-        where = f"rank {self.rank}: storage {storage}"
-        with well_formed(where, "a name, a shape, and parts of (tensor, box, corner)"):
-            if storage in self._storages:
-                raise LayoutError(where, got="placed twice", expected="placed once")
-            sizes = tuple(map(index, shape))
-            pieces = [_piece(storage, sizes, *part) for part in parts]
-        self._storages[storage] = Storage(sizes, dtype or self.dtype)
-        self._pieces += pieces
+        if storage in self._storages:
+            raise LayoutError(f"rank {self.rank}: storage {storage}", got="placed twice", expected="placed once")
+        self._pieces += [_piece(storage, tuple(shape), *part) for part in parts]
+        self._storages[storage] = Storage(tuple(shape), dtype or self.dtype)
 
     def stack(self, storage: str, parts: Sequence[tuple[str, Box]], dtype: str | None = None) -> None:
         """Add a storage that holds the boxes stacked along the first dimension.
@@ -264,31 +228,26 @@ class LayoutBuilder:
             LayoutError: there is no box, they differ in another dimension, or as `place`.
         """
         where, placed, row = f"rank {self.rank}: storage {storage}", [], 0
-        with well_formed(where, "parts of (tensor, box)"):
-            parts = [*parts]
-            rests = {tuple(box.extent[1:]) for _, box in parts}
-            if len(rests) != 1:
-                raise LayoutError(where, got=f"boxes of {sorted(rests)}", expected="one or more, of which only the first dimensions differ")
-            (rest,) = rests
-            for tensor, box in parts:
-                placed.append((tensor, box, (row, *(0 for _ in rest))))
-                row += box.extent[0]
+        rests = {tuple(box.extent[1:]) for _, box in parts}
+        if len(rests) != 1:
+            raise LayoutError(where, got=f"boxes of {sorted(rests)}", expected="one or more, of which only the first dimensions differ")
+        (rest,) = rests
+        for tensor, box in parts:
+            placed.append((tensor, box, (row, *(0 for _ in rest))))
+            row += box.extent[0]
         self.place(storage, (row, *rest), placed, dtype)
 
     def repeat(self, part: RankLayout, prefixes: Sequence[tuple[str, str]]) -> None:
         """Add the storages and pieces of `part` once under each pair of prefixes (of tensors, of storages).
 
         Raises:
-            LayoutError: two storage prefixes are equal, or one is no pair of texts.
+            LayoutError: two storage prefixes are equal.
         """
-        with well_formed(f"rank {self.rank}: what is repeated", "a layout, and pairs of texts"):
-            prefixes = [*prefixes]
-            fronts = [storage for _, storage in prefixes]
-            blocks = [replace(block, prefixes=_joined(prefixes, block.prefixes)) for block in part.blocks if prefixes]
+        fronts = [storage for _, storage in prefixes]
         if len(set(fronts)) < len(fronts):
             raise LayoutError(f"rank {self.rank}: prefixes of storages", got=fronts, expected="all different")
         self._close()
-        self._blocks += blocks
+        self._blocks += [replace(block, prefixes=_joined(prefixes, block.prefixes)) for block in part.blocks if prefixes]
 
     def build(self) -> RankLayout:
         self._close()

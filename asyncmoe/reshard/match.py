@@ -10,7 +10,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.coverage import Grid, check_destination, check_source
+from asyncmoe.reshard.coverage import check_destination, check_source
 from asyncmoe.reshard.layout import MAX_DIMS, Box
 from asyncmoe.reshard.table import DTYPE, DTYPE_BYTES, DTYPES, EXTENT, START, TENSOR, Side, Tensors
 
@@ -110,16 +110,11 @@ class Match:
     def _hole(self, table: int, row: int) -> LayoutError:
         wanted, tensors = self.side.tables[table], self.sources.tensors
         piece = wanted.pieces[row]
-        start, extent = piece[START], piece[EXTENT]
-        cells = self.sources.holdings.cells(int(piece[TENSOR]))
-        low = np.maximum(cells[:, :MAX_DIMS], start)
-        size = np.minimum(cells[:, :MAX_DIMS] + cells[:, MAX_DIMS:], start + extent) - low
-        met = (size > 0).all(1)
-        found = [Box(tuple(s), tuple(n)) for s, n in zip((low - start)[met].tolist(), size[met].tolist(), strict=True)]
-        grid = Grid(extent.tolist(), found)
-        hole = grid.cells(grid.counts == 0)[0]
+        start, missing = piece[START], np.ones(piece[EXTENT], bool)
+        for cell in self.sources.holdings.cells(int(piece[TENSOR])):
+            low, size = np.maximum(cell[:MAX_DIMS] - start, 0), cell[MAX_DIMS:]
+            missing[tuple(slice(a, max(a, b)) for a, b in zip(low, cell[:MAX_DIMS] + size - start, strict=True))] = False
         name = tensors.names[piece[TENSOR]]
         first = MAX_DIMS - len(tensors.shapes[name])
-        corner = tuple(int(s) for s in np.array(hole.start) + start)
-        box = Box(corner[first:], hole.extent[first:])
+        box = Box(tuple((np.argwhere(missing)[0] + start)[first:].tolist()), (1,) * (MAX_DIMS - first))
         return LayoutError(wanted.describe(row, tensors), got=f"no source for {box} of {name}", expected="a source for every element")

@@ -1,9 +1,8 @@
-"""Memory addresses of arrays from any library: NumPy, the buffer protocol, or DLPack (torch, JAX, CuPy)."""
+"""Memory addresses of arrays: of NumPy, the buffer protocol, or torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +10,10 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.layout import ITEM_BYTES, MOST_THREADS, Storage, whole_number
+from asyncmoe.reshard.layout import ITEM_BYTES, Storage
 
 Array = Any
-"""A NumPy array, or an object with the buffer protocol or `__dlpack__`; row-major."""
-
-_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
-"""DLPack's type codes (dlpack.h, DLDataTypeCode)."""
-_FLOAT8 = {10: "float8_e4m3fn", 12: "float8_e5m2"}
-"""DLPack's type codes of float8, each of which is one dtype."""
-_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
-"""DLPack's device types (dlpack.h, DLDeviceType); pinned memory counts as host memory, managed memory as a GPU's."""
-
-_SOMEWHERE = "memory of the CPU or of a CUDA device"
+"""A NumPy array, an object with the buffer protocol, a torch tensor, or a `DeviceBuffer`; row-major."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +56,9 @@ def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
     """
     if isinstance(array, DeviceBuffer):
         return Memory(array.address, array.nbytes, "uint8", array.device, (array.nbytes,))
-    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
-        return _numpy_memory(array, what, write)
     if hasattr(array, "data_ptr") and hasattr(array, "layout"):
         return _torch_memory(array, what)
-    address, elements, device, index, code, bits, row_major = _C.inspect(_capsule(array, what))
-    if not row_major:
-        raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
-    if device not in _DEVICES:
-        raise LayoutError(what, got=f"DLPack device type {device}", expected=_SOMEWHERE)
-    kind = _KINDS.get(code, f"code{code}_")
-    dtype = _FLOAT8.get(code) or ("bool" if kind == "bool" else f"{kind}{bits}")
-    name, shape = _DEVICES[device], tuple(getattr(array, "shape", (elements,)))
-    return Memory(address, elements * bits // 8, dtype, name if name == "cpu" else f"{name}:{index}", shape)
+    return _numpy_memory(array, what, write)
 
 
 def storage_memory(array: Array, storage: Storage, what: str, *, write: bool = False) -> Memory:
@@ -107,9 +87,7 @@ def memories_of(storages: Mapping[str, Storage], arrays: Mapping[str, Array] | N
     Raises:
         LayoutError: an array is missing, or as `storage_memory`.
     """
-    held: object = {} if arrays is None else arrays
-    if not isinstance(held, Mapping):
-        raise LayoutError(f"{what}s", got=type(held).__name__, expected="a mapping of storages' names to arrays")
+    held = {} if arrays is None else arrays
     if missing := [name for name in storages if name not in held]:
         raise LayoutError(f"{what} {missing[0]}", got="nothing", expected=f"an array for each of {len(storages)} storages")
     return {f"{what} {name}": storage_memory(held[name], one, f"{what} {name}", write=write) for name, one in storages.items()}
@@ -127,12 +105,12 @@ def check_apart(read: Mapping[str, Memory], written: Mapping[str, Memory]) -> No
         furthest_written = furthest if writes else furthest_written
 
 
-def device_of(memories: Iterable[Memory], what: str) -> str:
-    """Return the device of all memories, "cpu" if there are none; raise LayoutError if there are several."""
-    devices = sorted({memory.device for memory in memories}) or ["cpu"]
-    if len(devices) > 1:
-        raise LayoutError(what, got=" and ".join(devices), expected="all on one device")
-    return devices[0]
+def one_device(devices: Iterable[str], what: str) -> str:
+    """Return the device that all are, "cpu" if there are none; raise LayoutError if there are several."""
+    found = sorted(set(devices)) or ["cpu"]
+    if len(found) > 1:
+        raise LayoutError(what, got=" and ".join(found), expected="all on one device")
+    return found[0]
 
 
 def addresses_of(memories: Iterable[Memory]) -> np.ndarray:
@@ -149,17 +127,14 @@ def digest(array: Array, *, threads: int = 0) -> int:
     memory = memory_of(array, "array to digest")
     if memory.device != "cpu":
         raise LayoutError("array to digest", got=memory.device, expected="cpu")
-    return int(_C.digest(memory.address, memory.nbytes, whole_number(threads, "threads", 0, MOST_THREADS)))
+    return int(_C.digest(memory.address, memory.nbytes, threads))
 
 
 def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
     try:
         view = array if isinstance(array, np.ndarray) else np.asarray(memoryview(array))
     except TypeError:
-        raise LayoutError(what, got=type(array).__name__, expected="an array (NumPy, buffer protocol or DLPack)") from None
-    if isinstance(view, np.ma.MaskedArray) or view.dtype.hasobject:
-        got = f"{type(view).__name__} of {view.dtype}"
-        raise LayoutError(what, got=got, expected="an array that is nothing but its bytes", hint="fill masked elements first")
+        raise LayoutError(what, got=type(array).__name__, expected="an array (NumPy, buffer protocol or torch)") from None
     if not view.flags.c_contiguous:
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if write and not view.flags.writeable:
@@ -170,41 +145,14 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
 
 
 def _torch_memory(array: Array, what: str) -> Memory:
-    """Avoid DLPack, through which torch exports only tensors on the thread's current device (torch/_tensor.py, `Tensor.__dlpack__`)."""
-    if str(array.layout) != "torch.strided" or array.is_conj() or array.is_neg():
-        raise LayoutError(what, got=f"{array.layout}, or values to be conjugated or negated", expected="an array as DLPack has them")
-    if not array.is_contiguous():
+    """Not through DLPack, by which torch exports only tensors on the thread's current device (torch/_tensor.py, `Tensor.__dlpack__`)."""
+    if str(array.layout) != "torch.strided" or not array.is_contiguous():
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if array.device.type not in ("cpu", "cuda"):
-        raise LayoutError(what, got=f"device {array.device}", expected=_SOMEWHERE)
-    try:
-        address, held = int(array.data_ptr()), array.untyped_storage().nbytes()
-    except RuntimeError as error:  # functional and fake tensors have no memory
-        raise LayoutError(what, got=str(error), expected="an array that has memory") from error
+        raise LayoutError(what, got=f"device {array.device}", expected="memory of the CPU or of a CUDA device")
+    address, held = int(array.data_ptr()), array.untyped_storage().nbytes()
     needed = (array.storage_offset() + array.numel()) * array.element_size()
-    if array.numel() and (held < needed or not address):  # MaskedTensor has none; `untyped_storage().resize_(0)` of FSDP frees it
+    if held < needed:  # `untyped_storage().resize_(0)` of FSDP frees it
         raise LayoutError(what, got=f"a tensor whose storage has {held} of {needed} bytes", expected="an array that has memory")
     dtype, device = str(array.dtype).removeprefix("torch."), str(array.device)
     return Memory(address, array.numel() * array.element_size(), dtype, device, tuple(array.shape))
-
-
-@contextmanager
-def _current(index: int) -> Iterator[None]:
-    before = _C.swap_device(index)
-    try:
-        yield
-    finally:
-        _C.restore_device(before)
-
-
-def _capsule(array: Array, what: str) -> object:
-    detached = array.detach() if hasattr(array, "detach") else array
-    try:
-        kind, index = detached.__dlpack_device__()
-        if _DEVICES.get(int(kind)) != "cuda":
-            return detached.__dlpack__()
-        there: AbstractContextManager[None] = _current(int(index)) if _C.CUDA else nullcontext()
-        with there:
-            return detached.__dlpack__(stream=-1)  # -1: no synchronisation, as only the address is used
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise LayoutError(what, got=str(error), expected="an array that DLPack can export") from error

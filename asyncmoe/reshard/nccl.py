@@ -1,23 +1,22 @@
-"""NVIDIA's NCCL as this process finds it at run time, without torch, and its communicators."""
+"""NVIDIA's NCCL as this process finds it at run time, without torch."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import UserError
-from asyncmoe.reshard.gpu import Event, Gpu
-from asyncmoe.reshard.memory import DeviceBuffer
 
 T = TypeVar("T")
 
 SONAME = "libnccl.so.2"
-_SUCCESS, _IN_PROGRESS = 0, 7
-"""Results of `NcclCommunicator.state` (ncclResult_t)."""
+CTA_BYTES = 16 << 20
+"""Bytes of a communicator for each thread block (CTA) it may use. NCCL's memory grows with their number (its developers, NVIDIA/nccl issue
+986); its pool for messages between machines took 512 MiB at 32 CTAs (NCCL 2.28.9, NVIDIA/nccl issue 2363). Not measured here."""
 
 
 @dataclass(frozen=True)
@@ -62,76 +61,6 @@ def make_unique_id(library: str | None = None) -> bytes:
         UserError: no usable NCCL was found.
     """
     return _opened(library, _C.nccl_unique_id)
-
-
-class Communicator:
-    """An NCCL communicator with its own stream; ranks are numbered from 0. At most one group of messages is under way.
-
-    The constructor starts to join; `idle` returns true once all ranks have joined. Any thread may call `abort`.
-
-    Args:
-        rank, world: this process's rank, and the number of ranks. NCCL refuses two ranks on one GPU.
-        unique_id: from `make_unique_id`, the same on all ranks.
-        max_ctas: maximum number of multiprocessors a transfer uses; 0: NCCL's choice, up to 32. The same on all ranks.
-        library: path of libnccl; None: `find_nccl()`.
-
-    Attributes:
-        ended: the communicator cannot be used any more.
-        runs: number of successful runs of closed exchangers on this rank; if it differs between ranks, the communicator may contain
-            messages that were sent but not received.
-
-    Raises:
-        UserError: no usable NCCL was found.
-        RuntimeError: NCCL failed; all methods raise it, too.
-    """
-
-    def __init__(self, gpu: Gpu, rank: int, world: int, unique_id: bytes, *, max_ctas: int = 0, library: str | None = None) -> None:
-        origin(library)
-        self.rank, self._gpu = rank, gpu
-        self.ended, self.runs = False, 0
-        with gpu.current():
-            self._wire, self._after = gpu.stream(), gpu.event()
-            self._handle = _C.NcclCommunicator(library or find_nccl(), rank, world, unique_id, max_ctas)
-
-    def idle(self, timeout_s: float) -> bool:
-        """Return whether NCCL finished its work on the host (joining, enqueueing) in time."""
-        state = self._handle.wait(timeout_s)
-        if state not in (_SUCCESS, _IN_PROGRESS):
-            raise RuntimeError(f"NCCL: {self._handle.describe(state)}")
-        return state == _SUCCESS
-
-    def post(self, sends: Sequence[tuple[int, DeviceBuffer]], receives: Sequence[tuple[int, DeviceBuffer]], behind: Event) -> None:
-        """Enqueue messages as one group, after an event."""
-        behind.hold(self._wire.handle)
-        self._handle.exchange(_messages(sends), _messages(receives), self._wire.handle)
-
-    def enqueued(self, timeout_s: float) -> bool:
-        """Return whether the posted messages were enqueued on the stream in time."""
-        if not self.idle(timeout_s):
-            return False
-        self._after.record(self._wire.handle)
-        return True
-
-    def passed(self, timeout_s: float) -> bool:
-        """Return whether the enqueued messages finished in time."""
-        arrived = self._after.wait(timeout_s)
-        return self.idle(0.0) and arrived  # NCCL may have noticed that a peer is gone
-
-    def abort(self) -> None:
-        """End the communicator and any messages under way at once, without waiting for a peer."""
-        self.ended = True
-        self._handle.abort()
-
-    def close(self) -> None:
-        """End the communicator. No messages may be under way."""
-        if not self.ended:
-            self.ended = True
-            with self._gpu.current():
-                self._handle.destroy()
-
-
-def _messages(given: Sequence[tuple[int, DeviceBuffer]]) -> list[tuple[int, int, int]]:
-    return [(rank, buffer.address, buffer.nbytes) for rank, buffer in given]
 
 
 def _opened(library: str | None, call: Callable[[str], T]) -> T:

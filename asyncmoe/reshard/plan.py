@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from asyncmoe.reshard.layout import MAX_DIMS, RankLayout, Storage, well_formed, whole_number
+from asyncmoe.reshard.layout import MAX_DIMS, RankLayout, Storage
 from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.table import Side, enumerate_tensors, tabulate
 
@@ -40,14 +40,12 @@ class Transfer:
             size of an element in the destination and in the message; CAST is the conversion applied before that, as numbered in
             csrc/cast.h; offsets and strides are in bytes. TENSOR and START are the canonical tensor's number (`asyncmoe.reshard.table`)
             and where the box begins in it.
-        check: 64-bit digest of the copies; both ends compute the same value.
     """
 
     source: int
     destination: int
     nbytes: int
     copies: np.ndarray
-    check: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +85,7 @@ class Plan:
         """SHA-256 of the whole plan, even if this is a part: ranks that execute one plan together must have the same digest.
 
         It is computed from the plan's inputs (tensors, layouts of all ranks, version of the rules), which is much cheaper for a rank than
-        computing all copies. `Transfer.check` compares the resulting copies of two ranks.
+        computing all copies.
         """
         return self.match.digest
 
@@ -129,8 +127,7 @@ def plan_each(
     """Return one plan for each of several destinations (such as buckets) from the same source; as `plan`, but the source is read once."""
     numbered = enumerate_tensors(tensors)
     sources = Sources(numbered, tabulate(numbered, source))
-    with well_formed("ranks", "some of the plan's"):
-        wanted = None if ranks is None else {whole_number(rank, "rank of a part") for rank in ranks}
+    wanted = None if ranks is None else set(ranks)
     return [assemble(Match(sources, tabulate(numbered, destination)), wanted) for destination in destinations]
 
 
@@ -145,8 +142,8 @@ def assemble(match: Match, ranks: Iterable[int] | None) -> Plan:
     destinations = _number(match.side, receiver, copies[:, DESTINATION])
     copies.flags.writeable = False
     transfers = tuple(
-        Transfer(source, destination, nbytes, copies[last - count : last], check)
-        for (source, destination, nbytes, last, check), count in zip(pairs, counts.tolist(), strict=True)
+        Transfer(source, destination, nbytes, copies[last - count : last])
+        for (source, destination, nbytes, last, _), count in zip(pairs, counts.tolist(), strict=True)
     )
     return Plan(sources, destinations, transfers, match)
 

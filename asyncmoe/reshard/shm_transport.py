@@ -10,7 +10,6 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError, TransferError, WaitTimeout
-from asyncmoe.reshard.layout import whole_number
 from asyncmoe.reshard.transport import Lane, Link, TransportEnd
 
 _READY, _NOT_YET, _GONE = 0, 1, 2
@@ -34,7 +33,7 @@ class ShmTransport:
         if not re.fullmatch(rf"[A-Za-z0-9_.-]{{1,{_LONGEST_SESSION}}}", session):
             expected = f"1 to {_LONGEST_SESSION} letters, digits, _, . or -"
             raise LayoutError("session of shared memory", got=repr(session), expected=expected)
-        self.rank, self._session = whole_number(rank, "rank"), session
+        self.rank, self._session = rank, session
 
     def connect(self, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, timeout_s: float) -> Link:
         """As `SharedTransport.connect`; allocates memory for all slots.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -12,7 +12,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS, PADDING, Block, Box, Piece, RankLayout, Storage, well_formed, whole_number
+from asyncmoe.reshard.layout import ITEM_BYTES, MAX_DIMS, PADDING, Block, Box, Piece, RankLayout, Storage
 
 DTYPES = tuple(ITEM_BYTES)
 DTYPE_BYTES = np.array([ITEM_BYTES[name] for name in DTYPES], np.int64)
@@ -50,11 +50,9 @@ def enumerate_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
     Raises:
         LayoutError: a tensor has more than `MAX_DIMS` dimensions, invalid sizes, or the reserved name of padding.
     """
-    with well_formed("tensors", "a mapping of names to shapes"):
-        for name, shape in shapes.items():
-            if not isinstance(name, str) or not _is_shape(shape):
-                expected = f"a name, and at most {MAX_DIMS} sizes, each an integer of at least 0"
-                raise LayoutError(f"tensor {name}", got=f"shape {shape}", expected=expected)
+    for name, shape in shapes.items():
+        if not _is_shape(shape):
+            raise LayoutError(f"tensor {name}", got=f"shape {shape}", expected=f"at most {MAX_DIMS} sizes, each at least 0")
     if PADDING in shapes:
         raise LayoutError("tensors", got=f"one named {PADDING}", expected="another name, this one is reserved")
     number = {name: i for i, name in enumerate(shapes)}
@@ -121,11 +119,12 @@ def tabulate(tensors: Tensors, layouts: Iterable[RankLayout]) -> Side:
     """Convert layouts to tables.
 
     Raises:
-        LayoutError: a duplicate or negative rank, an unknown tensor, storage or dtype, a box outside its tensor or its storage, or
-            something that is no layout.
+        LayoutError: a duplicate or negative rank, an unknown tensor, storage or dtype, or a box outside its tensor or its storage.
+        TypeError: an offset, a stride or an edge of a box is no integer of 64 bits.
     """
-    with well_formed("layouts", "a list of RankLayout"):
-        ordered = sorted(layouts, key=lambda layout: whole_number(layout.rank, "rank of a layout"))
+    ordered = sorted(layouts, key=lambda layout: layout.rank)
+    if ordered and ordered[0].rank < 0:
+        raise LayoutError("rank of a layout", got=ordered[0].rank, expected="at least 0")
     for rank, count in Counter(layout.rank for layout in ordered).items():
         if count > 1:
             raise LayoutError(f"rank {rank}", got=f"{count} layouts", expected="1")
@@ -148,8 +147,7 @@ class _Reader:
         """Return the position of the layout's table. Layouts must outlive the reader."""
         identity = (id(layout.storages), id(layout.pieces))
         if identity not in self._by_identity:
-            with well_formed(f"rank {layout.rank}: layout", "storages by name, and pieces of tuples of integers of 64 bits"):
-                table = self._table(layout)
+            table = self._table(layout)
             content = (_digest(table.pieces), _digest(table.shapes), table.names)
             if content not in self._by_content:
                 self._by_content[content] = len(self.tables)
@@ -185,13 +183,10 @@ class _Reader:
         storage = np.array([place[p.storage] for p in pieces], np.int64)
         rows[:, :, STORAGE] = storage + first + np.arange(len(block.prefixes))[:, None] * len(place)
         rows[:, :, DTYPE] = dtypes[storage] if len(storage) else storage
-        try:
-            rows[:, :, OFFSET] = _integers([p.offset for p in pieces])
-            rows[:, :, START] = _padded([p.box.start for p in pieces], 0)
-            rows[:, :, EXTENT] = _padded([p.box.extent for p in pieces], 1)
-            rows[:, :, STRIDES] = _padded([p.strides for p in pieces], 0)
-        except TypeError:
-            raise _fractional(block.pieces, rank) from None
+        rows[:, :, OFFSET] = _integers([p.offset for p in pieces])
+        rows[:, :, START] = _padded([p.box.start for p in pieces], 0)
+        rows[:, :, EXTENT] = _padded([p.box.extent for p in pieces], 1)
+        rows[:, :, STRIDES] = _padded([p.strides for p in pieces], 0)
         rows[:, :, TENSOR] = tensor
         return rows.reshape(-1, _C.PIECE_COLUMNS)
 
@@ -211,23 +206,24 @@ def _check_storages(block: Block, rank: int) -> None:
     for name, storage in block.storages.items():
         if storage.dtype not in ITEM_BYTES or not _is_shape(storage.shape):
             what = f"rank {rank}: storage {block.prefixes[0][1]}{name}"
-            expected = f"at most {MAX_DIMS} sizes, each an integer of at least 0, of {', '.join(DTYPES)}"
+            expected = f"at most {MAX_DIMS} sizes, each at least 0, of {', '.join(DTYPES)}"
             raise LayoutError(what, got=f"{storage.dtype}{storage.shape}", expected=expected)
     for piece in block.pieces:
         if piece.storage not in block.storages:
-            raise _unknown(piece, rank, "storage")
+            raise _wrong(piece, rank, "an unknown storage", "a storage of the rank")
 
 
 def _check_pieces(tensors: Tensors, block: Block, number: np.ndarray, rank: int) -> None:
     """Reject unknown tensors, and pieces whose number of dimensions differs from their tensor's (padding may have any number)."""
     if (number == _UNKNOWN).any():
-        raise _unknown(block.pieces[int(np.argwhere(number == _UNKNOWN)[0][1])], rank, "tensor")
+        raise _wrong(block.pieces[int(np.argwhere(number == _UNKNOWN)[0][1])], rank, "an unknown tensor", "a tensor of the plan")
     dims = np.array([len(p.box.extent) for p in block.pieces], np.int64)
     ragged = (number != NO_TENSOR) & (np.append(tensors.dims, 0)[number] != dims)
     ragged |= np.array([not len(p.box.extent) == len(p.box.start) == len(p.strides) for p in block.pieces], bool)
     if ragged.any():
-        at, piece = np.argwhere(ragged)[0]
-        raise _ragged(block.pieces[piece], rank, len(tensors.shapes.get(tensors.names[number[at, piece]], block.pieces[piece].box.extent)))
+        piece = block.pieces[int(np.argwhere(ragged)[0][1])]
+        got = f"{len(piece.box.start)} starts, {len(piece.box.extent)} extents, {len(piece.strides)} strides"
+        raise _wrong(piece, rank, got, "as many of each as the tensor has dimensions")
 
 
 def _padded(rows: list[tuple[int, ...]], fill: int) -> np.ndarray:
@@ -249,8 +245,7 @@ def _integers(values: list[int] | list[tuple[int, ...]]) -> np.ndarray:
 
 
 def _is_shape(shape: tuple[int, ...]) -> bool:
-    whole = len(shape) <= MAX_DIMS and all(isinstance(n, int | np.integer) and n >= 0 for n in shape)
-    return whole and prod(max(1, int(n)) for n in shape) < _MOST
+    return len(shape) <= MAX_DIMS and all(n >= 0 for n in shape) and prod(max(1, n) for n in shape) < _MOST
 
 
 def _check_bounds(tensors: Tensors, table: Table) -> None:
@@ -272,22 +267,6 @@ def _digest(array: np.ndarray) -> int:
     return _C.digest(array.ctypes.data, array.nbytes, 1)
 
 
-def _fractional(pieces: Sequence[Piece], rank: int) -> LayoutError:
-    """Return the error for the first piece with a number that is not a 64-bit integer."""
-    for piece in pieces:
-        numbers = (piece.offset, *piece.box.start, *piece.box.extent, *piece.strides)
-        if not all(isinstance(n, int | np.integer) and abs(n) < _MOST for n in numbers):
-            where = f"rank {rank}: tensor {piece.tensor} box {piece.box.start}+{piece.box.extent} in storage {piece.storage}"
-            return LayoutError(where, got=f"offset {piece.offset}, strides {piece.strides}", expected="integers of 64 bits")
-    return LayoutError(f"rank {rank}: pieces", got="numbers of different kinds", expected="integers of 64 bits")
-
-
-def _unknown(piece: Piece, rank: int, what: str) -> LayoutError:
-    where = f"rank {rank}: tensor {piece.tensor} box {piece.box} in storage {piece.storage}"
-    return LayoutError(where, got=f"an unknown {what}", expected="a tensor of the plan and a storage of the rank")
-
-
-def _ragged(piece: Piece, rank: int, dims: int) -> LayoutError:
-    what = f"rank {rank}: tensor {piece.tensor} box {piece.box.start}+{piece.box.extent} in storage {piece.storage}"
-    got = f"{len(piece.box.start)} starts, {len(piece.box.extent)} extents, {len(piece.strides)} strides"
-    return LayoutError(what, got=got, expected=f"as many of each as there are dimensions, {dims}")
+def _wrong(piece: Piece, rank: int, got: str, expected: str) -> LayoutError:
+    where = f"rank {rank}: tensor {piece.tensor} box {piece.box.start}+{piece.box.extent} in storage {piece.storage}"
+    return LayoutError(where, got=got, expected=expected)

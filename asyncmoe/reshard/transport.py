@@ -12,7 +12,6 @@ import numpy as np
 from asyncmoe.errors import AsyncmoeError, InvariantBroken
 from asyncmoe.reshard import device_threads
 from asyncmoe.reshard.gpu import Relieve, nothing_to_give
-from asyncmoe.reshard.layout import whole_number
 from asyncmoe.reshard.memory import memory_of
 
 LOOK_S = 0.5
@@ -61,8 +60,8 @@ class Transport(Protocol):
     A GPU transport whose `exchange` waits for the messages on the host, instead of enqueueing them in the order of the caller's stream,
     has an attribute `waits = True`; its `exchange` is then called from a separate thread.
 
-    A transport with resources to release has a method `end(idle, runs)`, which `Exchanger.close` calls. `idle` is false after a failed
-    run, when a peer may still wait and `exchange` may still run in another thread; `runs` is the number of successful runs.
+    A transport with resources to release has a method `end(idle)`, which `Exchanger.close` calls. `idle` is false after a failed run, when
+    a peer may still wait and `exchange` may still run in another thread.
     """
 
     rank: int
@@ -113,10 +112,11 @@ class Lane:
 class Link(Protocol):
     """The lanes of one exchange, which can run many times. Message n of a lane uses slot `n % slots`; rounds count up from 0.
 
-    A link whose slots are all on one device names it in an attribute `device` ("cpu", "cuda:0").
-
     In each round a rank packs the message of every outgoing lane, closes the round, and then unpacks the messages of an earlier round.
     """
+
+    device: str
+    """Of all slots: "cpu", or "cuda:0"."""
 
     def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
         """Set the sizes of the messages of the runs that follow: of the same lanes, as many as before, each at most as large as a slot."""
@@ -161,7 +161,7 @@ class LocalTransport:
     """A transport for a single process; it carries no messages."""
 
     def __init__(self, rank: int = 0) -> None:
-        self.rank = whole_number(rank, "rank")
+        self.rank = rank
 
     def empty(self, nbytes: int) -> np.ndarray:
         return np.empty(nbytes, np.uint8)
@@ -178,8 +178,8 @@ class MessageLink:
     A `PostingTransport` has up to `slots` rounds under way: the next is posted before this one is over, so that the wires stay busy while
     a thread waits for a core, packs or unpacks.
 
-    Unless `threaded`, rounds are exchanged from the calling thread: GPU transports enqueue and return, and the caller's stream orders the
-    messages.
+    Rounds of a GPU transport that does not wait are exchanged from the calling thread: it enqueues and returns, and the caller's stream
+    orders the messages.
 
     Args:
         watch: called while another thread exchanges.
@@ -191,27 +191,20 @@ class MessageLink:
         outgoing: Sequence[Lane],
         incoming: Sequence[Lane],
         slots: int,
-        threaded: bool,
         watch: Watch = nothing_to_watch,
     ) -> None:
         self._watch = watch
         self._transport, self._outgoing, self._incoming, self._slots = transport, outgoing, incoming, slots
         self._out = [[transport.empty(lane.slot_bytes) for _ in range(min(slots, len(lane.message_bytes)))] for lane in outgoing]
         self._in = [[transport.empty(lane.slot_bytes) for _ in range(min(slots, len(lane.message_bytes)))] for lane in incoming]
-        self._thread = device_threads.pool(self._device(), 1, "exchange") if threaded and (outgoing or incoming) else None
+        buffers = [buffer for lane in (*self._out, *self._in) for buffer in lane]
+        self.device = memory_of(buffers[0], "message buffer", write=True).device if buffers else "cpu"
+        threaded = buffers and (self.device == "cpu" or getattr(transport, "waits", False))
+        self._thread = device_threads.pool(self.device, 1, "exchange") if threaded else None
         self._rounds: dict[int, Future[None]] = {}
 
     def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
         self._outgoing, self._incoming = outgoing, incoming
-
-    @property
-    def buffers(self) -> list[Buffer]:
-        """All message buffers."""
-        return [buffer for lane in (*self._out, *self._in) for buffer in lane]
-
-    def _device(self) -> str:
-        """Return the device of the message buffers."""
-        return memory_of(self.buffers[0], "message buffer").device if self.buffers else "cpu"
 
     def pack_into(self, lane: int, number: int, timeout_s: float) -> Buffer:
         self._wait(number - self._slots)

@@ -24,6 +24,8 @@ import msgspec
 
 from asyncmoe.config.transports import TransportName
 from asyncmoe.errors import ReportedFailure
+from asyncmoe.models import MegatronParallel
+from asyncmoe.models.lora.adapter import Kind
 
 T = TypeVar("T", bound=msgspec.Struct)
 ChannelStage = Literal["arrive", "make"]
@@ -40,22 +42,13 @@ class EngineRanks(msgspec.Struct, frozen=True):
     first: int
 
 
-class AdapterTerms(msgspec.Struct, frozen=True):
-    """Fields of `asyncmoe.models.lora.adapter.Kind`."""
-
-    targets: tuple[str, ...]
-    rank: int
-    alpha: float
-    experts: Literal["per_expert", "shared_outer"]
-
-
 class Terms(msgspec.Struct, frozen=True):
     """Everything a rank needs to plan a transfer.
 
     Attributes:
         hf: the model's Hugging Face configuration.
         adapter: the adapter to send; None: all weights.
-        trainer: fields of `asyncmoe.models.MegatronParallel`.
+        trainer: the trainer's parallel sizes.
         dtype, engine_dtype: dtypes of the weights in the trainer and in the engines.
         transport: the transport of the weights.
         session: unique name of this meeting on its host.
@@ -63,12 +56,12 @@ class Terms(msgspec.Struct, frozen=True):
             verdict says so.
         delta: whether updates may be deltas, so that every version is proven by a canonical digest.
         timeout_s: bound of a transfer, and of the rendezvous.
-        max_ctas: limit of an NCCL communicator (`asyncmoe.weights.receiver.communicators`).
+        max_ctas: as for `asyncmoe.reshard.nccl_transport.NcclTransport`.
     """
 
     hf: dict[str, Any]
-    adapter: AdapterTerms | None
-    trainer: dict[str, int | bool | None]
+    adapter: Kind | None
+    trainer: MegatronParallel
     engines: tuple[EngineRanks, ...]
     dtype: str
     engine_dtype: str
@@ -100,11 +93,9 @@ class Card(msgspec.Struct, frozen=True):
     Attributes:
         device: the device's name in this process ("cuda:1").
         uuid: the device's identity, the same in every process.
-        model: the GPU's name and compute capability.
         free, total: bytes that can be allocated, and the GPU's memory in bytes.
         wanted: bytes that receiving will allocate besides staging memory.
         copy: bytes of staging memory for a whole version; 0 on trainer ranks.
-        torch: version of torch.
         nccl, library: version and file of NCCL if the transport is NCCL; otherwise empty.
         unreachable: UUIDs of GPUs on this host whose memory this GPU cannot read (`cudaDeviceCanAccessPeer`).
     """
@@ -112,11 +103,9 @@ class Card(msgspec.Struct, frozen=True):
     host: str
     device: str
     uuid: str
-    model: str
     free: int
     total: int
     wanted: int
-    torch: str
     nccl: str = ""
     library: str = ""
     unreachable: tuple[str, ...] = ()
@@ -189,50 +178,15 @@ class Over(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
-class HeldCommunicator(msgspec.Struct, frozen=True):
-    """A communicator that a rank can reuse.
-
-    Attributes:
-        id: see `Agreed`.
-        runs: successful exchanges over it, deltas included, on this rank.
-    """
-
-    id: str
-    runs: int
-
-
-class Agreed(msgspec.Struct, frozen=True):
-    """The agreed communicator of an engine.
-
-    Attributes:
-        id: unique among all communicators of the run, past and present.
-        unique_id: NCCL's unique ID to create it with; empty if every rank already holds it.
-    """
-
-    id: str
-    unique_id: bytes = b""
-
-
-class Arrived(msgspec.Struct, frozen=True):
-    """A rank is ready to make its end of a channel, or has made it, or has failed.
-
-    Attributes:
-        held: communicators the rank can reuse (`Communicators.held`).
-    """
-
-    failure: str = ""
-    held: dict[str, HeldCommunicator] = {}
-
-
 class AllArrived(msgspec.Struct, frozen=True):
     """All ranks have reached the stage, or one has failed.
 
     Attributes:
-        agreed: the communicators to use, by engine.
+        unique_id: NCCL's unique ID, from which all ranks make their communicator; empty for other transports, and once it is made.
     """
 
     failure: str = ""
-    agreed: dict[str, Agreed] = {}
+    unique_id: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -256,8 +210,8 @@ def left(rank: int) -> Key[Outcome]:
     return Key(f"left/{rank}", Outcome)
 
 
-def channel(epoch: int, stage: ChannelStage, rank: int) -> Key[Arrived]:
-    return Key(f"channel/{epoch}/{stage}/{rank}", Arrived)
+def channel(epoch: int, stage: ChannelStage, rank: int) -> Key[Outcome]:
+    return Key(f"channel/{epoch}/{stage}/{rank}", Outcome)
 
 
 def channel_all(epoch: int, stage: ChannelStage) -> Key[AllArrived]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,15 @@ import torch.distributed as dist
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import family_of
-from asyncmoe.reshard import DeltaDecoder, Exchanger, Moved, Plan, RankLayout
+from asyncmoe.reshard import DeltaDecoder, DeltaEncoder, Exchanger, Moved, Plan, RankLayout
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import EngineRanks, Header, Terms
 from asyncmoe.weights.receiver import delta_messages
 from asyncmoe.weights.receiver.control_store import Store
 from asyncmoe.weights.receiver.delta_messages import Coming, Offer
-from asyncmoe.weights.receiver.deltas import DeltaStaging
+from asyncmoe.weights.receiver.deltas import decoder_of, receive
 from asyncmoe.weights.receiver.weight_buffers import Tensors, Weights
-from asyncmoe.weights.sender.deltas import DeltaSource, comings, common_base
+from asyncmoe.weights.sender.deltas import comings, common_base, encoder_of, offer
 from benchmarks.memory import Growth, give_back
 from benchmarks.network.cases import DTYPE, Case
 from benchmarks.network.changes import change
@@ -84,12 +83,12 @@ class DeltaRank:
         self._number = self._version = 0  # of the update, as in `asyncmoe.weights.protocol`, and of the weights
         self._drawn: list[tuple[int, float]] = []
         growth = Growth()
-        self._source: DeltaSource | None = None
-        self._staging: DeltaStaging | None = None
+        self._source: DeltaEncoder | None = None
+        self._staging: DeltaDecoder | None = None
         if layout.rank < case.trainers:
-            self._source = DeltaSource(plan, self._rank, _tensors(held), bucket_bytes)
+            self._source = encoder_of(plan, self._rank, _tensors(held), bucket_bytes)
         else:
-            self._staging = DeltaStaging(plan, self._rank, self._terms)
+            self._staging = decoder_of(plan, self._rank, self._terms)
         self._tables_bytes = growth.now_bytes()
         give_back()
         self._growth = Growth()
@@ -113,7 +112,7 @@ class DeltaRank:
         phases, spent = timed(self._update)
         if self._staging is not None:
             self._spare = self._target.commit(self._spare)
-            self._staging.moved(self._target.tensors())
+            self._staging.bind(self._target.tensors())
         peak = self._growth.peak_bytes()
         give_back()
         self._growth = Growth()
@@ -163,7 +162,7 @@ class DeltaRank:
                 live[name].copy_(new)
             dense["copy_s"] = clock.lap()
             self._spare = self._target.commit(self._spare)
-            self._staging.moved(self._target.tensors())
+            self._staging.bind(self._target.tensors())
             dense["commit_s"] = clock.lap()
         dist.barrier()
         return same
@@ -173,18 +172,18 @@ class DeltaRank:
         self._number += 1
         return self._sent(self._source) if self._source is not None else self._received()
 
-    def _sent(self, source: DeltaSource) -> dict[str, Any]:
+    def _sent(self, source: DeltaEncoder) -> dict[str, Any]:
         """A trainer rank's part: what `asyncmoe.weights.sender.sender.Sender` does."""
         clock = Clock()
-        offer = source.offer(self._version)
+        mine = offer(source, self._plan, self._version)
         encoding = clock.lap()
-        base = self._agreed(offer)
+        base = self._agreed(mine)
         agreeing = clock.lap()
         if base is None:
             self._exchanger.bind(self._held, {})
-        source.send(self._exchanger, coded=base is not None, timeout_s=self._limit)
-        coded = {str(rank): sum(part.sizes) for rank, part in offer.parts.items()}
-        counts = {"changed": offer.changed, "elements": offer.elements, "coded": coded}
+        self._exchanger.run(self._limit, encoder=None if base is None else source)
+        coded = {str(rank): sum(part.sizes) for rank, part in mine.parts.items()}
+        counts = {"changed": mine.changed, "elements": mine.elements, "coded": coded}
         return {"encode": encoding, "agree": agreeing, "send": clock.lap(), **counts}
 
     def _agreed(self, mine: Offer) -> int | None:
@@ -212,13 +211,14 @@ class DeltaRank:
             if self._version:
                 raise InvariantBroken(f"version {self._version} comes in full, expected a delta")
             staging.forget()
-            self._spare = self._target.room(getattr(torch, DTYPE))
+            self._spare = self._target.room()
             self._exchanger.bind({}, self._spare)
             self._exchanger.run(self._limit)
             carrying = clock.lap()
-            staging.adopt(self._spare, header.version, coming)
+            staging.bind(self._spare)
+            staging.adopt(header.version, coming.digests)
             return {"wait": waiting, "carry": carrying, "prove": clock.lap()}
-        staging.receive(self._exchanger, header, coming)
+        receive(staging, self._exchanger, header, coming, self._terms)
         carrying = self._exchanger.carried_s
         return {"wait": waiting, "carry": carrying, "prove": clock.lap() - carrying}
 
@@ -232,12 +232,12 @@ class DeltaRank:
         self._number += 1
         if self._source is not None:
             self._source.forget()  # so that it offers everything, which reads its weights, not what it sent
-            self._agreed(self._source.offer(self._version))
+            self._agreed(offer(self._source, self._plan, self._version))
             return True
         _, coming = self._told()
         live = self._target.tensors()
         self._spare = {}
-        anew = DeltaDecoder(self._plan, self._rank, limit_bytes=0, bucket_bytes=self._terms.bucket_bytes, threads=1)
+        anew = DeltaDecoder(self._plan, self._rank, bucket_bytes=self._terms.bucket_bytes, threads=1)
         anew.bind(live)
         anew.adopt(self._version, coming.digests)  # raises where they differ
         self._exchanger.bind({}, live)  # it kept the second copy, in whose place this comes
@@ -253,7 +253,7 @@ def _terms(case: Case, timeout_s: float, bucket_bytes: int) -> Terms:
     return Terms(
         hf=case.hf,
         adapter=None,
-        trainer=asdict(case.trainer),
+        trainer=case.trainer,
         engines=engines,
         dtype=DTYPE,
         engine_dtype=DTYPE,

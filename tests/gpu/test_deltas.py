@@ -47,7 +47,7 @@ class Twins:
         self.ranks, self.source, self.destination = ranks, source, destination
         stream = torch.cuda.Stream()
         self.encoder = DeltaEncoder(ranks.plan, source, stream=stream.cuda_stream, **how)
-        self.decoder = DeltaDecoder(ranks.plan, destination, stream=stream.cuda_stream, limit_bytes=1 << 40, **how)
+        self.decoder = DeltaDecoder(ranks.plan, destination, stream=stream.cuda_stream, **how)
         self.there, self.held = upload(sources), upload(destinations)
         torch.cuda.synchronize()
         self.encoder.bind(self.there)

@@ -266,14 +266,15 @@ def test_nccl_loops_back() -> None:
         unique_id = make_unique_id()
     except Exception as error:  # noqa: BLE001 (no NCCL here; its absence is tested elsewhere)
         pytest.skip(str(error))
-    with NcclTransport(0, 1, unique_id, 0, stream=stream(), timeout_s=120) as nccl:
-        for nbytes in (8, 24, 1_000_000, 64 << 20):
-            message, got = nccl.empty(nbytes), nccl.empty(nbytes)
-            content, back = gpu(fresh(nbytes)), poisoned(nbytes)
-            _C.copy_plainly(0, message.address, content.data_ptr(), nbytes, stream())
-            nccl.exchange([(0, message)], [(0, got)], 60)
-            _C.copy_plainly(0, back.data_ptr(), got.address, nbytes, stream())
-            assert torch.equal(back, content)
+    nccl = NcclTransport(0, 1, unique_id, 0, stream=stream(), timeout_s=120)
+    for nbytes in (8, 24, 1_000_000, 64 << 20):
+        message, got = nccl.empty(nbytes), nccl.empty(nbytes)
+        content, back = gpu(fresh(nbytes)), poisoned(nbytes)
+        _C.copy_plainly(0, message.address, content.data_ptr(), nbytes, stream())
+        nccl.exchange([(0, message)], [(0, got)], 60)
+        _C.copy_plainly(0, back.data_ptr(), got.address, nbytes, stream())
+        assert torch.equal(back, content)
+    nccl.end(True)
 
 
 def _check_kernels() -> None:

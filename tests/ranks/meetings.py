@@ -49,8 +49,8 @@ def main(result: Path) -> None:
 def again() -> list[bool]:
     """Of a sender without engines whose part is sent."""
     sender: Any = object.__new__(ReshardPublisher)
-    vars(sender).update(_hold=threading.Lock(), _sent=threading.Event(), _changing=False, _snapshot=None, _group=dist.group.WORLD)
-    vars(sender).update(_bounded=lambda what: None)
+    vars(sender).update(_hold=threading.Lock(), _sent=threading.Event(), _changing=False, _group=dist.group.WORLD)
+    vars(sender).update(_bounded=lambda what: None, _model=SimpleNamespace(adapter=None))
     sender._sent.set()
     while_all_have = sender._still_has()
     kept = not sender._sent.is_set()

@@ -45,7 +45,7 @@ from asyncmoe.weights.sender.sender import Sender
 
 HF = MODELS["qwen3_moe"]
 ENGINES = (EngineRanks("engine.0", 2, 2, 2), EngineRanks("engine.1", 1, 1, 4))
-TRAINER = {"tp": 2, "pp": 1, "ep": 1, "etp": 2, "dp": 1, "te": False}
+TRAINER = MegatronParallel(tp=2, etp=2)
 
 
 class Worker(torch.nn.Module):
@@ -99,7 +99,7 @@ class Rig:
                 sources[name].copy_(tensor)
 
     def layout(self, rank: int) -> RankLayout:
-        return Payload(HF).weights_of_trainer(MegatronParallel(**TRAINER), rank, "bfloat16")  # type: ignore[arg-type]
+        return Payload(HF).weights_of_trainer(TRAINER, rank, "bfloat16")
 
     def send(self, version: int) -> list[Any]:
         """All ranks send a version; return each rank's result or error."""
@@ -122,9 +122,12 @@ class Rig:
         if not isinstance(request, WeightsCommit):
             return Done(), ()
         self.before_commit()
-        for model in self.workers.values():
-            worker.obey(model, msgspec.json.encode(receiver_command.CommitCommand(request.version, request.update)).decode())
+        self.commit(request.version, request.update)
         return Committed(request.version, (1.0,) * len(self.terms.engines)), ()
+
+    def commit(self, version: int, update: int) -> None:
+        for model in self.workers.values():
+            worker.obey(model, msgspec.json.encode(receiver_command.CommitCommand(version, update)).decode())
 
     @property
     def wrong(self) -> list[str]:
@@ -178,6 +181,11 @@ def meetings() -> Iterator[Callable[..., Rig]]:
             rig.end()
 
 
+def bits(rig: Rig) -> list[bytes]:
+    """Of all parameters of all engine ranks."""
+    return [one.view(torch.int16).numpy().tobytes() for model in rig.workers.values() for one in model.parameters()]
+
+
 def fine(found: list[Any]) -> bool:
     """Whether all ranks sent a version."""
     return all(isinstance(one, float) for one in found)
@@ -186,9 +194,7 @@ def fine(found: list[Any]) -> bool:
 def meet(
     transport: Literal["shm", "gloo", "ipc"] = "shm",
     in_place: bool = False,
-    timeout_s: float = 20.0,
     workers: dict[int, Worker] | None = None,
-    engines: tuple[EngineRanks, ...] = ENGINES,
     delta: bool = True,
     there: type[torch.Tensor] = torch.Tensor,
 ) -> Rig:
@@ -199,19 +205,8 @@ def meet(
         there: the class of all weights, which says where they are.
     """
     place = torch.zeros(()).as_subclass(there).device
-    terms = Terms(
-        HF,
-        None,
-        dict(TRAINER),
-        engines,
-        "bfloat16",
-        "bfloat16",
-        transport,
-        secrets.token_hex(8),
-        20_000,
-        timeout_s,
-        delta=delta,
-    )
+    session = secrets.token_hex(8)
+    terms = Terms(HF, None, TRAINER, ENGINES, "bfloat16", "bfloat16", transport, session, 20_000, 20.0, delta=delta)
     hosted = MeetingFile()
     where = hosting.place(hosted)
     stores = [Store("test", 0, *where, 5.0, hosted), Store("test", 1, *where, 5.0)]
@@ -226,7 +221,7 @@ def meet(
     stores[0].put(protocol.VERDICT, MeetingOutcome(in_place=in_place))
     terms = MeetingOutcome(in_place=in_place).settle(terms)
     rig = Rig(terms, values, [], workers, hosted, [worker._receivers[model] for model in workers.values()])
-    sync = SimpleNamespace(timeout_s=timeout_s)
+    sync = SimpleNamespace(timeout_s=20.0)
     config: Any = SimpleNamespace(sync=sync, engines=SimpleNamespace(start_timeout_s=5.0))
     for rank, store in enumerate(stores):
         rig.sources.append({name: one.as_subclass(there) for name, one in tensors_of(rig.layout(rank), values).items()})

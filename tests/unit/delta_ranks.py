@@ -55,7 +55,7 @@ class Ranks:
     ) -> None:
         self.plan, self.sources, self.destinations = plan, sources, destinations
         self.senders = {rank: DeltaEncoder(plan, rank, threads=2, **how) for rank in sources}
-        self.receivers = {rank: DeltaDecoder(plan, rank, threads=2, limit_bytes=1 << 40, **how) for rank in destinations}
+        self.receivers = {rank: DeltaDecoder(plan, rank, threads=2, **how) for rank in destinations}
         for rank, sender in self.senders.items():
             sender.bind(there(sources[rank]))
         for rank, receiver in self.receivers.items():

@@ -7,7 +7,6 @@ finite, a device has a context in this process once anything needed one, torch e
 from __future__ import annotations
 
 import ctypes
-import importlib
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -56,7 +55,7 @@ class Machine:
         self.reset()
 
     def reset(self, free: int = TOTAL) -> None:
-        """No contexts, and so much memory on each device."""
+        """No contexts, nothing asked back, and so much memory on each device."""
         self._lib.fake_reset(ctypes.c_size_t(free))
 
     def free(self, device: int) -> int:
@@ -80,22 +79,12 @@ class Machine:
             raise (MemoryError if kind == 2 else RuntimeError)(self._lib.fake_error().decode())
         return found
 
-    def install(self, monkeypatch: Any) -> None:
-        """For the rest of a test, or of a process: `monkeypatch` needs `setattr` alone."""
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         extension = Extension(self)
         for name in _MODULES:
-            module = _module(f"asyncmoe.reshard.{name}")
-            if module is not None:
-                monkeypatch.setattr(module, "_C", extension)
+            monkeypatch.setattr(f"asyncmoe.reshard.{name}._C", extension)
         for name, value in torch_cuda(self).items():
             monkeypatch.setattr(torch.cuda, name, value)
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        return None
 
 
 class Extension:
@@ -258,8 +247,6 @@ def torch_cuda(machine: Machine) -> dict[str, Any]:
         "memory_reserved": lambda device: 0,
         "memory_allocated": lambda device: 0,
         "get_device_properties": lambda index: SimpleNamespace(uuid=f"GPU-{index}"),
-        "get_device_capability": lambda device: (9, 0),
-        "get_device_name": lambda device: "a stand-in",
         "can_device_access_peer": lambda device, peer: True,
     }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -13,48 +14,75 @@ from asyncmoe.reshard import PADDING, Box, Piece, Plan, RankLayout, Transport, e
 Arrays = dict[str, np.ndarray]
 
 
-class _Wires:
-    def __init__(self) -> None:
+Messages = Sequence[tuple[int, np.ndarray]]
+
+
+class Wires:
+    """Messages between threads; `damage` may change one on its way (source, destination, number, content)."""
+
+    def __init__(self, damage: Callable[[int, int, int, np.ndarray], None] | None = None) -> None:
         self._boxes: dict[tuple[int, int], queue.Queue[np.ndarray]] = {}
         self._lock = threading.Lock()
+        self._damage, self._count = damage, Counter[tuple[int, int]]()
 
     def box(self, source: int, destination: int) -> queue.Queue[np.ndarray]:
         with self._lock:
             return self._boxes.setdefault((source, destination), queue.Queue())
 
+    def put(self, source: int, destination: int, message: np.ndarray) -> None:
+        message = message.copy()
+        if self._damage:
+            self._damage(source, destination, self._count[source, destination], message)
+            self._count[source, destination] += 1
+        self.box(source, destination).put(message)
 
-class _ThreadTransport:
-    def __init__(self, rank: int, wires: _Wires) -> None:
+
+class ThreadTransport:
+    """A transport between threads; sends never wait."""
+
+    def __init__(self, rank: int, wires: Wires) -> None:
         self.rank, self._wires = rank, wires
+        self.buffers: list[np.ndarray] = []
 
     def empty(self, nbytes: int) -> np.ndarray:
-        return np.full(nbytes, 0xEE, np.uint8)
+        self.buffers.append(np.full(nbytes, 0xEE, np.uint8))
+        return self.buffers[-1]
 
-    def exchange(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]], timeout_s: float) -> None:
+    def exchange(self, sends: Messages, receives: Messages, timeout_s: float) -> None:
         for rank, buffer in sends:
-            self._wires.box(self.rank, rank).put(buffer.copy())
+            self._wires.put(self.rank, rank, buffer)
         for rank, buffer in receives:
             buffer[:] = self._wires.box(rank, self.rank).get(timeout=timeout_s)
 
 
-def run_ranks(plan: Plan, sources: Mapping[int, Arrays], destinations: Mapping[int, Arrays]) -> None:
-    """Carry out a plan, every rank in its own thread; raises the first error of any of them."""
-    wires = _Wires()
-    failures: list[BaseException] = []
+def run_ranks(plan: Plan | Callable[[int], Plan], sources: Mapping[int, Arrays], destinations: Mapping[int, Arrays], **how: int) -> None:
+    """Carry out a plan, of which every rank may make its own part, each in its own thread; raises the first error of any of them."""
+    wires = Wires()
+
+    def run(rank: int) -> None:
+        mine = plan if isinstance(plan, Plan) else plan(rank)
+        exchange(mine, ThreadTransport(rank, wires), sources.get(rank), destinations.get(rank), timeout_s=20, threads=1, **how)
+
+    if failures := on_ranks({*sources, *destinations}, run):
+        raise next(iter(failures.values()))
+
+
+def on_ranks(ranks: Iterable[int], play: Callable[[int], object]) -> dict[int, BaseException]:
+    """Play ranks in threads; return what they raised, by rank."""
+    failures: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:
-            exchange(plan, _ThreadTransport(rank, wires), sources.get(rank), destinations.get(rank), timeout_s=20, threads=1)
-        except BaseException as error:  # noqa: BLE001 (raised again below, in the main thread)
-            failures.append(error)
+            play(rank)
+        except BaseException as error:  # noqa: BLE001 (looked at by the test)
+            failures[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in sorted({*sources, *destinations})]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in sorted(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+        thread.join(60)
+    return dict(sorted(failures.items()))
 
 
 def numbered(shapes: Mapping[str, tuple[int, ...]], dtype: type = np.int32) -> Arrays:
@@ -93,5 +121,5 @@ def _view(array: np.ndarray, piece: Piece) -> np.ndarray:
 
 def wired_transports(ranks: int) -> list[Transport]:
     """One transport for each of some threads."""
-    wires = _Wires()
-    return [_ThreadTransport(rank, wires) for rank in range(ranks)]
+    wires = Wires()
+    return [ThreadTransport(rank, wires) for rank in range(ranks)]

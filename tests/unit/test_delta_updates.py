@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from delta_meeting import Rig, fine, meetings
+from delta_meeting import Rig, bits, fine, meetings
 
 from asyncmoe.config import parse
 from asyncmoe.errors import TransferError, WeightSyncError
-from asyncmoe.reshard import DeltaDecoder
+from asyncmoe.reshard import DeltaDecoder, DeltaEncoder, Plan
 from asyncmoe.weights.receiver import delta_messages, worker
 from asyncmoe.weights.receiver.delta_messages import Offer, Portion
-from asyncmoe.weights.receiver.deltas import DeltaStaging
-from asyncmoe.weights.sender.deltas import DeltaSource, common_base, unsupported
+from asyncmoe.weights.sender import deltas
+from asyncmoe.weights.sender.deltas import common_base, unsupported
 
 Meet = Callable[..., Rig]
 NORM = "final_norm"
@@ -28,6 +28,15 @@ NORM = "final_norm"
 def meeting() -> Iterator[Meet]:
     with meetings() as make:
         yield make
+
+
+@pytest.fixture
+def rig(meeting: Meet) -> Rig:
+    """After a full update of version 1, and with a few other values than it."""
+    made = meeting()
+    made.send(1)
+    made.change(0.01)
+    return made
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -42,9 +51,11 @@ def test_versions_in_a_row_are_what_the_trainer_has(meeting: Meet, transport: st
     places = {rank: [one.data_ptr() for one in model.parameters()] for rank, model in rig.workers.items()}
     for version, share in ((2, 0.01), (3, 0.0), (4, 0.1), (5, 1.0), (6, 0.01)):
         rig.change(share, version)
-        assert rig.wrong, "nothing is written before"
+        held, seen = bits(rig), list[bool]()
+        rig.before_commit = lambda seen=seen, held=held: seen.append(bits(rig) == held)  # type: ignore[misc]
         found = rig.send(version)
         assert fine(found), found
+        assert seen == [not (in_place and version == 5)], "a delta is staged while the old weights stay"
         assert rig.wrong == []
         assert all(model.refreshed == version for model in rig.workers.values())
         if version == 2:
@@ -60,79 +71,42 @@ def test_versions_in_a_row_are_what_the_trainer_has(meeting: Meet, transport: st
     assert [any(store.has(key) for key in delta_messages.keys(number, rig.terms)) for number in range(1, 7)] == [False] * 4 + [True] * 2
 
 
-def bits(rig: Rig) -> list[bytes]:
-    """Of all parameters of all engine ranks."""
-    return [one.view(torch.int16).numpy().tobytes() for model in rig.workers.values() for one in model.parameters()]
-
-
-def test_a_delta_is_staged_while_the_old_weights_stay(meeting: Meet) -> None:
-    rig = meeting(in_place=True)
-    rig.send(1)
-    rig.change(0.01)
-    held, seen = bits(rig), []
-    rig.before_commit = lambda: seen.append(bits(rig) == held)
-    assert fine(rig.send(2))
-    assert seen == [True]
-    assert rig.wrong == []
-
-
 # ---------------------------------------------------------------- what is in doubt
 
 
-def staging_of(rig: Rig, rank: int) -> DeltaStaging:
-    found = worker._receivers[rig.workers[rank]]._deltas
+def decoder_of(rig: Rig, rank: int) -> DeltaDecoder:
+    found = worker._receivers[rig.workers[rank]]._decoder
     assert found is not None
     return found
 
 
-def doubted(rig: Rig, version: int, said: str) -> None:
-    """The version is refused as a delta, with the same words on every trainer rank and nothing written; then it goes out in full."""
+def test_an_engine_that_missed_a_version_gets_everything(rig: Rig) -> None:
+    """The delta is refused with the same words on every trainer rank and nothing written; then the version goes out in full."""
+    decoder_of(rig, 3).version = 0
     before = bits(rig)
-    found = rig.send(version)
-    assert len({str(one) for one in found}) == 1
-    assert re.search(said, str(found[0])), found[0]
+    (said,) = {str(one) for one in rig.send(2)}
+    assert re.match(r"a delta of version 1 came, but this rank holds version 0 \(engine.0 rank 1 on .*, cpu\)", said)
     assert [sender.doubted for sender in rig.senders] == [True, True]
     assert len(rig.aborted()) == 1
     assert bits(rig) == before
-    found = rig.send(version)
-    assert fine(found), found
-    assert rig.wrong == []
-    assert rig.kinds()[-2:] == [f"delta of {version - 1}", "full"]
-    rig.change(0.01, 99)
-    assert fine(rig.send(version + 1))
-    assert rig.wrong == []
-    assert rig.kinds()[-1] == f"delta of {version}"
+    for version in (2, 3):
+        assert fine(rig.send(version))
+        assert rig.wrong == []
+        rig.change(0.01, version)
+    assert rig.kinds() == ["full", "delta of 1", "full", "delta of 2"]
 
 
-def flip(rig: Rig, rank: int, name: str = "model.norm.weight") -> None:
-    rig.workers[rank].get_parameter(name).data.view(torch.int16)[3] ^= 1
-
-
-def test_an_engine_that_missed_a_version_gets_everything(meeting: Meet) -> None:
-    rig = meeting()
-    rig.send(1)
-    staging_of(rig, 3)._held.version = 0
-    rig.change(0.01)
-    doubted(rig, 2, r"a delta of version 1 came, but this rank holds version 0 \(engine.0 rank 1 on .*, cpu\)")
-
-
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_damaged_delta_is_followed_by_everything(meeting: Meet, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
-    rig = meeting(transport=transport)
-    rig.send(1)
-    rig.change(0.01)
+def test_a_damaged_delta_is_followed_by_everything(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     real = DeltaDecoder.take
 
     def damaged(self: DeltaDecoder, source: int, number: int, address: int) -> None:
         real(self, source, number, address)
-        if self is staging_of(rig, 4)._held and number == 0:
+        if self is decoder_of(rig, 4) and number == 0:
             place, nbytes = self._sources[source].coded[0]
             ctypes.c_uint8.from_address(place + nbytes // 2).value ^= 4
 
     monkeypatch.setattr(DeltaDecoder, "take", damaged)
-    found = rig.send(2)
-    assert "from trainer rank" in str(found[0])
-    assert "to engine.1 rank 0: " in str(found[0])
+    assert re.match("from trainer rank .* to engine.1 rank 0: ", str(rig.send(2)[0]))
     monkeypatch.setattr(DeltaDecoder, "take", real)
     assert [sender.doubted for sender in rig.senders] == [True, True]
     assert fine(rig.send(2))
@@ -145,7 +119,11 @@ def test_memory_that_changes_between_proof_and_commit_ends_the_worker(meeting: M
     rig.send(1)
     rig.values[NORM][3] ^= 2
     rig.refill()
-    rig.before_commit = lambda: flip(rig, 4)
+
+    def flip() -> None:
+        rig.workers[4].get_parameter("model.norm.weight").data.view(torch.int16)[3] ^= 1
+
+    rig.before_commit = flip
     with pytest.raises(TransferError, match="changed while it was written"):  # SGLang then fails the request, and the engine is fenced
         raise rig.send(2)[0]
     assert [sender.doubted for sender in rig.senders] == [False, False]
@@ -153,69 +131,54 @@ def test_memory_that_changes_between_proof_and_commit_ends_the_worker(meeting: M
 
 def test_a_full_update_that_brings_something_else_is_no_version(meeting: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its messages are whole, but a sender's bits are not those of which it says the digest."""
-    rig = meeting()
-    real = DeltaSource.offer
+    rig, real = meeting(), deltas.offer
 
-    def offer(self: DeltaSource, version: int) -> Offer:
-        made = real(self, version)
-        rig.sources[self._encoder.rank]["decoder.final_layernorm.weight"].view(torch.int16)[3] ^= 1
+    def offer(encoder: DeltaEncoder, plan: Plan, version: int) -> Offer:
+        made = real(encoder, plan, version)
+        rig.sources[encoder.rank]["decoder.final_layernorm.weight"].view(torch.int16)[3] ^= 1
         return made
 
-    monkeypatch.setattr(DeltaSource, "offer", offer)
-    found = rig.send(1)
-    assert re.search("version 1 has other bits than ", str(found[0]))
+    monkeypatch.setattr(deltas, "offer", offer)
+    assert "version 1 has other bits than " in str(rig.send(1)[0])
     assert [sender.doubted for sender in rig.senders] == [False, False]
     assert rig.wrong, "nothing was committed"
 
 
-def test_a_rank_that_cannot_code_says_why_on_every_rank(meeting: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = meeting()
-    rig.send(1)
-    real = DeltaSource.offer
+def test_a_rank_that_cannot_code_says_why_on_every_rank(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = deltas.offer
 
-    def offer(self: DeltaSource, version: int) -> Offer:
-        if self._encoder.rank == 1:
+    def offer(encoder: DeltaEncoder, plan: Plan, version: int) -> Offer:
+        if encoder.rank == 1:
             raise MemoryError("no room for the messages")
-        return real(self, version)
+        return real(encoder, plan, version)
 
-    monkeypatch.setattr(DeltaSource, "offer", offer)
-    found = rig.send(2)
-    assert len({str(one) for one in found}) == 1
-    assert str(found[0]).startswith("out of memory: no room for the messages")
-    assert "trainer rank 1" in str(found[0])
-    monkeypatch.setattr(DeltaSource, "offer", real)
-    rig.change(0.01)
+    monkeypatch.setattr(deltas, "offer", offer)
+    (said,) = {str(one) for one in rig.send(2)}
+    assert re.match("out of memory: no room for the messages.*trainer rank 1", said)
+    monkeypatch.setattr(deltas, "offer", real)
     assert fine(rig.send(2))
     assert rig.kinds() == ["full", "failed", "full"]
     assert rig.wrong == []
 
 
 @pytest.mark.parametrize("receiver", [False, True])
-def test_a_rank_without_memory_for_a_delta_has_everything_sent(meeting: Meet, monkeypatch: pytest.MonkeyPatch, receiver: bool) -> None:
-    rig = meeting()
-    rig.send(1)
-    rig.change(0.01)
-    source = rig.senders[1]._deltas
-    assert source is not None
-    work: Any = staging_of(rig, 3)._held._work if receiver else source._encoder._work
-    room = work.room
+def test_a_rank_without_memory_for_a_delta_has_everything_sent(rig: Rig, monkeypatch: pytest.MonkeyPatch, receiver: bool) -> None:
+    codec: Any = decoder_of(rig, 3) if receiver else rig.senders[1]._encoder
+    room = codec._work.room
 
     def full(name: Any, nbytes: int) -> int:
         if name[0] == "coded":
             raise MemoryError("no room")
         return int(room(name, nbytes))
 
-    monkeypatch.setattr(work, "room", full)
+    monkeypatch.setattr(codec._work, "room", full)
     assert fine(rig.send(2)) != receiver, "a receiver refuses the delta, and the version is sent again"
     assert fine(rig.send(2))
     assert rig.wrong == []
 
 
-def test_a_commit_that_failed_is_followed_by_everything(meeting: Meet) -> None:
+def test_a_commit_that_failed_is_followed_by_everything(rig: Rig) -> None:
     """Some engines have the version then, others do not."""
-    rig = meeting()
-    rig.send(1)
-    rig.change(0.01)
 
     def refuse() -> None:
         raise WeightSyncError("publishing version 2: checksums differ")
@@ -229,13 +192,10 @@ def test_a_commit_that_failed_is_followed_by_everything(meeting: Meet) -> None:
     assert rig.wrong == []
 
 
-def test_an_engine_that_joins_meets_all_anew_and_all_get_everything(meeting: Meet) -> None:
-    first = meeting()
-    first.send(1)
-    first.change(0.01)
-    assert fine(first.send(2))
-    first.end()
-    second = meeting(workers=first.workers)
+def test_an_engine_that_joins_meets_all_anew_and_all_get_everything(rig: Rig, meeting: Meet) -> None:
+    assert fine(rig.send(2))
+    rig.end()
+    second = meeting(workers=rig.workers)
     second.change(0.01)
     assert fine(second.send(3))
     assert second.kinds() == ["full"]
@@ -260,14 +220,8 @@ def test_an_update_is_a_delta_of_what_all_have_and_where_it_is_small(offers: lis
     assert common_base(dict(enumerate(offers))) == base
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"sync": {"delta": "auto"}}, ""),
-        ({"sync": {"delta": "auto"}, "train": "lora"}, "adapters are sent whole"),
-        ({"sync": {"delta": "auto", "method": "broadcast"}}, "sync.method is broadcast"),
-    ],
-)
-def test_where_updates_stay_full_the_reason_is_known(values: dict[str, Any], said: str) -> None:
-    asked = {"run": {"dir": "runs/x", "steps": 3}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, **values}
-    assert unsupported(parse(asked)) == said
+@pytest.mark.parametrize(("values", "supported"), [({}, True), ({"train": "lora"}, False), ({"method": "broadcast"}, False)])
+def test_where_updates_stay_full_the_reason_is_known(values: dict[str, Any], supported: bool) -> None:
+    sync = {"delta": "auto", **{key: value for key, value in values.items() if key == "method"}}
+    asked = {"run": {"dir": "r", "steps": 3}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "train": values.get("train", "full")}
+    assert (unsupported(parse({**asked, "sync": sync})) == "") == supported

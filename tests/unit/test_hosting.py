@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import stat
 import subprocess
 import sys
@@ -39,12 +38,6 @@ def test_one_machine_meets_in_a_private_file_that_goes_with_its_keeper() -> None
     del kept
     assert not hosting.is_held(path)
     assert not folder.exists()
-
-
-def test_several_machines_meet_at_an_address() -> None:
-    with hosting.host("127.0.0.0/8") as listener:  # type: ignore[union-attr]
-        host, port = hosting.place(listener)
-        socket.create_connection((host, port), 5.0).close()
 
 
 def test_a_keeper_that_is_killed_is_missed() -> None:

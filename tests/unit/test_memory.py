@@ -218,7 +218,7 @@ def config(**sections: Any) -> Config:
 
 
 ONE = 8 * (16 << 20)
-"""Bytes of a communicator, by `asyncmoe.reshard.nccl_room`."""
+"""Bytes of a communicator, by `asyncmoe.reshard.nccl.CTA_BYTES`."""
 
 
 def test_a_configuration_is_read_as_the_trainer_and_the_engines_read_it() -> None:
@@ -269,13 +269,12 @@ def test_key_heads_are_divided_until_each_rank_has_one() -> None:
 
 
 def test_communicators_are_counted_where_nccl_carries_weights() -> None:
-    """One an engine on the trainer's GPUs, one on an engine's; 16 MiB for each of at most 8 CTAs."""
+    """16 MiB for each of at most 8 CTAs, however many engines there are."""
     sixteen = budget.training(config(engines={"count": 16}), HF).communicators
-    assert sixteen == 16 * ONE
+    assert sixteen == ONE
     assert budget.serving(config(engines={"count": 16}), HF).communicators == ONE
     assert budget.training(config(engines={"count": 16}), HF, cpu=True).communicators == 0
     for together in ({"sync": {"transport": "ipc"}}, {"cluster": {"network": "loopback"}}):
         assert budget.training(config(engines={"count": 16}, **together), HF).communicators == 0
-    assert budget.training(config(engines={"count": 64}), HF).communicators == 64 * ONE // 2
     plain = memory.trainer(HF, NODE, Training(PASS))[0].parts["weight sync"]
     assert memory.trainer(HF, NODE, Training(PASS, communicators=sixteen))[0].parts["weight sync"] == plain + sixteen

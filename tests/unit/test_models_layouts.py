@@ -8,19 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from model_cases import MODELS, QWEN3, QWEN3_MOE
-from reshard_ranks import blank, filled, numbered, run_ranks
+from reshard_ranks import filled, numbered
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.reshard import LocalTransport, buckets, exchange, plan
 
 HF, DENSE = QWEN3_MOE, QWEN3
 FAMILY = family_of(HF)
-models = pytest.mark.parametrize("hf", MODELS.values(), ids=MODELS)
 
 
 def variant(model: dict[str, Any] = HF, **changes: object) -> dict[str, Any]:
@@ -56,23 +54,6 @@ layouts = pytest.mark.parametrize(
     ],
 )
 """Every model divided in every way at once, and one of each kind of attention in each way; with --thorough all in all ways."""
-
-
-@layouts
-def test_from_checkpoint_to_megatron_and_back(grid: MegatronParallel, hf: dict[str, Any]) -> None:
-    family = family_of(hf)
-    tensors, checkpoint = family.tensors(hf), family.hf_layout(hf, "int32")
-    values = numbered(tensors)
-    on_disk = filled(checkpoint, values)
-    ranks = [family.megatron_layout(hf, grid, rank, "int32") for rank in range(grid.world)]
-    held = {}
-    for layout in ranks:
-        held[layout.rank] = blank(layout)
-        exchange(plan(tensors, [checkpoint.at(layout.rank)], [layout]), LocalTransport(layout.rank), on_disk, held[layout.rank])
-    back = blank(checkpoint)
-    run_ranks(plan(tensors, ranks, [checkpoint]), held, {0: back})
-    for name, expected in on_disk.items():
-        np.testing.assert_array_equal(back[name], expected, err_msg=name)
 
 
 def dealt(grid: MegatronParallel, layers: int) -> list[list[tuple[str, int]]]:

@@ -362,7 +362,9 @@ def test_a_checkpoint_must_not_choose_the_code_that_runs(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps({**HF, families.FAMILY: f"{OWN}:SAME"}))
     with pytest.raises(DataError, match=r"config\.json: got the key asyncmoe_family, expected none"):
         models.load_hf_config(tmp_path)
-    terms = Terms({**HF, families.FAMILY: "os:path"}, None, {}, (EngineRanks("e", 1, 1, 1),), "float32", "float32", "shm", "s", 1, 1.0)
+    terms = Terms(
+        {**HF, families.FAMILY: "os:path"}, None, MegatronParallel(), (EngineRanks("e", 1, 1, 1),), "float32", "float32", "shm", "s", 1, 1.0
+    )
     for ours in (None, f"{OWN}:SAME"):
         with pytest.raises(ProtocolError, match=f"got os:path, expected {ours}, with which the engine was started"):
             handshake.check_family(terms, ours)

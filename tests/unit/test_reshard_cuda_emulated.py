@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_reshard_program import Extent, address, casts, message_rows, rounded, swapped
+from test_reshard_program import Extent, address, casts, message_rows, swapped
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.reshard import digest
@@ -92,30 +92,14 @@ def test_casts(boxes: list[tuple[int, Extent]], shifts: tuple[int, int]) -> None
     both(program, random(held, shifts[0]), (program.bytes(0), shifts[1]), 1)
 
 
-@pytest.mark.parametrize("odd", range(1, 33))
-def test_casts_behind_some_bytes(odd: int) -> None:
-    elements, begin = 64, 32 + odd % 4 * 4
-    raw = [0, 0, 0, 0, 1, 1, 1, 1, odd, 0, 0, 0, 1, 0, 0, 0, 1]
-    cast = [0, begin, 0, odd, 4, 1, 1, 1, elements, 0, 0, 0, 4, 0, 0, 0, 2]
-    program = _C.Program(np.array([raw, cast], np.int64), np.array([0, 2], np.int64), "destination", casts(0, 1))
-    for shift in range(0, 16, 4):
+def test_casts_behind_some_bytes() -> None:
+    elements = 64
+    for odd, shift in itertools.product(range(1, 33), range(0, 16, 4)):
+        begin = 32 + odd % 4 * 4
+        raw = [0, 0, 0, 0, 1, 1, 1, 1, odd, 0, 0, 0, 1, 0, 0, 0, 1]
+        cast = [0, begin, 0, odd, 4, 1, 1, 1, elements, 0, 0, 0, 4, 0, 0, 0, 2]
+        program = _C.Program(np.array([raw, cast], np.int64), np.array([0, 2], np.int64), "destination", casts(0, 1))
         both(program, random(begin + 4 * elements, shift), (odd + 2 * elements, 0), 1)
-
-
-def test_every_kind_of_number_is_rounded_as_torch_does() -> None:
-    generator = np.random.default_rng(0)
-    upper = np.arange(1 << 16, dtype=np.uint32) << 16
-    ties = [upper | low for low in (0x0000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
-    values = np.concatenate([generator.integers(0, 1 << 32, 1 << 16, np.uint32), *ties]).view(np.float32)
-    row = np.array([[0, 0, 0, 0, 4, 1, 1, 1, len(values), 0, 0, 0, 4, 0, 0, 0, 2]], np.int64)
-    program = _C.Program(row, np.array([0, 1], np.int64), "destination", casts(1))
-    source = aligned(values.nbytes, 0)
-    source[:] = values.view(np.uint8)
-    got = both(program, source, (values.nbytes // 2, 0), 2).view(np.uint16)
-    number = ~np.isnan(values)
-    np.testing.assert_array_equal(got[number], rounded(values)[number])
-    assert ((got[~number] & 0x7F80) == 0x7F80).all()
-    assert ((got[~number] & 0x7F) != 0).all()
 
 
 @pytest.mark.parametrize("blocks", [1, 7])
@@ -137,31 +121,6 @@ def test_boxes_of_several_tiles(extent: Extent, gap: int, blocks: int) -> None:
     message = both(program, random(int(np.prod(larger))), (program.bytes(0), 0), blocks)
     spread = swapped(rows[:1])
     both(_C.Program(spread, firsts // 2, "source"), message, (int(np.prod(larger)), 0), blocks)
-
-
-def test_many_small_boxes_and_chunks() -> None:
-    generator = np.random.default_rng(1)
-    sizes = generator.integers(1, 40, 5000)
-    ends = np.cumsum(sizes)
-    rows = np.zeros((len(sizes), _C.COLUMNS), np.int64)
-    rows[:, 1], rows[:, 3] = 3 * (ends - sizes), ends - sizes
-    rows[:, 4:8], rows[:, 8], rows[:, 12], rows[:, 16] = 1, sizes, 3, 1
-    edges = [0, 1, 1, 1700, 4999, 5000]
-    for first, last in itertools.pairwise(edges):
-        if last > first:
-            rows[first:last, 3] -= rows[first, 3]
-    program = _C.Program(rows, np.array(edges, np.int64), "destination")
-    source = random(3 * int(ends[-1]))
-    for chunk in range(program.chunks):
-        both(program, source, (program.bytes(chunk), 0), 2, chunk)
-
-
-def test_zeros_of_padding_are_packed() -> None:
-    rows, held = message_rows([(1, (1, 2, 3, 5)), (0, (1, 1, 1, 37)), (2, (2, 2, 2, 2))], 2)
-    rows[1, 0] = -1
-    program = _C.Program(rows, np.array([0, 3], np.int64), "destination")
-    got = both(program, random(held), (program.bytes(0), 0), 1)
-    assert not got[60 : 60 + 74].any()
 
 
 big = st.integers(1, 1 << 14)
@@ -192,35 +151,80 @@ def test_addresses_in_boxes_of_any_size(extent: Extent, gap: int, item: int, whe
         assert 1 <= left <= nbytes - position
 
 
-@given(divisor=st.integers(1, (1 << 31) - 1), n=st.integers(0, (1 << 31) - 1))
-@settings(max_examples=examples(1000), deadline=None)
-def test_division_by_multiplication(divisor: int, n: int) -> None:
-    """Through a box of `divisor` rows of a byte that lie apart, and as many planes as 2^31 bytes leave room for."""
-    planes = ((1 << 31) - 1) // divisor
-    row = np.array([[0, 0, 0, 0, 1, 1, planes, divisor, 1, 0, 3 * divisor, 2, 1, 0, divisor, 1, 1]], np.int64)
-    program = _C.Program(row, np.array([0, 1], np.int64), "destination")
-    for position in (n, planes * divisor - 1, n // divisor * divisor, max(0, n // divisor * divisor - 1)):
-        position %= planes * divisor
-        above, i = divmod(position, divisor)
-        assert _C.locate_on_cuda(program, 0, position)[0] == 3 * divisor * above + 2 * i
+# ---------------------------------------------------------------- even tiles (csrc/copy_even.h)
+
+LEAST = 8192
+"""Bytes of the smallest even part of a box (csrc/copy_table.cpp)."""
 
 
-def test_a_changed_message_has_another_digest() -> None:
-    rows, held = message_rows([(1, (1, 2, 3, 5)), (0, (1, 1, 1, 37))], 1)
-    program = _C.Program(swapped(rows), np.array([0, 2], np.int64), "source")
-    message, back = random(program.bytes(0)), aligned(held, 0)
-    digests = {_C.emulate_cuda(program, 0, address(message), address(back))}
-    for i in range(len(message)):
-        message[i] ^= 1
-        digests.add(_C.emulate_cuda(program, 0, address(message), address(back)))
-        message[i] ^= 1
-    assert len(digests) == 1 + len(message)
+def ways(program: _C.Program, source: np.ndarray, target: np.ndarray) -> dict[str, int]:
+    """Bytes by way."""
+    found: dict[str, int] = {}
+    for (way, _), (_, nbytes) in _C.ways_on_cuda(program, 0, address(source), address(target)).items():
+        found[way] = found.get(way, 0) + nbytes
+    return found
 
 
-def test_what_is_not_there_is_refused() -> None:
-    rows, _ = message_rows([(0, (1, 1, 1, 4))], 1)
-    program = _C.Program(rows, np.array([0, 1], np.int64), "destination")
-    with pytest.raises(ValueError, match="chunk: got 1, expected below 1"):
-        _C.emulate_cuda(program, 1, address(rows), address(rows))
-    with pytest.raises(ValueError, match="base addresses: got 0 sources and 1 destinations"):
-        _C.emulate_cuda(program, 0, np.empty(0, np.int64), address(rows))
+def one_chunk(rows: np.ndarray, message: str, kinds: np.ndarray | None = None) -> _C.Program:
+    return _C.Program(rows, np.array([0, len(rows)], np.int64), message, *([] if kinds is None else [kinds]))
+
+
+def rows_of(boxes: list[tuple[int, int, int]]) -> tuple[np.ndarray, int]:
+    """Rows that pack boxes of (bytes between runs, runs, bytes of a run), and the bytes they are packed from."""
+    rows, at, offset = [], 0, 0
+    for gap, height, run in boxes:
+        rows.append([0, offset, 0, at, 1, 1, 1, height, run, 0, 0, run + gap, 1, 0, 0, run, 1])
+        at, offset = at + height * run, offset + height * (run + gap)
+    return np.array(rows, np.int64), offset
+
+
+even_boxes = st.lists(
+    st.one_of(
+        st.tuples(st.just(0), st.just(1), st.one_of(st.integers(1, 3000), st.integers(LEAST - 20, 4 * TILE))),
+        st.tuples(st.just(0), st.just(1), st.integers(1, 4).map(lambda n: n * TILE)),
+        st.tuples(st.sampled_from([16, 32, 5]), st.integers(2, 300), st.integers(1, 20).map(lambda n: 16 * n)),
+        st.tuples(st.integers(0, 9), st.integers(1, 30), st.integers(1, 90)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(boxes=even_boxes, shift=st.sampled_from([0, 0, 0, 8, 2]), blocks=st.integers(1, 3))
+@settings(max_examples=25, deadline=None)
+def test_messages_of_boxes_of_both_kinds(boxes: list[tuple[int, int, int]], shift: int, blocks: int) -> None:
+    """Tiles end wherever boxes and runs do, so that units straddle boxes, and bases are aligned or not."""
+    rows, held = rows_of(boxes)
+    packing, unpacking = one_chunk(rows, "destination"), one_chunk(swapped(rows), "source")
+    source = random(held, shift)
+    message = both(packing, source, (packing.bytes(0), 0), blocks)
+    both(unpacking, message, (held, shift), blocks)
+    assert sum(ways(packing, source, message).values()) == packing.bytes(0)
+    back = aligned(held, shift)
+    assert sum(ways(unpacking, message, back).values()) == packing.bytes(0)
+
+
+@pytest.mark.parametrize("cast", [2, 3])
+@pytest.mark.parametrize(
+    ("shape", "begin", "columns"), [((300, 1024), 0, 1024), ((300, 1024), 256, 512), ((200, 400), 16, 80), ((64, 8192), 128, 4096)]
+)
+@pytest.mark.parametrize("message", ["none", "destination"])
+def test_quantised_weights_go_evenly(cast: int, shape: tuple[int, int], begin: int, columns: int, message: str) -> None:
+    """Rows of a matrix and parts of rows, with a scale of its own for every block, as it is without even tiles."""
+    (height, width), item = shape, 4 if cast == 2 else 2
+    generator = np.random.default_rng(0)
+    values = generator.standard_normal(height * width).astype(np.float32) * 100
+    source = aligned(height * width * item, 0)
+    source[:] = (values if item == 4 else (values.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8)
+    across = -(-width // 128)
+    scales = (2.0 ** generator.integers(-3, 4, -(-height // 128) * across)).astype(np.float32)
+    row = [0, begin * item, 0, 0, item, 1, 1, height, columns, 0, 0, width * item, item, 0, 0, columns, 1]
+    program = one_chunk(np.array([row], np.int64), message, casts(cast, scales=1, width=width))
+    bases = np.array([source.ctypes.data, scales.ctypes.data], np.int64)
+    got, expected, uneven = (aligned(height * columns, shift) for shift in (0, 0, 8))
+    program.run(0, bases, address(expected), 1)
+    for target in (got, uneven):
+        _C.emulate_cuda(program, 0, bases, address(target), 2)
+        np.testing.assert_array_equal(target, expected)
+    assert {way for way, _ in _C.ways_on_cuda(program, 0, bases, address(got))} <= {"run", "rows"}
+    assert set(_C.ways_on_cuda(program, 0, bases, address(uneven))) == {("uneven", 0)}

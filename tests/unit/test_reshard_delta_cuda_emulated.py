@@ -11,7 +11,6 @@ from delta_ranks import change
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_reshard_cuda_emulated import aligned
-from test_reshard_delta import BAD_PAYLOADS, HALF
 
 import asyncmoe.reshard._C as _C
 from tests.unit.example_counts import examples
@@ -156,41 +155,3 @@ def test_blocks_of_full_size(item: int) -> None:
         payload, held = np.frombuffer(made[0], np.uint8), storage.copy()
         assert _C.emulate_delta_apply(message.table, 0, address(payload), len(payload), addresses(held), True)[1] == made[1]
         np.testing.assert_array_equal(held, fresh)
-
-
-@pytest.mark.parametrize("payload", BAD_PAYLOADS.values(), ids=BAD_PAYLOADS)
-def test_payloads_that_do_not_fit_are_found(payload: bytes) -> None:
-    """Though a receiver has refused them before a kernel sees them. Nothing outside the storage is read or written."""
-    message = message_of([(1, (1, HALF), 0)])
-    held = aligned(HALF + SLACK, 0)
-    given_payload = np.frombuffer(payload + b"\0" * SLACK, np.uint8)
-    with pytest.raises(ValueError, match="got one that does not fit"):
-        _C.emulate_delta_apply(message.table, 0, address(given_payload), len(payload), addresses(held), True)
-    assert (held[HALF:] == 0xAA).all()
-
-
-@given(boxes=boxes_of, seed=st.integers(0, 1 << 32), flips=st.integers(1, 3))
-@settings(max_examples=examples(200), deadline=None)
-def test_damage_is_found_or_fits(boxes: list[tuple[int, tuple[int, int], int]], seed: int, flips: int) -> None:
-    """What the CPU applies is applied alike, what it refuses is refused; nothing is written outside the storage."""
-    message, generator = message_of(boxes), np.random.default_rng(seed)
-    before = noise(message.held, 0, generator)
-    old, now = aligned(message.nbytes, 0), aligned(message.nbytes, 0)
-    storage = changed(before, 0.05, generator)
-    message.pack.run(0, addresses(before), addresses(old), 1)
-    message.pack.run(0, addresses(storage), addresses(now), 1)
-    payload = np.frombuffer(on_gpu(message, now, old)[0], np.uint8).copy()
-    payload[generator.integers(0, len(payload), flips)] ^= generator.integers(1, 256, flips, np.uint8)
-    held = np.concatenate([before, np.full(SLACK, 0xAA, np.uint8)])
-    kept = held.copy()
-    try:
-        expected = message.table.apply(0, address(payload), len(payload), addresses(kept), True)
-    except ValueError:
-        with pytest.raises(ValueError, match="got one that does not fit"):
-            _C.emulate_delta_apply(message.table, 0, address(payload), len(payload), addresses(held), True)
-    else:
-        found = _C.emulate_delta_apply(message.table, 0, address(payload), len(payload), addresses(held), True)[1]
-        assert found == expected
-        np.testing.assert_array_equal(held, kept)
-    assert (kept[message.held :] == 0xAA).all()
-    assert (held[message.held :] == 0xAA).all()

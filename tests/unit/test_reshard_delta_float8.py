@@ -7,39 +7,17 @@ import pytest
 import torch
 from delta_ranks import Ranks
 from reshard_ranks import Arrays, run_ranks
-from test_reshard_float8 import Shapes, chosen, empty, filled, random
+from test_reshard_float8 import SHAPES, chosen, empty, filled, random, shards
 
-from asyncmoe.reshard import LayoutBuilder, RankLayout, plan
+from asyncmoe.reshard import plan
 from asyncmoe.reshard.float8 import BLOCK, SCALES, Scaler, with_scale_tensors, with_scales
-from asyncmoe.reshard.layout import columns, rows, whole
-
-SHAPES: Shapes = {"w.gate": (512, 256), "w.up": (512, 256), "w.down": (256, 512), "norm": (256,)}
-
-
-def sides(dtype: str) -> tuple[list[RankLayout], list[RankLayout]]:
-    """Rows of two trainer ranks, fused, to two engine ranks that hold gate over up, and columns of down."""
-    source, destination = [], []
-    for r in range(2):
-        builder = LayoutBuilder(r, dtype)
-        builder.stack("fc1", [(f"w.{part}", rows((512, 256), 256 * r, 256)) for part in ("gate", "up")])
-        builder.stack("fc2", [("w.down", columns((256, 512), 256 * r, 256))])
-        builder.place("norm", (256,), [("norm", whole((256,)), (0,))])
-        source.append(builder.build())
-    for r in range(2):
-        builder = LayoutBuilder(10 + r, "bfloat16")
-        parts = [(f"w.{part}", rows((512, 256), 256 * (1 - r), 256), (256 * i, 0)) for i, part in enumerate(("gate", "up"))]
-        builder.place("w13", (512, 256), parts)
-        builder.stack("w2", [("w.down", columns((256, 512), 256 * (1 - r), 256))])
-        builder.place("norm", (256,), [("norm", whole((256,)), (0,))])
-        destination.append(builder.build())
-    return source, destination
 
 
 class Quantised:
     """Both sides, and what dense exchanges bring."""
 
     def __init__(self, dtype: str, float8: bool) -> None:
-        source, destination = sides(dtype)
+        source, destination = shards(dtype)
         self.shapes = with_scale_tensors(SHAPES, chosen) if float8 else SHAPES
         if float8:
             source = [with_scales(layout, SHAPES, chosen, quantised=False) for layout in source]

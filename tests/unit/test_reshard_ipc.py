@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from reshard_gpu_fakes import FakeGpu
-from reshard_ranks import blank, filled, numbered
+from reshard_ranks import blank, filled, numbered, on_ranks
 
-from asyncmoe.errors import LayoutError, TransferError, UserError, WaitTimeout
-from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, RankLayout, SharedTransport, ipc_transport, plan
+from asyncmoe.errors import LayoutError, TransferError, WaitTimeout
+from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, RankLayout, ipc_transport, plan
 from asyncmoe.reshard.ipc_transport import IpcTransport
 from asyncmoe.reshard.shm_transport import ShmTransport
 from asyncmoe.reshard.transport import Lane
@@ -33,26 +31,7 @@ def session() -> str:
     return f"test-{secrets.token_hex(6)}"
 
 
-def play(ranks: int, part: Callable[[int], None]) -> None:
-    failures: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            part(rank)
-        except BaseException as error:  # noqa: BLE001 (raised again below)
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if failures:
-        raise failures[0]
-
-
-@pytest.mark.parametrize("looks", [0, 1, 5])
-@pytest.mark.parametrize("buffers", [1, 2, 3])
+@pytest.mark.parametrize(("looks", "buffers"), [(0, 1), (1, 3), (5, 2)])
 def test_all_to_all_again_and_again(session: str, buffers: int, looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_transport, "_kept", kept := [])
     made = plan(SHAPES, [striped(r, False) for r in range(WORLD)], [striped(r, True) for r in range(WORLD)])
@@ -70,7 +49,7 @@ def test_all_to_all_again_and_again(session: str, buffers: int, looks: int, monk
                 for name, expected in filled(striped(rank, True), values).items():
                     np.testing.assert_array_equal(got[name], expected + 1000 * number)
 
-    play(WORLD, part)
+    assert on_ranks(range(WORLD), part) == {}
     assert not kept  # every receiver has let go before its sender has lost patience
 
 
@@ -83,7 +62,7 @@ def linked(session: str, looks: int, timeout_s: float = 20) -> tuple[object, obj
         transport = IpcTransport(rank, session, 0, gpu=FakeGpu(looks))
         found[rank] = transport.connect(lanes if rank == 0 else [], lanes if rank else [], 2, timeout_s)
 
-    play(2, part)
+    assert on_ranks(range(2), part) == {}
     return found[0], found[1]
 
 
@@ -126,19 +105,9 @@ def test_a_receiver_that_leaves_is_missed(session: str) -> None:
     assert time.monotonic() - started < 5
 
 
-def test_it_is_a_shared_transport_that_needs_a_gpu() -> None:
-    assert isinstance(IpcTransport(0, "s", 0, gpu=FakeGpu()), SharedTransport)
-    with pytest.raises(LayoutError, match="session"):
-        IpcTransport(0, "a/b", 0, gpu=FakeGpu())
-    with pytest.raises(UserError, match="GPU 99"):
-        IpcTransport(0, "s", 99)
-
-
 def test_arrays_of_a_gpu_do_not_go_through_messages_of_the_host(session: str) -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        made = plan(SHAPES, [striped(0, False), striped(1, False), striped(2, False)], [striped(0, True)])
-        exchanger = Exchanger(made, ShmTransport(1, session), timeout_s=5)
-        exchanger._link.device = "cuda:0"
-        with pytest.raises(LayoutError, match="got cpu and cuda:0, expected all on one device"):
-            exchanger.bind(blank(striped(1, False)), None)
+    made = plan(SHAPES, [striped(0, False), striped(1, False), striped(2, False)], [striped(0, True)])
+    exchanger = Exchanger(made, ShmTransport(1, session), timeout_s=5)
+    exchanger._link.device = "cuda:0"
+    with pytest.raises(LayoutError, match="got cpu and cuda:0, expected all on one device"):
+        exchanger.bind(blank(striped(1, False)), None)

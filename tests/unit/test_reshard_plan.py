@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import queue
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reshard_ranks import blank, filled, numbered
 from test_reshard_random import Shapes, cases
 
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard import PADDING, Box, LayoutBuilder, Plan, RankLayout, exchange, plan
+from asyncmoe.reshard import PADDING, Box, LayoutBuilder, Plan, RankLayout, plan
 from asyncmoe.reshard.layout import columns, rows, whole
-from asyncmoe.reshard.match import Match, Sources
 from asyncmoe.reshard.plan import DESTINATION, NO_SOURCE, SOURCE
 from asyncmoe.reshard.table import enumerate_tensors, tabulate
 from tests.unit.example_counts import examples
@@ -29,9 +24,7 @@ Case = tuple[Shapes, list[RankLayout], list[RankLayout]]
 def check_part(full: Plan, part: Plan, rank: int) -> None:
     """A rank's part has exactly its transfers of the whole plan, and its own storages are numbered as there."""
     mine = [t for t in full.transfers if rank in (t.source, t.destination)]
-    assert [(t.source, t.destination, t.nbytes, t.check) for t in part.transfers] == [
-        (t.source, t.destination, t.nbytes, t.check) for t in mine
-    ]
+    assert [(t.source, t.destination, t.nbytes) for t in part.transfers] == [(t.source, t.destination, t.nbytes) for t in mine]
     for ours, theirs in zip(part.transfers, mine, strict=True):
         same = ours.copies == theirs.copies
         same[:, SOURCE] |= ours.source != rank
@@ -47,75 +40,11 @@ def check_part(full: Plan, part: Plan, rank: int) -> None:
 def test_every_rank_plans_its_own_part(case: Case) -> None:
     shapes, source, destination = case
     full = plan(shapes, source, destination)
+    assert full.match.traffic().tolist() == [[t.source, t.destination, t.nbytes] for t in full.transfers if t.nbytes]
     for rank in sorted({layout.rank for layout in (*source, *destination)}):
         part = plan(shapes, reversed(source), destination, ranks=[rank])  # the order of the layouts does not matter
         check_part(full, part, rank)
         assert part.digest == full.digest
-
-
-@given(cases())
-@settings(max_examples=30, deadline=None)
-def test_traffic_is_what_the_copies_carry(case: Case) -> None:
-    shapes, source, destination = case
-    numbered = enumerate_tensors(shapes)
-    match = Match(Sources(numbered, tabulate(numbered, source)), tabulate(numbered, destination))
-    expected = [[t.source, t.destination, t.nbytes] for t in plan(shapes, source, destination).transfers if t.nbytes]
-    assert match.traffic().tolist() == expected
-
-
-class Mail:
-    """A transport between threads; sends never wait."""
-
-    def __init__(self, rank: int, boxes: Mapping[tuple[int, int], queue.Queue[np.ndarray]]) -> None:
-        self.rank, self._boxes = rank, boxes
-
-    def empty(self, nbytes: int) -> np.ndarray:
-        return np.empty(nbytes, np.uint8)
-
-    def exchange(self, sends: Sequence[tuple[int, np.ndarray]], receives: Sequence[tuple[int, np.ndarray]], timeout_s: float) -> None:
-        for rank, buffer in sends:
-            self._boxes[self.rank, rank].put(buffer)
-        for rank, buffer in receives:
-            buffer[:] = self._boxes[rank, self.rank].get(timeout=timeout_s)
-
-
-@given(cases())
-@settings(max_examples=25, deadline=None)
-def test_parts_are_carried_out_as_the_whole_is(case: Case) -> None:
-    shapes, source, destination = case
-    values = numbered(shapes)
-    held = {layout.rank: filled(layout, values) for layout in source}
-    got = {layout.rank: blank(layout) for layout in destination}
-    ranks = sorted({*held, *got})
-    boxes: dict[tuple[int, int], queue.Queue[np.ndarray]] = {(a, b): queue.Queue() for a in ranks for b in ranks}
-
-    def run(rank: int) -> None:
-        part = plan(shapes, source, destination, ranks=[rank])
-        exchange(part, Mail(rank, boxes), held.get(rank), got.get(rank), timeout_s=20, threads=1)
-
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        for _ in pool.map(run, ranks):
-            pass
-    for layout in destination:
-        for name, expected in filled(layout, values).items():
-            np.testing.assert_array_equal(got[layout.rank][name], expected)
-
-
-def test_a_part_names_what_it_touches_and_no_more() -> None:
-    shapes: Shapes = {"a": (4,), "b": (4,)}
-    source = LayoutBuilder(0, "int32")
-    for name in shapes:
-        source.stack(name, [(name, whole((4,)))])
-    wanted = []
-    for rank, name in ((1, "a"), (2, "b")):
-        builder = LayoutBuilder(rank, "int32")
-        builder.stack("s", [(name, whole((4,)))])
-        wanted.append(builder.build())
-    part = plan(shapes, [source.build()], wanted, ranks=[2])
-    assert [(t.source, t.destination) for t in part.transfers] == [(0, 2)]
-    assert list(part.sources[0]) == ["b"]
-    assert list(part.destinations) == [2]
-    assert plan(shapes, [source.build()], wanted, ranks=[7]).transfers == ()
 
 
 # ---------------------------------------------------------------- sharing
@@ -163,18 +92,9 @@ def test_the_busiest_source_is_within_five_percent_of_the_least_possible(case: t
     assert max([0, *made.egress.values()]) <= 1.05 * least
 
 
-def test_sharing_crosses_groups() -> None:
-    """Tensor and expert groups of a trainer that do not nest: what one group adds to a rank, another takes off it."""
-    shapes: Shapes = {f"e{i}": (ROWS, COLUMNS) for i in range(3)} | {"d0": (ROWS, COLUMNS), "d1": (ROWS, COLUMNS)}
-    source = [of_tensors(rank, [f"e{rank % 3}", f"d{rank % 2}"]) for rank in range(6)]
-    made = plan(shapes, source, [of_tensors(10 + i, [*shapes]) for i in range(2)])
-    sent = made.egress.values()
-    assert max(sent) <= 1.05 * sum(sent) / 6
-
-
-@pytest.mark.parametrize("ranks", [3, 5, 9])
-def test_sharing_settles_along_a_chain(ranks: int) -> None:
+def test_sharing_settles_along_a_chain() -> None:
     """Each tensor is held by two neighbours: whoever shares it has to look at what all the others do."""
+    ranks = 9
     shapes: Shapes = {f"t{i}": (ROWS, COLUMNS) for i in range(ranks - 1)}
     source = [of_tensors(rank, [f"t{i}" for i in (rank - 1, rank) if 0 <= i < ranks - 1]) for rank in range(ranks)]
     made = plan(shapes, source, [of_tensors(ranks, [*shapes])])
@@ -232,7 +152,7 @@ def test_faults_in_blocks_are_named() -> None:
     short, _ = layers(0, 3)
     with pytest.raises(LayoutError, match="unknown tensor"):
         plan({name: shape for name, shape in LAYERS.items() if name != "l2.k"}, [], [short])
-    with pytest.raises(LayoutError, match=r"tensor l2.k .*no source for .2:4, 0:6. of l2.k"):
+    with pytest.raises(LayoutError, match=r"tensor l2.k .*no source for .2:3, 0:1. of l2.k"):
         plan(LAYERS, [layers(1, 2)[0], of_rows(2)], [short])
     builder = LayoutBuilder(0, "int32")
     with pytest.raises(LayoutError, match="prefixes"):
@@ -272,15 +192,3 @@ def test_boxes_that_overlap_in_too_many_ways_are_refused() -> None:
         builder.stack(f"s{i}", [("t", Box((i, i, i, i), (200, 200, 200, 200)))])
     with pytest.raises(LayoutError, match="too many ways"):
         plan({"t": (300, 300, 300, 300)}, [builder.build()], [])
-
-
-def test_the_check_of_a_transfer_sees_what_moves_where() -> None:
-    source = LayoutBuilder(0, "int32")
-    source.stack("s", [("t", whole((8, 4)))])
-    checks = set()
-    for start, order in ((0, 1), (2, 1), (0, -1)):
-        wanted = LayoutBuilder(1, "int32")
-        wanted.stack("d", [("t", rows((8, 4), start, 2)), ("t", rows((8, 4), start + 2, 2))][::order])
-        (transfer,) = plan({"t": (8, 4)}, [source.build()], [wanted.build()]).transfers
-        checks.add(transfer.check)
-    assert len(checks) == 3

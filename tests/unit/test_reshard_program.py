@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.errors import LayoutError
 from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, digest, plan
-from asyncmoe.reshard.chunks import TRAILER_BYTES, cut_boxes, cut_transfer, cuts_of
+from asyncmoe.reshard.chunks import cut_boxes, cut_transfer, cuts_of
 from asyncmoe.reshard.layout import contiguous_strides
 from tests.unit.example_counts import examples
 
@@ -109,44 +108,24 @@ def test_chunks_run_apart() -> None:
         assert message.tolist() == list(expected)
 
 
-def test_malformed_programs_are_refused() -> None:
-    rows, _ = message_rows([(1, (1, 1, 2, 3)), (0, (1, 1, 1, 4))], 2)
-    all_rows = np.array([0, 2], np.int64)
-    gap, transposed = rows.copy(), rows.copy()
-    gap[1, 3] += 2
-    transposed[0, 13:] = [12, 12, 2, 4]
-    for bad, firsts, match in [
-        (gap, all_rows, "descriptor 1: got base 0, offset 14, expected base 0, offset 12"),
-        (transposed, all_rows, "descriptor 0: got base 0, offset 0, .*row-major"),
-        (rows, np.array([0, 1], np.int64), "chunks: got 2 numbers, the last 1, expected ascending ones from 0 to 2"),
-        (rows, np.array([0, 2, 1, 2], np.int64), "chunks: got 4 numbers"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            _C.Program(bad, firsts, "destination")
-    program = _C.Program(rows, all_rows, "destination")
-    with pytest.raises(ValueError, match="chunk: got 1, expected below 1"):
-        program.run(1, address(rows), address(rows))
-    with pytest.raises(ValueError, match="base addresses: got 0 sources and 1 destinations"):
-        program.run(0, np.empty(0, np.int64), address(rows))
-    rows, _ = message_rows([(1, (1, 1, 2, 3)), (0, (1, 1, 1, 4))], 4)
-    with pytest.raises(ValueError, match="packing"):
-        _C.Program(swapped(rows), all_rows, "source", casts(1, 1))
-
-
 def rounded(values: np.ndarray) -> np.ndarray:
     """bfloat16 bits by torch."""
     return torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
 
 
-def test_cast_rounds_as_torch_does() -> None:
+@pytest.mark.parametrize("how", ["cpu", "gpu emulated"])
+def test_cast_rounds_as_torch_does(how: str) -> None:
     random = np.random.default_rng(0)
     bits = random.integers(0, 1 << 32, 1 << 16, np.uint32)
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     ties = np.concatenate([upper | low for low in (0x0000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     values = np.concatenate([bits, ties]).view(np.float32)
     got = np.empty(len(values), np.uint16)
-    row = [0, 0, 0, 0, 4, 1, 1, 1, len(values), 0, 0, 0, 4, 0, 0, 0, 2]
-    _C.copy(np.array([row], np.int64), address(values), address(got), 2, casts(1))
+    row = np.array([[0, 0, 0, 0, 4, 1, 1, 1, len(values), 0, 0, 0, 4, 0, 0, 0, 2]], np.int64)
+    if how == "cpu":
+        _C.copy(row, address(values), address(got), 2, casts(1))
+    else:
+        _C.emulate_cuda(_C.Program(row, np.array([0, 1], np.int64), "none", casts(1)), 0, address(values), address(got), 2)
     number = ~np.isnan(values)
     np.testing.assert_array_equal(got[number], rounded(values)[number])
     assert ((got[~number] & 0x7F80) == 0x7F80).all()
@@ -220,10 +199,3 @@ def test_one_message_of_every_pair_fits_into_a_bucket(sources: int, destinations
         for rank in (transfer.source, transfer.destination):
             held[rank] += chunks.slot_bytes
     assert max(held.values()) <= bucket
-
-
-def test_a_bucket_smaller_than_an_element_is_refused() -> None:
-    made = plan({"w": (4, 4)}, *rows_to_columns(1, 1, (4, 4)))
-    with pytest.raises(LayoutError, match=r"storage d from rank 0 to rank 1.*at least one element of 4 bytes"):
-        cut_transfer(made, made.transfers[0], TRAILER_BYTES + 3)
-    assert len(cut_transfer(made, made.transfers[0], TRAILER_BYTES + 4)) == 16

@@ -92,12 +92,12 @@ def _between(rank: int, world: int, store: str, into: str) -> None:
 
 
 def _failed_round(transport: TorchTransport) -> weakref.ref[object]:
-    link = MessageLink(transport, [], [Lane(0, (8, 8), 8), Lane(1, (8, 8), 8)], slots=2, threaded=True)
+    link = MessageLink(transport, [], [Lane(0, (8, 8), 8), Lane(1, (8, 8), 8)], slots=2)
     link.close_round(0, 1.0)
     time.sleep(2.0)
     with pytest.raises(WaitTimeout, match="rank 1: its message"):
         link.close_round(1, 1.0)
-    buffer: weakref.ref[object] = weakref.ref(link.buffers[0])
+    buffer: weakref.ref[object] = weakref.ref(link._in[0][0])
     link.close()
     return buffer
 

@@ -46,8 +46,7 @@ def test_two_nodes_for_all_weights_of_a_real_model() -> None:
 def test_what_is_suggested_fits_and_follows_the_rule(hf: dict[str, Any], cluster: Cluster) -> None:
     found = split.suggest(hf, cluster)
     first = found[0].trainer_nodes
-    per_node = cluster.gpus // found[0].engine.parallel.world
-    assert all(split.best_trainer(hf, cluster, nodes, (cluster.nodes - nodes) * per_node) is None for nodes in range(1, first))
+    assert all(split.best_trainer(hf, cluster, nodes) is None for nodes in range(1, first))
     assert [one.trainer_nodes for one in found] == sorted({one.trainer_nodes for one in found} & {first, 2 * first, 4 * first})
     for one in found:
         assert one.trainer_nodes + one.engine_nodes == cluster.nodes

@@ -1,24 +1,24 @@
 """The controller's side of weight sync: the coordinator drives all engines through an update, and keeps the ledger of their versions.
 
-A version reaches the engines in one of four ways. By broadcast, while they are paused (`broadcast.py`):
+A version reaches the engines in one of four ways. By broadcast, while they are paused:
 
     WeightsBegin    close the gate; every engine: pause, begin_update
     WeightsBucket   all engines concurrently: load_bucket, while the sender broadcasts
     WeightsCommit   every engine: end_update, compare checksums, set_version, resume; then open the gate
 
-Shard to shard, while they generate, through the receivers inside them (`reshard.py`, `asyncmoe.weights.receiver`):
+Shard to shard, while they generate, through the receivers inside them (`asyncmoe.weights.receiver`):
 
     WeightsStage    only check that all engines are present; the sender and the receivers do the rest, through memory or a network.
                     In place, without staging memory: close the gate; every engine: pause, begin_update
-    WeightsCommit   close the gate; every engine: swap, in one call; then open the gate (`at_once.py`). If the weights were written in
+    WeightsCommit   close the gate; every engine: swap, in one call; then open the gate. If the weights were written in
                     place, are to be compared, or running requests drop their keys and values, as in a broadcast:
                     every engine: pause, begin_update, swap, end_update, compare checksums, resume
 
-Adapters, as files that the engine loads (`adapter_files.py`, `asyncmoe.engines.adapter_slots`):
+Adapters, as files that the engine loads (`asyncmoe.engines.adapter_slots`):
 
     WeightsAdapter  all engines concurrently: unload the older of the two loaded versions, load this one; no engine pauses
 
-Through a directory, while they are paused (`weight_files.py`):
+Through a directory, while they are paused:
 
     WeightsFiles    close the gate; every engine: pause, load_files, compare checksums, set_version, resume; then open the gate
 
@@ -30,7 +30,7 @@ never resumes (`state.py`). If loading a bucket fails, all engines are fenced, b
 one. A sender that fails or falls silent before the first bucket, or while it stages into separate memory, costs nothing: the engines keep
 the version they had.
 
-Read `state.py`, the phases of an update; `driver.py`, which makes all engines follow them; `at_once.py`; then `coordinator.py`, which
-answers the sender.
+Read `state.py`, the phases of an update; `driver.py`, which makes all engines follow them; `ways.py`, what each way asks of them; then
+`coordinator.py`, which answers the sender.
 `asyncmoe.weights.sender` lists the trainer's steps, and which of them asks for what.
 """

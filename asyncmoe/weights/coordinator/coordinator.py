@@ -26,7 +26,7 @@ from asyncmoe.rpc.messages import (
     WeightsJoin,
     WeightsStage,
 )
-from asyncmoe.weights.coordinator import adapter_files, at_once, broadcast, checksums, reshard, state, weight_files
+from asyncmoe.weights.coordinator import checksums, state, ways
 from asyncmoe.weights.coordinator.asking import Failures, on_each, raise_first
 from asyncmoe.weights.coordinator.driver import Note, OpenUpdate, UpdateDriver
 from asyncmoe.weights.coordinator.roster import EngineSet
@@ -188,17 +188,17 @@ class WeightUpdateCoordinator:
             case WeightsAbort():
                 await self._abort(request)
             case WeightsJoin():
-                await (broadcast.join if request.method == "broadcast" else reshard.start_receivers)(self.driver, request)
+                await (ways.join_group if request.method == "broadcast" else ways.start_receivers)(self.driver, request)
             case WeightsStage():
-                update = reshard.stage(self.driver, request)
+                update = self.driver.claim(request.version, staged=True)
                 if request.in_place:
-                    await self._expecting_next(reshard.stage_in_place(self.driver, update))
+                    await self._expecting_next(ways.pause_for_writing(self.driver, update))
             case WeightsBegin():
-                await self._expecting_next(broadcast.begin(self.driver, request.version))
+                await self._expecting_next(self.driver.pause_all(self.driver.claim(request.version), "writing"))
             case WeightsBucket():
-                await self._expecting_next(broadcast.load(self.driver, request))
+                await self._expecting_next(ways.load_bucket(self.driver, request))
             case WeightsAdapter():
-                serving, failed = await adapter_files.publish(self.driver, request)
+                serving, failed = await ways.load_adapter(self.driver, request)
                 return await self._publish(request.version, (0.0,) * serving, failed)
             case WeightsFiles():
                 await self.driver.pause_all(self.driver.claim(request.version, session=False))
@@ -237,7 +237,7 @@ class WeightUpdateCoordinator:
         update = self.driver.expect(request.version)
         retract = self.driver.interruption == "retract"
         if isinstance(request, WeightsCommit) and state.swaps_at_once(update.state, retract, bool(request.checksums)):
-            failed, pauses = await at_once.swap(self.driver, update, request.update)
+            failed, pauses = await ways.swap_at_once(self.driver, update, request.update)
         else:
             failed, pauses = await self._commit_paused(update, request)
         self.driver.landed = self.driver.landed or bool(pauses)
@@ -250,9 +250,9 @@ class WeightUpdateCoordinator:
         update.state = state.conclude(update.state)
         failed: Failures = []
         if isinstance(request, WeightsFiles):
-            failed = await weight_files.load(self.driver, update, request.folder)
+            failed = await ways.load_files(self.driver, update, request.folder)
         elif update.state.staged:
-            failed = await reshard.swap(self.driver, update, request.update)
+            failed = await ways.swap(self.driver, update, request.update)
 
         async def finish(member: Member) -> None:
             if update.session:

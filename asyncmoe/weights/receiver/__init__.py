@@ -3,12 +3,12 @@
 SGLang is started with `--custom-weight-loader asyncmoe.weights.receiver.load` and calls `load` in each worker when a weight update names it
 as its format. A weight's path in the worker:
 
-1. `platform/sglang/receiver_command.py`: the controller (`weights/coordinator/reshard.py`) sends a `JoinCommand`; `worker.py` starts a
+1. `platform/sglang/receiver_command.py`: the controller (`weights/coordinator/ways.py`) sends a `JoinCommand`; `worker.py` starts a
    receiver thread.
 2. `worker.py`: the thread connects to rank 0's store (`control_store.py`), reads `TERMS`, plans (`transfer_plan.py`), reports parameters
-   and GPU under `ready(rank)` (`handshake.py`, `card.py`), and waits for `VERDICT` (rank 0 checks with `handshake.py` and `cards.py`).
+   and GPU under `ready(rank)` (`handshake.py`, `cards.py`), and waits for `VERDICT` (rank 0 checks with `handshake.py` and `cards.py`).
 3. `channel.py`: at `header(N)` with a new channel E, all ranks connect (`channel(E, stage, rank)`): `channel_end.py` opens the transport
-   that the terms name; NCCL communicators are reused from earlier meetings (`communicators.py`).
+   that the terms name.
 4. `worker.py`: the thread receives the worker's shards into staging memory (`weight_buffers.py`) while the worker generates, checks their
    digests and sets `staged(N, rank)`. No parameter is written. Of a delta it keeps the coded bytes, and proves that they make the version
    of what lies in the parameters (`deltas.py`; `delta_messages.py` has what is agreed before).

@@ -1,16 +1,61 @@
-"""Compatibility checks between the GPUs of ranks that exchange weights."""
+"""What ranks report of their GPUs for the rendezvous, and whether these GPUs can exchange weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Mapping
+
+import torch
 
 from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import OutOfDeviceMemory, gibibytes
+from asyncmoe.reshard.nccl import origin
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import Card, Terms
 
 _SAME_NCCL = "install the same torch and nvidia-nccl in both environments, or set sync.transport=ipc on one machine"
 _REACH = "set sync.transport=nccl, or place them on GPUs that reach each other (nvidia-smi topo -p2p r)"
+
+
+def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) -> Card | None:
+    """Describe a rank's GPU; return None for a CPU. Call it in a thread of that device.
+
+    Args:
+        wanted, copy: see `Card`.
+
+    Raises:
+        UserError: the transport is NCCL and no usable NCCL was found.
+    """
+    if device.type != "cuda":
+        return None
+    found = origin() if TRANSPORTS[terms.transport].nccl else None
+    free, total = torch.cuda.mem_get_info(device)
+    # Torch frees its cached memory before it reports that memory is short, though fragments may be too small.
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    uuids = {index: _uuid(index) for index in range(torch.cuda.device_count())}
+    unreachable = {uuid for index, uuid in uuids.items() if index != device.index and not torch.cuda.can_device_access_peer(device, index)}
+    return Card(
+        host=socket.gethostname(),
+        device=str(device),
+        uuid=uuids[device.index],
+        free=free + kept,
+        total=total,
+        wanted=wanted,
+        nccl=found.words if found else "",
+        library=found.path if found else "",
+        unreachable=tuple(sorted(unreachable)),
+        copy=copy,
+    )
+
+
+def reach_each_other() -> bool:
+    """Return whether all GPUs that this process sees, if any, read each other's memory."""
+    count = range(torch.cuda.device_count())
+    return all(torch.cuda.can_device_access_peer(one, other) for one in count for other in count if one != other)
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def in_place(cards: Mapping[int, Card]) -> bool:
@@ -28,29 +73,21 @@ def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
     Args:
         cards: by rank in the meeting, for the ranks with a GPU.
     """
-    short = [line for rank, card in sorted(cards.items()) for line in _shortage(protocol.names(terms)[rank], card)]
-    return _differences(cards, terms) + short + (_unreachable(cards, terms) if TRANSPORTS[terms.transport].reads_sender else [])
+    names = protocol.names(terms)
+    short = [_shortage(names[rank], card) for rank, card in sorted(cards.items()) if card.wanted > card.free]
+    return _versions(cards, names) + short + (_unreachable(cards, terms) if TRANSPORTS[terms.transport].reads_sender else [])
 
 
-def _differences(cards: Mapping[int, Card], terms: Terms) -> list[str]:
-    """NCCL refuses peers of another version; ranks that compute together (the trainer's, an engine's) need one GPU model and torch."""
-    wrong = _several("NCCL", {rank: card for rank, card in cards.items() if card.nccl}, lambda card: card.nccl, terms, _SAME_NCCL)
-    trainer = terms.engines[0].first
-    groups = {"the trainer": range(trainer)} | {e.name: range(e.first, e.first + e.tp) for e in terms.engines}
-    for name, ranks in groups.items():
-        mine = {rank: cards[rank] for rank in ranks if rank in cards}
-        wrong += _several(f"the cards of {name}", mine, lambda card: card.model, terms, "place its ranks on one kind of card")
-        wrong += _several(f"torch of {name}", mine, lambda card: card.torch, terms, "install one version on all its hosts")
-    return wrong
+def _versions(cards: Mapping[int, Card], names: Mapping[int, str]) -> list[str]:
+    """Return one line if ranks have different versions of NCCL, which refuses peers of another; it names one rank of each."""
+    found = {card.nccl: f"{card.nccl} ({names[rank]} on {card.host}, {card.library})" for rank, card in sorted(cards.items()) if card.nccl}
+    return [f"NCCL: got {' and '.join(found.values())}, expected one; {_SAME_NCCL}"] if len(found) > 1 else []
 
 
-def _shortage(whom: str, card: Card) -> list[str]:
-    """Return a line if a GPU has too little free memory for receiving in place."""
-    if card.wanted <= card.free:
-        return []
+def _shortage(whom: str, card: Card) -> str:
+    """Return the line of a GPU that has too little free memory for receiving in place."""
     got, expected = f"{gibibytes(card.free)} free of {gibibytes(card.total)}", gibibytes(card.wanted)
-    what = f"{whom} on {card.host}, {card.device}: memory to receive weights in"
-    return [f"{what}: got {got}, expected {expected}; {OutOfDeviceMemory.HINT}"]
+    return f"{whom} on {card.host}, {card.device}: memory to receive weights in: got {got}, expected {expected}; {OutOfDeviceMemory.HINT}"
 
 
 def _unreachable(cards: Mapping[int, Card], terms: Terms) -> list[str]:
@@ -63,31 +100,3 @@ def _unreachable(cards: Mapping[int, Card], terms: Terms) -> list[str]:
         for other, writer in sorted(cards.items())
         if other < trainer <= rank and writer.host == reader.host and writer.uuid in reader.unreachable
     ]
-
-
-def _several(what: str, cards: Mapping[int, Card], fact: Callable[[Card], str], terms: Terms, hint: str) -> list[str]:
-    """Return one line if `fact` differs between GPUs."""
-    found: dict[str, list[int]] = {}
-    for rank in sorted(cards):
-        found.setdefault(fact(cards[rank]), []).append(rank)
-    if len(found) < 2:
-        return []
-    got = " and ".join(f"{value} ({_who(ranks, cards, terms)})" for value, ranks in found.items())
-    return [f"{what}: got {got}, expected one; {hint}"]
-
-
-def _who(ranks: list[int], cards: Mapping[int, Card], terms: Terms) -> str:
-    """Describe ranks: trainer or engine, numbers, hosts, and the NCCL library of the first."""
-    words = []
-    first = terms.engines[0].first
-    for name, low, high in [("trainer", 0, first), *((e.name, e.first, e.first + e.tp) for e in terms.engines)]:
-        mine = [rank for rank in ranks if low <= rank < high]
-        if not mine:
-            continue
-        numbers = [rank - low for rank in mine]
-        together = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)) else None
-        hosts = sorted({cards[rank].host for rank in mine})
-        at = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
-        library = f", {cards[mine[0]].library}" if cards[mine[0]].library else ""
-        words.append(f"{name} rank{'s' * (len(mine) > 1)} {together or ', '.join(map(str, numbers))} on {at}{library}")
-    return "; ".join(words)

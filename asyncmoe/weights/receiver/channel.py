@@ -12,11 +12,10 @@ from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.reshard import Exchanger, Plan
 from asyncmoe.reshard.gpu import nothing_to_give
+from asyncmoe.reshard.nccl import make_unique_id
 from asyncmoe.reshard.transport import Watch, nothing_to_watch
 from asyncmoe.weights.protocol import (
-    Agreed,
     AllArrived,
-    Arrived,
     ChannelStage,
     Outcome,
     Terms,
@@ -27,8 +26,7 @@ from asyncmoe.weights.protocol import (
     update_failed,
 )
 from asyncmoe.weights.receiver import failing
-from asyncmoe.weights.receiver.channel_end import ChannelEnd, open_transport
-from asyncmoe.weights.receiver.communicators import Communicators, agree
+from asyncmoe.weights.receiver.channel_end import ChannelEnd, opener
 from asyncmoe.weights.receiver.control_store import Store
 
 log = logging.getLogger(__name__)
@@ -44,8 +42,6 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.communicators = Communicators(self.stream.device.index)
-        """NCCL communicators of this device; they outlive meetings."""
 
     def follow(self) -> None:
         """Order later work on this stream after all work enqueued on the calling thread's current stream."""
@@ -91,7 +87,6 @@ def connect(
     stream = side.stream.cuda_stream if side else 0
     place = side.stream.device if side else torch.device("cpu")
     relieve = torch.cuda.empty_cache if side else nothing_to_give
-    held = side.communicators.held() if side and TRANSPORTS[terms.transport].nccl else {}
     bound, failure = None, ""
     exchanger: Exchanger | None = None
 
@@ -105,8 +100,8 @@ def connect(
         failure = failing.said(error, terms, store.rank, place)
     if failure:
         relieve()  # some of the arrays may have been allocated
-    mine = Arrived(failure, held)
-    agreed = _assemble(store, terms, epoch, "arrive", watch, mine, lambda every: _agreed(terms, every, side)).agreed
+    unique_id = make_unique_id if TRANSPORTS[terms.transport].nccl else bytes
+    arrived = _assemble(store, terms, epoch, "arrive", watch, Outcome(failure), unique_id)
     try:
         end = ChannelEnd(
             rank=store.rank,
@@ -120,8 +115,7 @@ def connect(
             store=store,
             epoch=epoch,
             terms=terms,
-            communicators=side.communicators if side else None,
-            agreed=agreed,
+            unique_id=arrived.unique_id,
         )
         exchanger = _exchanger(end, plan)
         if bound is not None:
@@ -131,7 +125,7 @@ def connect(
         if not isinstance(error, AsyncmoeError):  # of the transport's code, whose line the other ranks' reports do not have
             log.exception("rank %d cannot make its end of channel %d over %s", store.rank, epoch, terms.transport)
     try:
-        _assemble(store, terms, epoch, "make", watch, Arrived(failure), lambda _: {})
+        _assemble(store, terms, epoch, "make", watch, Outcome(failure))
     except AsyncmoeError:
         if exchanger is not None:
             exchanger.close()
@@ -143,7 +137,7 @@ def connect(
 def _exchanger(end: ChannelEnd, plan: Plan) -> Exchanger:
     return Exchanger(
         plan,
-        open_transport(end),
+        opener(end.terms.transport)(end),
         bucket_bytes=end.terms.bucket_bytes,
         timeout_s=end.timeout_s,
         threads=1,  # the trainer's step or the engine runs at the same time
@@ -160,43 +154,35 @@ def _assemble(
     epoch: int,
     stage: ChannelStage,
     watch: Watch,
-    mine: Arrived,
-    agreed: Callable[[Mapping[int, Arrived]], dict[str, Agreed]],
+    mine: Outcome,
+    unique_id: Callable[[], bytes] = bytes,
 ) -> AllArrived:
     """Wait until every rank has reached a stage without a failure; return rank 0's answer.
 
     Args:
         mine: this rank's report.
-        agreed: on rank 0, computes the communicators to use from all reports.
+        unique_id: on rank 0, makes `AllArrived.unique_id`.
 
     Raises:
         WaitTimeout, WeightSyncError: see `connect`.
     """
     if mine.failure:
-        store.put(channel_failed(epoch, stage), Outcome(mine.failure))
+        store.put(channel_failed(epoch, stage), mine)
     if store.rank != 0:
         store.put(channel(epoch, stage, store.rank), mine)
         told = store.get(channel_all(epoch, stage), terms.timeout_s + _GRACE_S)
         Outcome(told.failure).check()
         return told
-    others = names(terms)
-    ours = others.pop(0)
+    whom = names(terms)
     try:
-        keys = {channel(epoch, stage, rank): whom for rank, whom in others.items()}
+        keys = {channel(epoch, stage, rank): name for rank, name in whom.items() if rank != 0}
         said = store.get_all(keys, terms.timeout_s, channel_failed(epoch, stage), watch)
-        there = {0: mine} | {rank: said[key] for rank, key in zip(others, keys, strict=True) if key in said}
-        failures = {(others | {0: ours})[rank]: one.failure for rank, one in there.items()} | {"": store.resigned()}
-        failures = {whom: why for whom, why in failures.items() if why}
+        failures = {keys[key]: one.failure for key, one in said.items()} | {whom[0]: mine.failure, "": store.resigned()}
+        failures = {name: why for name, why in failures.items() if why}
         Outcome(failing.cause(failures) if failures else "").check()
-        settled = AllArrived(agreed=agreed(there))
+        settled = AllArrived(unique_id=unique_id())
     except AsyncmoeError as error:
         store.put(channel_all(epoch, stage), AllArrived(str(error)))
         raise
     store.put(channel_all(epoch, stage), settled)
     return settled
-
-
-def _agreed(terms: Terms, there: Mapping[int, Arrived], side: SideStream | None) -> dict[str, Agreed]:
-    if side is None or not TRANSPORTS[terms.transport].nccl:
-        return {}
-    return agree(terms, {rank: one.held for rank, one in there.items()}, side.communicators.unique_id)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from asyncmoe.models import EngineParallel, MegatronParallel
-from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.models import EngineParallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import Plan, RankLayout, plan
 from asyncmoe.weights.protocol import Terms
@@ -13,7 +10,7 @@ from asyncmoe.weights.protocol import Terms
 
 def engine_layouts(terms: Terms) -> list[RankLayout]:
     """Return the layout of every engine rank, under its rank in the meeting."""
-    payload = _payload(terms)
+    payload = Payload(terms.hf, terms.adapter)
     return [
         layout
         for engine in terms.engines
@@ -27,15 +24,5 @@ def route(terms: Terms, rank: int) -> Plan:
     Raises:
         LayoutError: the trainer's and the engines' layouts contradict each other.
     """
-    payload = _payload(terms)
-    return plan(payload.tensors(), payload.trainer(_parallel(terms), terms.dtype), engine_layouts(terms), ranks=[rank])
-
-
-def _parallel(terms: Terms) -> MegatronParallel:
-    fields: dict[str, Any] = terms.trainer
-    return MegatronParallel(**fields)
-
-
-def _payload(terms: Terms) -> Payload:
-    sent = terms.adapter
-    return Payload(terms.hf, None if sent is None else Kind(sent.targets, sent.rank, sent.alpha, sent.experts))
+    payload = Payload(terms.hf, terms.adapter)
+    return plan(payload.tensors(), payload.trainer(terms.trainer, terms.dtype), engine_layouts(terms), ranks=[rank])

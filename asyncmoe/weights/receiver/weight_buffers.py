@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,20 +31,29 @@ class Staged:
     delta: bool = False
 
 
-class Target(Protocol):
-    """The tensors an update writes, under the names of the engine's layout."""
+class Weights:
+    """The tensors an update writes, under the names of the engine's layout: the parameters of a worker's model, by SGLang's names."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
 
     def described(self) -> dict[str, Parameter]:
         """Describe all tensors for the rendezvous."""
+        found: dict[str, Parameter] = {}
+        storages: dict[int, str] = {}
+        for name, tensor in self.tensors().items():
+            place = tensor.untyped_storage().data_ptr()
+            found[name] = _parameter(tensor, storages.get(place, ""))
+            storages.setdefault(place, name)
+        return found
 
     def tensors(self) -> Tensors:
         """Return the tensors themselves, to be written while the worker is paused."""
+        return {name: parameter.data for name, parameter in _weights(self._model)}
 
-    def room(self, dtype: torch.dtype) -> Tensors:
+    def room(self) -> Tensors:
         """Allocate staging memory for all tensors, on the calling thread's current stream."""
-
-    def room_bytes(self, dtype: torch.dtype) -> int:
-        """Return the number of bytes `room` allocates."""
+        return {name: torch.empty_like(tensor) for name, tensor in self.tensors().items()}
 
     def received(self, staged: Tensors) -> None:
         """Called in the receiving thread when `staged` (from `room` or `commit`) is complete: do the work that needs no pause."""
@@ -55,44 +64,13 @@ class Target(Protocol):
         Returns:
             Staging memory for the next update; empty if nothing was staged.
         """
-
-
-class Weights:
-    """The parameters of a worker's model, by SGLang's names."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def described(self) -> dict[str, Parameter]:
-        found: dict[str, Parameter] = {}
-        storages: dict[int, str] = {}
-        for name, tensor in self.tensors().items():
-            place = tensor.untyped_storage().data_ptr()
-            found[name] = _parameter(tensor, storages.get(place, ""))
-            storages.setdefault(place, name)
-        return found
-
-    def tensors(self) -> Tensors:
-        return {name: parameter.data for name, parameter in _weights(self._model)}
-
-    def room(self, dtype: torch.dtype) -> Tensors:
-        # Not `dtype`: the rendezvous has checked each tensor's own dtype against the layout, where some are always float32.
-        return {name: torch.empty_like(tensor) for name, tensor in self.tensors().items()}
-
-    def room_bytes(self, dtype: torch.dtype) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
-    def received(self, staged: Tensors) -> None:
-        pass
-
-    def commit(self, staged: Tensors | None) -> Tensors:
         spare = {} if staged is None else _replace(self._model, staged)
         _refresh(self._model)
         return spare
 
 
 class AdapterMemory:
-    """A worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
+    """As `Weights`, of a worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
 
     Every slot gets the same values: all requests name the single adapter (`asyncmoe.engines.adapters`), and SGLang does not expose
     which slot it uses. The adapter is pinned, so SGLang never refills a slot with the values it was loaded with.
@@ -114,16 +92,11 @@ class AdapterMemory:
     def tensors(self) -> Tensors:
         return _slot(0, self._buffers)
 
-    def room(self, dtype: torch.dtype) -> Tensors:
+    def room(self) -> Tensors:
         if any(buffer.device.type != "cpu" for buffer in self._buffers.values()):
-            return {name: torch.empty_like(slot, dtype=dtype) for name, slot in self.tensors().items()}
-        self._next = {name: torch.empty_like(buffer, dtype=dtype) for name, buffer in self._buffers.items()}
+            return {name: torch.empty_like(slot) for name, slot in self.tensors().items()}
+        self._next = {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
         return _slot(0, self._next)
-
-    def room_bytes(self, dtype: torch.dtype) -> int:
-        on_cpu = all(buffer.device.type == "cpu" for buffer in self._buffers.values())
-        taken = self._buffers if on_cpu else self.tensors()
-        return sum(tensor.numel() * dtype.itemsize for tensor in taken.values())
 
     def received(self, staged: Tensors) -> None:
         if self._next:

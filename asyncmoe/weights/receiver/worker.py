@@ -16,21 +16,18 @@ from asyncmoe.errors import AsyncmoeError, InvariantBroken, WaitTimeout
 from asyncmoe.platform.sglang import receiver_command
 from asyncmoe.platform.sglang.receiver_command import FAMILY_VARIABLE, CommitCommand, JoinCommand
 from asyncmoe.process import yield_cores
-from asyncmoe.reshard import Exchanger, Plan, device_threads
+from asyncmoe.reshard import DeltaDecoder, Exchanger, Plan, device_threads
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import Header, Outcome, Ready, Terms
-from asyncmoe.weights.receiver import channel, delta_messages, failing, handshake, transfer_plan
-from asyncmoe.weights.receiver.card import card_of, wait_idle
+from asyncmoe.weights.receiver import channel, delta_messages, deltas, failing, handshake, transfer_plan
+from asyncmoe.weights.receiver.cards import card_of
 from asyncmoe.weights.receiver.channel import SideStream
 from asyncmoe.weights.receiver.channel_end import opener
 from asyncmoe.weights.receiver.control_store import Store, StoreGone
-from asyncmoe.weights.receiver.deltas import DeltaRefused, DeltaStaging
-from asyncmoe.weights.receiver.weight_buffers import AdapterMemory, Staged, Target, Weights
+from asyncmoe.weights.receiver.weight_buffers import AdapterMemory, Staged, Weights
 
 log = logging.getLogger(__name__)
 _MEET_S = 60.0
-_COMMIT_S = 60.0
-"""Timeout of copying all of a worker's weights within its device, and of the forward pass before it."""
 _IDLE_S = 3600.0
 _FORMER_S = 2.0
 _FIRST = 1
@@ -69,18 +66,18 @@ class Receiver:
 
     def __init__(self, model: torch.nn.Module, join: JoinCommand, former: Receiver | None = None) -> None:
         self._model, self._join = model, join
-        self._target: Target = Weights(model)
+        self._target: Weights | AdapterMemory = Weights(model)
         self._places, self._obstacles = handshake.places(), tuple(handshake.obstacles(model))
         self._lock = threading.Lock()
         self._staged: Staged | None = None
         self._spare: dict[str, torch.Tensor] = {}
-        self._deltas: DeltaStaging | None = None
+        self._decoder: DeltaDecoder | None = None  # if updates may be deltas
         self._left, self._ended = threading.Event(), ""
         self._device = next(model.parameters()).device
         self._former = former
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
         if former is not None and former._side is not None:
-            self._side = former._side  # with the communicators of the previous meeting
+            self._side = former._side  # whose memory torch hands out again
         self._store: Store | None = None
         self._terms: Terms | None = None
         self._number = _FIRST  # number of the update under way, or of the next one
@@ -97,7 +94,7 @@ class Receiver:
 
     def _run(self) -> None:
         if self._former is not None:
-            self._former.join(_FORMER_S)  # it may still hold communicators that this receiver can reuse
+            self._former.join(_FORMER_S)  # it may still hold memory that this receiver needs
             self._former = None
         store = self._store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
         terms = store.get(protocol.TERMS, _MEET_S)
@@ -111,7 +108,7 @@ class Receiver:
         if not terms.in_place:
             yield_cores()  # the worker generates meanwhile
         if not verdict.failure:
-            self._deltas = DeltaStaging(plan, self._join.rank, terms, self._side) if terms.delta else None
+            self._decoder = deltas.decoder_of(plan, self._join.rank, terms, self._side) if terms.delta else None
             self._serve(store, terms, plan)
 
     def _ends(self, error: Exception) -> None:
@@ -144,20 +141,25 @@ class Receiver:
                 raise InvariantBroken(f"rank {self._join.rank}: cannot commit version {version} of update {update}: staged is {what}")
             # Commit after all forward passes that read the weights, on any stream, and return only when the commit has finished, so that
             # the recorded pause is the real one.
-            wait_idle(self._device, _COMMIT_S)
+            # The controller bounds both waits, and fences the engine of a GPU that hangs.
+            self._wait_idle()
             self._write(staged)
-            wait_idle(self._device, _COMMIT_S)
+            self._wait_idle()
             if staged.tensors is not None and self._side is not None:
                 self._side.follow()
 
+    def _wait_idle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def _write(self, staged: Staged) -> None:
-        if staged.delta and self._deltas is not None:
-            self._deltas.commit(staged.version)
+        if staged.delta and self._decoder is not None:
+            self._decoder.commit(staged.version)
             self._target.commit(None)
             return
         self._spare = self._target.commit(staged.tensors)
-        if self._deltas is not None:
-            self._deltas.moved(self._target.tensors())
+        if self._decoder is not None:
+            self._decoder.bind(self._target.tensors())  # the same values, in other memory after a swap
 
     def _plan(self, store: Store, terms: Terms) -> Plan:
         key = protocol.ready(self._join.rank)
@@ -165,7 +167,7 @@ class Receiver:
             handshake.check_family(terms, os.environ.get(FAMILY_VARIABLE))
             opener(terms.transport)
             plan = transfer_plan.route(terms, self._join.rank)
-            card = card_of(self._device, terms, *self._wanted(terms))
+            card = card_of(self._device, terms, *self._wanted(terms, plan))
             ready = Ready("", plan.digest, self._target.described(), self._places, self._obstacles, card)
         except Exception as error:
             store.put(key, Ready(failure=failing.in_one_line(error, terms)))
@@ -173,10 +175,10 @@ class Receiver:
         store.put(key, ready)
         return plan
 
-    def _wanted(self, terms: Terms) -> tuple[int, int]:
+    def _wanted(self, terms: Terms, plan: Plan) -> tuple[int, int]:
         """Return upper bounds of the bytes that receiving allocates on the worker's GPU: message buffers, unless messages stay in the
         senders' memory, and staging memory for a whole version. Messages may be smaller than the buckets."""
-        room = self._target.room_bytes(getattr(torch, terms.engine_dtype))
+        room = sum(storage.nbytes for storage in plan.destinations[self._join.rank].values())
         reads_sender = TRANSPORTS[terms.transport].reads_sender
         return min(0 if reads_sender else 2 * terms.bucket_bytes, 2 * room), room
 
@@ -203,7 +205,7 @@ class Receiver:
                 number += 1
         finally:
             if exchanger is not None:
-                exchanger.close()  # the next meeting's receiver can reuse its communicators
+                exchanger.close()
 
     def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
         """Receive one update; return the channel, or None if it can no longer be used."""
@@ -217,7 +219,7 @@ class Receiver:
             staged = self._receive(store, terms, number, header, exchanger)
         except Exception as error:
             why = failing.said(error, terms, self._join.rank, self._device)
-            store.fail(number, key, why, doubtful=isinstance(error, DeltaRefused))
+            store.fail(number, key, why, doubtful=isinstance(error, deltas.DeltaRefused))
             if not isinstance(error, AsyncmoeError):
                 log.exception("update %d of rank %d", number, self._join.rank)
             if exchanger is not None:
@@ -232,25 +234,26 @@ class Receiver:
 
     def _receive(self, store: Store, terms: Terms, number: int, header: Header, exchanger: Exchanger) -> Staged:
         """Receive the weights, or the delta, of an update."""
-        deltas, coming = self._deltas, None
-        if deltas is not None:
+        decoder, coming = self._decoder, None
+        if decoder is not None:
             coming = store.get(delta_messages.coming(number, self._join.rank), terms.timeout_s)
         if header.base is not None:
-            if deltas is None or coming is None:
+            if decoder is None or coming is None:
                 raise InvariantBroken(f"update {number} is a delta, expected full ones in a meeting without deltas")
             if self._spare:  # the coded bytes take less than a second copy, which the next full update takes again
                 self._spare = {}
                 exchanger.bind(None, self._target.tensors())
-            deltas.receive(exchanger, header, coming)
+            deltas.receive(decoder, exchanger, header, coming, terms)
             return Staged(header.version, number, None, delta=True)
-        if deltas is not None:
-            deltas.forget()
+        if decoder is not None:
+            decoder.forget()
         tensors = self._arrays(terms)[1]
         exchanger.run(terms.timeout_s)
         if not terms.in_place:
             self._target.received(tensors)
-        if deltas is not None and coming is not None:
-            deltas.adopt(tensors, header.version, coming)
+        if decoder is not None and coming is not None:
+            decoder.bind(tensors)
+            decoder.adopt(header.version, coming.digests)
         return Staged(header.version, number, None if terms.in_place else tensors)
 
     def _drop(self) -> None:
@@ -259,16 +262,16 @@ class Receiver:
             staged, self._staged = self._staged, None
             if staged is not None and staged.tensors is not None:
                 self._spare = staged.tensors
-        if staged is not None and not staged.delta and self._deltas is not None:
-            self._deltas.forget()  # a new delta takes the place of one that was dropped
+        if staged is not None and not staged.delta and self._decoder is not None:
+            self._decoder.forget()  # a new delta takes the place of one that was dropped
 
     def _arrays(self, terms: Terms) -> tuple[None, dict[str, torch.Tensor]]:
         """Return the source arrays (none on an engine) and the destination arrays for `Exchanger.bind`."""
-        return None, self._target.tensors() if terms.in_place else self._staging(terms)
+        return None, self._target.tensors() if terms.in_place else self._staging()
 
-    def _staging(self, terms: Terms) -> dict[str, torch.Tensor]:
+    def _staging(self) -> dict[str, torch.Tensor]:
         """Return staging memory for an update: after a swap, the memory the parameters occupied before."""
         with self._lock, nullcontext() if self._side is None else self._side.allocating():
             if not self._spare:
-                self._spare = self._target.room(getattr(torch, terms.engine_dtype))
+                self._spare = self._target.room()
             return self._spare

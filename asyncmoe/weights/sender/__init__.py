@@ -3,15 +3,15 @@
 A version on its way from the optimizer step to serving, with `sync.method: reshard`:
 
 1. `trainer/loop.py` calls `begin` of a `Publisher` (`publisher.py`) at the start of the run and after every `sync.every` steps.
-2. `background.py` gathers the whole checkpoint if the version is verified (`gather.py`), updates the tensors to send (`sources.py`, or a
-   copy of the adapter by `weights/sender/adapter_copy.py`), and starts the sending thread, which does what `reshard.py` says.
+2. `reshard.py` computes the expected checksums if the version is verified (`expected_checksums.py`), updates the tensors to send
+   (`sources.py`), and starts the sending thread.
 3. `rendezvous.py`: for the first version, and if the set of engines has changed, the controller starts receivers in the engines; all
    trainer and engine ranks meet and compare plans (`TERMS`, `ready(rank)`, `VERDICT`).
 4. `sender.py`: with `sync.delta`, every rank codes what changed, and rank 0 decides whether a delta is sent (`deltas.py`). Rank 0 asks the
    controller to stage the version and sets `header(N)`; every rank connects channel E if it has none and sends its shards (`sent(N, rank)`)
    while the next step computes. `trainer/loop.py` calls `wait_sent` before it changes the weights.
 5. `sender.py`: when all ranks have reported `sent` and `staged`, rank 0 asks the controller to commit. `weights/coordinator/`
-   pauses the engines (`driver.py`), has them swap (`reshard.py`), compares their checksums with the expected ones
+   pauses the engines (`driver.py`), has them swap (`ways.py`), compares their checksums with the expected ones
    (`expected_checksums.py`) and resumes them (`coordinator.py`); rank 0 sets `end(N)`.
 6. `sender.py`: until `settle`, rank 0 watches whether the version must be sent again to new engines, then sets `over(N)`.
 

@@ -9,7 +9,7 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import OutOfDeviceMemory
-from asyncmoe.reshard import DeltaEncoder, Exchanger, Plan
+from asyncmoe.reshard import DeltaEncoder, Plan
 from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.weights.receiver.channel import SideStream
 from asyncmoe.weights.receiver.delta_messages import LARGEST_SHARE, Coming, Offer, Portion
@@ -18,8 +18,10 @@ from asyncmoe.weights.sender.publisher import Traffic
 log = logging.getLogger(__name__)
 
 
-class DeltaSource:
-    """One rank's part of all updates of a meeting that may be deltas. Around each: `offer`, then `send`, then `forget` if it failed.
+def encoder_of(
+    plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream | None = None
+) -> DeltaEncoder:
+    """Return what codes a rank's part of all updates of a meeting that may be deltas.
 
     Args:
         plan: the rank's part.
@@ -29,50 +31,32 @@ class DeltaSource:
     Raises:
         OutOfDeviceMemory: the GPU has no room for what was sent last, or for two messages.
     """
+    encoder = DeltaEncoder(
+        plan,
+        rank,
+        bucket_bytes=bucket_bytes,
+        threads=1,  # the trainer's step runs at the same time
+        stream=side.stream.cuda_stream if side else 0,
+        relieve=torch.cuda.empty_cache if side else nothing_to_give,
+    )
+    encoder.bind(tensors)
+    return encoder
 
-    def __init__(
-        self, plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream | None = None
-    ) -> None:
-        self._encoder = DeltaEncoder(
-            plan,
-            rank,
-            bucket_bytes=bucket_bytes,
-            threads=1,  # the trainer's step runs at the same time
-            stream=side.stream.cuda_stream if side else 0,
-            relieve=torch.cuda.empty_cache if side else nothing_to_give,
-        )
-        self._encoder.bind(tensors)
-        self._dense: dict[int, int] = {}
-        for transfer in plan.transfers:
-            if transfer.source == rank:
-                self._dense[transfer.destination] = self._dense.get(transfer.destination, 0) + transfer.nbytes
 
-    def offer(self, version: int) -> Offer:
-        """Code what changed since the version that all engines hold, or, if there is none or too much changed, offer everything."""
-        encoder = self._encoder
-        base, size = encoder.base, None
-        if base is not None and base != version:
-            try:
-                size = encoder.encode(version, limit_bytes=int(LARGEST_SHARE * encoder.base_bytes))
-            except (MemoryError, OutOfDeviceMemory) as error:
-                log.warning("version %d is sent in full: no memory for its delta: %s", version, error)
-                encoder.forget()
-        if size is None:
-            encoder.full(version)
-        parts = {rank: Portion(dense, encoder.sizes(rank), encoder.digest(rank)) for rank, dense in self._dense.items()}
-        return Offer(parts=parts) if size is None else Offer(base=base, parts=parts, changed=size.changed, elements=size.elements)
-
-    def send(self, exchanger: Exchanger, *, coded: bool, timeout_s: float) -> None:
-        """Send this rank's part of an update that was offered.
-
-        Raises:
-            TransferError, WaitTimeout: as `Exchanger.run`.
-        """
-        exchanger.run(timeout_s, encoder=self._encoder if coded else None)
-
-    def forget(self) -> None:
-        """Forget the version, of which an engine may or may not have something: the next update is full."""
-        self._encoder.forget()
+def offer(encoder: DeltaEncoder, plan: Plan, version: int) -> Offer:
+    """Code what changed since the version that all engines hold, or, if there is none or too much changed, offer everything."""
+    base, size = encoder.base, None
+    if base is not None and base != version:
+        try:
+            size = encoder.encode(version, limit_bytes=int(LARGEST_SHARE * encoder.base_bytes))
+        except (MemoryError, OutOfDeviceMemory) as error:
+            log.warning("version %d is sent in full: no memory for its delta: %s", version, error)
+            encoder.forget()
+    if size is None:
+        encoder.full(version)
+    mine = [(one.destination, one.nbytes) for one in plan.transfers if one.source == encoder.rank]
+    parts = {rank: Portion(nbytes, encoder.sizes(rank), encoder.digest(rank)) for rank, nbytes in mine}
+    return Offer(parts=parts) if size is None else Offer(base=base, parts=parts, changed=size.changed, elements=size.elements)
 
 
 def common_base(offers: Mapping[int, Offer]) -> int | None:

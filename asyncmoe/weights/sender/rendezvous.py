@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +18,12 @@ from asyncmoe.config.transports import AUTO, transport_for
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.models import engine_dtype
 from asyncmoe.reshard import Plan
-from asyncmoe.reshard.nccl_room import max_ctas
 from asyncmoe.rpc import address
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Engines, EnginesAsk, WeightsJoin
 from asyncmoe.weights import protocol
-from asyncmoe.weights.protocol import AdapterTerms, Card, EngineRanks, MeetingOutcome, Outcome, Ready, Terms
+from asyncmoe.weights.protocol import Card, EngineRanks, MeetingOutcome, Outcome, Ready, Terms
 from asyncmoe.weights.receiver import cards, failing, handshake, hosting, transfer_plan
-from asyncmoe.weights.receiver.card import card_of, reach_each_other
 from asyncmoe.weights.receiver.control_store import Store
 from asyncmoe.weights.sender.deltas import unsupported
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _GROUP = "asyncmoe_weights"
-_WORDS = 2048
 _POLL_S = 0.5
 _OTHERS, _THE_SAME = "others", "the same"
 GRACE_S = 10.0
@@ -88,7 +85,7 @@ def meet(config: Config, model: TrainedModel, client: Client, group: dist.Proces
     card: Card | None = None
     try:
         plan = transfer_plan.route(terms, rank)
-        card = card_of(model.mesh.device, terms)
+        card = cards.card_of(model.mesh.device, terms)
     except Exception as error:  # noqa: BLE001  reported to all ranks
         failure = failing.in_one_line(error, terms)
     mine = Ready(failure, plan.digest if plan else "", card=card)
@@ -204,12 +201,9 @@ def _open(config: Config, model: TrainedModel, client: Client, group: dist.Proce
 
 def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[str, str]:
     """Broadcast a result or its failure from rank 0, so that every rank ends with the same message."""
-    words = f"{word}\n{failure}".encode()[:_WORDS]
-    told = torch.zeros(_WORDS, dtype=torch.uint8)
-    told[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
-    dist.broadcast(told, src=0, group=group)
-    word, _, failure = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace").partition("\n")
-    return word, failure
+    told = [word, failure]
+    dist.broadcast_object_list(told, src=0, group=group)
+    return told[0], told[1]
 
 
 def some_engines(config: Config, client: Client) -> Engines:
@@ -233,15 +227,15 @@ def _keep(config: Config, model: TrainedModel, client: Client, engines: Engines)
     """Host the store, publish the terms and start the engines' receivers; return the store and its place, "host:port"."""
     world, sync, shared = model.mesh.world, config.sync, config.engines.share_gpus
     # Where GPUs do not read each other's memory, `auto` is the choice between machines.
-    together = _together(engines) and (shared or sync.transport != AUTO or reach_each_other())
+    together = _together(engines) and (shared or sync.transport != AUTO or cards.reach_each_other())
     hosted = hosting.host(config.cluster.network)
     host, port = hosting.place(hosted)
     store = Store(_GROUP, 0, host, port, sync.timeout_s, hosted)
     ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
     terms = Terms(
         hf=dict(model.hf),
-        adapter=_adapter(model),
-        trainer=asdict(model.parallel),
+        adapter=model.adapter,
+        trainer=model.parallel,
         engines=ranks,
         dtype=str(model.dtype).removeprefix("torch."),
         engine_dtype=engine_dtype(model.hf, config.engines),
@@ -249,7 +243,7 @@ def _keep(config: Config, model: TrainedModel, client: Client, engines: Engines)
         session=secrets.token_hex(8),
         bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,
-        max_ctas=max_ctas(sync.nccl_max_ctas, len(ranks)),
+        max_ctas=sync.nccl_max_ctas,
         delta=sync.delta != "off" and not unsupported(config),
     )
     store.put(protocol.TERMS, terms)
@@ -261,11 +255,6 @@ def _together(engines: Engines) -> bool:
     """Return whether all trainer and engine ranks run on this machine; torchrun sets `LOCAL_WORLD_SIZE` to its trainer ranks."""
     ours = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return ours and all(engine.host == address.host_id() for engine in engines.engines)
-
-
-def _adapter(model: TrainedModel) -> AdapterTerms | None:
-    kind = model.adapter
-    return None if kind is None else AdapterTerms(kind.targets, kind.rank, kind.alpha, kind.experts)
 
 
 def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> MeetingOutcome:

@@ -23,68 +23,140 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import cached_property
 
-import torch
+import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.config.transports import transport_for
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, ConfigError, WaitTimeout, WeightSyncError
+from asyncmoe.models import engine_dtype
+from asyncmoe.process import yield_cores
+from asyncmoe.reshard import device_threads
 from asyncmoe.rpc.client import Client
+from asyncmoe.telemetry import heartbeats
+from asyncmoe.weights.receiver import failing
 from asyncmoe.weights.receiver.channel import SideStream
 from asyncmoe.weights.receiver.channel_end import opener
-from asyncmoe.weights.sender.adapter_copy import AdapterCopy
-from asyncmoe.weights.sender.background import BackgroundPublisher
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 from asyncmoe.weights.sender.publisher import Checksums, Published
-from asyncmoe.weights.sender.rendezvous import Meeting, NotMet, changed, in_all, meet, part
-from asyncmoe.weights.sender.sender import Sender
+from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, NotMet, changed, in_all, meet, part
+from asyncmoe.weights.sender.sender import LOOK_S, Sender
+from asyncmoe.weights.sender.sources import AdapterSources, WeightSources
 from asyncmoe.weights.sender.trained import TrainedModel
 
 log = logging.getLogger(__name__)
 
 
-class ReshardPublisher(BackgroundPublisher):
-    """See `asyncmoe.weights.sender.publisher.Publisher`.
+class ReshardPublisher:
+    """See `asyncmoe.weights.sender.publisher.Publisher`. A version is sent by a thread of its own (`_publish`).
 
     Args:
-        client: as for `BackgroundPublisher`.
+        client: connection to the controller, not shared with other threads; used on rank 0 only.
 
     Raises:
-        ConfigError: a setting this path does not support.
+        ConfigError: a setting this path does not support, or engines serve a dtype that the trainer's weights do not become on the way.
     """
 
     def __init__(self, config: Config, model: TrainedModel, client: Client, expected: ExpectedChecksums) -> None:
         opener(transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus))
-        super().__init__(config, model, client, expected)
-        self._snapshot = None if model.adapter is None else AdapterCopy(model.adapter_values(), model.adapter.scale)
-        self._sender: Sender | None = None
+        _check_dtypes(config, model)
+        self._config, self._sync, self._model, self._client = config, config.sync, model, client
+        self._expected = expected
+        # For the sending thread only: the trainer's main thread uses other groups at the same time.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.engines.start_timeout_s + 2 * self._limit))
         self._side = SideStream(model.mesh.device) if model.mesh.device.type == "cuda" else None
+        self._sender: Sender | None = None
+        self._running: Future[Published | None] | None = None
+        self._tried = 0.0  # start of the latest attempt to send the version under way, or of `settle`
+        self._settling = threading.Event()  # `settle` was called: the version is not to be sent again to new engines
+        self._sent = threading.Event()
+        self._sent.set()  # nothing is under way
         self._hold = threading.Lock()
         self._changing = False  # the weights may change, so the version cannot be sent again
 
-    def wait_sent(self) -> None:
-        if self._snapshot is None:
-            super().wait_sent()
-
-    def close(self) -> None:
-        self._disperse()
-        if self._side is not None:
-            self._side.communicators.close()
-
-    def _prepare(self) -> None:
-        if self._snapshot is not None:
-            self._snapshot.take()
-        else:
-            super()._prepare()
+    def begin(self, version: int) -> None:
+        expected = self._expected.of_next()
+        self._sources.refresh()
         if self._side is not None:
             self._side.follow()
         self._changing = False
+        self._tried = time.monotonic()
+        self._sent.clear()
+        self._settling.clear()
+        result: Future[Published | None] = Future()
+        self._running = result
 
-    def _let_go(self) -> bool:
-        with self._hold:
-            self._changing = self._sent.is_set()  # else the version is being sent again
-            return self._changing
+        def failed(error: Exception) -> None:
+            self._sent.set()
+            result.set_exception(self._in_words(error))
+
+        device_threads.start(str(self._model.mesh.device), "weights", lambda: self._run(result, version, expected), failed)
+
+    def check(self) -> None:
+        if self._running is not None and self._running.done():
+            self._running.result()
+
+    def wait_sent(self) -> None:
+        if self._model.adapter is not None:
+            return  # an adapter is sent from a copy
+        while True:
+            # Sending is bounded, and the sending thread sets `_sent` even if it fails, so this timeout means that the bound was broken.
+            while not self._sent.wait(LOOK_S):
+                self._bounded("its part of the version under way to be sent")
+            with self._hold:
+                self._changing = self._sent.is_set()  # else the version is being sent again
+                if self._changing:
+                    return
+
+    def settle(self) -> Published | None:
+        if self._running is None:
+            return None
+        self._tried = time.monotonic()
+        self._settling.set()
+        while not wait([self._running], LOOK_S).done:
+            self._bounded("all engines to serve the new version")
+        running, self._running = self._running, None
+        return running.result()
+
+    def close(self) -> None:
+        self._disperse()
+
+    @cached_property
+    def _sources(self) -> WeightSources | AdapterSources:
+        adapter = self._model.adapter
+        return WeightSources(self._model) if adapter is None else AdapterSources(self._model.adapter_values(), adapter.scale)
+
+    @property
+    def _limit(self) -> float:
+        """Seconds one attempt to publish a version, or one rendezvous, may take."""
+        return 4 * (self._sync.timeout_s + GRACE_S)
+
+    def _bounded(self, what: str) -> None:
+        heartbeats.beat(f"waiting for {what}")
+        limit = self._config.engines.start_timeout_s + 2 * self._limit
+        if time.monotonic() - self._tried > limit:
+            raise WaitTimeout("this rank's sender of weights", what, limit)
+
+    def _run(self, result: Future[Published | None], version: int, expected: Checksums) -> None:
+        yield_cores()  # sending may take as long as a whole training step; the step itself must not be slowed down
+        published = self._publish(version, expected)
+        self._sent.set()
+        result.set_result(published)
+
+    def _in_words(self, error: Exception) -> WeightSyncError:
+        """Convert the sending thread's error into one for the trainer's main thread."""
+        if isinstance(error, WeightSyncError):
+            return error
+        if isinstance(error, AsyncmoeError):
+            return WeightSyncError(str(error))  # the message the other ranks received
+        log.error("sending weights", exc_info=error)
+        mesh = self._model.mesh
+        made = WeightSyncError(f"{failing.in_one_line(error)} (trainer rank {mesh.rank} on {failing.where(mesh.device)})")
+        made.__cause__ = error
+        return made
 
     def _publish(self, version: int, expected: Checksums) -> Published | None:
         """Send the version until it needs no further attempt; return None if it was abandoned."""
@@ -126,7 +198,7 @@ class ReshardPublisher(BackgroundPublisher):
             self._disperse()
         while self._sender is None:
             if (met := self._meet()) is not None:
-                self._sender = Sender(self._config, self._model, self._client, met, self._tensors, self._side, self._sent)
+                self._sender = Sender(self._config, self._model, self._client, met, self._sources.tensors, self._side, self._sent)
         return self._sender
 
     def _others(self, roster: int) -> bool:
@@ -149,6 +221,9 @@ class ReshardPublisher(BackgroundPublisher):
             part(self._sender.met.store, self._model)
         self._sender = None
 
-    @property
-    def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return super()._tensors if self._snapshot is None else self._snapshot.tensors
+
+def _check_dtypes(config: Config, model: TrainedModel) -> None:
+    ours, theirs = str(model.dtype).removeprefix("torch."), engine_dtype(model.hf, config.engines)
+    if theirs not in (ours, "bfloat16"):
+        hint = f"set engines.dtype={ours} or sync.method=broadcast"
+        raise ConfigError("engines.dtype", got=theirs, expected=f"the trainer's {ours}, or bfloat16", hint=hint)

@@ -12,7 +12,7 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
-from asyncmoe.reshard import Exchanger
+from asyncmoe.reshard import DeltaEncoder, Exchanger
 from asyncmoe.reshard.transport import nothing_to_watch
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
@@ -21,7 +21,7 @@ from asyncmoe.weights.protocol import Header, Outcome, Over
 from asyncmoe.weights.receiver import channel, delta_messages, failing
 from asyncmoe.weights.receiver.channel import SideStream
 from asyncmoe.weights.receiver.delta_messages import Offer
-from asyncmoe.weights.sender.deltas import DeltaSource, comings, common_base, traffic
+from asyncmoe.weights.sender import deltas
 from asyncmoe.weights.sender.publisher import Checksums, Traffic
 from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, starving, watch
 
@@ -63,7 +63,7 @@ class Sender:
         self._config, self._sync, self._client, self._tensors, self._side = config, config.sync, client, tensors, side
         self._watch = watch(config, client)
         self._exchanger: Exchanger | None = None
-        self._deltas: DeltaSource | None = None
+        self._encoder: DeltaEncoder | None = None
         self.doubted = False
         self.traffic: Traffic | None = None
         self._number = self._epoch = 0  # N of the update and E of the channel in `asyncmoe.weights.protocol`
@@ -87,8 +87,8 @@ class Sender:
         try:
             return self._lead(version, expected) if self._rank == 0 else self._follow(version)
         except Exception as error:
-            if self._deltas is not None:
-                self._deltas.forget()
+            if self._encoder is not None:
+                self._encoder.forget()  # an engine may or may not have something of the version: the next update is full
             if isinstance(error, AsyncmoeError):
                 raise  # this rank has already reported the failure, or received it from another
             self.met.store.resign(self._number, failing.said(error, self.met.terms, self._rank, self._device))
@@ -175,17 +175,17 @@ class Sender:
         failures = {f"trainer rank {rank}": one.failure for rank, one in offers.items() if one.failure} | {"": store.resigned()}
         if why := [one for one in failures.values() if one]:
             raise WeightSyncError(why[0])
-        base = common_base(offers)
-        self.traffic = traffic(offers, base)
-        for rank, coming in comings(offers, protocol.engine_ranks(terms), base).items():
+        base = deltas.common_base(offers)
+        self.traffic = deltas.traffic(offers, base)
+        for rank, coming in deltas.comings(offers, protocol.engine_ranks(terms), base).items():
             store.put(delta_messages.coming(number, rank), coming)
         return base
 
     def _offer(self, version: int) -> Offer:
         try:
-            if self._deltas is None:
-                self._deltas = DeltaSource(self.met.plan, self._rank, self._tensors, self.met.terms.bucket_bytes, self._side)
-            return self._deltas.offer(version)
+            if self._encoder is None:
+                self._encoder = deltas.encoder_of(self.met.plan, self._rank, self._tensors, self.met.terms.bucket_bytes, self._side)
+            return deltas.offer(self._encoder, self.met.plan, version)
         except Exception as error:
             if not isinstance(error, AsyncmoeError):
                 log.exception("coding update %d of trainer rank %d", self._number, self._rank)
@@ -210,10 +210,7 @@ class Sender:
                     arrays=lambda: (self._tensors, None),
                     update=lambda: self._number,
                 )
-            if self._deltas is None:
-                self._exchanger.run(met.terms.timeout_s)
-            else:
-                self._deltas.send(self._exchanger, coded=base is not None, timeout_s=met.terms.timeout_s)
+            self._exchanger.run(met.terms.timeout_s, encoder=None if base is None else self._encoder)
         except Exception as error:
             met.store.fail(self._number, key, failing.said(error, met.terms, self._rank, self._device))
             if not isinstance(error, AsyncmoeError):

@@ -1,6 +1,8 @@
-"""The tensors a rank sends its weights from."""
+"""The tensors a rank sends its weights, or its adapter, from."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
@@ -40,3 +42,27 @@ class WeightSources:
         if self._scaler is not None:
             on_gpu = self._device.type == "cuda"
             self._scaler.write(stream=torch.cuda.current_stream(self._device).cuda_stream if on_gpu else 0)
+
+
+class AdapterSources:
+    """Copies of a rank's halves, with B multiplied by the adapter's scale; training continues while the copies are sent.
+
+    Attributes:
+        tensors: by the names of `live`; always the same memory.
+
+    Args:
+        live: the halves that are trained.
+        scale: alpha / rank. Engines receive an adapter of scale 1 (`asyncmoe.models.lora.sglang.memory_layout`).
+    """
+
+    def __init__(self, live: Mapping[str, torch.Tensor], scale: float) -> None:
+        self._live = list(live.items())
+        self._scale = scale
+        self.tensors = {name: torch.empty_like(value) for name, value in self._live}
+        self._scaled = [value for name, value in self.tensors.items() if name.endswith("_b")]
+
+    def refresh(self) -> None:
+        """Copy the current halves. Only while nothing is being sent."""
+        torch._foreach_copy_(list(self.tensors.values()), [value for _, value in self._live])
+        if self._scale != 1:
+            torch._foreach_mul_(self._scaled, self._scale)

@@ -39,7 +39,7 @@ def _graph(updates: int = 5) -> int:
     model(given)  # cuBLAS allocates a workspace for each stream that it is first used on
     target = Weights(model)
     places = {name: tensor.data_ptr() for name, tensor in target.tensors().items()}
-    staged = target.room(torch.bfloat16)
+    staged = target.room()
     held = torch.cuda.memory_allocated()
     for update in range(updates):
         for tensor in staged.values():
@@ -66,7 +66,7 @@ def _cost(nbytes: int) -> dict[str, tuple[Any, str]]:
     layers = [torch.nn.Linear(columns, rows, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
     model = torch.nn.Sequential(*layers).requires_grad_(False)
     target = Weights(model)
-    staged = target.room(torch.bfloat16)
+    staged = target.room()
     spare = {name: torch.empty_like(tensor) for name, tensor in staged.items()}
     moved = sum(tensor.nbytes for tensor in staged.values())
     for tensor in staged.values():

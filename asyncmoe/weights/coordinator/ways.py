@@ -1,0 +1,185 @@
+"""What each way of a version asks of the engines; `coordinator/__init__.py` has the order."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from asyncmoe.engines.member import Member
+from asyncmoe.errors import AsyncmoeError, WeightSyncError
+from asyncmoe.platform.sglang.receiver_command import CommitCommand, JoinCommand
+from asyncmoe.rpc.messages import WeightsAdapter, WeightsBucket, WeightsJoin
+from asyncmoe.telemetry.clock import unix
+from asyncmoe.weights.coordinator import state
+from asyncmoe.weights.coordinator.asking import Failures, on_each, raise_first
+from asyncmoe.weights.coordinator.driver import PATIENCE, OpenUpdate, UpdateDriver
+
+# ---------------------------------------------------------------- buckets of whole tensors (`asyncmoe.weights.sender.broadcast`)
+
+
+async def join_group(driver: UpdateDriver, request: WeightsJoin) -> None:
+    """Have all engines join the sender's process group.
+
+    Raises:
+        WeightSyncError: an engine is gone or refused.
+    """
+    members, roster = driver.whole(), driver.roster
+    driver.group = request.group
+
+    async def ask(member: Member) -> None:
+        place = (request.host, request.port, roster.offset(member), roster.world, request.group, request.backend)
+        await member.engine.client.join_group(*place, driver.timeout_s)
+
+    raise_first(await on_each(members, ask), f"joining the weight group {request.group}")
+
+
+async def load_bucket(driver: UpdateDriver, request: WeightsBucket) -> None:
+    """Have all engines load one bucket; if one fails, all are fenced at once, because the others wait for it in the broadcast.
+
+    Raises:
+        WeightSyncError: the update is not open, or an engine failed.
+    """
+    update = driver.expect(request.version)
+    update.state = state.load_bucket(update.state)
+
+    async def take(member: Member) -> None:
+        try:
+            await member.engine.client.load_bucket(request.names, request.dtypes, request.shapes, driver.group, driver.timeout_s)
+        except AsyncmoeError as error:
+            driver.fence_all(update, str(error))
+            raise
+
+    failed = await on_each(update.members, take)
+    if failed:
+        driver.close(update)
+        raise_first(failed, f"loading version {update.version}")
+
+
+# ---------------------------------------------------------------- shards that receivers take (`asyncmoe.weights.receiver`)
+
+
+async def start_receivers(driver: UpdateDriver, request: WeightsJoin) -> None:
+    """Start the receivers, while the engines generate.
+
+    Raises:
+        WeightSyncError: another update is open, or an engine is gone or refused.
+    """
+    update = driver.claim(driver.pool.version)
+    roster = driver.roster  # of the update's members; `EnginesAsk` may replace the driver's meanwhile
+
+    async def start(member: Member) -> None:
+        first = request.senders + roster.offset(member) - 1
+        joins = [JoinCommand(request.host, request.port, request.group, first + rank) for rank in range(member.engine.tp)]
+        async with driver.soon(member, "start its weight receivers"):
+            await member.engine.client.command_receivers(joins, driver.timeout_s)
+
+    failed = await driver.fencing(update, start)
+    driver.close(update)
+    raise_first(failed, "starting the weight receivers")
+
+
+async def pause_for_writing(driver: UpdateDriver, update: OpenUpdate) -> None:
+    """Pause the engines of a new update, because its receivers write the weights themselves, without staging memory.
+
+    Raises:
+        WeightSyncError: an engine refused.
+    """
+    await driver.pause_all(update, "writing")
+    update.state = state.load(update.state)
+
+
+async def swap(driver: UpdateDriver, update: OpenUpdate, number: int) -> Failures:
+    """Have each rank of the paused engines swap in the weights it received.
+
+    Args:
+        number: the number under which all receivers reported the version as received.
+
+    Returns:
+        The engines that failed; they are fenced.
+    """
+    update.state = state.load(update.state)
+    return await driver.fencing(update, lambda member: _commit(driver, update, number, member))
+
+
+async def swap_at_once(driver: UpdateDriver, update: OpenUpdate, number: int) -> tuple[Failures, list[float]]:
+    """Close the gate, and have each engine swap in the weights that its ranks received, between two forward passes, by one call: no engine
+    stands still for a round trip to this process.
+
+    If an engine takes longer than `PATIENCE` of `pause_s`, it may hang: requests go to those that have the version, until the late one has
+    it too or is fenced.
+
+    Args:
+        number: as for `swap`.
+
+    Returns:
+        The engines that failed, which are fenced, and the pauses of the others in seconds, each from the call to its answer.
+
+    Raises:
+        WeightSyncError: the update was given up before any engine was asked.
+    """
+    await driver.close_gate(update)
+    if driver.current is not update:
+        driver.pool.release()
+        raise WeightSyncError(f"version {update.version} was given up before engines swapped it in")
+    update.state = state.conclude(state.load(update.state))
+    driver.pool.hold()
+    await driver.pool.held()
+    pauses: list[float] = []
+
+    async def commit(member: Member) -> None:
+        update.paused[member.engine.name] = unix()
+        await _commit(driver, update, number, member)
+        seconds = driver.pause_ended(update, member)
+        if member.fenced is None:  # its process may have ended since it answered
+            pauses.append(seconds)
+            member.serve(update.version, driver.pool.lineage)
+
+    committing = asyncio.ensure_future(driver.fencing(update, commit))
+    await asyncio.wait((committing,), timeout=driver.pause_s * PATIENCE)
+    if pauses and not committing.done():
+        for member in update.members:
+            # A late engine may change at any moment, so no prompt may be cached there under the version that it had.
+            member.waiting = member.waiting or member.engine.name in update.paused
+        driver.pool.release()
+    return await committing, pauses
+
+
+async def _commit(driver: UpdateDriver, update: OpenUpdate, number: int, member: Member) -> None:
+    commits = [CommitCommand(update.version, number)] * member.engine.tp
+    async with driver.soon(member, f"swap in version {update.version}"):  # each rank has reported that it has received all of it
+        await member.engine.client.command_receivers(commits, driver.timeout_s, update.version)
+
+
+# ---------------------------------------------------------------- files
+
+
+async def load_files(driver: UpdateDriver, update: OpenUpdate, folder: str) -> Failures:
+    """Have all paused engines load a checkpoint (`asyncmoe.weights.sender.disk`); return those that failed, which are fenced: they may hold
+    part of it."""
+    update.state = state.load(update.state)
+    return await driver.fencing(update, lambda member: member.engine.client.load_files(folder, driver.timeout_s))
+
+
+async def load_adapter(driver: UpdateDriver, request: WeightsAdapter) -> tuple[int, Failures]:
+    """Have all engines sample new requests with an adapter (`asyncmoe.engines.adapter_slots`); requests in progress keep theirs.
+
+    Returns:
+        The number of engines that serve it, and the engines that failed; they are fenced.
+
+    Raises:
+        WeightSyncError: an engine is gone, or was started without adapters.
+    """
+    members = driver.whole()
+    without = [member.engine.name for member in members if member.slots is None]
+    if without:
+        raise WeightSyncError(f"{without[0]} was started without adapter loading (sync.method broadcast)")
+
+    async def load(member: Member) -> None:
+        assert member.slots is not None
+        await member.slots.publish(request.version, Path(request.folder), driver.pool.lineage)
+        member.serve(request.version, driver.pool.lineage)
+
+    failed = await on_each(members, load)
+    for member, error in failed:
+        driver.pool.fence(member, str(error))
+    return len(members) - len(failed), failed

@@ -39,6 +39,7 @@ _LEFT_OUT = "nothing: training leaves out the questions that the evaluation asks
 _OVERRIDDEN = "nothing: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter"
 _OUTAGE = "nothing: a scorer that cannot be reached is asked again until scoring.deadline_s"
 _WHOLE = "nothing: a data set is read whole; it is mapped into memory, so it may be larger than that"
+_TAIL = "nothing: run.mode async has no batches whose tail could be cut"
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
@@ -70,12 +71,14 @@ KEYS: Mapping[str, Gone] = {
     "queue.mooncake.patience_s": Gone(_MEMORY, None),
     "queue.mooncake.protocol": Gone(_MEMORY, None),
     "queue.mooncake.segment_bytes": Gone(_MEMORY, None),
+    "queue.admission": Gone("nothing: all responses to a prompt start together", ("group",)),
     "queue.payload_bytes": Gone("nothing: queue.capacity bounds what is queued", None),
     "queue.payloads": Gone(_MEMORY, ("workers",)),
     "queue.redis": Gone(_MEMORY + "; log.redis keeps the log in Redis", (None,)),
     "queue.redis_password_variable": Gone(_MEMORY, (None,)),
     "queue.redis_patience_s": Gone(_MEMORY, None),
     "rollout.affinity_slack": Gone(_PREFIX, None),
+    "rollout.tail_batching": Gone(_TAIL, (1.0,)),
     "rollout.balance": Gone(_PREFIX, ("least_loaded",)),
     **dict.fromkeys(("scoring.breaker_failures", "scoring.breaker_cooldown_s"), Gone(_OUTAGE, None)),
     "sync.audit_every": Gone(_VERIFY, (0, 20)),
@@ -136,6 +139,7 @@ PLANT: Mapping[str, Gone] = {
         f"trainer.{key}": Gone("trainer.step_s", (0, None))
         for key in ("token_s", "attention_width", "bytes_per_token", "fetch_bytes_per_s")
     },
+    "tail_batching": Gone(_TAIL, (1.0,)),
     "sync.plan": Gone("sync.seconds, as asyncmoe plan prints them", (None,)),
     "sync.landing": Gone("nothing: engines pause for a new version", ("pause",)),
     "sync.recompute": Gone(_CONTEXTS, (False,)),

@@ -68,13 +68,6 @@ class RolloutSection(Section):
         description="Spare responses to each prompt beyond group_size: the first group_size to finish make the group, the others are "
         "cancelled. This cuts the tail of response lengths, and biases training towards short responses.",
     )
-
-    tail_batching: Annotated[float, Field(ge=1, le=4), FINITE, NUMBER] = Field(
-        1.0,
-        description="For run.mode sync and one_step_off: prompts that a batch starts, as a multiple of groups_per_step. When "
-        "groups_per_step of them are complete, the others are cancelled, and sampled again in a batch of their own once they are as many. "
-        "This cuts the tail of response lengths without leaving a prompt out, and samples some tokens for nothing. 1: off.",
-    )
     max_rejected_share: Share = Field(
         0.25,
         description="The run ends if more than this share of the last 128 groups, at least 32, was rejected and not started over, because "

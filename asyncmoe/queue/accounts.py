@@ -48,7 +48,7 @@ class Accounts:
 
     def start(self, count: int, spare: int) -> Accounts:
         """Sampling of `count` episodes and `spare` spare episodes begins."""
-        ledger = self.ledger.start(count) if count or not spare else self.ledger
+        ledger = self.ledger.start(count)
         return replace(self, ledger=ledger.start_spare(spare) if spare else ledger)
 
     def reject(self, count: int, spare: int, reason: str) -> Accounts:

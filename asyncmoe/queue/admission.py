@@ -16,10 +16,6 @@ among the first C(v) trained, so in a step that begins at trainer version <= bas
 Spare responses (over-sampling) take no place: a group started with spare responses never queues more responses than it has places.
 The law and the proof count places.
 
-If the law lets single trajectories start (`asyncmoe.queue.start_order`), one group after the other receives its places, and a restarted
-member takes back its own place before anything else starts. B and the group size divide C(v), so the places granted while some version
-<= v was served belong to at most C(v) / size groups: the proof holds for groups ordered by their oldest token.
-
 A trajectory that finishes too late for the theorem meets the consumption rule, so the age of trained tokens is always bounded; because of
 the law, the rule is rarely needed. Lemma: under every rule, no trained token is more than `Admission.age_bound` versions old: eta for
 drop and requeue, `drop_above` for downweight. Proof. When a step is leased at trainer version i, every queued group with a token older
@@ -35,7 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from asyncmoe.config.queue import StalenessRule
-from asyncmoe.errors import ConfigError, InvariantBroken
+from asyncmoe.errors import InvariantBroken
 
 
 @dataclass(frozen=True)
@@ -115,10 +111,6 @@ class Ledger:
         """Handed to the trainer: queued -> leased."""
         return self._move("queued", "leased", count)
 
-    def release(self, count: int) -> Ledger:
-        """Returned untrained: leased -> queued."""
-        return self._move("leased", "queued", count)
-
     def skip(self, count: int) -> Ledger:
         """Left untrained by the step that leased them: leased -> skipped."""
         return self._move("leased", "skipped", count)
@@ -143,11 +135,7 @@ class Admission:
         base_version: version at which reinforcement learning began; nothing starts before it is served.
         rule: what happens to a group whose oldest token is more than max_staleness versions old.
         downweight: with rule downweight, the factor on a group's weight for each version beyond max_staleness.
-        drop_above: with rule downweight, the age in versions beyond which a group is dropped.
-
-    Raises:
-        ConfigError: rule downweight without a `drop_above` above max_staleness, another rule with a `drop_above`, or `downweight` outside
-            (0, 1].
+        drop_above: with rule downweight, the age in versions beyond which a group is dropped, above max_staleness; None: another rule.
     """
 
     batch: int
@@ -156,20 +144,6 @@ class Admission:
     rule: StalenessRule = "drop"
     downweight: float = 1.0
     drop_above: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.rule == "downweight" and (self.drop_above is None or self.drop_above <= self.max_staleness):
-            raise ConfigError(
-                "queue.staleness.drop_above",
-                got=self.drop_above,
-                expected=f"more than max_staleness = {self.max_staleness} with rule downweight",
-            )
-        if self.rule != "downweight" and self.drop_above is not None:
-            raise ConfigError(
-                "queue.staleness.drop_above", got=self.drop_above, expected=f"nothing with rule {self.rule}: its bound is max_staleness"
-            )
-        if not 0 < self.downweight <= 1:
-            raise ConfigError("queue.staleness.downweight", got=self.downweight, expected="more than 0, at most 1")
 
     @property
     def age_bound(self) -> int:

@@ -69,10 +69,7 @@ def read_recorded(run_dir: Path) -> RecordedRun:
 
 
 def _groups(path: Path, notes: list[str]) -> Iterator[list[SampledMember]]:
-    """The whole trajectories of each group that has any; damaged lines are left out, as by `asyncmoe show`, and noted.
-
-    A group that tail batching put off has only its shortest; it counts when it was sampled again.
-    """
+    """The whole trajectories of each group that has any; damaged lines are left out, as by `asyncmoe show`, and noted."""
     records = readable(path, _record, notes)
     if not records and not notes and path.is_file() and path.stat().st_size:
         notes.append(f"{path.name}: it has no whole line")
@@ -80,7 +77,7 @@ def _groups(path: Path, notes: list[str]) -> Iterator[list[SampledMember]]:
         if isinstance(record, Begin) and record.format > FORMAT:
             expected = f"at most {FORMAT}, from an asyncmoe that is not newer than this one"
             raise DataError(str(path), got=f"format {record.format}", expected=expected)
-        if isinstance(record, SampledGroup) and record.reason != "deferred":
+        if isinstance(record, SampledGroup):
             whole = [one for one in record.members if one.digest is not None and _sampled(one)]
             if whole:
                 yield whole
@@ -117,7 +114,6 @@ def _sizes(config: Config) -> dict[str, Any]:
         "engines.count": config.engines.count,
         "engines.gpus": config.engines.tp,
         "engines.max_running": config.engines.max_running,
-        "tail_batching": config.rollout.tail_batching,
         "engines.order": config.rollout.order,
         "trainer.gpus": config.trainer.ranks,
         "scoring.concurrency": config.scoring.concurrency,

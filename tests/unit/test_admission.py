@@ -129,7 +129,6 @@ MOVES = {
     "reject": ("running", "rejected"),
     "drop": ("queued", "dropped"),
     "lease": ("queued", "leased"),
-    "release": ("leased", "queued"),
     "train": ("leased", "trained"),
 }
 

@@ -73,22 +73,6 @@ async def test_equal_rewards_are_left_out_and_the_prompts_go_on() -> None:
     producing.cancel()
 
 
-@asynchronous
-async def test_admitted_alone_a_spoiled_response_is_started_over_alone() -> None:
-    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
-        if place.group == 0 and place.episode == 1 and place.attempt == 0:
-            raise TrajectoryRejected("engine_error", "once")
-        return respond(prompt, place)
-
-    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
-    producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, unit="trajectory").run())
-    await until(lambda: held.stats().depth == BATCH)
-    assert held.stats().rejected == {"engine_error": 1}
-    items = (await held.lease(0, "rl", BATCH, 0, 1.0)).items
-    assert sorted(item.key for item in items if item.group == 0) == ["g0.e0.a0.t0", "g0.e1.a0.t1", "g0.e2.a0.t0", "g0.e3.a0.t0"]
-    producing.cancel()
-
-
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [

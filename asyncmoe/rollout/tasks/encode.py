@@ -11,9 +11,6 @@ from asyncmoe.errors import DataError
 from asyncmoe.rollout.tasks.types import Demonstration, Example, Message, Prompt, demonstrate
 from asyncmoe.rollout.tokenizer import Tokenizer
 
-MAX_COLUMN_BYTES = 16 << 20
-"""Maximum size of an example's columns as JSON: every sample of the group carries them to its scorer."""
-
 
 class Encoder:
     """Turns examples into prompts and demonstrations.
@@ -49,9 +46,7 @@ class Encoder:
             return Prompt(text, self._tokenizer.encode(text + self._ending), example.answer, example.columns, where=where)
         messages = self._messages(example.prompt)
         self._tokenizer.check(messages, where=f"{where}, prompt")
-        rendered = self._tokenizer.render(messages)
-        check_text(rendered, f"{where}, prompt")  # a call of a tool is text too
-        tokens = self._tokenizer.encode(rendered)
+        tokens = self._tokenizer.encode(self._tokenizer.render(messages))
         return Prompt(str(messages[-1]["content"]), tokens, example.answer, example.columns, messages, where)
 
     def demonstration(self, example: Example, where: str) -> Demonstration:
@@ -79,7 +74,7 @@ def check(example: object, where: str) -> None:
 
     Raises:
         DataError: not an `Example`; an empty prompt, or one that is neither text nor messages nor token ids; an answer or a solution that
-            is no text; columns that JSON cannot hold, or too many bytes of them.
+            is no text; columns that JSON cannot hold.
     """
     if not isinstance(example, Example):
         raise DataError(where, got=f"{type(example).__name__} {str(example)[:100]!r}", expected="an asyncmoe.rollout.tasks.Example")
@@ -87,7 +82,7 @@ def check(example: object, where: str) -> None:
     for name, text in (("answer", example.answer), ("solution", "" if example.solution is None else example.solution)):
         if not isinstance(text, str):
             raise DataError(f"{where}, {name}", got=repr(text)[:100], expected="text")
-        check_text(text, f"{where}, {name}")
+        check_json(text, f"{where}, {name}")
     check_columns(example.columns, where)
 
 
@@ -95,7 +90,7 @@ def check_prompt(prompt: object, where: str) -> None:
     """Refuse a prompt that is neither non-blank text, nor messages, nor token ids; raises DataError."""
     expected = 'text, messages ([{"role": ..., "content": ...}, ...]) or token ids'
     if isinstance(prompt, str) and prompt.strip():
-        check_text(prompt, where)
+        check_json(prompt, where)
         return
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
         raise DataError(where, got=repr(prompt)[:100], expected=f"{expected}, not empty")
@@ -104,18 +99,10 @@ def check_prompt(prompt: object, where: str) -> None:
     for one in prompt:
         if not (isinstance(one, Mapping) and isinstance(one.get("role"), str) and _said(one)):
             raise DataError(where, got=repr(one)[:100], expected=expected)
-        _json_size(one, where, "leave it out of the messages")
+        check_json(dict(one), where)
     if prompt[-1]["role"] == "assistant" or not prompt[-1]["content"].strip():
         got = "an empty last message" if prompt[-1]["role"] != "assistant" else "a last message of the assistant"
         raise DataError(where, got=got, expected="a last message that asks the assistant something")
-
-
-def check_text(text: str, where: str) -> None:
-    """Refuse a text that UTF-8 cannot hold, such as JSON's "\\ud83d" without the other half of the pair; raises DataError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(where, got=f"half a surrogate pair, {text[error.start]!r}", expected="text that UTF-8 can hold") from error
 
 
 def _said(message: Message) -> bool:
@@ -125,29 +112,19 @@ def _said(message: Message) -> bool:
 
 
 def check_columns(columns: object, where: str) -> None:
-    """Refuse columns that JSON cannot hold, and more than `MAX_COLUMN_BYTES` of them; raises DataError."""
+    """Refuse columns that JSON cannot hold; raises DataError."""
     if not isinstance(columns, Mapping):
         raise DataError(f"{where}, columns", got=type(columns).__name__, expected="a mapping from names to values")
-    size = 0
     for name, value in columns.items():
-        size += _json_size({str(name): value}, f"{where}, column {name}", "leave it out of task.columns.keep, or convert it")
-    if size > MAX_COLUMN_BYTES:
-        hint = "name the columns that rewards need in task.columns.keep"
-        raise DataError(f"{where}, columns", got=f"{size} bytes as JSON", expected=f"at most {MAX_COLUMN_BYTES}", hint=hint)
+        check_json(value, f"{where}, column {name}", "leave it out of task.columns.keep, or convert it")
 
 
-def _json_size(values: Mapping[str, Any], where: str, hint: str) -> int:
-    """Return the bytes of values as JSON; raises DataError if it cannot hold them."""
+def check_json(value: object, where: str, hint: str | None = None) -> None:
+    """Refuse what JSON in UTF-8 cannot hold, such as NaN and half a surrogate pair; raises DataError."""
     try:
-        return len(json.dumps(dict(values), ensure_ascii=False, allow_nan=False).encode())
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(where, got=_why_no_json(error), expected="JSON", hint=hint) from error
-
-
-def _why_no_json(error: Exception) -> str:
-    if isinstance(error, UnicodeEncodeError):
-        return f"half a surrogate pair, {error.object[error.start]!r}"
-    return "NaN or Infinity, which JSON does not have" if "Out of range float" in str(error) else str(error)
+        raise DataError(where, got=str(error), expected="JSON in UTF-8", hint=hint) from error
 
 
 def identity(prompt: str | Sequence[Message] | Sequence[Any]) -> bytes:

@@ -10,8 +10,6 @@ from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.rollout.tasks.encode import check
 from asyncmoe.rollout.tasks.types import Endless, Example, Finite
 
-_MOST = 10**8
-"""Examples of a source: an epoch has all their numbers in memory, and shuffles them in a minute."""
 FORMS = "arithmetic, jsonl, dataset or package.module:Class"
 _WANTED = "a class with `draw(self, random)`, or with `__len__(self)` and `__getitem__(self, index)` (docs/guides/task.md)"
 
@@ -42,8 +40,9 @@ def load(target: str, options: Mapping[str, object], key: str) -> Finite | Endle
 
 
 class _Listed:
-    def __init__(self, source: Finite, name: str, size: int) -> None:
-        self._source, self._name, self._size = source, name, size
+    def __init__(self, source: Finite, name: str) -> None:
+        self._source, self._name = source, name
+        self._size = plugins.called(lambda: len(source), f"{name}, __len__")
 
     def __len__(self) -> int:
         return self._size
@@ -61,23 +60,13 @@ class _Drawn:
 
 
 def _finite(source: Finite, name: str) -> Finite:
-    size = _size(source, f"{name}, __len__")
-    if not size:
+    listed = _Listed(source, name)
+    if not len(listed):
         raise DataError(name, got="no examples", expected="at least one")
-    listed = _Listed(source, name, size)
-    for index in (0, size - 1):
+    for index in (0, len(listed) - 1):
         if listed[index] != listed[index]:
             raise _differs(f"{name}, example {index}", "return equal examples for equal indices")
     return listed
-
-
-def _size(source: Finite, where: str) -> int:
-    # len() would refuse a wrong number in words of its own, without a line.
-    size = plugins.called(lambda: type(source).__len__(source), where)
-    if not hasattr(size, "__index__") or not 0 <= size <= _MOST:
-        hint = "write draw(self, random) for a source without end"
-        raise DataError(where, got=repr(size)[:100], expected=f"a whole number of examples, at most {_MOST}", hint=hint)
-    return int(size)
 
 
 def _endless(source: Endless, name: str) -> Endless:

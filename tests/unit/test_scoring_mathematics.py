@@ -16,7 +16,7 @@ import pytest
 
 from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.scoring import Sample, loading
-from asyncmoe.rollout.scoring.mathematics import score, self_score
+from asyncmoe.rollout.scoring.mathematics import check, score
 from asyncmoe.rollout.scoring.workers import InWorkers
 from asyncmoe.rollout.tasks.jsonl import read
 
@@ -61,7 +61,7 @@ CASES = list(_cases())
 def test_another_notation_is_right_and_another_answer_wrong(kind: str) -> None:
     for case in [case for case in CASES if case.kind == kind]:
         assert (score("", case.right, case.gold), score("", case.wrong, case.gold)) == (1.0, 0.0), case
-        assert (score("", case.gold, case.gold), self_score(case.gold)) == (1.0, 1.0), case
+        assert score("", case.gold, case.gold) == 1.0, case
 
 
 def test_there_are_enough_and_those_of_the_review_are_among_them() -> None:
@@ -108,7 +108,7 @@ def test_answers_that_do_not_end_are_wrong_within_bounds() -> None:
 )
 def test_a_reference_beyond_the_bounds_is_refused(gold: str) -> None:
     with pytest.raises(ValueError, match="too long, too nested or too large"):
-        self_score(gold)
+        check(gold)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_reference_beyond_the_bounds_is_refused(gold: str) -> None:
     ],
 )
 def test_a_long_reference_is_no_large_one(gold: str) -> None:
-    assert self_score(gold) == score("", rf"\boxed{{{gold}}}", gold) == 1.0
+    assert score("", rf"\boxed{{{gold}}}", gold) == 1.0
     assert score("", rf"\boxed{{{re.sub(r'(?=[^0-9]*$)', '1', gold, count=1)}}}", gold) == 0.0
 
 

@@ -328,15 +328,15 @@ class Controller:
                 queue.stats(),
                 names,
                 self._pool,
-                figures.scoring,
-                figures.tools,
                 self._lifecycle.prober.totals,
-                len(self._pool.serving),
-                self._lifecycle.lost(),
-                self._lifecycle.missing(),
-                self._advised(queue.stats().depth),
-                self._fleet.times_lost,
-                len(self._fleet.lost()),
+                scoring=figures.scoring,
+                tools=figures.tools,
+                engines_serving=len(self._pool.serving),
+                engines_lost=self._lifecycle.lost(),
+                engines_missing=self._lifecycle.missing(),
+                engines_advised=self._advised(queue.stats().depth),
+                workers_lost=self._fleet.times_lost,
+                workers_missing=len(self._fleet.lost()),
             )
 
     def _advised(self, depth: int) -> int | None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from asyncmoe.engines.probes import ProbeTotals
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.records import JsonLines, Spans
-from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT
 
 
@@ -44,19 +44,11 @@ class Recorder:
         stats: QueueStats,
         engines: list[str],
         pool: object,
-        scoring: Mapping[str, Scoring] | None = None,
-        tools: Mapping[str, Calls] | None = None,
         probes: ProbeTotals | None = None,
-        serving: int = 0,
-        lost: int = 0,
-        missing: int = 0,
-        advised: int | None = None,
-        workers_lost: int = 0,
-        workers_missing: int = 0,
+        **counted: Any,
     ) -> None:
-        """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by
-        name; `serving`, `lost`, `missing` and `advised` are numbers of engines. A comparison of `probes` is in one record, the first after
-        it."""
+        """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `counted` are others by name. A comparison
+        of `probes` is in one record, the first after it."""
         probes = probes or ProbeTotals()
         last = None if probes.last is None or probes.versions == self._probed else probes.last
         self._probed = probes.versions
@@ -70,16 +62,8 @@ class Recorder:
             Rollout(
                 time=now,
                 queue_depth=stats.depth,
-                scoring=scoring or {},
-                tools=tools or {},
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
                 engine_utilization={name: min(self._busy[name] / seconds, 1.0) for name in engines},
-                engines_serving=serving,
-                engines_lost=lost,
-                engines_missing=missing,
-                engines_advised=advised,
-                workers_lost=workers_lost,
-                workers_missing=workers_missing,
                 probed_tokens=probes.tokens,
                 probed_versions=probes.versions,
                 probes_missed=probes.missed,
@@ -88,6 +72,7 @@ class Recorder:
                 probe_diff_mean=None if last is None else last.mean,
                 probe_divergence=None if last is None else last.divergence,
                 **copied,
+                **counted,
             )
         )
         self._busy.clear()

@@ -15,7 +15,7 @@ from asyncmoe.rollout.scoring.loading import scorer_kind
 from asyncmoe.rollout.scoring.raised import ScorerRaised
 from asyncmoe.rollout.scoring.stages import stages
 from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, Scorer
-from asyncmoe.rollout.tasks import EvaluationQuestions, Gold, HasGolds, Task
+from asyncmoe.rollout.tasks import EvaluationQuestions, Example, HasGolds, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -94,13 +94,13 @@ def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigErr
     return ConfigError(key, got=f"{whose}{did} {detail}", expected="a score of the first prompt's own answer", hint=hint)
 
 
-async def check_golds(golds: Iterable[Gold], key: str) -> None:
+async def check_golds(golds: Iterable[Example], key: str) -> None:
     """Check the first `_CHECKED` distinct reference answers.
 
     Raises:
         DataError: no answer can equal some; names the first of them with file and line.
     """
-    distinct: dict[str, Gold] = {}
+    distinct: dict[str, Example] = {}
     for gold in golds:
         distinct.setdefault(gold.answer, gold)
     wrong = list[str]()

@@ -56,7 +56,8 @@ def divide(parts: Sequence[Part], held: int, asked: frozenset[bytes], seed: int)
             log.warning("%s: training leaves out %d questions that the evaluation asks", part.name, common)
     draws = MixedDraws([part.weight for part in parts], seed)
     counts = Counter(draws.at(EVALUATION, number)[0] for number in range(held))
-    drawn = [_drawn(part.name, len(ids), counts[at], f"{seed} held out {at}") for at, (part, ids) in enumerate(zip(parts, known, strict=True))]
+    named = enumerate(zip(parts, known, strict=True))
+    drawn = [_drawn(part.name, len(ids), counts[number], f"{seed} held out {number}") for number, (part, ids) in named]
     # One question may be in several rows, and in several sources.
     banned = asked.union(ids[index] for ids, indices in zip(known, drawn, strict=True) for index in indices)
     divided = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -20,35 +20,7 @@ from asyncmoe.rollout.tasks.types import Example
 _NO_ANSWER = "leave such rows out by task.filter, or set task.columns.answer=null if nothing needs answers"
 
 
-class Row(NamedTuple):
-    """A line of a file: file and line, for messages, and what it asks."""
-
-    where: str
-    example: Example
-
-
-class JsonlFile:
-    """The lines of a file. See `Finite`.
-
-    Args:
-        rows: see `read`.
-    """
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Example:
-        return self._rows[index].example
-
-    def where(self, index: int) -> str:
-        """See `Placed`."""
-        return self._rows[index].where
-
-
-def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[Row]:
+def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[Example]:
     """Read all lines of a file; blank lines are skipped.
 
     Args:
@@ -62,7 +34,7 @@ def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = No
     rows, skipped = [], 0
     for where, values in values_of(path, key):
         if keep is None or keep(where, values):
-            rows.append(Row(where, example_of(where, values, columns or ColumnsSection())))
+            rows.append(example_of(where, values, columns or ColumnsSection()))
         else:
             skipped += 1
     if not rows:
@@ -109,7 +81,7 @@ def example_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -
     reference = answer.rpartition(MARK)[2].strip()
     if not reference and columns.answer is not None:
         raise DataError(f"{where}, {columns.answer}", got=f"nothing after {MARK}", expected="the reference answer", hint=_NO_ANSWER)
-    return Example(question, reference, _others(where, values, columns), answer or None)
+    return Example(question, reference, _others(where, values, columns), answer or None, where)
 
 
 def _value(where: str, values: Mapping[str, Any], name: str) -> Any:

@@ -107,7 +107,7 @@ def _open(section: TaskSection, key: str, wrong_share: float = 0.0) -> Sequence[
 def _read(kind: str, source: WeightedSource, key: str) -> Part:
     path, name = cast(Path, source.path), f"{key}.path {source.path}"
     if kind == "jsonl" or (path.suffix.lower() == ".jsonl" and source.split is None):
-        return Part(jsonl.JsonlFile(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key))), name, source.weight)
+        return Part(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key)), name, source.weight)
     return Part(datasets_reader.read(source, key), name, source.weight)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from random import Random
 
 from asyncmoe.rollout.tasks.encode import Encoder
-from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Placed, Prompt, Task
+from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, HasGolds, Prompt, Task
 
 EVALUATION = "evaluation"
 """Stream of the evaluation questions."""
@@ -66,21 +67,21 @@ class ListedTask:
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """See `Task`."""
         index = self.index(stream, group)
-        source = self._held if stream == EVALUATION else self._source
-        return self._encoder.prompt(source[index], self._where(source, index))
+        example = self._at(self._held if stream == EVALUATION else self._source, index)
+        return self._encoder.prompt(example, example.where)
 
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
-        at = self.index("demonstration", index)
-        return self._encoder.demonstration(self._source[at], self._where(self._source, at))
+        example = self._at(self._source, self.index("demonstration", index))
+        return self._encoder.demonstration(example, example.where)
 
-    def golds(self) -> Iterable[Gold]:
+    def golds(self) -> Iterable[Example]:
         """See `HasGolds`."""
-        named = ((self._where(self._source, index), self._source[index].answer) for index in range(len(self._source)))
-        return (Gold(where, answer) for where, answer in named if answer)
+        return (one for index in range(len(self._source)) if (one := self._at(self._source, index)).answer)
 
-    def _where(self, source: Finite, index: int) -> str:
-        return source.where(index) if isinstance(source, Placed) else f"{self._name}, example {index}"
+    def _at(self, source: Finite, index: int) -> Example:
+        example = source[index]
+        return example if example.where else replace(example, where=f"{self._name}, example {index}")
 
     def index(self, stream: str, number: int) -> int:
         """Return the index that a number of a stream asks: of the source, or for `EVALUATION` of the held-out examples."""
@@ -112,7 +113,7 @@ class MixedTask:
         part, number = self._draws.at("demonstration", index)
         return self._tasks[part].demonstration(number)
 
-    def golds(self) -> Iterable[Gold]:
+    def golds(self) -> Iterable[Example]:
         """See `HasGolds`; of the tasks that know theirs."""
         return chain.from_iterable(task.golds() for task in self._tasks if isinstance(task, HasGolds))
 

@@ -7,36 +7,15 @@ import asyncio
 import pytest
 from test_config import refused, with_value
 from test_producer import BATCH, GROUP, Numbers, alone, respond, until
-from test_queue import asynchronous, filled, group
+from test_queue import asynchronous
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Trajectory
-
-
-@asynchronous
-async def test_requeued_groups_are_counted_and_handed_out_once() -> None:
-    held = await filled(group(0, 9, oldest=4), group(1, 9), group(2, 9), rule="requeue")
-    granted = await held.lease(0, "rl", 4, 14, 0)
-    assert [item.group for item in granted.items] == [1, 1, 2, 2]
-    assert held.stats().requeued == {"stale": 2}
-    assert held.stats().dropped == {}
-    assert held.take_requeued() == [Start(0, 1)]
-    assert held.take_requeued() == []
-
-
-@asynchronous
-async def test_old_groups_weigh_less_and_too_old_ones_are_dropped() -> None:
-    groups = group(0, 9, oldest=2), group(1, 9, oldest=3), group(2, 9, oldest=5)
-    held = await filled(*groups, rule="downweight", downweight=0.5, drop_above=11)
-    granted = await held.lease(0, "rl", 4, 14, 0)
-    assert [(item.group, item.weight) for item in granted.items] == [(1, 0.25), (1, 0.25), (2, 1.0), (2, 1.0)]
-    assert granted.dropped == {"stale": 2}
 
 
 @asynchronous

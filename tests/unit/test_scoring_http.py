@@ -119,24 +119,6 @@ def test_whatever_else_it_answers_is_no_score_and_is_not_asked_for_again(body: b
     assert len(calls) == 1
 
 
-def test_an_answer_without_end_is_cut_off() -> None:
-    sent = 0
-
-    async def handler(request: web.Request) -> web.StreamResponse:
-        nonlocal sent
-        reply = web.StreamResponse()
-        await reply.prepare(request)
-        while True:
-            await reply.write(b" " * 65536)
-            sent += 65536
-
-    (found,) = served(handler, JUDGE)
-    assert str(found).startswith("scorer_garbage")
-    assert "more than 1048576 bytes" in str(found)
-    # What the sockets between them hold is sent too.
-    assert sent < 64 << 20
-
-
 @pytest.mark.parametrize(
     ("status", "reason"),
     [
@@ -153,41 +135,6 @@ def test_a_status_has_a_reason(status: int, reason: str) -> None:
     (found,) = served(answering(b"" if status == 204 else b"the model is loading", status), JUDGE)
     assert str(found).startswith(f"scorer_{reason}: http://127.0.0.1:")
     assert f"status {status}" in str(found)
-
-
-def test_a_redirection_is_not_followed() -> None:
-    async def handler(request: web.Request) -> web.Response:
-        if request.path == "/judge":
-            return web.Response(status=307, headers={"Location": "/elsewhere"})
-        return web.json_response({"reward": 1.0})
-
-    (found,) = served(handler, JUDGE)
-    assert str(found).startswith("scorer_garbage")
-
-
-def test_a_server_that_is_busy_is_asked_again() -> None:
-    statuses = [503, 500, 200]
-
-    async def handler(request: web.Request) -> web.Response:
-        return web.json_response({"reward": 1.0}, status=statuses.pop(0))
-
-    (score,) = served(handler, {**JUDGE, "retries": 2})
-    assert isinstance(score, Score)
-    assert (score.reward, statuses) == (1.0, [])
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_server_that_says_when_to_come_back_is_not_asked_before(status: int) -> None:
-    asked: list[float] = []
-
-    async def handler(request: web.Request) -> web.Response:
-        asked.append(asyncio.get_running_loop().time())
-        headers = {"Retry-After": "2"} if len(asked) == 1 else {}
-        return web.json_response({"reward": 1.0}, status=status if len(asked) == 1 else 200, headers=headers)
-
-    (score,) = served(handler, {**JUDGE, "retries": 1})
-    assert isinstance(score, Score)
-    assert asked[1] - asked[0] >= 2
 
 
 @pytest.mark.parametrize(("header", "least", "most"), [("7", 7, 7), ("", 0, 0), ("soon", 0, 0), ("-3", 0, 0), ("date", 50, 60)])
@@ -278,11 +225,6 @@ def test_the_last_token_of_a_vocabulary_may_be_shown_as_0() -> None:
 def test_a_teacher_that_read_something_else_has_taught_nothing(body: bytes, reason: str) -> None:
     (found,) = served(answering(body), TEACHER)
     assert str(found).startswith(f"scorer_{reason}: the teacher's")
-
-
-def test_without_its_teacher_a_score_is_none() -> None:
-    (found,) = served(answering(b"down", 503), TEACHER)
-    assert str(found).startswith("scorer_unavailable")
 
 
 def test_what_can_be_seen_of_it_from_outside() -> None:

@@ -78,6 +78,7 @@ KEYS: Mapping[str, Gone] = {
     "queue.redis_password_variable": Gone(_MEMORY, (None,)),
     "queue.redis_patience_s": Gone(_MEMORY, None),
     "rollout.affinity_slack": Gone(_PREFIX, None),
+    "rollout.oversample": Gone("nothing: a group is of all its responses; the first to finish would be the short ones", (0,)),
     "rollout.tail_batching": Gone(_TAIL, (1.0,)),
     "rollout.balance": Gone(_PREFIX, ("least_loaded",)),
     **dict.fromkeys(("scoring.breaker_failures", "scoring.breaker_cooldown_s"), Gone(_OUTAGE, None)),

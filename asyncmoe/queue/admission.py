@@ -13,9 +13,6 @@ served. At the last such start the law held, so at most C(v) = (eta + v - base +
 those already trained, have an oldest token <= v. Oldest-first training takes all of them before any newer trajectory: the trajectory is
 among the first C(v) trained, so in a step that begins at trainer version <= base + C(v)/B - 1 = v + eta. []
 
-Spare responses (over-sampling) take no place: a group started with spare responses never queues more responses than it has places.
-The law and the proof count places.
-
 A trajectory that finishes too late for the theorem meets the consumption rule, so the age of trained tokens is always bounded; because of
 the law, the rule is rarely needed. Lemma: under every rule, no trained token is more than `Admission.age_bound` versions old: eta for
 drop and requeue, `drop_above` for downweight. Proof. When a step is leased at trainer version i, every queued group with a token older
@@ -38,19 +35,16 @@ from asyncmoe.errors import InvariantBroken
 class Ledger:
     """Counts of all started trajectories by their current state, since `base_version`; of episodes if several agents speak.
 
-    Invariant, checked at every change: started == running + spare + queued + leased + trained + dropped + rejected + requeued + skipped,
+    Invariant, checked at every change: started == running + queued + leased + trained + dropped + rejected + requeued + skipped,
     none negative. The last five are final, so every trajectory ends in exactly one of them; only the loss of the trainer's newest steps
-    takes trajectories out of trained and skipped. Running trajectories hold a place under the
-    capacity law, as do those whose step is over: trained ones, and skipped ones, which the trainer left untrained. Spare trajectories
-    exceed the places of their group and will never be queued. Until a group is complete, only the number of its spare responses is known,
-    not which ones they are.
+    takes trajectories out of trained and skipped. Running trajectories hold a place under the capacity law, as do those whose step is
+    over: trained ones, and skipped ones, which the trainer left untrained.
 
     Each transition returns the new ledger. It raises InvariantBroken if fewer than `count` trajectories are in the source state.
     """
 
     started: int = 0
     running: int = 0
-    spare: int = 0
     queued: int = 0
     leased: int = 0
     trained: int = 0
@@ -79,25 +73,13 @@ class Ledger:
         """Complete and scored: running -> queued."""
         return self._move("running", "queued", count)
 
-    def start_spare(self, count: int) -> Ledger:
-        """Sampling of responses beyond the group's places begins: started and spare grow."""
-        return replace(self.start(count), running=self.running, spare=self.spare + count)
-
     def reject(self, count: int) -> Ledger:
         """Unusable: running -> rejected."""
         return self._move("running", "rejected", count)
 
-    def reject_spare(self, count: int) -> Ledger:
-        """Unusable, but other responses complete the group: spare -> rejected."""
-        return self._move("spare", "rejected", count)
-
     def discard(self, count: int) -> Ledger:
         """Complete, but without a learning signal: running -> dropped."""
         return self._move("running", "dropped", count)
-
-    def discard_spare(self, count: int) -> Ledger:
-        """Cancelled because other responses completed the group: spare -> dropped."""
-        return self._move("spare", "dropped", count)
 
     def drop(self, count: int) -> Ledger:
         """Refused by the consumption rule: queued -> dropped."""
@@ -155,7 +137,7 @@ class Admission:
         return (self.max_staleness + version - self.base_version + 1) * self.batch if version >= self.base_version else 0
 
     def may_start(self, ledger: Ledger, count: int, version: int) -> bool:
-        """Whether the capacity law admits `count` more trajectories, spare trajectories not counted."""
+        """Whether the capacity law admits `count` more trajectories."""
         return ledger.accepted + ledger.skipped + ledger.running + count <= self.capacity(version)
 
     def settled(self, ledger: Ledger, queued: int, version: int) -> bool:
@@ -166,7 +148,7 @@ class Admission:
             queued: queued trajectories whose oldest token is of `version` or older.
         """
         arrived = ledger.trained + ledger.skipped + ledger.leased + queued
-        return ledger.running + ledger.spare == 0 or arrived >= self.capacity(version)
+        return ledger.running == 0 or arrived >= self.capacity(version)
 
     def oldest_allowed(self, version: int) -> int:
         """Oldest version that a token may have in a step that begins at trainer version `version`."""

@@ -127,25 +127,20 @@ class BoundedQueue:
         if await self._changes.until(lambda: self.can_start(count) or None, wait_s) is None:
             raise WaitTimeout("the trainer", f"a new weight version after {self._version}", wait_s or 0.0)
 
-    def started(self, count: int, spare: int = 0) -> None:
-        """Record the start of `count` episodes and `spare` episodes without a place. Raises InvariantBroken against the capacity law."""
+    def started(self, count: int) -> None:
+        """Record the start of `count` episodes. Raises InvariantBroken against the capacity law."""
         if not self.can_start(count):
             raise InvariantBroken(f"queue: starting {count} violates the capacity law at version {self._version}: {self.ledger}")
-        self._accounts = self._accounts.start(count, spare)
+        self._count(self.ledger.start(count))
 
-    def rejected(self, count: int, reason: str, spare: int = 0) -> None:
-        """Record that `count` started episodes and `spare` spare episodes failed; they count as rejected under `reason`."""
-        self._accounts = self._accounts.reject(count, spare, reason)
+    def rejected(self, count: int, reason: str) -> None:
+        """Record that `count` started episodes failed; they count as rejected under `reason`."""
+        self._accounts = self._accounts.reject(count, reason)
         self._changes.wake()
 
     def discarded(self, count: int, reason: str) -> None:
         """Record that a complete group of `count` episodes is not worth queueing; they count as dropped under `reason`."""
         self._accounts = self._accounts.discard(count, reason)
-        self._changes.wake()
-
-    def spared(self, count: int) -> None:
-        """Record that `count` spare episodes were cancelled because enough others are complete; they are dropped as "oversampled"."""
-        self._accounts = self._accounts.discard_spare(count, "oversampled")
         self._changes.wake()
 
     def take_requeued(self) -> list[Start]:

@@ -290,7 +290,6 @@ class Controller:
             self._fleet,
             rollout.group_size,
             self._run_log.first_group,
-            oversample=rollout.oversample,
             filter_equal=rollout.filter_equal,
             start_over=config.scoring.start_over,
             samples=samples,

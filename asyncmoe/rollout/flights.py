@@ -16,10 +16,6 @@ LOST = "worker_lost"
 """Reason of a rejection: the worker that ran the episode is gone."""
 
 
-Ended = tuple[EpisodeId, Sequence[Made]]
-"""An episode and what it has brought: a trajectory for each agent."""
-
-
 class Workers(Protocol):
     """All rollout workers: they run episodes, and hold what these bring."""
 
@@ -46,14 +42,8 @@ class Workers(Protocol):
 
 @dataclass
 class Flight:
-    """One group in progress.
-
-    Attributes:
-        places: its episodes, those without a place under the capacity law included.
-        spare: how many more episodes it has than it needs; a failed one counts no more.
-    """
+    """One group in progress, and its episodes."""
 
     group: Start
     prompt: Prompt
     places: Sequence[EpisodeId]
-    spare: int

@@ -3,7 +3,7 @@
 The trainer needs whole groups, so a group succeeds or fails as a whole: when one member is rejected, the others are cancelled, and all
 started members are counted as rejected with that reason. If the reason was an engine, the group is restarted with the same prompt and a
 higher attempt; after any other reason it is dropped, unless the reason is in `start_over` (a response that could not be scored, if the
-user wants it restarted). Spare responses (`oversample`) take the places of rejected responses.
+user wants it restarted).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.rejections import Rejections
 from asyncmoe.queue.start_order import Line, Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import Ended, Flight, Workers
+from asyncmoe.rollout.flights import Flight, Workers
 from asyncmoe.rollout.samples import Samples
 from asyncmoe.rollout.tasks import Task
 from asyncmoe.rpc.worker_messages import Made
@@ -33,8 +33,6 @@ _ATTEMPTS = 3
 EQUAL = "equal_rewards"
 _SHOWN = 16
 """Demonstrations that a worker is asked for at once."""
-_HOPELESS = 64
-"""Consecutive rejected groups that end the run."""
 _NOTHING_TO_LEARN = 1024
 """Consecutive groups of equal rewards that end the run."""
 
@@ -46,8 +44,6 @@ class Producer:
         workers: run and score episodes, and make groups of them.
         group_size: number of responses to each prompt.
         first_group: number of the first group; the same number asks the same question.
-        oversample: number of additional responses to each prompt; the first `group_size` that finish form the group, the others are
-            cancelled and counted as dropped under "oversampled". Short responses finish first, so training is biased towards them.
         filter_equal: drop groups whose rewards are all equal, and count them under "equal_rewards".
         start_over: reasons after which a group is restarted, in addition to engine failures.
         samples: keeps some groups to be read; None: keeps none.
@@ -64,7 +60,6 @@ class Producer:
         group_size: int,
         first_group: int = 0,
         *,
-        oversample: int = 0,
         filter_equal: bool = False,
         start_over: frozenset[str] = frozenset(),
         samples: Samples | None = None,
@@ -73,10 +68,10 @@ class Producer:
         most_s: float | None = None,
     ) -> None:
         self._queue, self._task, self._workers, self._size, self._most_s = queue, task, workers, group_size, most_s
-        self._oversample, self._filter_equal, self._samples, self._log = oversample, filter_equal, samples, queue_log or QueueLog()
+        self._filter_equal, self._samples, self._log = filter_equal, samples, queue_log or QueueLog()
         self._start_over = _ENGINE | start_over
         self._line = Line(first_group)
-        self._in_a_row = self._equal_in_a_row = 0
+        self._equal_in_a_row = 0
         self._rejections = Rejections(max_rejected)
 
     async def run(self) -> None:
@@ -97,35 +92,33 @@ class Producer:
 
     def _start(self) -> Flight:
         self._line, group = self._line.again(*self._queue.take_requeued()).take()
-        self._queue.started(self._size, self._oversample)
+        self._queue.started(self._size)
         self._log.begun(group)
-        places = [EpisodeId(group.number, member, group.attempt) for member in range(self._size + self._oversample)]
-        return Flight(group, self._task.prompt(group.number), places, self._oversample)
+        places = [EpisodeId(group.number, member, group.attempt) for member in range(self._size)]
+        return Flight(group, self._task.prompt(group.number), places)
 
     async def _group(self, flight: Flight) -> None:
         try:
             episodes = await self._episodes(flight)
-            if self._filter_equal and nothing_to_learn([one for _, made in episodes for one in made]):
+            if self._filter_equal and nothing_to_learn([one for made in episodes for one in made]):
                 self._queue.discarded(self._size, EQUAL)
                 self._log.ended(flight.group.number)
                 self._workers.drop(flight.places)
                 await self._sample(flight, "dropped", EQUAL)
                 self._note_equal()
             else:
-                await self._queue.put(await self._workers.pack([place for place, _ in episodes], self._queue.newest_version))
+                await self._queue.put(await self._workers.pack(flight.places, self._queue.newest_version))
                 await self._sample(flight, "queued")
                 self._equal_in_a_row = 0
         except TrajectoryRejected as rejected:
             self._workers.drop(flight.places)  # before the next attempt can start
-            self._queue.rejected(self._size, rejected.reason, flight.spare)
+            self._queue.rejected(self._size, rejected.reason)
             restarted = self._restart(flight.group, rejected)
             await self._sample(flight, "rejected", rejected.reason, str(rejected))
-            if not (restarted and rejected.reason == "engine_died"):  # one loss can take more groups with it than are hopeless
-                self._note(rejected)
+            log.warning("a response was rejected for %s", rejected)
             if not restarted:
                 self._note_lost(rejected)
         else:
-            self._in_a_row = 0
             self._rejections = self._rejections.note("")
 
     def _restart(self, group: Start, rejected: TrajectoryRejected) -> bool:
@@ -143,43 +136,23 @@ class Producer:
             group, version = flight.group, self._queue.version
             await self._samples.write(group.number, group.attempt, flight.places, flight.prompt, fate, version, reason, detail)
 
-    async def _episodes(self, flight: Flight) -> list[Ended]:
-        """Wait until the group is whole; return its episodes in order. Raise TrajectoryRejected if the group fails."""
+    async def _episodes(self, flight: Flight) -> list[Sequence[Made]]:
+        """Return what the episodes of a group bring, in order. Raises TrajectoryRejected: one failed, and the others are cancelled."""
         running = {asyncio.create_task(self._workers.episode(flight.prompt, place), name=place.key()): place for place in flight.places}
-        finished: list[Ended] = []
+        brought: dict[EpisodeId, Sequence[Made]] = {}
         try:
-            while len(finished) < self._size:
+            while running:
                 ended, _ = await asyncio.wait(running, timeout=self._most_s, return_when=asyncio.FIRST_COMPLETED)
                 if not ended:
                     late = f"no episode of group {flight.group.number} has ended for {self._most_s:g} s, longer than any may take"
                     log.warning("%s: %s", late, ", ".join(sorted(task.get_name() for task in running)))
-                for task in sorted(ended, key=lambda task: running[task].episode)[: self._size - len(finished)]:
-                    self._note_end(flight, running.pop(task), task, finished)
+                for task in ended:
+                    brought[running.pop(task)] = task.result()
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        if flight.spare:
-            self._queue.spared(flight.spare)
-            flight.spare = 0
-        return sorted(finished, key=lambda ended: ended[0].episode)
-
-    def _note_end(self, flight: Flight, place: EpisodeId, task: asyncio.Task[Sequence[Made]], finished: list[Ended]) -> None:
-        """Add an episode that has ended to those that are finished. Raise TrajectoryRejected if the group fails with it."""
-        try:
-            finished.append((place, task.result()))
-        except TrajectoryRejected as rejected:
-            if not flight.spare:
-                raise
-            flight.spare -= 1
-            self._queue.rejected(0, rejected.reason, spare=1)
-            log.warning("a response was rejected for %s", rejected)
-
-    def _note(self, rejected: TrajectoryRejected) -> None:
-        self._in_a_row += 1
-        if self._in_a_row >= _HOPELESS:
-            raise AsyncmoeError(f"the last {_HOPELESS} groups were all rejected, most recently for {rejected}")
-        log.warning("a response was rejected for %s", rejected)
+        return [brought[place] for place in flight.places]
 
     def _note_lost(self, rejected: TrajectoryRejected) -> None:
         self._rejections = self._rejections.note(rejected.reason)

@@ -21,7 +21,7 @@ def test_a_rank_learns_that_its_step_ended_while_it_asked() -> None:
 
 
 def test_reasons_add_up_to_the_ledger() -> None:
-    accounts = Accounts(Ledger()).start(4, 2).reject(1, 1, "score").discard(1, "equal").discard_spare(1, "spare").reject(1, 0, "score")
-    assert (accounts.rejected, accounts.dropped) == ({"score": 3}, {"equal": 1, "spare": 1})
+    accounts = Accounts(Ledger().start(4)).reject(1, "score").discard(1, "equal").reject(1, "score")
+    assert (accounts.rejected, accounts.dropped) == ({"score": 2}, {"equal": 1})
     with pytest.raises(InvariantBroken, match="do not add up"):
         Accounts(accounts.ledger, dropped=accounts.dropped)

@@ -9,32 +9,12 @@ from test_config import refused, with_value
 from test_producer import BATCH, GROUP, Numbers, alone, respond, until
 from test_queue import asynchronous
 
-from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Trajectory
-
-
-@asynchronous
-async def test_oversampling_keeps_the_first_and_counts_the_rest() -> None:
-    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
-        if place.group == 0 and place.episode == 1:
-            raise TrajectoryRejected("scorer_nan", "spared")
-        if place.group == 0 and place.episode == 2:
-            await asyncio.sleep(60)
-        return respond(prompt, place)
-
-    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
-    producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, oversample=2).run())
-    await until(lambda: held.stats().depth == BATCH)
-    leased = await held.lease(0, "rl", BATCH, 0, 1.0)
-    assert [item.key for item in leased.items if item.group == 0] == [f"g0.e{e}.a0.t0" for e in (0, 3, 4, 5)]
-    stats = held.stats()
-    assert (stats.started, stats.dropped, stats.rejected, stats.running) == (2 * (GROUP + 2), {"oversampled": 3}, {"scorer_nan": 1}, 0)
-    producing.cancel()
 
 
 @asynchronous
@@ -58,7 +38,6 @@ async def test_equal_rewards_are_left_out_and_the_prompts_go_on() -> None:
         ("queue.staleness", {"rule": "downweight", "downweight": 0.5}, "a number above queue.staleness.max_staleness"),
         ("queue.staleness", {"rule": "downweight", "downweight": 0.5, "drop_above": 1}, "more than queue.staleness.max_staleness = 1"),
         ("queue.staleness.drop_above", 3, "nothing because queue.staleness.rule is drop"),
-        ("rollout", {"oversample": 60}, "at least rollout.group_size + rollout.oversample = 68"),
     ],
 )
 def test_policies_that_cannot_be_are_refused(path: str, value: object, expected: str) -> None:

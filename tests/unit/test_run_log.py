@@ -62,7 +62,6 @@ class Case:
     """
 
     draw: random.Random
-    oversample: int
     started: list[tuple[int, str]] = field(default_factory=list)
     trained: dict[int, tuple[str, ...]] = field(default_factory=dict)
     leased: dict[int, Any] = field(default_factory=dict)
@@ -86,7 +85,7 @@ class Case:
             on_freed=worker.over,
         )
         queue.set_version(self.step)
-        options: Any = {"oversample": self.oversample, "filter_equal": True, "queue_log": held.queue_log}
+        options: Any = {"filter_equal": True, "queue_log": held.queue_log}
         producer = Producer(queue, Numbers(), worker, SIZE, held.first_group, **options)
         tasks = [asyncio.create_task(producer.run()), asyncio.create_task(self._train(queue))]
         await asyncio.wait(tasks, timeout=until, return_when=asyncio.FIRST_COMPLETED)
@@ -128,10 +127,10 @@ class Case:
 
 
 @settings(max_examples=12)
-@given(seed=st.integers(0, 1 << 30), kills=st.integers(1, 3), spare=st.integers(0, 1))
-def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_had_been(seed: int, kills: int, spare: int) -> None:
+@given(seed=st.integers(0, 1 << 30), kills=st.integers(1, 3))
+def test_a_run_killed_at_any_moment_goes_on_as_if_nothing_had_been(seed: int, kills: int) -> None:
     draw = random.Random(seed)
-    case = Case(draw, spare)
+    case = Case(draw)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "run"
         for _ in range(kills):

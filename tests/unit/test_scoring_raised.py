@@ -59,12 +59,6 @@ def test_the_log_has_file_line_and_traceback_once(name: str, caplog: pytest.LogC
     assert "asyncmoe/rollout" not in said
 
 
-def test_a_lost_connection_is_placed_too() -> None:
-    (said,) = scored("bad", ["no connection"])
-    assert said.startswith("scorer_unavailable: ")
-    assert said.endswith(f"the judge is not there ({place('raise ConnectionRefusedError')})")
-
-
 def test_wrong_arguments_are_placed_at_the_scorer() -> None:
     def scorer(prompt: str) -> float:
         return 1.0

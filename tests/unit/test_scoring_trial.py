@@ -119,9 +119,7 @@ def test_evaluation_sets_that_nothing_asks_are_said(
 def test_an_answer_that_is_no_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^scoring\.scorer: got builtins:print, which failed: .*expected a score of the first prompt's"):
         serve(monkeypatch, tmp_path, config(tmp_path, scorer="builtins:print"))
-    with pytest.raises(
-        ConfigError, match=r"returned NoneType None instead of a number, expected a score"
-    ):
+    with pytest.raises(ConfigError, match=r"returned NoneType None instead of a number, expected a score"):
         serve(monkeypatch, tmp_path, config(tmp_path, scorer="builtins:print"))
 
 

@@ -144,7 +144,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
 
 def test_a_demonstration_without_a_solution_names_the_ways_out(tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match=r"row 7: got neither solution nor answer, .*task\.columns\.answer.*warmup\.steps=0"):
-        Encoder(tokenizer, chat=False).demonstration(Example("q"), "row 7")
+        Encoder(tokenizer, chat=False).demonstration(Example("q", where="row 7"))
 
 
 @pytest.mark.parametrize("write", [lambda path: None, lambda path: path.write_text("\n"), lambda path: path.write_bytes(b"\xff\xfe\n")])
@@ -229,20 +229,3 @@ def test_a_plain_tokenizer_is_the_one_that_transformers_would_find_and_needs_no_
     text = "<|im_start|>user\n12 + 7 = é<|im_end|>"
     assert list(tokenizer.encode(text)) == found.encode(text, add_special_tokens=False)
     assert tokenizer.eos == found.eos_token_id
-
-
-@pytest.mark.parametrize("change", [{"tokenizer_class": "Qwen2Tokenizer"}, {"auto_map": {"AutoTokenizer": [None, "remote.Code"]}}], ids=str)
-def test_any_other_tokenizer_is_left_to_transformers(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
-) -> None:
-    from transformers import AutoTokenizer
-
-    for file in model.glob("*.json*"):
-        (tmp_path / file.name).write_text(file.read_text())
-    said = tmp_path / "tokenizer_config.json"
-    said.write_text(json.dumps({**json.loads(said.read_text()), **change}))
-    asked: list[Path] = []
-    found = AutoTokenizer.from_pretrained(model)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: asked.append(path) or found)
-    Tokenizer(tmp_path)
-    assert asked == [tmp_path]

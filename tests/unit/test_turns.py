@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncmoe.errors import StorageError
 from asyncmoe.log.turns import EpisodeKey, Turns
 from tests.unit.log_lives import Home, settled
 
@@ -82,23 +81,6 @@ def test_a_group_that_is_over_frees_its_segments(tmp_path: Path) -> None:
         with opened(tmp_path, dict.fromkeys(range(5), 0)) as store:
             found = [await store.recall(EpisodeKey(group, 0, 0), b"r") is not None for group in range(5)]
             assert found == [False, False, True, True, True]
-
-    asyncio.run(run())
-
-
-def test_answers_that_cannot_be_let_go_of_end_the_next_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(below: int) -> int:
-        raise StorageError("the log: read-only file system")
-
-    async def run() -> None:
-        with opened(tmp_path, {}) as store:
-            await store.record(KEY, b"a", b"one")
-            monkeypatch.setattr(store._log, "_forget", refused)
-            store.over(KEY.group)
-            settled(store._log)
-            store.over(KEY.group + 1)
-            with pytest.raises(StorageError, match="read-only"):
-                await store.record(KEY, b"a", b"two")
 
     asyncio.run(run())
 

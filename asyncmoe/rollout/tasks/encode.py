@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
 from typing import Any, cast
 
+from asyncmoe import plugins
 from asyncmoe.errors import DataError
-from asyncmoe.rollout.tasks.types import Demonstration, Example, Message, Prompt, demonstrate
+from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Message, Prompt, demonstrate
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 
@@ -24,17 +27,14 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, *, chat: bool, system: str | None = None, ending: str = "") -> None:
         self._tokenizer, self._chat, self._system, self._ending = tokenizer, chat, system, ending
 
-    def prompt(self, example: Example, where: str) -> Prompt:
-        """Return the prompt of an example.
-
-        Args:
-            where: name of the example, for messages.
+    def prompt(self, example: Example) -> Prompt:
+        """Return the prompt of an example that is checked.
 
         Raises:
-            DataError: see `check`; or the tokenizer has no chat template, the template cannot render the messages or leaves some of them
+            DataError: the tokenizer has no chat template, the template cannot render the messages or leaves some of them
                 out, or a token is outside the vocabulary.
         """
-        check(example, where)
+        where = example.where
         if is_tokens(example.prompt):
             tokens = tuple(cast(Sequence[int], example.prompt))
             outside = [token for token in tokens if not 0 <= token < self._tokenizer.vocabulary]
@@ -49,19 +49,35 @@ class Encoder:
         tokens = self._tokenizer.encode(self._tokenizer.render(messages))
         return Prompt(str(messages[-1]["content"]), tokens, example.answer, example.columns, messages, where)
 
-    def demonstration(self, example: Example, where: str) -> Demonstration:
+    def demonstration(self, example: Example) -> Demonstration:
         """Return the example with its solution, which the end-of-sequence token ends. Raises as `prompt`, or if there is no solution."""
         solution = example.answer if example.solution is None else example.solution
         if not solution:
             hint = "name the column in task.columns.answer, return an Example with a solution, or set warmup.steps=0"
-            raise DataError(where, got="neither solution nor answer", expected="one that the warm-up can imitate", hint=hint)
-        return demonstrate(self.prompt(example, where), (*self._tokenizer.encode(solution), self._tokenizer.eos))
+            raise DataError(example.where, got="neither solution nor answer", expected="one that the warm-up can imitate", hint=hint)
+        return demonstrate(self.prompt(example), (*self._tokenizer.encode(solution), self._tokenizer.eos))
 
     def _messages(self, prompt: str | Sequence[Message] | Sequence[int]) -> tuple[Message, ...]:
         said = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(cast(Sequence[Message], prompt))
         if self._system is None or said[0]["role"] == "system":
             return said
         return ({"role": "system", "content": self._system}, *said)
+
+
+def example_at(source: Finite, index: int, name: str) -> Example:
+    """Return an example, checked, with its name, which without one of its own is that of its source. Raises DataError: as `check`, or what
+    a user's code raises."""
+    where = f"{name}, example {index}"
+    example = plugins.called(lambda: source[index], where)
+    check(example, where)
+    return example if example.where else replace(example, where=where)
+
+
+def drawn(source: Endless, random: Random, where: str) -> Example:
+    """Return the next example of an endless source. Else as `example_at`."""
+    example = plugins.called(lambda: source.draw(random), where)
+    check(example, where)
+    return replace(example, where=where)
 
 
 def is_tokens(prompt: object) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from asyncmoe.errors import DataError
-from asyncmoe.rollout.tasks.encode import identity
+from asyncmoe.rollout.tasks.encode import example_at, identity
 from asyncmoe.rollout.tasks.order import EVALUATION, MixedDraws
 from asyncmoe.rollout.tasks.types import Endless, Example, Finite
 
@@ -32,9 +32,9 @@ class Part:
     held: Sequence[Example] | None = None
 
 
-def identities(source: Finite) -> list[bytes]:
-    """Return the identity of every example's prompt; see `asyncmoe.rollout.tasks.encode.identity`."""
-    return [identity(source[index].prompt) for index in range(len(source))]
+def identities(source: Finite, name: str) -> list[bytes]:
+    """Return the identity of every example's prompt; see `asyncmoe.rollout.tasks.encode.identity`. `name`: of the source."""
+    return [identity(example_at(source, index, name).prompt) for index in range(len(source))]
 
 
 def divide(parts: Sequence[Part], held: int, asked: frozenset[bytes], seed: int) -> Sequence[Part]:
@@ -50,7 +50,7 @@ def divide(parts: Sequence[Part], held: int, asked: frozenset[bytes], seed: int)
     sources = [part.source for part in parts if isinstance(part.source, Sized)]
     if not sources or not (held or asked):
         return parts
-    known = [identities(source) for source in sources]
+    known = [identities(source, part.name) for source, part in zip(sources, parts, strict=True)]
     for part, ids in zip(parts, known, strict=True):
         if common := sum(one in asked for one in ids):
             log.warning("%s: training leaves out %d questions that the evaluation asks", part.name, common)

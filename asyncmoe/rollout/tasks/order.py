@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 from random import Random
 
-from asyncmoe.rollout.tasks.encode import Encoder
+from asyncmoe.rollout.tasks.encode import Encoder, drawn, example_at
 from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, HasGolds, Prompt, Task
 
 EVALUATION = "evaluation"
@@ -28,14 +27,14 @@ class DrawnTask:
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """See `Task`."""
-        return self._encoder.prompt(self._draw(group, stream), f"{self._name}, {stream} {group}")
+        return self._encoder.prompt(self._draw(group, stream))
 
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
-        return self._encoder.demonstration(self._draw(index, "demonstration"), f"{self._name}, demonstration {index}")
+        return self._encoder.demonstration(self._draw(index, "demonstration"))
 
     def _draw(self, number: int, stream: str) -> Example:
-        return self._source.draw(Random(f"{self._seed} {stream} {number}"))
+        return drawn(self._source, Random(f"{self._seed} {stream} {number}"), f"{self._name}, {stream} {number}")
 
 
 class ListedTask:
@@ -67,21 +66,16 @@ class ListedTask:
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """See `Task`."""
         index = self.index(stream, group)
-        example = self._at(self._held if stream == EVALUATION else self._source, index)
-        return self._encoder.prompt(example, example.where)
+        return self._encoder.prompt(example_at(self._held if stream == EVALUATION else self._source, index, self._name))
 
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
-        example = self._at(self._source, self.index("demonstration", index))
-        return self._encoder.demonstration(example, example.where)
+        return self._encoder.demonstration(example_at(self._source, self.index("demonstration", index), self._name))
 
     def golds(self) -> Iterable[Example]:
         """See `HasGolds`."""
-        return (one for index in range(len(self._source)) if (one := self._at(self._source, index)).answer)
-
-    def _at(self, source: Finite, index: int) -> Example:
-        example = source[index]
-        return example if example.where else replace(example, where=f"{self._name}, example {index}")
+        every = (example_at(self._source, index, self._name) for index in range(len(self._source)))
+        return (example for example in every if example.answer)
 
     def index(self, stream: str, number: int) -> int:
         """Return the index that a number of a stream asks: of the source, or for `EVALUATION` of the held-out examples."""

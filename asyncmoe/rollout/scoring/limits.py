@@ -173,7 +173,7 @@ class LimitedScorer:
         """Log what the user's scorer raised, once for each place."""
         if raised.at not in self._places:
             self._places.add(raised.at)
-            log.warning("%s raised at %s, which is said once:\n%s%s", self.name, raised.at, raised.trace, raised.said)
+            log.warning("%s raised at %s, which is said once:\n%s", self.name, raised.at, raised.trace.rstrip())
 
     def _late(self, progress: _Progress) -> TrajectoryRejected:
         """Build the rejection for a missed deadline, with its cause."""

@@ -97,8 +97,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.over: Counter[str] = Counter()
         """Episodes that have ended, by state or reason."""
         self.trained: set[int] = set()
-        self.foreseen: dict[int, list[int]] = {}
-        """By step, the batch that it must get, because nothing that ran when it was foreseen could come first."""
 
     # -------------------------------------------------- actions
 
@@ -132,24 +130,6 @@ class QueueMachine(RuleBasedStateMachine):
     def a_rank_asks(self) -> None:
         self.asked.append(self._task(self.queue.lease(self.step, "rl", self.groups * self.size, self.step, 3600.0)))
         self._settle()
-
-    @rule()
-    def foresee(self) -> None:
-        """The next batch is known once nothing that runs is expected to come first; asking changes nothing, as the model shows."""
-        step = self.step + (self.leased is not None)
-        count = self.groups * self.size
-        found = self.loop.run_until_complete(self.queue.foresee(step, count, step, 0.0)).items
-        fresh = [one for one in self._in_order() if one.oldest >= step - self.bound][: self.groups]
-        if len(fresh) < self.groups:
-            assert not found
-            return
-        newest, out = fresh[-1].oldest, [one.oldest for one in (*self.running, *self.putting)]
-        arrived = (self.over["trained"] + self.over["skipped"]) // self.size + len(self.leased or ())
-        arrived += sum(one.oldest <= newest for one in self.queued)
-        settled = not out or arrived >= (self.max_staleness + newest - self.base + 1) * self.groups
-        assert [item.key for item in found] == (self._keys(fresh) if settled else [])
-        if settled and all(oldest > newest for oldest in out):
-            self.foreseen[step] = [one.start.number for one in fresh]
 
     @precondition(lambda self: self.leased is not None)
     @rule(times=st.integers(1, 3), why=st.sampled_from(("", "", "anomaly_loss")))
@@ -252,8 +232,6 @@ class QueueMachine(RuleBasedStateMachine):
                     self.over["requeued" if self.policy == "requeue" else "stale"] += self.size
                 if len(self.queued) >= self.groups:
                     self.leased, self.queued = self._in_order()[: self.groups], self._in_order()[self.groups :]
-                    numbers = [one.start.number for one in self.leased]
-                    assert numbers == self.foreseen.get(self.step, numbers)
             while self.putting and len(self.queued) + len(self.leased or ()) < self.capacity:
                 self.queued.append(self.putting.pop(0))
             if before == (len(self.putting), len(self.queued), self.leased is None):

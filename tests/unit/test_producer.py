@@ -181,9 +181,7 @@ def test_rejecting_everything_ends_the_run_with_the_reason() -> None:
     async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         raise TrajectoryRejected("scorer_error", "ZeroDivisionError: division by zero")
 
-    with pytest.raises(
-        AsyncmoeError, match=r"^32 of the last 32 groups were rejected \(scorer_error 32\), .*: ZeroDivisionError"
-    ):
+    with pytest.raises(AsyncmoeError, match=r"^32 of the last 32 groups were rejected \(scorer_error 32\), .*: ZeroDivisionError"):
         produce(play, lambda held: asyncio.sleep(10))
 
 

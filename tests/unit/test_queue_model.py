@@ -149,7 +149,7 @@ class QueueMachine(RuleBasedStateMachine):
     def leave_stragglers_behind(self, rounds: int, count: int) -> None:
         """Whatever starts after some groups is trained before them, so that they come as old as they may be, or older."""
         self.start(count)
-        late = self.running[:count]
+        late = self.running[: min(count, self.max_staleness * self.groups)]  # more would take the places of the next batch
         for _ in range(rounds):
             self._go_on([one for one in self.running if one not in late])
         for one in late:

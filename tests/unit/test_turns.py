@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from asyncmoe.log.turns import EpisodeKey, Turns
 from tests.unit.log_lives import Home, settled

@@ -69,8 +69,6 @@ with contexts of the usual length, and let `engines.max_running` be what has roo
 
 Policies of scheduling can be tried before a run has them; all are off by default, and decided by the same functions here and in a run:
 
-- `tail_batching: 1.25` starts a quarter more prompts than a round needs and puts the slowest off for rounds of their own (RollPacker, arXiv
-  2509.21009); in a run `rollout.tail_batching`. For sync and one_step_off.
 - `engines.order: probes_first` lets one response to each prompt tell how long the others will be, and starts the longest first (Seer, arXiv
   2511.14617); in a run `rollout.order`.
 
@@ -78,8 +76,7 @@ Simulated tokens a second, by those of sync without a policy, for responses of a
 
 | | lognormal | math | heavy |
 |---|---|---|---|
-| as many responses as slots (a): sync, tail_batching 1.25 | 1.32 | 1.17 | 1.11 |
-| async, max_staleness 4, no policy | 3.54 | 3.00 | 2.06 |
+| as many responses as slots (a): async, max_staleness 4, no policy | 3.54 | 3.00 | 2.06 |
 | its engines' rate, of the most | 99.3 % | 99.5 % | 99.5 % |
 | four times as many (b): sync, probes_first | 1.09 | 1.05 | 1.00 |
 | async, max_staleness 2, no policy | 1.86 | 1.44 | 2.14 |
@@ -87,9 +84,8 @@ Simulated tokens a second, by those of sync without a policy, for responses of a
 
 heavy: `lognormal:median=1024,sigma=2.51,cap=65536`, whose p90 is 25 times its median. (a) `engines.count=16 engines.max_running=32
 groups_per_step=64 steps=30`; (b) `engines.count=6 engines.max_running=16 groups_per_step=48 steps=14`; both `trainer.step_s=20
-sync.seconds=4 sync.pause_s=0.5`. Both policies shorten the tail of a round, and asynchronous training has none, so it gains more than
-either. There, probes_first makes old groups wait behind the probes of new ones until a tenth of them is dropped. Of what tail_batching
-starts, 17 % is cancelled; a group that is put off has the same lengths when it starts again, which flatters it: a real one is sampled anew.
+sync.seconds=4 sync.pause_s=0.5`. The policy shortens the tail of a batch, and asynchronous training has none, so it gains more. There,
+probes_first makes old groups wait behind the probes of new ones until a tenth of them is dropped.
 A policy holds for the synchronous baseline too, so compare steps, not speed-ups, with a plant that has none.
 
 The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory and the

@@ -42,6 +42,7 @@ _WHOLE = "nothing: a data set is read whole; it is mapped into memory, so it may
 _CHECKED = "nothing: verify.max_logprob_diff and verify.anomalies.kl_engine look at every step, without another forward pass"
 _BOUND = "the bound itself, above: running medians are kept no more"
 _REWARD = "nothing: watch.alerts.command and the report show a reward that falls"
+_TAIL = "nothing: run.mode async has no batches whose tail could be cut"
 _ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
 
 KEYS: Mapping[str, Gone] = {
@@ -75,12 +76,15 @@ KEYS: Mapping[str, Gone] = {
     "queue.mooncake.patience_s": Gone(_MEMORY, None),
     "queue.mooncake.protocol": Gone(_MEMORY, None),
     "queue.mooncake.segment_bytes": Gone(_MEMORY, None),
+    "queue.admission": Gone("nothing: all responses to a prompt start together", ("group",)),
     "queue.payload_bytes": Gone("nothing: queue.capacity bounds what is queued", None),
     "queue.payloads": Gone(_MEMORY, ("workers",)),
     "queue.redis": Gone(_MEMORY + "; log.redis keeps the log in Redis", (None,)),
     "queue.redis_password_variable": Gone(_MEMORY, (None,)),
     "queue.redis_patience_s": Gone(_MEMORY, None),
     "rollout.affinity_slack": Gone(_PREFIX, None),
+    "rollout.oversample": Gone("nothing: a group is of all its responses; the first to finish would be the short ones", (0,)),
+    "rollout.tail_batching": Gone(_TAIL, (1.0,)),
     "rollout.balance": Gone(_PREFIX, ("least_loaded",)),
     **dict.fromkeys(("scoring.breaker_failures", "scoring.breaker_cooldown_s"), Gone(_OUTAGE, None)),
     "sync.audit_every": Gone(_VERIFY, (0, 20)),
@@ -171,6 +175,7 @@ PLANT: Mapping[str, Gone] = {
         f"trainer.{key}": Gone("trainer.step_s", (0, None))
         for key in ("token_s", "attention_width", "bytes_per_token", "fetch_bytes_per_s")
     },
+    "tail_batching": Gone(_TAIL, (1.0,)),
     "sync.plan": Gone("sync.seconds, as asyncmoe plan prints them", (None,)),
     "sync.landing": Gone("nothing: engines pause for a new version", ("pause",)),
     "sync.recompute": Gone(_CONTEXTS, (False,)),

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Share, refused
 
 StalenessRule = Literal["drop", "requeue", "downweight"]
-Unit = Literal["group", "trajectory"]
 
 
 class StalenessSection(Section):
@@ -52,11 +51,6 @@ class QueueSection(Section):
     """The bounded queue between engines and trainer."""
 
     staleness: StalenessSection = StalenessSection()
-    admission: Unit = Field(
-        "group",
-        description="Unit that the capacity law admits. group: all responses to a prompt together. trajectory: single responses; a "
-        "response that an engine failed is started over alone.",
-    )
     capacity: Positive | None = Field(
         None, description="Trajectories the queue holds before adding waits; null: (max_staleness + 1) * batch. Lower it to save memory."
     )

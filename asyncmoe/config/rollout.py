@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import FINITE, NUMBER, Decay, NonNegative, Positive, Seconds, Section, Share, refused
+from asyncmoe.config.fields import FINITE, NUMBER, Decay, Positive, Seconds, Section, Share, refused
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
 Order = Literal["fifo", "longest_first", "probes_first"]
@@ -63,22 +63,10 @@ class RolloutSection(Section):
         description="Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO). Not with "
         "objective.advantage reinforce_plus_plus, to which they carry one.",
     )
-    oversample: NonNegative = Field(
-        0,
-        description="Spare responses to each prompt beyond group_size: the first group_size to finish make the group, the others are "
-        "cancelled. This cuts the tail of response lengths, and biases training towards short responses.",
-    )
-
-    tail_batching: Annotated[float, Field(ge=1, le=4), FINITE, NUMBER] = Field(
-        1.0,
-        description="For run.mode sync and one_step_off: prompts that a batch starts, as a multiple of groups_per_step. When "
-        "groups_per_step of them are complete, the others are cancelled, and sampled again in a batch of their own once they are as many. "
-        "This cuts the tail of response lengths without leaving a prompt out, and samples some tokens for nothing. 1: off.",
-    )
     max_rejected_share: Share = Field(
         0.25,
         description="The run ends if more than this share of the last 128 groups, at least 32, was rejected and not started over, because "
-        "the rest is a biased sample; 1: never.",
+        "the rest is a biased sample; 1: only if all of them were.",
     )
 
     workers: Positive = Field(
@@ -95,10 +83,6 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RolloutSection:
-        together = self.group_size + self.oversample
-        if self.oversample and self.max_concurrent < together:
-            expected = f"at least rollout.group_size + rollout.oversample = {together}, so that extra responses do not wait for the others"
-            raise refused("rollout.max_concurrent", self.max_concurrent, expected, "raise it, or lower rollout.oversample")
         if self.max_concurrent < self.workers:
             expected = f"at least rollout.workers = {self.workers}: each worker has a request in flight"
             raise refused("rollout.max_concurrent", self.max_concurrent, expected)

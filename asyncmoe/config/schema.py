@@ -118,20 +118,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_tail_batching(self) -> Config:
-        """Refuse rounds where there are none."""
-        because = (
-            "run.mode is async, which has no rounds whose tail could be cut; set it to 1"
-            if self.run.mode == "async"
-            else "queue.admission is trajectory, and a round starts whole groups; set one of them to its default"
-            if self.queue.admission == "trajectory"
-            else ""
-        )
-        if self.rollout.tail_batching > 1 and because:
-            raise refused("rollout.tail_batching", f"{self.rollout.tail_batching:g}", f"1 because {because}")
-        return self
-
-    @model_validator(mode="after")
     def _check_task(self) -> Config:
         """Refuse evaluation sets that cannot be read, and a task of one's own without a scorer."""
         if plugins.is_name(self.task.kind) and self.scoring.scorer == "auto" and self.environment.kind in ("single_turn", "tools"):

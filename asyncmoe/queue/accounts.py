@@ -46,24 +46,13 @@ class Accounts:
             if sum(reasons.values()) != getattr(self.ledger, state):
                 raise InvariantBroken(f"ledger: the reasons {reasons} do not add up to {state} of {self.ledger}")
 
-    def start(self, count: int, spare: int) -> Accounts:
-        """Sampling of `count` episodes and `spare` spare episodes begins."""
-        ledger = self.ledger.start(count) if count or not spare else self.ledger
-        return replace(self, ledger=ledger.start_spare(spare) if spare else ledger)
-
-    def reject(self, count: int, spare: int, reason: str) -> Accounts:
-        """`count` running and `spare` spare episodes are unusable."""
-        ledger = self.ledger.reject(count) if count or not spare else self.ledger
-        ledger = ledger.reject_spare(spare) if spare else ledger
-        return replace(self, ledger=ledger, rejected=_plus(self.rejected, reason, count + spare))
+    def reject(self, count: int, reason: str) -> Accounts:
+        """`count` running episodes are unusable."""
+        return replace(self, ledger=self.ledger.reject(count), rejected=_plus(self.rejected, reason, count))
 
     def discard(self, count: int, reason: str) -> Accounts:
         """`count` running episodes are complete, but not worth queueing."""
         return replace(self, ledger=self.ledger.discard(count), dropped=_plus(self.dropped, reason, count))
-
-    def discard_spare(self, count: int, reason: str) -> Accounts:
-        """`count` spare episodes were cancelled because their group is complete."""
-        return replace(self, ledger=self.ledger.discard_spare(count), dropped=_plus(self.dropped, reason, count))
 
     def drop(self, count: int, reason: str) -> Accounts:
         """The consumption rule drops `count` queued episodes."""
@@ -89,7 +78,7 @@ class Accounts:
         return QueueStats(
             version=version,
             depth=count.queued,
-            running=count.running + count.spare,
+            running=count.running,
             leased=count.leased,
             started=count.started,
             accepted=count.accepted,

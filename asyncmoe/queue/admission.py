@@ -13,13 +13,6 @@ served. At the last such start the law held, so at most C(v) = (eta + v - base +
 those already trained, have an oldest token <= v. Oldest-first training takes all of them before any newer trajectory: the trajectory is
 among the first C(v) trained, so in a step that begins at trainer version <= base + C(v)/B - 1 = v + eta. []
 
-Spare responses (over-sampling) take no place: a group started with spare responses never queues more responses than it has places.
-The law and the proof count places.
-
-If the law lets single trajectories start (`asyncmoe.queue.start_order`), one group after the other receives its places, and a restarted
-member takes back its own place before anything else starts. B and the group size divide C(v), so the places granted while some version
-<= v was served belong to at most C(v) / size groups: the proof holds for groups ordered by their oldest token.
-
 A trajectory that finishes too late for the theorem meets the consumption rule, so the age of trained tokens is always bounded; because of
 the law, the rule is rarely needed. Lemma: under every rule, no trained token is more than `Admission.age_bound` versions old: eta for
 drop and requeue, `drop_above` for downweight. Proof. When a step is leased at trainer version i, every queued group with a token older
@@ -35,26 +28,23 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from asyncmoe.config.queue import StalenessRule
-from asyncmoe.errors import ConfigError, InvariantBroken
+from asyncmoe.errors import InvariantBroken
 
 
 @dataclass(frozen=True)
 class Ledger:
     """Counts of all started trajectories by their current state, since `base_version`; of episodes if several agents speak.
 
-    Invariant, checked at every change: started == running + spare + queued + leased + trained + dropped + rejected + requeued + skipped,
+    Invariant, checked at every change: started == running + queued + leased + trained + dropped + rejected + requeued + skipped,
     none negative. The last five are final, so every trajectory ends in exactly one of them; only the loss of the trainer's newest steps
-    takes trajectories out of trained and skipped. Running trajectories hold a place under the
-    capacity law, as do those whose step is over: trained ones, and skipped ones, which the trainer left untrained. Spare trajectories
-    exceed the places of their group and will never be queued. Until a group is complete, only the number of its spare responses is known,
-    not which ones they are.
+    takes trajectories out of trained and skipped. Running trajectories hold a place under the capacity law, as do those whose step is
+    over: trained ones, and skipped ones, which the trainer left untrained.
 
     Each transition returns the new ledger. It raises InvariantBroken if fewer than `count` trajectories are in the source state.
     """
 
     started: int = 0
     running: int = 0
-    spare: int = 0
     queued: int = 0
     leased: int = 0
     trained: int = 0
@@ -83,25 +73,13 @@ class Ledger:
         """Complete and scored: running -> queued."""
         return self._move("running", "queued", count)
 
-    def start_spare(self, count: int) -> Ledger:
-        """Sampling of responses beyond the group's places begins: started and spare grow."""
-        return replace(self.start(count), running=self.running, spare=self.spare + count)
-
     def reject(self, count: int) -> Ledger:
         """Unusable: running -> rejected."""
         return self._move("running", "rejected", count)
 
-    def reject_spare(self, count: int) -> Ledger:
-        """Unusable, but other responses complete the group: spare -> rejected."""
-        return self._move("spare", "rejected", count)
-
     def discard(self, count: int) -> Ledger:
         """Complete, but without a learning signal: running -> dropped."""
         return self._move("running", "dropped", count)
-
-    def discard_spare(self, count: int) -> Ledger:
-        """Cancelled because other responses completed the group: spare -> dropped."""
-        return self._move("spare", "dropped", count)
 
     def drop(self, count: int) -> Ledger:
         """Refused by the consumption rule: queued -> dropped."""
@@ -114,10 +92,6 @@ class Ledger:
     def lease(self, count: int) -> Ledger:
         """Handed to the trainer: queued -> leased."""
         return self._move("queued", "leased", count)
-
-    def release(self, count: int) -> Ledger:
-        """Returned untrained: leased -> queued."""
-        return self._move("leased", "queued", count)
 
     def skip(self, count: int) -> Ledger:
         """Left untrained by the step that leased them: leased -> skipped."""
@@ -143,11 +117,7 @@ class Admission:
         base_version: version at which reinforcement learning began; nothing starts before it is served.
         rule: what happens to a group whose oldest token is more than max_staleness versions old.
         downweight: with rule downweight, the factor on a group's weight for each version beyond max_staleness.
-        drop_above: with rule downweight, the age in versions beyond which a group is dropped.
-
-    Raises:
-        ConfigError: rule downweight without a `drop_above` above max_staleness, another rule with a `drop_above`, or `downweight` outside
-            (0, 1].
+        drop_above: with rule downweight, the age in versions beyond which a group is dropped, above max_staleness; None: another rule.
     """
 
     batch: int
@@ -156,20 +126,6 @@ class Admission:
     rule: StalenessRule = "drop"
     downweight: float = 1.0
     drop_above: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.rule == "downweight" and (self.drop_above is None or self.drop_above <= self.max_staleness):
-            raise ConfigError(
-                "queue.staleness.drop_above",
-                got=self.drop_above,
-                expected=f"more than max_staleness = {self.max_staleness} with rule downweight",
-            )
-        if self.rule != "downweight" and self.drop_above is not None:
-            raise ConfigError(
-                "queue.staleness.drop_above", got=self.drop_above, expected=f"nothing with rule {self.rule}: its bound is max_staleness"
-            )
-        if not 0 < self.downweight <= 1:
-            raise ConfigError("queue.staleness.downweight", got=self.downweight, expected="more than 0, at most 1")
 
     @property
     def age_bound(self) -> int:
@@ -181,7 +137,7 @@ class Admission:
         return (self.max_staleness + version - self.base_version + 1) * self.batch if version >= self.base_version else 0
 
     def may_start(self, ledger: Ledger, count: int, version: int) -> bool:
-        """Whether the capacity law admits `count` more trajectories, spare trajectories not counted."""
+        """Whether the capacity law admits `count` more trajectories."""
         return ledger.accepted + ledger.skipped + ledger.running + count <= self.capacity(version)
 
     def oldest_allowed(self, version: int) -> int:

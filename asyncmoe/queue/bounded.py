@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from asyncmoe.config.queue import StalenessRule
-from asyncmoe.errors import AsyncmoeError, ConfigError, InvariantBroken, ProtocolError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError, WaitTimeout
 from asyncmoe.log.log import Place
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
@@ -55,9 +55,6 @@ class BoundedQueue:
         on_freed: called with groups of which nothing is kept any more.
         log: learns of every change.
         resumed: what an earlier process left in the log.
-
-    Raises:
-        ConfigError: sizes with which no step could ever be leased, or a staleness rule without its bound.
     """
 
     def __init__(
@@ -78,10 +75,6 @@ class BoundedQueue:
         log: QueueLog | None = None,
         resumed: Resumption = UNDISTURBED,
     ) -> None:
-        if batch % group_size:
-            raise ConfigError("batch", got=batch, expected=f"a multiple of the group size {group_size}")
-        if capacity < batch:
-            raise ConfigError("queue.capacity", got=capacity, expected=f"at least one step's batch of {batch} trajectories")
         self.admission = Admission(batch, max_staleness, base_version, rule, downweight, drop_above)
         trained = max(0, trained_steps - base_version) * batch
         self._accounts = resumed.accounts or Accounts(Ledger(started=trained, trained=trained))
@@ -133,29 +126,20 @@ class BoundedQueue:
         if await self._changes.until(lambda: self.can_start(count) or None, wait_s) is None:
             raise WaitTimeout("the trainer", f"a new weight version after {self._version}", wait_s or 0.0)
 
-    def started(self, count: int, spare: int = 0) -> None:
-        """Record the start of `count` episodes and `spare` episodes without a place. Raises InvariantBroken against the capacity law."""
-        if count and not self.can_start(count):
+    def started(self, count: int) -> None:
+        """Record the start of `count` episodes. Raises InvariantBroken against the capacity law."""
+        if not self.can_start(count):
             raise InvariantBroken(f"queue: starting {count} violates the capacity law at version {self._version}: {self.ledger}")
-        self._accounts = self._accounts.start(count, spare)
+        self._count(self.ledger.start(count))
 
-    def rejected(self, count: int, reason: str, spare: int = 0) -> None:
-        """Record that `count` started episodes and `spare` spare episodes failed; they count as rejected under `reason`."""
-        self._accounts = self._accounts.reject(count, spare, reason)
+    def rejected(self, count: int, reason: str) -> None:
+        """Record that `count` started episodes failed; they count as rejected under `reason`."""
+        self._accounts = self._accounts.reject(count, reason)
         self._changes.wake()
 
-    def discarded(self, count: int, reason: str, *, spare: bool = False) -> None:
-        """Record that a complete group of `count` episodes is not worth queueing; they count as dropped under `reason`.
-
-        Args:
-            spare: another group, which has no places, takes theirs.
-        """
-        self._accounts = self._accounts.discard_spare(count, reason) if spare else self._accounts.discard(count, reason)
-        self._changes.wake()
-
-    def spared(self, count: int, reason: str = "oversampled") -> None:
-        """Record that `count` spare episodes were cancelled because enough others are complete; they count as dropped under `reason`."""
-        self._accounts = self._accounts.discard_spare(count, reason)
+    def discarded(self, count: int, reason: str) -> None:
+        """Record that a complete group of `count` episodes is not worth queueing; they count as dropped under `reason`."""
+        self._accounts = self._accounts.discard(count, reason)
         self._changes.wake()
 
     def take_requeued(self) -> list[Start]:
@@ -183,15 +167,11 @@ class BoundedQueue:
         """Queue warm-up demonstrations one by one; waits while their lane is full. Demonstrations have no staleness.
 
         Raises:
-            ConfigError: the queue has no warm-up lane.
             WaitTimeout: no space within `wait_s` seconds (None: no limit).
         """
-        lane = self._lanes["warmup"]
-        if not lane.capacity:
-            raise ConfigError("warmup.steps", got=0, expected="a warm-up, because there are demonstrations")
         for group in shown:
             self._arrivals += 1
-            await self._insert(lane, replace(group, arrival=self._arrivals), wait_s)
+            await self._insert(self._lanes["warmup"], replace(group, arrival=self._arrivals), wait_s)
 
     @property
     def shown(self) -> list[Place]:

@@ -261,7 +261,7 @@ def _accounts(state: LogState, reached: int, over: int, leased: int, queued: int
         skipped, running = Counter(), max(running, 0)
     depth, skips = queued + lost + running, skipped.total()
     started, trained = ended + depth + leased + over, over - skips
-    ledger = replace(old, started=started, running=0, spare=0, queued=depth, leased=leased, trained=trained, skipped=skips)
+    ledger = replace(old, started=started, running=0, queued=depth, leased=leased, trained=trained, skipped=skips)
     accounts = replace(before, ledger=ledger, skipped=dict(+skipped))
     accounts = accounts.drop(lost, DAMAGED) if lost else accounts
     return accounts.requeue(running, RESTART) if running else accounts

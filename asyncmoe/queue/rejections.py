@@ -34,8 +34,9 @@ class Rejections:
 
     @property
     def exceeded(self) -> bool:
-        """True if more groups were rejected than allowed."""
-        return len(self.last) >= MINIMUM and self.reasons.total() > self.limit * len(self.last)
+        """True if more groups were rejected than allowed, or all."""
+        rejected = self.reasons.total()
+        return len(self.last) >= MINIMUM and (rejected > self.limit * len(self.last) or rejected == len(self.last))
 
     def __str__(self) -> str:
         """Describe the rejections, for example: "20 of the last 32 groups were rejected (scorer_error 18, engine_died 2)"."""

@@ -17,7 +17,6 @@ from asyncmoe.engines.membership import MembershipRequest
 from asyncmoe.engines.succession import Succession
 from asyncmoe.errors import AsyncmoeError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, keep_files, named
-from asyncmoe.queue.rounds import Rounds
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rollout.evaluation import Evaluator
@@ -281,14 +280,11 @@ class Controller:
             self._fleet,
             rollout.group_size,
             self._run_log.first_group,
-            oversample=rollout.oversample,
             filter_equal=rollout.filter_equal,
-            unit=config.queue.admission,
             start_over=config.scoring.start_over,
             samples=samples,
             max_rejected=rollout.max_rejected_share,
             queue_log=self._run_log.queue_log,
-            rounds=Rounds(rollout.groups_per_step, rollout.tail_batching),
             most_s=config.environment.timeout_s + config.scoring.deadline_s,
         )
         producing, trained = asyncio.ensure_future(producer.run()), asyncio.ensure_future(self._trained.wait())
@@ -321,13 +317,13 @@ class Controller:
                 queue.stats(),
                 names,
                 self._pool,
-                figures.scoring,
-                figures.tools,
-                len(self._pool.serving),
-                self._lifecycle.lost(),
-                self._lifecycle.missing(),
-                self._fleet.times_lost,
-                len(self._fleet.lost()),
+                scoring=figures.scoring,
+                tools=figures.tools,
+                engines_serving=len(self._pool.serving),
+                engines_lost=self._lifecycle.lost(),
+                engines_missing=self._lifecycle.missing(),
+                workers_lost=self._fleet.times_lost,
+                workers_missing=len(self._fleet.lost()),
             )
 
     async def _published(self, version: int) -> None:

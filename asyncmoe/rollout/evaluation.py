@@ -70,8 +70,6 @@ class Evaluator:
         self._due: asyncio.Queue[int] = asyncio.Queue()
         self._last_is_due = False
         self._unfinished = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def published(self, version: int) -> None:
         """Report that every engine serves `version` from now on; if it is due, schedule its evaluation."""
@@ -83,7 +81,6 @@ class Evaluator:
             log.warning("version %d is not evaluated: the evaluation before it is still running", version)
             return
         self._unfinished += 1
-        self._idle.clear()
         self._due.put_nowait(version)
 
     def resume(self, version: int) -> None:
@@ -106,14 +103,13 @@ class Evaluator:
             for one in self._sets:
                 self._record(await self._evaluate(version, one))
             self._unfinished -= 1
-            if not self._unfinished:
-                self._idle.set()
+            self._due.task_done()
 
     async def ended(self, wait_s: float) -> bool:
         """Return whether no evaluation is due or running, as soon as that is so, at the latest after `wait_s` seconds."""
         try:
             async with asyncio.timeout(wait_s):
-                await self._idle.wait()
+                await self._due.join()
         except TimeoutError:
             return False
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from itertools import islice
+from functools import lru_cache
 from typing import Protocol
 
 BROKEN = "\ufffd"
@@ -14,8 +14,8 @@ _LONGEST = 4
 _AT_ONCE = 64
 """Decodings between which the event loop may do other things."""
 
-_REMEMBERED = 1 << 16
-"""Cached texts of several tokens."""
+_REMEMBERED = 1 << 18
+"""Cached texts, of single tokens and of several."""
 
 
 class Decoder(Protocol):
@@ -38,8 +38,7 @@ class Pieces:
         # Some decoders drop white space at the beginning, so each token is decoded after another one.
         self._before = decoder.encode("a")[-1:]
         self._skip = decoder.decode_all(self._before)
-        self._known: dict[tuple[int, ...], str] = {}
-        self._single: dict[int, str] = {}
+        self._text = lru_cache(_REMEMBERED)(self._decode)
 
     async def of(self, tokens: Sequence[int]) -> list[str]:
         """Return a piece for each token; together they are the text.
@@ -47,38 +46,20 @@ class Pieces:
         A character that is spread over several tokens belongs to its last token. Yields to the event loop between decodings, which are not
         made in a thread, because tokenizers are not safe to use in two threads at once.
         """
-        new = iter({token for token in tokens if token not in self._single})
-        while batch := list(islice(new, _AT_ONCE)):
-            self._single |= {token: self._decode((token,)) for token in batch}
-            await asyncio.sleep(0)
-        found = [self._single[token] for token in tokens]
-        if BROKEN in "".join(found):
-            await self._mend(tokens, found)
+        found: list[str] = []
+        while len(found) < len(tokens):
+            found += self._next(tokens, len(found))
+            if len(found) % _AT_ONCE == 0:
+                await asyncio.sleep(0)
         return found
 
-    async def _mend(self, tokens: Sequence[int], found: list[str]) -> None:
-        at, done = 0, 0
-        while at < len(found):
-            if BROKEN not in found[at]:
-                at += 1
-                continue
-            at = self._mend_at(tokens, found, at)
-            done += 1
-            if done % _AT_ONCE == 0:
-                await asyncio.sleep(0)
-
-    def _mend_at(self, tokens: Sequence[int], found: list[str], at: int) -> int:
-        """Join the tokens of the character that begins at `at`, if they make one; return the next token."""
-        for end in range(at + 2, min(at + _LONGEST, len(tokens)) + 1):
-            part = tuple(tokens[at:end])
-            if part not in self._known:
-                if len(self._known) >= _REMEMBERED:
-                    self._known.clear()
-                self._known[part] = self._decode(part)
-            if BROKEN not in self._known[part]:
-                found[at:end] = [""] * (end - at - 1) + [self._known[part]]
-                return end
-        return at + 1
+    def _next(self, tokens: Sequence[int], at: int) -> list[str]:
+        """Return the pieces of the character that begins at `at`, or of one token."""
+        alone = self._text((tokens[at],))
+        for end in range(at + 2, min(at + _LONGEST, len(tokens)) + 1) if BROKEN in alone else ():
+            if BROKEN not in (text := self._text(tuple(tokens[at:end]))):
+                return [""] * (end - at - 1) + [text]
+        return [alone]
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         text = self._decoder.decode_all((*self._before, *tokens))

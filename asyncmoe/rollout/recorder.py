@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.records import JsonLines, Spans
-from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT
 
 
@@ -42,16 +42,9 @@ class Recorder:
         stats: QueueStats,
         engines: list[str],
         pool: object,
-        scoring: Mapping[str, Scoring] | None = None,
-        tools: Mapping[str, Calls] | None = None,
-        serving: int = 0,
-        lost: int = 0,
-        missing: int = 0,
-        workers_lost: int = 0,
-        workers_missing: int = 0,
+        **counted: Any,
     ) -> None:
-        """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `scoring` and `tools` are by
-        name; `serving`, `lost` and `missing` are numbers of engines."""
+        """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `counted` are others by name."""
         now = unix()
         seconds = max(now - self._last, 1e-6)
         self._merge()
@@ -62,16 +55,10 @@ class Recorder:
             Rollout(
                 time=now,
                 queue_depth=stats.depth,
-                scoring=scoring or {},
-                tools=tools or {},
                 tokens_per_s=(tokens - self._last_tokens) / seconds,
                 engine_utilization={name: min(self._busy[name] / seconds, 1.0) for name in engines},
-                engines_serving=serving,
-                engines_lost=lost,
-                engines_missing=missing,
-                workers_lost=workers_lost,
-                workers_missing=workers_missing,
                 **copied,
+                **counted,
             )
         )
         self._busy.clear()

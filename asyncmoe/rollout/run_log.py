@@ -25,7 +25,7 @@ from asyncmoe.log.log import Log
 from asyncmoe.log.turns import Turns
 from asyncmoe.models import origin
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.fold import LogState, Recovered, recover
+from asyncmoe.queue.fold import LogState, recover
 from asyncmoe.queue.queue_log import CONTROLLER, QueueLog
 from asyncmoe.queue.replays import Resumption
 from asyncmoe.rpc.worker_messages import WorkerBegin
@@ -124,8 +124,8 @@ class RunLog:
         found = queue_log.begin(step, base, batch, self.first_group, lost)
         self.first_group = found.next
         queued = await queue_log.groups(found.queued)
-        if found.replays or queued or found.starts:
-            log.info("log: %s", told(found))
+        said = "log: history %d, %d steps are trained again, %d groups are queued, %d start again, then group %d and the next ones"
+        log.info(said, found.history, len(found.replays), len(queued), len(found.starts), found.next)
         return Resumption(found.accounts, queued, found.starts, found.arrivals, queue_log, served=max(found.replays, default=-1) + 1)
 
     def check_reopen(self, step: int, queue: BoundedQueue) -> None:
@@ -141,8 +141,7 @@ class RunLog:
         """
         found = self.queue_log.reopening(step, self._config.warmup.steps, self._config.rollout.batch)
         queue.reopen(step, found)
-        steps = f"steps {min(found.replays)} to {max(found.replays)} are trained again" if found.replays else "no step is trained again"
-        log.info("log: history %d, %s", found.history, steps)
+        log.info("log: history %d, %d steps are trained again", found.history, len(found.replays))
         return found.history
 
     async def saved(self) -> bool:
@@ -208,15 +207,6 @@ def oldest(run_dir: Path, keep: int) -> int | None:
     complete = checkpoints.directory(run_dir, 0).parent.glob("step-*")
     steps = sorted(int(path.name.removeprefix("step-")) for path in complete if path.name.removeprefix("step-").isdecimal())
     return min(steps[-keep:], default=None)
-
-
-def told(found: Recovered) -> str:
-    """Describe what a run goes on with."""
-    steps = f", steps {min(found.replays)} to {max(found.replays)} are trained again" if found.replays else ""
-    return (
-        f"history {found.history}{steps}, {len(found.queued)} groups are queued, {len(found.starts)} start again, "
-        f"then group {found.next} and the next ones"
-    )
 
 
 def _digest(values: object) -> str:

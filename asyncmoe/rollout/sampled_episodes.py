@@ -1,81 +1,41 @@
-"""What an episode leaves for readers of samples: its text without routes and masks, and what became of it."""
+"""What an episode leaves for readers of samples: the records of its paths, without routes and masks, and without the texts of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, groupby
 
 import msgspec
 import numpy as np
 
-from asyncmoe.engines.types import VersionSpan
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Agent, Episode
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice
-from asyncmoe.telemetry.samples.records import ToolCall
+from asyncmoe.telemetry.samples.records import Role, SampledMember, Stretch
 from asyncmoe.trajectory import Trajectory
 
 SHOWN = 2000
 """Characters kept of a failure."""
 
 
-@dataclass(frozen=True)
-class SampledTurn:
-    """A turn without its routes and masks, which are large."""
+class SampledPath(msgspec.Struct, frozen=True):
+    """One path of an agent in an episode.
 
-    given: tuple[int, ...]
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    spans: tuple[VersionSpan, ...]
+    Attributes:
+        prompt: tokens before its first response; empty if it has none.
+        member: its record; `rest` has all other tokens, and no texts.
+    """
 
-
-@dataclass(frozen=True)
-class SampledPart:
-    """One path of an agent in an episode. `at`: (agent, branch); `given`: tokens since its last response."""
-
-    name: str
-    at: tuple[int, int]
-    turns: tuple[SampledTurn, ...]
-    given: tuple[int, ...]
-    finish: str
-    calls: tuple[ToolCall, ...]
-    why: str
-
-    def own(self, forked: int) -> tuple[SampledTurn, ...]:
-        """Return the turns after the first `forked` tokens."""
-        ends = accumulate(len(turn.given) + len(turn.tokens) for turn in self.turns)
-        return tuple(turn for turn, end in zip(self.turns, ends, strict=True) if end > forked)
-
-    @property
-    def tokens(self) -> list[int]:
-        """All tokens."""
-        return [token for turn in self.turns for token in (*turn.given, *turn.tokens.tolist())] + list(self.given)
+    prompt: tuple[int, ...]
+    member: SampledMember
 
 
-@dataclass(frozen=True)
-class SampledEpisode:
-    """What an episode left: a trajectory of each path that spoke, by (agent, branch), or why there is none."""
+class SampledEpisode(msgspec.Struct, frozen=True):
+    """What an episode left: each path that spoke, and the agents that have said nothing."""
 
-    parts: tuple[SampledPart, ...]
-    results: dict[tuple[int, int], SampledResult]
-    failure: str
-
-
-@dataclass(frozen=True)
-class SampledResult:
-    """The parts of a trajectory that its turns do not have."""
-
-    reward: float
-    rewards: np.ndarray | None
-    teacher: np.ndarray | None
-    seconds: dict[str, float]
-    digest: int
-    parent: int
-    forked: int
+    paths: tuple[SampledPath, ...]
 
 
 class EpisodeNotes:
@@ -98,13 +58,14 @@ class EpisodeNotes:
         """Return what an episode leaves, which ended so (None: it was cancelled); None: it is not one to keep."""
         if (made := self._episodes.pop(place, None)) is None:
             return None
-        if outcome is None:
-            return SampledEpisode(_parts(made), {}, "cancelled")
-        if isinstance(outcome, TrajectoryRejected):
-            return SampledEpisode(_parts(made), {}, str(outcome)[:SHOWN])
-        results = {(t.agent, t.branch): _result(t) for t in outcome}
+        agents = list(made.agents.values())
+        if outcome is None or isinstance(outcome, TrajectoryRejected):
+            failure = "cancelled" if outcome is None else cleaned(str(outcome)[:SHOWN])
+            return SampledEpisode(tuple(_path(place, agent, None, failure) for agent in agents))
+        results = {(t.agent, t.branch): t for t in outcome}
         # A path that is the beginning of another is part of that one.
-        return SampledEpisode(tuple(part for part in _parts(made) if part.at in results or not part.turns), results, "")
+        kept = [agent for agent in agents if (agent.number, agent.branch) in results or not agent.turns]
+        return SampledEpisode(tuple(_path(place, agent, results.get((agent.number, agent.branch)), "") for agent in kept))
 
 
 def cleaned(text: str) -> str:
@@ -112,48 +73,71 @@ def cleaned(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def to_bytes(sampled: SampledEpisode) -> bytes:
-    """Return the bytes that `from_bytes` reads."""
-    return _ENCODER.encode(sampled)
+to_bytes = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(SampledEpisode).decode
 
 
 def from_bytes(sent: bytes) -> SampledEpisode:
     """Read what another process noted. Raises ProtocolError."""
     try:
-        return _DECODER.decode(sent)
+        return _decode(sent)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a sampled episode: {error}") from error
 
 
-def _parts(episode: Episode) -> tuple[SampledPart, ...]:
-    return tuple(_part(agent) for agent in list(episode.agents.values()))
+def _path(place: EpisodeId, agent: Agent, made: Trajectory | None, failure: str) -> SampledPath:
+    turns, forked = agent.turns, 0 if made is None else made.forked
+    own = [turn for turn, end in zip(turns, accumulate(map(len, turns)), strict=True) if end > forked]
+    tokens = [token for turn in turns for token in (*turn.given, *turn.generation.tokens.tolist())] + list(agent.unanswered)
+    prompt = turns[0].given if turns else ()
+    logprobs = np.concatenate([turn.generation.logprobs for turn in own]) if own else np.zeros(0, np.float32)
+    roles = _roles(turns, len(turns) - len(own), len(agent.unanswered))
+    member = SampledMember(
+        key=place.key(agent.number, agent.branch),
+        episode=place.episode,
+        agent=agent.number,
+        branch=agent.branch,
+        attempt=place.attempt,
+        name=cleaned(str(agent.name)[:SHOWN]),
+        rest=Stretch(tokens=tokens[len(prompt) :]),
+        roles=roles,
+        logprobs=records.rounded(logprobs),
+        versions=_versions(own),
+        finish=turns[-1].generation.finish if turns else "",
+        calls=tuple(agent.calls),
+        why=cleaned(str(agent.why)[:SHOWN]),  # a user's code may set it, and the name
+        failure=failure,
+    )
+    return SampledPath(prompt, member if made is None else _with_result(member, made))
 
 
-def _part(agent: Agent) -> SampledPart:
-    turns = tuple(SampledTurn(turn.given, turn.generation.tokens, turn.generation.logprobs, turn.generation.spans) for turn in agent.turns)
-    finish = agent.turns[-1].generation.finish if agent.turns else ""
-    name, why = (cleaned(str(text)[:SHOWN]) for text in (agent.name, agent.why))  # a user's code may set both
-    return SampledPart(name, (agent.number, agent.branch), turns, agent.unanswered, finish, tuple(agent.calls), why)
+def _with_result(member: SampledMember, made: Trajectory) -> SampledMember:
+    steps = [] if made.rewards is None else [(int(i), float(made.rewards[i])) for i in np.flatnonzero(~np.isnan(made.rewards))]
+    sampled = np.repeat([role == "response" for role, _ in member.roles], [size for _, size in member.roles])
+    return msgspec.structs.replace(
+        member,
+        parent=made.parent,
+        forked=made.forked,
+        reward=made.reward,
+        rewards=steps,
+        teacher=[] if made.teacher is None else records.rounded(made.teacher[sampled]),
+        seconds={name: round(seconds, 4) for name, seconds in made.seconds.items()},
+        digest=records.digest_of(made.tokens, made.logprobs),
+    )
 
 
-def _result(t: Trajectory) -> SampledResult:
-    return SampledResult(t.reward, t.rewards, t.teacher, t.seconds, records.digest_of(t.tokens, t.logprobs), t.parent, t.forked)
+def _roles(turns: Sequence[Turn], shared: int, unanswered: int) -> list[tuple[Role, int]]:
+    """Return the (role, size) of each stretch that is not empty; adjacent responses (an interrupted one was continued) are one. The first
+    `shared` responses, which another path trains, are context: observations."""
+    sizes: list[tuple[Role, int]] = []
+    for i, turn in enumerate(turns):
+        given, said = len(turn.given), len(turn.generation.tokens)
+        sizes += [("observation" if i else "prompt", given), ("observation" if i < shared else "response", said)]
+    sizes.append(("observation" if turns else "prompt", unanswered))
+    some = [(role, size) for role, size in sizes if size]
+    return [(role, sum(size for _, size in same)) for role, same in groupby(some, key=lambda one: one[0])]
 
 
-def _sent(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.tobytes()
-    raise NotImplementedError(type(value).__name__)
-
-
-def _received(kind: type, value: Any) -> Any:
-    if kind is np.ndarray:
-        dtype, data = value
-        if dtype not in ("<i4", "<f4"):
-            raise ValueError(f"got an array of {dtype}, expected int32 or float32")
-        return np.frombuffer(data, dtype)
-    raise NotImplementedError(kind.__name__)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_sent)
-_DECODER = msgspec.msgpack.Decoder(SampledEpisode, dec_hook=_received)
+def _versions(turns: Sequence[Turn]) -> list[tuple[int, int]]:
+    spans = [(int(s.version) if s.version.isdecimal() else -1, s.end - s.start) for turn in turns for s in turn.generation.spans]
+    return [(version, sum(size for _, size in same)) for version, same in groupby(spans, key=lambda one: one[0])]

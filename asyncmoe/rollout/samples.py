@@ -9,21 +9,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from typing import TypeVar
 
-import numpy as np
+import msgspec
 
 from asyncmoe.config import Config
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.pieces import Pieces
-from asyncmoe.rollout.sampled_episodes import SHOWN, SampledEpisode, SampledPart, SampledTurn, cleaned
+from asyncmoe.rollout.sampled_episodes import SHOWN, SampledEpisode, SampledPath, cleaned
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.telemetry.samples import records
-from asyncmoe.telemetry.samples.choice import Choice, choice_of, ends, kept
+from asyncmoe.telemetry.samples.choice import Choice, choice_of, kept
 from asyncmoe.telemetry.samples.file import SampleFile
-from asyncmoe.telemetry.samples.records import Fate, Role, SampledMember, Stale, Stretch
+from asyncmoe.telemetry.samples.records import Fate, SampledMember, Stale, Stretch
 
+T = TypeVar("T")
 _SMALL = 8192
 """Tokens of a group that are encoded and written within a few milliseconds, which is not worth a thread."""
 
@@ -58,13 +59,13 @@ class Samples:
         """
         if not self._choice.takes(group):
             return
-        found = [(place, self._ended.pop(place, None)) for place in places]
-        if not (ended := [(place, left) for place, left in found if left is not None]):
+        found = [self._ended.pop(place, None) for place in places]
+        if not (paths := [path for left in found if left is not None for path in left.paths]):
             return
-        shared = next((part.turns[0].given for _, one in ended for part in one.parts if part.turns), prompt.tokens)
+        shared = next((path.prompt for path in paths if path.prompt), prompt.tokens)
         now = time.time()
         async with self._writing:  # the memory that one group takes, not that of all that end at once
-            members = [await self._member(place, part, one, shared) for place, one in ended for part in one.parts]
+            members = [await self._member(path, shared) for path in paths]
             record = records.SampledGroup(
                 time=now,
                 group=group,
@@ -103,44 +104,22 @@ class Samples:
         """Close the file."""
         self._file.close()
 
-    async def _member(self, place: EpisodeId, part: SampledPart, ended: SampledEpisode, shared: tuple[int, ...]) -> SampledMember:
-        result = ended.results.get(part.at)
-        forked = 0 if result is None else result.forked
-        roles, own = _roles(part, forked), part.own(forked)
-        begins = bool(part.turns) and part.turns[0].given == shared
-        sampled = np.concatenate([turn.logprobs for turn in own]) if own else np.zeros(0, np.float32)
-        head, tail = kept(len(sampled), self._most)
-        rewards = None if result is None else result.rewards
-        teacher = None if result is None else result.teacher
-        return SampledMember(
-            key=place.key(*part.at),
-            episode=place.episode,
-            agent=part.at[0],
-            branch=part.at[1],
-            parent=0 if result is None else result.parent,
-            forked=forked,
-            attempt=place.attempt,
-            name=cleaned(part.name),
+    async def _member(self, path: SampledPath, shared: tuple[int, ...]) -> SampledMember:
+        """Return the record of a path in a group with this prompt, with the texts of its tokens and of a bounded size."""
+        member, begins = path.member, bool(path.prompt) and path.prompt == shared
+        head, tail = kept(len(member.logprobs), self._most)
+        return msgspec.structs.replace(
+            member,
             shared=begins,
-            rest=await self._stretch(part.tokens[len(shared) if begins else 0 :]),
-            roles=roles,
-            logprobs=records.rounded(ends(sampled, head, tail)),
-            versions=_versions(own),
-            finish=part.finish,
-            reward=None if result is None else result.reward,
-            rewards=[] if rewards is None else [(int(i), float(rewards[i])) for i in np.flatnonzero(~np.isnan(rewards))],
-            teacher=[] if teacher is None else records.rounded(ends(teacher[_sampled(roles)], head, tail)),
-            calls=part.calls,
-            seconds={} if result is None else {name: round(seconds, 4) for name, seconds in result.seconds.items()},
-            digest=None if result is None else result.digest,
-            why=cleaned(part.why),
-            failure=cleaned(ended.failure),
+            rest=await self._stretch([*(() if begins else path.prompt), *member.rest.tokens]),
+            logprobs=_ends(member.logprobs, head, tail),
+            teacher=_ends(member.teacher, head, tail) if member.teacher else [],
         )
 
     async def _stretch(self, tokens: Sequence[int]) -> Stretch:
         head, tail = kept(len(tokens), self._most)
         left_out = len(tokens) - head - tail
-        some = [*tokens[:head], *tokens[len(tokens) - tail :]] if left_out else list(tokens)
+        some = _ends(tokens, head, tail)
         return Stretch(tokens=some, pieces=await self._pieces.of(some), left_out=left_out, after=head if left_out else 0)
 
 
@@ -153,23 +132,6 @@ def samples_of(config: Config, pieces: Pieces, step: int) -> Samples | None:
     return Samples(file, choice_of(config), pieces, records.MOST_TOKENS)
 
 
-def _roles(part: SampledPart, forked: int) -> list[tuple[Role, int]]:
-    """Return the (role, size) of each stretch that is not empty; adjacent responses (an interrupted one was continued) are one. Responses
-    within the first `forked` tokens, which another path trains, are context: observations."""
-    sizes: list[tuple[Role, int]] = []
-    shared = len(part.turns) - len(part.own(forked))
-    for i, turn in enumerate(part.turns):
-        sizes += [("observation" if i else "prompt", len(turn.given)), ("observation" if i < shared else "response", len(turn.tokens))]
-    sizes.append(("observation" if part.turns else "prompt", len(part.given)))
-    some = [(role, size) for role, size in sizes if size]
-    return [(role, sum(size for _, size in same)) for role, same in groupby(some, key=lambda one: one[0])]
-
-
-def _sampled(roles: Sequence[tuple[Role, int]]) -> np.ndarray:
-    """Return bool[T]: whether the token was sampled."""
-    return np.repeat([role == "response" for role, _ in roles], [size for _, size in roles])
-
-
-def _versions(turns: Sequence[SampledTurn]) -> list[tuple[int, int]]:
-    spans = [(int(s.version) if s.version.isdecimal() else -1, s.end - s.start) for turn in turns for s in turn.spans]
-    return [(version, sum(size for _, size in same)) for version, same in groupby(spans, key=lambda one: one[0])]
+def _ends(values: Sequence[T], head: int, tail: int) -> list[T]:
+    """Return the first `head` and last `tail` values."""
+    return [*values[:head], *values[len(values) - tail :]]

@@ -11,7 +11,7 @@ mixed chunks. Contexts cost nothing: `t0` and `b0` are measured at the usual len
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
@@ -43,7 +43,6 @@ class DecodingEngine(Generic[R]):
     Args:
         step_s: seconds of a step by the number of requests.
         prefill_s: seconds of a pass over the prompts that have arrived.
-        live: the requests that count; an entry of the heap for any other is void.
 
     Attributes:
         clock: steps done, at time `since`. During a prefill `since` lies in the future.
@@ -51,12 +50,12 @@ class DecodingEngine(Generic[R]):
         tokens, busy: tokens sampled, and seconds with a request, until `since`.
     """
 
-    __slots__ = ("_heap", "_live", "_prefill_s", "_prefilled", "_step_s", "busy", "clock", "load", "since", "tokens")
+    __slots__ = ("_heap", "_prefill_s", "_prefilled", "_step_s", "busy", "clock", "load", "since", "tokens")
 
-    def __init__(self, step_s: Sequence[float], prefill_s: float, live: Container[R]) -> None:
+    def __init__(self, step_s: Sequence[float], prefill_s: float) -> None:
         self.clock = self.since = self.tokens = self.busy = 0.0
         self.load = 0
-        self._step_s, self._prefill_s, self._live = step_s, prefill_s, live
+        self._step_s, self._prefill_s = step_s, prefill_s
         self._prefilled = -1.0
         self._heap: list[tuple[float, int, R, float]] = []
 
@@ -76,12 +75,9 @@ class DecodingEngine(Generic[R]):
 
     def next_event(self) -> float:
         """Return the time of `happen`, if nothing else happens before; inf without requests."""
-        heap, live = self._heap, self._live
-        while heap and heap[0][2] not in live:
-            heappop(heap)
-        if not heap:
+        if not self._heap:
             return math.inf
-        left = heap[0][0] - self.clock
+        left = self._heap[0][0] - self.clock
         return self.since + (left if left > 0.0 else 0.0) * self._step_s[self.load]
 
     def happen(self, now: float) -> tuple[R, Span]:
@@ -93,11 +89,6 @@ class DecodingEngine(Generic[R]):
             self.clock = end
         self.load -= 1
         return request, (start, end)
-
-    def remove(self, request: R, now: float) -> None:
-        """Give up a request, which is not live any more."""
-        self.advance(now)
-        self.load -= 1
 
     def read_clock(self, now: float) -> float:
         """Return the steps done until now."""

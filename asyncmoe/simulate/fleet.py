@@ -30,9 +30,8 @@ class Fleet(Generic[R]):
 
     def __init__(self, engines: int, slots: int, step: StepTime, prefill_s: float = 0.0, limit: int | None = None) -> None:
         self.free = min(engines * slots, limit or engines * slots)
-        self._at: dict[R, int] = {}
         step_s = [step(batch) for batch in range(slots + 1)]
-        self._engines: list[DecodingEngine[R]] = [DecodingEngine(step_s, prefill_s, self._at) for _ in range(engines)]
+        self._engines: list[DecodingEngine[R]] = [DecodingEngine(step_s, prefill_s) for _ in range(engines)]
         self._by_load: list[set[int]] = [set(range(engines)), *(set() for _ in range(slots))]
         self._lowest = 0
         self._stamp = [0] * engines
@@ -59,7 +58,6 @@ class Fleet(Generic[R]):
         number = by_load[load].pop()
         by_load[load + 1].add(number)
         self._placed += 1
-        self._at[request] = number
         self.free -= 1
         self._engines[number].add(request, tokens, now, self._placed)
         self._changed.add(number)
@@ -82,16 +80,8 @@ class Fleet(Generic[R]):
         now, _, number = heappop(self._next)
         self._changed.add(number)
         request, span = self._engines[number].happen(now)
-        del self._at[request]
         self._left(number)
         return request, number, span
-
-    def cancel(self, request: R, now: float) -> None:
-        """Remove a request, if an engine has it."""
-        if (number := self._at.pop(request, None)) is not None:
-            self._engines[number].remove(request, now)
-            self._changed.add(number)
-            self._left(number)
 
     def clocks(self, now: float) -> Floats:
         """Return the number of steps each engine has done."""

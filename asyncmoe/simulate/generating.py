@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from asyncmoe.engines.scheduling import PATIENCE, Lengths, ScheduledRequest, Waiting
-from asyncmoe.queue.rounds import Rounds
 from asyncmoe.simulate.decoding import Span
 from asyncmoe.simulate.fleet import Fleet
 from asyncmoe.simulate.plant import Plant
@@ -36,9 +35,6 @@ class SimulatedEngines:
         )
         self._started = 0
         self._waiting = waiting_of(plant)
-        self._rounds: Rounds[list[Episode]] = Rounds(plant.groups_per_step, 1.0 if state.mode == "async" else plant.tail_batching)
-        self._round: list[SimulatedGroup] = []
-        self._again: deque[list[Episode]] = deque()
         self._served_at: list[list[float]] = [self._fleet.clocks(0.0).tolist()]
 
     def start_groups(self) -> None:
@@ -46,36 +42,8 @@ class SimulatedEngines:
         state = self._state
         if count := self._may_start():
             state.ledger = state.ledger.start(count * self._size)
-            if not self._rounds.is_off:
-                count += self._begin_or_go_on(count)
             self._start(count)
         self._place()
-
-    def _begin_or_go_on(self, count: int) -> int:
-        """Let the round start so many groups; return how many spare ones start besides."""
-        if not self._rounds.is_over:
-            self._rounds = self._rounds.start(count)
-            return 0
-        self._rounds, again = self._rounds.begin(count)
-        self._again.extend(again)
-        self._round.clear()
-        if spare := self._rounds.spare:
-            self._state.ledger = self._state.ledger.start_spare(spare * self._size)
-        return spare
-
-    def completed(self) -> None:
-        """Note that a group is complete; with tail batching, put off the others of a round that needs no more."""
-        if self._rounds.is_off:
-            return
-        self._rounds = self._rounds.complete_one()
-        if not self._rounds.is_over or not self._rounds.spare:
-            return
-        late = [group for group in self._round if group.left]
-        for group in late:
-            self._cancel(group)
-            self._state.ledger = self._state.ledger.discard_spare(self._size)
-            self._state.trace.dropped["deferred"] += self._size
-        self._rounds = self._rounds.put_off([group.episodes for group in late])
 
     def next_event(self) -> float:
         """Return the time at which the next turn is complete; inf if there is none."""
@@ -94,12 +62,6 @@ class SimulatedEngines:
             self._hand_over(response)
         self._place()
 
-    def _cancel(self, group: SimulatedGroup) -> None:
-        group.lost = True
-        for member in group.members:
-            self._fleet.cancel(member, self._clock.engine_time)
-        group.end()
-
     def land(self) -> None:
         """Serve the version of the state."""
         self._served_at.append(self._fleet.clocks(self._clock.engine_time).tolist())
@@ -111,11 +73,9 @@ class SimulatedEngines:
 
     def _start(self, count: int) -> None:
         for _ in range(count):
-            group = SimulatedGroup(self._again.popleft() if self._again else next(self._groups), self._started)
+            group = SimulatedGroup(next(self._groups), self._started)
             self._started += 1
             self._waiting.extend(group.members)
-            if not self._rounds.is_off:
-                self._round.append(group)
 
     def _may_start(self) -> int:
         """Return how many groups may start now: at most a batch less what is under way, in modes that start whole batches."""
@@ -141,8 +101,6 @@ class SimulatedEngines:
         now, version = self._clock.engine_time, self._state.version
         while waiting and fleet.free > 0:
             response = waiting.popleft()
-            if response.group.lost:
-                continue
             response.version, response.group.oldest = version, min(version, response.group.oldest)
             fleet.place(response, response.turns[response.turn], now)
 

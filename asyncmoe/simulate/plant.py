@@ -93,11 +93,6 @@ class Plant(Section):
         None,
         description="Requests in flight over all engines, as `rollout.max_concurrent`; at most as many as there are slots. null: so many.",
     )
-    tail_batching: Annotated[float, Field(ge=1, le=4), FINITE, NUMBER] = Field(
-        1.0,
-        description="Modes sync and one_step_off: prompts that a round starts, as a multiple of groups_per_step. When groups_per_step are "
-        "complete, the others are cancelled; once they are as many, they have a round of their own (RollPacker, arXiv 2509.21009). 1: off.",
-    )
     steps: Positive = Field(40, description="Training steps to simulate; speeds leave out the first 2 * (max_staleness + 1), at most half.")
     seed: NonNegative = Field(0, description="Seed of every random draw; the same seed gives the same result.")
     engines: PlantEngines = PlantEngines()

@@ -68,12 +68,9 @@ def read_recorded(run_dir: Path) -> RecordedRun:
 
 
 def _groups(path: Path) -> Iterator[list[SampledMember]]:
-    """The whole trajectories of each group that has any.
-
-    A group that tail batching put off has only its shortest; it counts when it was sampled again.
-    """
+    """The whole trajectories of each group that has any."""
     for record, _ in lines(path):
-        if isinstance(record, SampledGroup) and record.reason != "deferred":
+        if isinstance(record, SampledGroup):
             whole = [one for one in record.members if one.digest is not None and _sampled(one)]
             if whole:
                 yield whole
@@ -102,7 +99,6 @@ def _sizes(config: Config) -> dict[str, Any]:
         "engines.count": config.engines.count,
         "engines.gpus": config.engines.tp,
         "engines.max_running": config.engines.max_running,
-        "tail_batching": config.rollout.tail_batching,
         "engines.order": config.rollout.order,
         "trainer.gpus": config.trainer.ranks,
         "scoring.concurrency": config.scoring.concurrency,

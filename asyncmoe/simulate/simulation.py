@@ -86,7 +86,6 @@ class Simulation:
 
     def _scored(self, group: SimulatedGroup) -> None:
         self._queue.put(group)
-        self._engines.completed()
         self._fill()
 
     def _fill(self) -> None:

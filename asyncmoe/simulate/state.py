@@ -21,20 +21,19 @@ class SimulatedGroup:
         left: members not scored yet.
         oldest: version of the group's first sampled token.
         tokens: tokens of complete turns, by version.
-        lost: the group has been put off.
     """
 
-    __slots__ = ("episodes", "left", "lost", "members", "number", "oldest", "tokens")
+    __slots__ = ("episodes", "left", "members", "number", "oldest", "tokens")
 
     def __init__(self, episodes: list[Episode], number: int) -> None:
         self.episodes, self.number = episodes, number
         self.members = [SimulatedResponse(self, episode) for episode in episodes]
-        self.left, self.lost = len(episodes), False
+        self.left = len(episodes)
         self.oldest: float = math.inf
         self.tokens: dict[int, float] = {}
 
     def end(self) -> None:
-        """Forget the members: the group is trained, dropped or put off. Without the cycle, both are freed at once."""
+        """Forget the members: the group is trained or dropped. Without the cycle, both are freed at once."""
         self.members = []
 
 

@@ -88,7 +88,6 @@ def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int,
     now, steps = trace.now, plant.steps - warm
     window = now.seconds - since.seconds
     counts: dict[str, Any] = {name: getattr(ledger, name) for name in ("started", "running", "queued", "leased", "trained", "dropped")}
-    counts["running"] += ledger.spare
     tokens = sum(trace.ages.values())
     return SimulatedRun(
         mode=mode,

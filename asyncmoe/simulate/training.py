@@ -82,16 +82,13 @@ class SimulatedScorer:
     def _start(self) -> None:
         while self._waiting and self._running < self._most:
             response = self._waiting.popleft()
-            if response.group.lost:
-                continue
             self._running += 1
             seconds = self._seconds * self._state.rng.lognormvariate(0.0, self._sigma)
             self._state.clock.after(seconds, lambda group=response.group: self._finish(group))  # type: ignore[misc]  # this iteration's
 
     def _finish(self, group: SimulatedGroup) -> None:
         self._running -= 1
-        if not group.lost:
-            self._scored(group)
+        self._scored(group)
         self._start()
 
     def _scored(self, group: SimulatedGroup) -> None:

@@ -52,6 +52,7 @@ class KeptLog(QueueLog):
         before = self.size
         await super().forget(floor)
         await self.worker.retain(self.state.payloads)
+        settled(self.payloads)
         return before - self.size
 
     async def put(self, queue: BoundedQueue, made: Sequence[Trajectory]) -> None:

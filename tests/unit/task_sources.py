@@ -77,11 +77,6 @@ class Sized(Capitals):
         return self.size
 
 
-class Both(Capitals):
-    def draw(self, random: Random) -> Example:
-        return self[0]
-
-
 class Neither:
     pass
 
@@ -127,10 +122,6 @@ def easy(row: dict[str, object]) -> bool:
     return row["level"] == "easy"
 
 
-def none(row: dict[str, object]) -> bool:
-    return False
-
-
 def maybe(row: dict[str, object]) -> object:
     return row["level"]
 
@@ -141,10 +132,6 @@ def fails(row: dict[str, object]) -> bool:
 
 def leaves(row: dict[str, object]) -> bool:
     sys.exit(3)
-
-
-def two(row: dict[str, object], other: int) -> bool:
-    return True
 
 
 def compared(row: dict[str, object]) -> object:

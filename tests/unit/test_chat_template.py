@@ -153,6 +153,6 @@ def test_variables_of_the_template(known: Tokenizer, tmp_path: Path) -> None:
 def test_prompts_and_answers_of_tools_that_would_be_lost_are_refused(known: Tokenizer) -> None:
     known._tokenizer.chat_template = ALONE
     with pytest.raises(DataError, match=r"^row 3, prompt\[1\]: got a message of the role system"):
-        Encoder(known, chat=True).prompt(Example([USER, {"role": "system", "content": "c"}, USER], "d"), "row 3")
+        Encoder(known, chat=True).prompt(Example([USER, {"role": "system", "content": "c"}, USER], "d", where="row 3"))
     with pytest.raises(DataError, match="a message of the role tool, which the chat template leaves out"):
         known.between(["4"])

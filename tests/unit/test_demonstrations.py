@@ -117,16 +117,6 @@ def test_the_first_demonstration_tells_of_a_wrong_return_value(
         asyncio.run(demonstrations(0))
 
 
-def test_a_demonstration_that_fails_gives_its_place_to_a_later_question(tokenizer: Tokenizer) -> None:
-    demonstrations = Demonstrations(Rows([]), teaching(tokenizer, Answers(failing="1")), TOTAL, MOST)
-    assert rows_of([asyncio.run(demonstrations(1))]) == [4]
-
-
-def test_a_scorer_may_give_the_rewards_of_an_environment_that_demonstrates(tokenizer: Tokenizer) -> None:
-    (made,) = asyncio.run(Demonstrations(Rows([]), teaching(tokenizer, Answers(None)), TOTAL, MOST)(0))
-    assert made.key == "d0.a0"
-
-
 @pytest.mark.parametrize("kind", ["single_turn", f"{__name__}:Answers"])
 def test_a_run_replaces_what_its_own_bounds_do_not_hold(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     make_model(tmp_path / "tiny", MadeModel(), seed=0)

@@ -21,9 +21,7 @@ from asyncmoe.rollout.evaluation import Evaluator, pass_chances
 from asyncmoe.rollout.tasks.encode import identity
 from asyncmoe.rollout.tasks.order import EVALUATION
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.telemetry.records import JsonLines, read_evaluations
 from asyncmoe.telemetry.rollout_schema import Evaluation
-from tests.unit.telemetry_runs import evaluation
 from tests.unit.test_evaluation import Setup
 
 
@@ -72,12 +70,6 @@ def test_training_never_asks_a_held_out_question(tmp_path: Path, tokenizer: Toke
     again = asked(tasks.load(config(task, prompts=10), tokenizer))
     assert again[1] == [held], "the same questions after a resume"
     assert asked(tasks.load(config(task, seed=1, prompts=10), tokenizer))[1] != [held]
-
-
-def test_without_evaluation_nothing_is_held_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = rows(tmp_path / "d.jsonl", *(f"q{n}" for n in range(4)))
-    training, sets = asked(tasks.load(config({"path": path}, every=0), tokenizer))
-    assert (len(training), sets) == (4, [])
 
 
 def test_a_mixture_holds_out_by_its_weights(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -190,11 +182,3 @@ def test_each_set_has_a_record_with_its_samples(tokenizer: Tokenizer) -> None:
     assert [(one.name, one.questions, one.episodes, one.samples) for one in (first, second)] == [("greedy", 6, 6, 1), ("many", 2, 6, 3)]
     assert (first.pass_at, second.pass_at) == ({"1": 1.0}, {"1": 1.0, "2": 1.0, "3": 1.0})
     assert Evaluator.__doc__ is not None
-
-
-def test_records_of_other_sets_stay(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "evaluation.jsonl") as file:
-        for version, name in ((10, "a"), (10, "b"), (12, "a"), (12, "b"), (14, "a"), (12, "a"), (12, "b")):
-            file.write(evaluation(version, 0.5, name=name))
-    found = [(one.version, one.name) for one in read_evaluations(tmp_path / "evaluation.jsonl")]
-    assert found == [(10, "a"), (10, "b"), (12, "a"), (12, "b")]

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
-import json
 import logging
 import os
-import random
 import shutil
-import signal
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -183,96 +180,7 @@ def test_damage_in_the_middle_is_one_line_and_a_torn_end_none(tmp_path: Path, ca
         filled(Home().log(tmp_path, "1"))
 
 
-# ---------------------------------------------------------------- files: kill -9 and power cuts
-
-
-CALLS = ("pwritev", "pwrite", "fsync", "fdatasync", "open", "unlink")
-"""Calls of the system that change what is on disk."""
-
-
-def kill_before(call: int, share: float) -> None:
-    """Have this process killed before one of its changes of the disk; if `share` > 0, when that share of one of its writes is written."""
-    count = -1
-
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def change(*arguments: Any, **more: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == call:
-                if share:
-                    fd, buffers, offset = arguments
-                    whole = b"".join(buffers)
-                    os.pwrite(fd, whole[: int(share * len(whole))], offset)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments, **more)
-
-        return change
-
-    for name in ["pwritev"] if share else CALLS:
-        setattr(os, name, counted(getattr(os, name)))
-
-
-def killed(folder: Path, kill: Callable[[], None], after_s: float | None = None) -> bool:
-    """Write payloads in a process of its own, which says what is durable; return whether it was killed."""
-    said = os.open(folder.with_suffix(".said"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    child = os.fork()
-    if not child:
-        try:
-            kill()
-            for begin in (0, len(SIZES)) if after_s is None else (0,):
-                asyncio.run(work(folder, said, begin, 1 if after_s is None else 16))
-        finally:
-            os._exit(0)
-    os.close(said)
-    if after_s is not None:
-        time.sleep(after_s)
-        os.kill(child, signal.SIGKILL)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-
-
-async def work(folder: Path, said: int, begin: int, tasks: int) -> None:
-    log = FileLog(folder, "run", "1", segment_bytes=256 if tasks == 1 else 1 << 20)
-    numbers = iter(range(begin, begin + len(SIZES))) if tasks == 1 else iter(range(1 << 30))
-
-    async def one() -> None:
-        for number in numbers:
-            size = SIZES[number % len(SIZES)] if tasks == 1 else number * 7919 % 50_000
-            position = await keep(log, payload(number, size))
-            os.write(said, json.dumps([number, size, position]).encode() + b"\n")
-
-    await asyncio.gather(*(one() for _ in range(tasks)))
-    if begin:
-        log.forget(log.end)
-    log.close()
-
-
-def check_killed(folder: Path) -> int:
-    """Whatever was durable is there, and only what was appended; return how much was."""
-    durable = [json.loads(line) for line in folder.with_suffix(".said").read_text().splitlines()]
-    with closing(FileLog(folder, "run", "1")) as log:
-        found = {at: bytes(data) for at, data in log.read()}
-        assert not log.damaged, folder
-        oldest = min((int(path.stem) for path in (folder / "1").glob("*.segment")), default=0)
-        for number, size, position in durable:
-            if position >= oldest or len(durable) < 2 * len(SIZES):
-                assert found[position] == payload(number, size), (folder, number)
-    return len(durable)
-
-
-def test_a_process_killed_at_any_change_of_the_disk_loses_nothing_that_was_durable(tmp_path: Path) -> None:
-    for share in (0.0, 0.5, 1.0):
-        call, going = 0, True
-        while going:
-            folder = tmp_path / f"{share:.0%}-{call}"
-            going = killed(folder, lambda call=call, share=share: kill_before(call, share))  # type: ignore[misc]
-            check_killed(folder)
-            call += 1
-        assert call > (13 if share else 40), "changes of the disk were counted"
-
-
-def test_a_process_killed_at_any_moment_loses_nothing_that_was_durable(tmp_path: Path) -> None:
-    draw = random.Random(1)
-    assert sum(check_killed(folder) for n in range(6) if killed(folder := tmp_path / str(n), lambda: None, draw.uniform(0.1, 0.3))) > 100
+# ---------------------------------------------------------------- files: power cuts
 
 
 class ForgetfulDisk:
@@ -338,16 +246,6 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in (*(tmp_path / "log").rglob("*"), tmp_path / "log")} == {0o700, 0o600}
 
 
-def test_nothing_is_left_behind_by_a_log_that_cannot_be_opened(tmp_path: Path) -> None:
-    filled(Home().log(tmp_path, "1"))
-    before = sorted(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        with pytest.raises(DataError, match="got the log of another run or version, expected this run's"):
-            Home().log(tmp_path, "1", run="another")
-    Home().log(tmp_path, "1").close()
-    assert sorted(os.listdir("/proc/self/fd")) == before
-
-
 def _in_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.write_text("")
 
@@ -359,23 +257,11 @@ def _without_locks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lockless)
 
 
-def _read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def refuse(path: Any, flags: int, *more: Any, **named: Any) -> int:
-        if flags & os.O_CREAT and str(folder) in str(path):
-            raise OSError(errno.EROFS, "Read-only file system")
-        return real(path, flags, *more, **named)
-
-    monkeypatch.setattr(os, "open", refuse)
-
-
 @pytest.mark.parametrize(
     ("spoil", "line"),
     [
         (_in_a_file, "the log: cannot write .*; "),
         (_without_locks, r"the log: cannot write .*; write to a local disk: this file system lacks locks.*log\.folder"),
-        (_read_only, "the log: cannot write .*Read-only file system.*mount it for writing"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path, spoil: Any, line: str, monkeypatch: pytest.MonkeyPatch) -> None:

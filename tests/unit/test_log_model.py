@@ -29,6 +29,7 @@ class Model:
         ended: episodes that were dropped or rejected.
         leases: what each step was answered.
         skips: why steps were skipped, in the lineage behind the newest weights.
+        stopped: groups that ran at a kill.
     """
 
     next: int = 0
@@ -41,6 +42,7 @@ class Model:
     frames: dict[int, bytes] = field(default_factory=dict)
     skips: dict[int, str] = field(default_factory=dict)
     step: int = 0
+    stopped: int = 0
     saved: list[int] = field(default_factory=lambda: [0])
 
 
@@ -116,6 +118,7 @@ class Program:
             return
         answer = tuple((item.key, item.weight) for item in leased.items)
         frames = await self.life.fetched(leased)
+        assert leased.replayed == (step in self.model.leases)
         assert self.model.leases.setdefault(step, answer) == answer, "a lease is replayed as it was"
         assert self.model.frames.setdefault(step, frames) == frames
         self.model.queued -= {item.group for item in leased.items}
@@ -149,7 +152,8 @@ class Program:
         ahead = [step for step in model.leases if step >= model.step]
         assert stats.depth == SIZE * len(model.queued)
         assert stats.leased == BATCH * len(ahead)
-        assert stats.running == 0
+        model.stopped += len(model.running)
+        assert (stats.running, stats.requeued.get("restart", 0)) == (0, SIZE * model.stopped)
         self.check_skips()
         model.waiting, model.running = list(model.order), []
         self.check_once()

@@ -249,30 +249,6 @@ def test_stages_that_cannot_be(layers: int, grid: MegatronParallel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grid", "engine"),
-    [
-        (MegatronParallel(tp=2, pp=2, ep=2, dp=2), EngineParallel(2, 2)),
-        (MegatronParallel(tp=2, ep=2, etp=2, dp=2, te=True), EngineParallel(8, 4)),
-    ],
-    ids=str,
-)
-@models
-def test_megatron_straight_to_engine(grid: MegatronParallel, engine: EngineParallel, hf: dict[str, Any]) -> None:
-    family = family_of(hf)
-    tensors = family.tensors(hf)
-    values = numbered(tensors)
-    ranks = [family.megatron_layout(hf, grid, rank, "int32") for rank in range(grid.world)]
-    engines = [family.sglang_layout(hf, engine, rank, "int32").at(100 + rank) for rank in range(engine.tp)]
-    made = plan(tensors, ranks, engines)
-    got = {layout.rank: blank(layout) for layout in engines}
-    run_ranks(made, {layout.rank: filled(layout, values) for layout in ranks}, got)
-    for layout in engines:
-        for name, expected in filled(layout, values).items():
-            np.testing.assert_array_equal(got[layout.rank][name], expected, err_msg=name)
-    assert made.wire_bytes == 4 * sum(p.box.size for layout in engines for p in layout.pieces if p.tensor in tensors)
-
-
-@pytest.mark.parametrize(
     "hf", [*MODELS.values(), variant(decoder_sparse_step=2, mlp_only_layers=[3])], ids=[*MODELS, "qwen3_moe-other-dense-layers"]
 )
 def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, hf: dict[str, Any]) -> None:

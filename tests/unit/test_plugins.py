@@ -22,7 +22,7 @@ from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import ConfigError, DataError, InvariantBroken, ProtocolError, UserError
 from asyncmoe.launch import local, plugin_probe
-from asyncmoe.models import families, make, qwen3_moe
+from asyncmoe.models import MegatronParallel, families, make, qwen3_moe
 from asyncmoe.platform.sglang.receiver_command import FAMILY_VARIABLE
 from asyncmoe.rpc.item import Item
 from asyncmoe.trainer import objective

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from asyncmoe.engines.types import Generation, VersionSpan
-from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected
+from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.rejections import MINIMUM, WINDOW, Rejections
+from asyncmoe.queue.rejections import WINDOW, Rejections
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer, demonstrate
@@ -181,31 +181,7 @@ def test_rejecting_everything_ends_the_run_with_the_reason() -> None:
     async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         raise TrajectoryRejected("scorer_error", "ZeroDivisionError: division by zero")
 
-    with pytest.raises(AsyncmoeError, match=r"all rejected.*scorer_error: ZeroDivisionError"):
-        produce(play, lambda held: asyncio.sleep(10))
-
-
-def test_an_engine_that_takes_many_groups_with_it_does_not_end_the_run() -> None:
-    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
-        if not place.attempt:
-            raise TrajectoryRejected("engine_died", "engine.3 is gone")
-        await asyncio.sleep(60)
-        raise AssertionError
-
-    async def body(held: BoundedQueue) -> None:
-        await until(lambda: held.stats().rejected.get("engine_died", 0) == 100 * GROUP)
-
-    made = BoundedQueue(capacity=100 * GROUP, batch=100 * GROUP, group_size=GROUP, max_staleness=0, demonstrations=0)
-    produce(play, body, made)
-
-
-def test_no_engine_left_ends_the_run() -> None:
-    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
-        if place.episode == 0:
-            raise TrajectoryRejected("engine_died", "engine.0")
-        raise EngineError("no engine is left")
-
-    with pytest.raises(EngineError, match="no engine is left"):
+    with pytest.raises(AsyncmoeError, match=r"^32 of the last 32 groups were rejected \(scorer_error 32\), .*: ZeroDivisionError"):
         produce(play, lambda held: asyncio.sleep(10))
 
 
@@ -253,11 +229,6 @@ def test_only_a_prefix_of_the_first_tokens_version_is_trusted() -> None:
     assert not held_back.is_pure
 
 
-def test_a_version_that_is_not_ours_is_rejected() -> None:
-    with pytest.raises(TrajectoryRejected, match=r"bad_version.*default"):
-        assembled(4, ("default", 0, 3))
-
-
 async def enough(held: BoundedQueue) -> None:
     await until(lambda: held.stats().depth == 64 * GROUP)
 
@@ -273,7 +244,7 @@ def one_in_three_fails(reason: str) -> Play:
 
 def test_more_rejected_groups_than_allowed_end_the_run_with_the_reason() -> None:
     wanted = (
-        r"^\d+ of the last 3\d groups were rejected \(scorer_error \d+\), more than rollout\.max_rejected_share = 0\.25 allows; "
+        r"^\d+ of the last \d+ groups were rejected \(scorer_error \d+\), more than rollout\.max_rejected_share = 0\.25 allows; "
         r"most recently: scorer_error: KeyError: 'x'$"
     )
     with pytest.raises(AsyncmoeError, match=wanted):
@@ -298,11 +269,3 @@ def test_only_the_last_groups_count() -> None:
         state = state.note("")
     assert not state.exceeded
     assert str(state) == f"{WINDOW // 2} of the last {WINDOW} groups were rejected (scorer_nan {WINDOW // 2})"
-
-
-def test_a_few_groups_say_nothing() -> None:
-    state = Rejections(0.0)
-    for _ in range(MINIMUM - 1):
-        state = state.note("scorer_nan")
-    assert not state.exceeded
-    assert state.note("").exceeded

@@ -325,16 +325,6 @@ async def test_demonstrations_have_a_lane_of_their_own() -> None:
     assert held.ledger.started == 0
     assert held.trained_steps == 2
     assert held.stats().demonstrations == 1
-    with pytest.raises(ConfigError, match=r"warmup\.steps"):
-        await queue().put_demonstrations([pack([demonstration(0)], 0)])
-
-
-@asynchronous
-async def test_sizes_with_which_nothing_could_be_leased_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"queue\.capacity: got 3, expected at least one step's batch of 4"):
-        queue(capacity=3)
-    with pytest.raises(ConfigError, match="batch: got 5, expected a multiple of the group size 2"):
-        queue(batch=5)
 
 
 # ---------------------------------------------------------------- service

@@ -3,100 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncmoe.errors import DataError, ProtocolError, StorageError, UserError
+from asyncmoe.errors import DataError, ProtocolError
 from asyncmoe.log.files import HEADER_BYTES
 from asyncmoe.log.log import HEAD_BYTES
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import pack
-from asyncmoe.queue.service import QueueService
 from asyncmoe.queue.start_order import Start
-from asyncmoe.rpc.messages import Commit
-from tests.disks import mounted
 from tests.unit.log_lives import BACKENDS, BATCH, SIZE, Home, Life, home, homes, in_loop, live  # noqa: F401
 from tests.unit.test_queue_model import make_group
 
 FILES = Home()
-
-
-@BACKENDS
-def test_everything_of_a_killed_run_goes_on(home: Home, tmp_path: Path) -> None:  # noqa: F811
-    async def body() -> None:
-        life = await live(home, tmp_path / "run")
-        for number in (0, 2, 1, 3, 5, 4):
-            await life.group(number, (0, 1) if number == 5 else (0, 0))
-        life.begin(6)
-        life.begin(7)
-        await life.lease(0)
-        life.queue.commit(0)
-        life.queue.set_version(1)
-        leased = await life.lease(1)
-        frames = await life.fetched(leased)
-        life.queue.rejected(SIZE, "scorer_nan")
-        life.log.ended(6)
-        again = await live(home, life.kill(tmp_path / "again"), 1)
-        assert (again.starts, again.next) == ([Start(7)], 8)
-        ledger = again.queue.ledger
-        assert (ledger.started, ledger.trained, ledger.leased, ledger.queued, ledger.rejected) == (16, 4, 4, 4, 2)
-        assert again.queue.stats().requeued == {"restart": 2}
-        answers = [await again.lease(1) for _ in range(2)]
-        assert answers[0].items == leased.items == answers[1].items
-        assert (leased.lineage, answers[0].lineage) == (0, 1)
-        assert await again.fetched(answers[1]) == frames
-        again.queue.commit(1)
-        assert [item.group for item in (await again.lease(2)).items] == [5, 5, 4, 4]
-        with pytest.raises(UserError, match=r"^log: got .*, in use by another process \(process \d+ on .*\), expected one controller"):
-            home.opened(tmp_path / "again")
-        again.log.close()
-
-    in_loop(body())
-
-
-def test_no_decision_depends_on_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter(range(10**9, 0, -(10**6)))
-    monkeypatch.setattr("time.time", lambda: float(next(times)))
-
-    async def body() -> None:
-        life = await live(FILES, tmp_path / "run")
-        for number in range(3):
-            await life.group(number)
-        await life.lease(0)
-        again = await live(FILES, life.kill(tmp_path / "again"))
-        assert [item.group for item in (await again.lease(0)).items] == [0, 0, 1, 1]
-        assert again.queue.stats().depth == SIZE
-        again.log.close()
-
-    in_loop(body())
-
-
-def test_a_skipped_batch_stays_so_before_the_checkpoint_and_is_decided_anew_after_it(tmp_path: Path) -> None:
-    """Killed before and after the replay: the ledger adds up each time, and no skip leaves it twice."""
-
-    async def body() -> None:
-        life = await live(FILES, tmp_path / "0")
-        for step in range(3):
-            await life.train(step, ("anomaly_loss", "anomaly_age", "anomaly_loss")[step])
-        for number in range(2):
-            life = await live(FILES, life.kill(tmp_path / str(number + 1)), 1)
-            assert life.queue.stats().dropped == {"anomaly_loss": BATCH}
-            ledger = life.queue.ledger
-            assert (ledger.started, ledger.trained, ledger.skipped, ledger.leased) == (3 * BATCH, 0, BATCH, 2 * BATCH)
-        for step, why in ((1, ""), (2, "anomaly_loss")):
-            await life.lease(step)
-            life.queue.commit(step, why)
-        assert life.queue.stats().dropped == {"anomaly_loss": 2 * BATCH}
-        last = await live(FILES, life.kill(tmp_path / "3"), 3)
-        ledger = last.queue.ledger
-        assert (ledger.started, ledger.trained, ledger.skipped, ledger.leased) == (3 * BATCH, BATCH, 2 * BATCH, 0)
-        last.log.close()
-
-    in_loop(body())
 
 
 @BACKENDS
@@ -111,40 +32,6 @@ def test_a_lease_is_answered_only_once_it_is_durable(home: Home, tmp_path: Path)
         again = await live(home, tmp_path / "copy")
         assert again.queue.stats().leased == BATCH
         assert (await again.lease(0)).items == leased.items
-        again.log.close()
-
-    in_loop(body())
-
-
-def test_one_wait_for_the_disk_serves_the_commits_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body() -> None:
-        life = await live(FILES, tmp_path)
-        service = QueueService(life.queue, run="run", config_digest="")
-        for number in range(2):
-            await life.group(number)
-        await life.lease(0)
-        changes, syncs = life.log._changes, list[int]()
-        assert changes is not None
-        monkeypatch.setattr(changes, "_sync", lambda sync=changes._sync: (syncs.append(1), sync()))
-        await asyncio.gather(*(service(Commit(0)) for _ in range(4)))
-        await service(Commit(0))
-        assert len(syncs) == 1
-        life.log.close()
-
-    in_loop(body())
-
-
-def test_what_starts_again_comes_before_new_groups_and_in_order(tmp_path: Path) -> None:
-    async def body() -> None:
-        life = await live(FILES, tmp_path / "run", rule="requeue")
-        await life.group(0)
-        life.begin(1)
-        life.begin(2)
-        life.queue.rejected(SIZE, "engine_died")
-        life.log.again(Start(1, 1, 1))
-        again = await live(FILES, life.kill(tmp_path / "again"))
-        assert again.starts == [Start(2), Start(1, 1, 1)]
-        assert again.next == 3
         again.log.close()
 
     in_loop(body())
@@ -173,22 +60,22 @@ def test_what_was_too_old_stays_so(tmp_path: Path, rule: Any, starts: list[Start
 def test_a_run_goes_back_to_an_older_checkpoint_and_no_further(home: Home, tmp_path: Path) -> None:  # noqa: F811
     async def body() -> None:
         life = await live(home, tmp_path / "run")
-        answers = [await life.train(step) for step in range(4)]
-        assert await life.log.forget(2) > 0
+        answers = [await life.train(step) for step in range(8)]
+        assert await life.log.forget(6) > 0
         size = life.log.size
         home.copy(tmp_path / "run", tmp_path / "far")
-        again = await live(home, life.kill(tmp_path / "again"), 2)
+        again = await live(home, life.kill(tmp_path / "again"), 6)
         assert again.log.size <= size + (1 << 12)
-        for step in (2, 3):
+        for step in (6, 7):
             assert (await again.lease(step)).items == answers[step].items
             again.queue.commit(step)
-        assert again.queue.ledger.trained == 4 * BATCH
+        assert again.queue.ledger.trained == 8 * BATCH
         again.log.close()
         far = home.opened(tmp_path / "far")
-        with pytest.raises(DataError, match=r"got a log of steps 2 to 4, expected step 1, .*; delete log .*: what was queued"):
-            far.begin(1, 0, BATCH, 0)
-        with pytest.raises(DataError, match="expected step 5, where the checkpoint is"):
+        with pytest.raises(DataError, match=r"got a log of steps 6 to 8, expected step 5, .*; delete log .*: what was queued"):
             far.begin(5, 0, BATCH, 0)
+        with pytest.raises(DataError, match="expected step 9, where the checkpoint is"):
+            far.begin(9, 0, BATCH, 0)
         far.close()
 
     in_loop(body())
@@ -211,97 +98,12 @@ def test_space_is_bounded(home: Home, tmp_path: Path) -> None:  # noqa: F811
     in_loop(body())
 
 
-@BACKENDS
-def test_a_full_log_is_one_line_and_loses_nothing(home: Home, tmp_path: Path) -> None:  # noqa: F811
-    async def body() -> None:
-        full, put = home.opened(tmp_path / "run", max_bytes=12000), list[int]()
-        full.begin(0, 0, BATCH, 0)
-        held = BoundedQueue(capacity=64, batch=BATCH, group_size=SIZE, max_staleness=99, log=full)
-
-        async def fill() -> None:
-            for number in range(60):
-                held.started(SIZE)
-                full.begun(Start(number))
-                await full.put(held, make_group(number, SIZE, [0, 0]))
-                put.append(number)
-
-        with pytest.raises(StorageError, match=r"^log\.max_bytes: [^\n]*$"):
-            await fill()
-        full.close()
-        again = home.opened(tmp_path / "run")
-        assert len(again.begin(0, 0, BATCH, 0).queued) == len(put) > 0
-        again.close()
-
-    in_loop(body())
-
-
-def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
-    async def fill(life: Life, put: list[int]) -> None:
-        for number in range(4000):
-            life.begin(number)
-            await life.put(make_group(number, SIZE, [life.queue.version] * 2))
-            put.append(number)
-            if number % 2:
-                await life.lease(number // 2)
-                life.queue.commit(number // 2)
-                life.queue.set_version(number // 2 + 1)
-
-    async def body(disk: Path) -> None:
-        life, put = await live(FILES, disk / "run"), list[int]()
-        with pytest.raises(StorageError, match=r"^the log.*(ENOSPC|No space)[^\n]*make room there[^\n]*$"):
-            await fill(life, put)
-        with suppress(StorageError):
-            life.log.close()
-        (disk / "ballast").unlink()
-        again = await live(FILES, disk / "run")
-        state = again.log.state
-        assert state.next >= len(put) > 0
-        assert all(state.groups[number].place is not None for number in put)
-        assert len(state.leases) >= len(put) // 2
-        again.log.close()
-
-    with mounted(tmp_path / "disk", "2m") as disk:
-        (disk / "ballast").write_bytes(bytes(1 << 20))
-        in_loop(body(disk))
-
-
 # ---------------------------------------------------------------- a trainer that is lost alone
 
 
 async def back_to(life: Life, step: int) -> None:
     life.queue.trainer_lost()
     life.queue.reopen(step, life.log.reopening(step, 0, BATCH))
-
-
-@BACKENDS
-def test_a_lost_trainer_gets_the_same_batches_while_groups_go_on_to_be_queued(home: Home, tmp_path: Path) -> None:  # noqa: F811
-    async def body() -> None:
-        life = await live(home, tmp_path / "run")
-        leases = [await life.train(step) for step in range(3)]
-        for number in (6, 7):
-            await life.group(number, (3, 3))
-        leases.append(await life.lease(3))  # it was lost while it trained on this one
-        life.begin(8)
-        await back_to(life, 1)
-        await life.put(make_group(8, SIZE, [3, 3]))
-        assert (life.queue.trained_steps, life.queue.version, life.log.history) == (1, 3, 1)
-        ledger = life.queue.ledger
-        assert (ledger.trained, ledger.leased, ledger.queued, ledger.running) == (BATCH, 3 * BATCH, SIZE, 0)
-        for step in (1, 2, 3):
-            again = [await life.lease(step) for _ in range(2)]
-            assert again[0] == again[1]
-            assert (again[0].items, again[0].lineage, again[0].replayed) == (leases[step].items, 1, True)
-            await life.fetched(again[0])
-            life.queue.commit(step)
-        await life.group(9, (3, 3))
-        new = await life.lease(4)
-        assert ({item.group for item in new.items}, new.replayed) == ({8, 9}, False)
-        assert life.queue.ledger.trained == 4 * BATCH
-        later = await live(home, life.kill(tmp_path / "again"), 4)
-        assert (later.queue.ledger.trained, later.queue.ledger.leased, later.log.history) == (4 * BATCH, BATCH, 2)
-        later.log.close()
-
-    in_loop(body())
 
 
 def test_what_the_lost_trainer_waits_for_is_refused_and_takes_nothing_from_the_next_one(tmp_path: Path) -> None:
@@ -345,22 +147,6 @@ def test_a_batch_that_is_read_for_a_trainer_that_is_lost_is_read_again_for_the_n
         for step in range(2):
             assert (await life.lease(step)).items == leases[step].items
             life.queue.commit(step)
-        life.log.close()
-
-    in_loop(body())
-
-
-def test_a_checkpoint_that_the_log_does_not_reach_changes_nothing(tmp_path: Path) -> None:
-    async def body() -> None:
-        life = await live(FILES, tmp_path / "run")
-        leases = [await life.train(step) for step in range(3)]
-        await life.log.forget(2)
-        before = life.queue.stats()
-        with pytest.raises(DataError, match="got a log of steps 2 to 3, expected step 1"):
-            await back_to(life, 1)
-        assert life.queue.stats() == before
-        await back_to(life, 2)
-        assert (await life.lease(2)).items == leases[2].items
         life.log.close()
 
     in_loop(body())
@@ -449,19 +235,6 @@ def test_groups_of_weights_that_a_damaged_lease_made_start_again(tmp_path: Path)
         again.queue.commit(0)
         again.queue.set_version(1)
         assert [item.group for item in (await again.lease(1)).items] == [2, 2, 3, 3]
-        again.log.close()
-
-    in_loop(body())
-
-
-def test_a_deleted_log_begins_anew(tmp_path: Path) -> None:
-    async def body() -> None:
-        life = await live(FILES, tmp_path)
-        life.begin(0)
-        life.log.close()
-        shutil.rmtree(tmp_path / "log")
-        again = await live(FILES, tmp_path, 3)
-        assert (again.next, again.starts) == (6, [])
         again.log.close()
 
     in_loop(body())

@@ -7,55 +7,14 @@ import asyncio
 import pytest
 from test_config import refused, with_value
 from test_producer import BATCH, GROUP, Numbers, alone, respond, until
-from test_queue import asynchronous, filled, group
+from test_queue import asynchronous
 
-from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.start_order import Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Trajectory
-
-
-@asynchronous
-async def test_requeued_groups_are_counted_and_handed_out_once() -> None:
-    held = await filled(group(0, 9, oldest=4), group(1, 9), group(2, 9), rule="requeue")
-    granted = await held.lease(0, "rl", 4, 14, 0)
-    assert [item.group for item in granted.items] == [1, 1, 2, 2]
-    assert held.stats().requeued == {"stale": 2}
-    assert held.stats().dropped == {}
-    assert held.take_requeued() == [Start(0, 1)]
-    assert held.take_requeued() == []
-
-
-@asynchronous
-async def test_old_groups_weigh_less_and_too_old_ones_are_dropped() -> None:
-    groups = group(0, 9, oldest=2), group(1, 9, oldest=3), group(2, 9, oldest=5)
-    held = await filled(*groups, rule="downweight", downweight=0.5, drop_above=11)
-    granted = await held.lease(0, "rl", 4, 14, 0)
-    assert [(item.group, item.weight) for item in granted.items] == [(1, 0.25), (1, 0.25), (2, 1.0), (2, 1.0)]
-    assert granted.dropped == {"stale": 2}
-
-
-@asynchronous
-async def test_oversampling_keeps_the_first_and_counts_the_rest() -> None:
-    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
-        if place.group == 0 and place.episode == 1:
-            raise TrajectoryRejected("scorer_nan", "spared")
-        if place.group == 0 and place.episode == 2:
-            await asyncio.sleep(60)
-        return respond(prompt, place)
-
-    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
-    producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, oversample=2).run())
-    await until(lambda: held.stats().depth == BATCH)
-    leased = await held.lease(0, "rl", BATCH, 0, 1.0)
-    assert [item.key for item in leased.items if item.group == 0] == [f"g0.e{e}.a0.t0" for e in (0, 3, 4, 5)]
-    stats = held.stats()
-    assert (stats.started, stats.dropped, stats.rejected, stats.running) == (2 * (GROUP + 2), {"oversampled": 3}, {"scorer_nan": 1}, 0)
-    producing.cancel()
 
 
 @asynchronous
@@ -73,29 +32,12 @@ async def test_equal_rewards_are_left_out_and_the_prompts_go_on() -> None:
     producing.cancel()
 
 
-@asynchronous
-async def test_admitted_alone_a_spoiled_response_is_started_over_alone() -> None:
-    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
-        if place.group == 0 and place.episode == 1 and place.attempt == 0:
-            raise TrajectoryRejected("engine_error", "once")
-        return respond(prompt, place)
-
-    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
-    producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, unit="trajectory").run())
-    await until(lambda: held.stats().depth == BATCH)
-    assert held.stats().rejected == {"engine_error": 1}
-    items = (await held.lease(0, "rl", BATCH, 0, 1.0)).items
-    assert sorted(item.key for item in items if item.group == 0) == ["g0.e0.a0.t0", "g0.e1.a0.t1", "g0.e2.a0.t0", "g0.e3.a0.t0"]
-    producing.cancel()
-
-
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
         ("queue.staleness", {"rule": "downweight", "downweight": 0.5}, "a number above queue.staleness.max_staleness"),
         ("queue.staleness", {"rule": "downweight", "downweight": 0.5, "drop_above": 1}, "more than queue.staleness.max_staleness = 1"),
         ("queue.staleness.drop_above", 3, "nothing because queue.staleness.rule is drop"),
-        ("rollout", {"oversample": 60}, "at least rollout.group_size + rollout.oversample = 68"),
     ],
 )
 def test_policies_that_cannot_be_are_refused(path: str, value: object, expected: str) -> None:

@@ -31,7 +31,7 @@ def test_counts_by_reason_survive(tmp_path: Path) -> None:
     queue = QueueStats(3, 1, 2, 0, 9, 6, 4, {"stale": 1}, {"engine_died": 2}, {}, 0)
     pool = SimpleNamespace(generated_tokens=50, lost_tokens=1, recomputed_tokens=2, recalled_tokens=3)
     counted = figures()
-    recorder.write(queue, ["engine.0"], pool, counted.scoring, counted.tools)
+    recorder.write(queue, ["engine.0"], pool, scoring=counted.scoring, tools=counted.tools)
     recorder.close()
     (record,) = Tail(tmp_path / ROLLOUT).poll_as(Rollout)
     assert (record.version, record.queue_depth, record.generated_tokens) == (3, 1, 50)

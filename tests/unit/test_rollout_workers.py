@@ -169,11 +169,10 @@ def test_what_is_kept_of_an_episode_travels_unchanged(tmp_path: Path) -> None:
             assert trained
             for one in trained:
                 told = left[EpisodeId(one.group, one.episode, one.attempt)]
-                (part,) = told.parts
-                assert part.tokens == one.tokens.tolist()
-                sampled = np.concatenate([turn.logprobs for turn in part.turns])
-                np.testing.assert_array_equal(sampled, one.logprobs[one.loss_mask])
-                assert told.results[0, 0].digest == records.digest_of(one.tokens, one.logprobs)
+                (path,) = told.paths
+                assert [*path.prompt, *path.member.rest.tokens] == one.tokens.tolist()
+                assert path.member.logprobs == records.rounded(one.logprobs[one.loss_mask])
+                assert path.member.digest == records.digest_of(one.tokens, one.logprobs)
                 assert to_bytes(from_bytes(to_bytes(told))) == to_bytes(told)
 
     asyncio.run(run())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,13 +15,12 @@ import pytest
 
 from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.scoring import Sample, loading
-from asyncmoe.rollout.scoring.mathematics import score, self_score
+from asyncmoe.rollout.scoring.mathematics import check, score
 from asyncmoe.rollout.scoring.workers import InWorkers
 from asyncmoe.rollout.tasks.jsonl import read
 
 DATA = Path(__file__).parent / "data"
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
-REVIEW = [r"\sqrt{2}", "x^2+1", "B", r"\text{even}", r"\{1,2,3\}", "[0,1)", "(3, 4)"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,7 @@ CASES = list(_cases())
 def test_another_notation_is_right_and_another_answer_wrong(kind: str) -> None:
     for case in [case for case in CASES if case.kind == kind]:
         assert (score("", case.right, case.gold), score("", case.wrong, case.gold)) == (1.0, 0.0), case
-        assert (score("", case.gold, case.gold), self_score(case.gold)) == (1.0, 1.0), case
-
-
-def test_there_are_enough_and_those_of_the_review_are_among_them() -> None:
-    golds = {case.gold for case in CASES}
-    assert len(golds) >= 210
-    assert golds >= set(REVIEW)
+        assert score("", case.gold, case.gold) == 1.0, case
 
 
 def test_judged_pairs_are_scored_as_judged() -> None:
@@ -108,20 +100,7 @@ def test_answers_that_do_not_end_are_wrong_within_bounds() -> None:
 )
 def test_a_reference_beyond_the_bounds_is_refused(gold: str) -> None:
     with pytest.raises(ValueError, match="too long, too nested or too large"):
-        self_score(gold)
-
-
-@pytest.mark.parametrize(
-    "gold",
-    [
-        "+".join(f"{power + 2}x^{{{power}}}" for power in range(30)),
-        r"\begin{pmatrix}" + r" \\ ".join(" & ".join(str(row * column) for column in range(8)) for row in range(8)) + r"\end{pmatrix}",
-        ", ".join(map(str, range(40))),
-    ],
-)
-def test_a_long_reference_is_no_large_one(gold: str) -> None:
-    assert self_score(gold) == score("", rf"\boxed{{{gold}}}", gold) == 1.0
-    assert score("", rf"\boxed{{{re.sub(r'(?=[^0-9]*$)', '1', gold, count=1)}}}", gold) == 0.0
+        check(gold)
 
 
 OPERATIONS = ["{}^{{{}}}", r"\frac{{{}}}{{{}}}", "({})!+{}", r"\binom{{{}}}{{{}}}", r"\sqrt[{}]{{{}}}"]
@@ -162,7 +141,7 @@ def test_any_text_is_scored_without_an_exception_or_much_work() -> None:
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not beside this checkout")
 def test_every_answer_of_gsm8k_is_right_in_any_notation_and_another_is_wrong() -> None:
-    golds = sorted({row.example.answer for name in ("train", "test") for row in read(GSM8K / f"{name}.jsonl")})
+    golds = sorted({row.answer for name in ("train", "test") for row in read(GSM8K / f"{name}.jsonl")})
     assert len(golds) > 900
     for gold in golds:
         number = int(gold.replace(",", ""))

@@ -12,9 +12,8 @@ import pytest
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.scoring import Sample, Score, loading
-from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
-from asyncmoe.rollout.scoring.raised import Raised, ScorerRaised, raised_by
+from asyncmoe.rollout.scoring import Sample, loading
+from asyncmoe.rollout.scoring.raised import raised_by
 from tests.unit import scorers
 
 
@@ -54,50 +53,9 @@ def test_the_log_has_file_line_and_traceback_once(name: str, caplog: pytest.LogC
     found = scored(name, ["raise", "fine", "raise"], retries=1)
     assert found == [f"scorer_error: ValueError: cannot score this ({place(code)})"] * 2
     ((said),) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(f"the scorer raised at {place(code)}, which is said once:\nTraceback of ValueError (most recent call last):\n")
+    assert said.startswith(f"the scorer raised at {place(code)}, which is said once:\nTraceback (most recent call last):\n")
     assert code in said
     assert said.endswith("ValueError: cannot score this")
-    assert "asyncmoe/rollout" not in said
-
-
-def test_a_lost_connection_is_placed_too() -> None:
-    (said,) = scored("bad", ["no connection"])
-    assert said.startswith("scorer_unavailable: ")
-    assert said.endswith(f"the judge is not there ({place('raise ConnectionRefusedError')})")
-
-
-def test_a_message_of_any_length_is_cut(caplog: pytest.LogCaptureFixture) -> None:
-    assert len(scored("bad", ["long complaint"])[0]) < 1000
-    assert len(caplog.text) < 2500
-
-
-def test_without_an_exception_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert scored("length", ["a"]) == []
-    assert caplog.text == ""
-
-
-def test_places_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    class Everywhere:
-        width = 1
-
-        def __init__(self) -> None:
-            self.asked = 0
-
-        async def call(self, sample: Sample) -> object:
-            self.asked += 1
-            raise ScorerRaised("scorer_error", Raised(f"a.py:{self.asked}", "E: no", "trace\n"))
-
-        async def close(self) -> None:
-            """Nothing is open."""
-
-    async def run() -> None:
-        made = LimitedScorer("the scorer", Everywhere(), lambda answer, sample: Score(0.0), ScoringLimits(1, 10.0, 0, 0.0))
-        for _ in range(100):
-            with pytest.raises(TrajectoryRejected):
-                await made.score(Sample("", "", ""))
-
-    asyncio.run(run())
-    assert len(caplog.records) == 32
 
 
 def test_wrong_arguments_are_placed_at_the_scorer() -> None:
@@ -110,18 +68,3 @@ def test_wrong_arguments_are_placed_at_the_scorer() -> None:
         raised = raised_by(error.with_traceback(None), scorer)
     assert raised.at == f"tests/unit/test_scoring_raised.py:{scorer.__code__.co_firstlineno}"
     assert "positional argument" in raised.said
-
-
-def test_a_deep_recursion_and_a_chain_of_causes_stay_short() -> None:
-    def deep(depth: int) -> None:
-        try:
-            deep(depth + 1)
-        except RecursionError as error:
-            raise ValueError("again") from error
-
-    try:
-        deep(0)
-    except (ValueError, RecursionError) as error:
-        raised = raised_by(error, deep)
-    assert len(raised.trace) <= 8000
-    assert "caused by" in raised.trace

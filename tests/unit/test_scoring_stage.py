@@ -126,19 +126,6 @@ def test_a_slow_judge_is_used_to_the_full_and_never_more() -> None:
     assert made.stats().in_flight == made.stats().waiting == 0
 
 
-def test_a_judge_that_is_narrower_than_allowed_is_not_given_more() -> None:
-    judge = takes(1.0)
-    judge.width = 2
-    made = stage(judge)
-
-    async def body() -> None:
-        await asyncio.gather(*(made.score(SAMPLE) for _ in range(6)))
-        assert now() == pytest.approx(3.0)
-
-    run(body())
-    assert judge.most == 2
-
-
 @pytest.mark.parametrize("reason", ["scorer_error", "scorer_timeout", "scorer_unavailable"])
 def test_what_may_pass_is_tried_again_after_a_pause_that_doubles(reason: str) -> None:
     judge = fails(reason, reason, None)
@@ -176,20 +163,6 @@ def test_garbage_is_not_asked_for_again(reason: str) -> None:
     assert len(judge.begun) == 1
 
 
-def test_others_have_their_turn_during_a_pause() -> None:
-    judge = fails("scorer_error", None)
-    made = stage(judge, concurrency=1, backoff_s=50.0)
-
-    async def body() -> None:
-        first = asyncio.create_task(outcome(made))
-        await asyncio.sleep(1.0)
-        assert await outcome(made) == 1.0
-        assert (now(), made.stats().waiting) == (1.0, 1)
-        assert await first == 1.0
-
-    run(body())
-
-
 def test_waiting_for_a_turn_counts_towards_the_deadline() -> None:
     made = stage(takes(6.0), concurrency=1, deadline_s=10.0)
 
@@ -205,17 +178,6 @@ def test_waiting_for_a_turn_counts_towards_the_deadline() -> None:
     run(body())
     assert made.stats().failed == {"scorer_timeout": 3}
     assert (made.stats().in_flight, made.stats().waiting) == (0, 0)
-
-
-def test_no_pause_goes_beyond_the_deadline() -> None:
-    judge = fails("scorer_unavailable")
-    made = stage(judge, deadline_s=5.0, backoff_s=20.0)
-
-    async def body() -> None:
-        assert await outcome(made) == "scorer_unavailable: call 0"
-        assert (now(), len(judge.begun)) == (0.0, 1)
-
-    run(body())
 
 
 def test_a_judge_that_comes_back_scores_all_that_waited(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,16 +15,13 @@ from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.scoring import loading, trial
-from asyncmoe.rollout.tasks import Gold, Prompt
-from asyncmoe.rollout.tasks.jsonl import read
+from asyncmoe.rollout.tasks import Example, Prompt
 from asyncmoe.rollout.tasks.order import ListedTask
 from asyncmoe.rollout.workers import service
 from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import NOTHING
 from tests.prompts import jsonl
-
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
 
 class Characters:
@@ -123,18 +119,13 @@ def test_evaluation_sets_that_nothing_asks_are_said(
 def test_an_answer_that_is_no_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^scoring\.scorer: got builtins:print, which failed: .*expected a score of the first prompt's"):
         serve(monkeypatch, tmp_path, config(tmp_path, scorer="builtins:print"))
-    with pytest.raises(ConfigError, match=r"returned NoneType None, expected a score of the first prompt's own answer: a number$"):
+    with pytest.raises(ConfigError, match=r"returned NoneType None instead of a number, expected a score"):
         serve(monkeypatch, tmp_path, config(tmp_path, scorer="builtins:print"))
 
 
 def test_an_endpoint_that_is_not_there_names_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"start it first, or set scoring\.try_first=false if it is ready only later$"):
         serve(monkeypatch, tmp_path, config(tmp_path, scorer="http://127.0.0.1:9/score"))
-
-
-def test_a_slow_scorer_names_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"took longer than 0\.05 s.*raise scoring\.timeout_s"):
-        serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:slowly", timeout_s=0.05))
 
 
 def questions(path: Path, *answers: str) -> ListedTask:
@@ -156,34 +147,8 @@ def test_answers_that_do_not_equal_themselves_are_named_with_their_lines(monkeyp
     assert "\n" not in said
 
 
-def test_another_scorer_reads_answers_as_it_likes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(Started):
-        serve(monkeypatch, tmp_path, config(tmp_path, "jsonl", scorer="exact"), questions(tmp_path / "d.jsonl", "$$"))
-
-
-def test_answers_that_only_the_same_text_equals_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(trial.check_golds([Gold("a line 1", r"3 \bmod 4"), Gold("a line 2", "5")], "task.path", 60.0))
-    assert [record.message for record in caplog.records] == [
-        r"task.path: math_verify reads no expression in some answers, so only the same text equals them: a line 1 '3 \\bmod 4'"
-    ]
-
-
-def test_a_check_without_time_says_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(trial.check_golds((Gold(f"a line {number}", str(number)) for number in range(1000)), "task.path", -1.0))
-    assert "no time to check 1000 distinct answers" in caplog.text
-
-
 def test_many_wrong_answers_and_long_ones_stay_one_short_line() -> None:
-    golds = [Gold(f"a line {number}", "(" * (9_000 + number)) for number in range(100)]
+    golds = [Example("q", "(" * (9_000 + number), where=f"a line {number}") for number in range(100)]
     with pytest.raises(UserError, match="and 95 more") as error:
-        asyncio.run(trial.check_golds(golds, "task.path", 60.0))
+        asyncio.run(trial.check_golds(golds, "task.path"))
     assert len(str(error.value)) < 1500
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not beside this checkout")
-def test_every_answer_of_gsm8k_equals_itself(thorough: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Without --thorough a sample of them."""
-    golds = [Gold(row.where, row.example.answer) for name in ("train", "test") for row in read(GSM8K / f"{name}.jsonl")]
-    golds = golds if thorough else Random(23).sample(golds, 100)
-    asyncio.run(trial.check_golds(golds, "task.path", 120.0))
-    assert caplog.text == ""

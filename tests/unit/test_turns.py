@@ -9,10 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from asyncmoe.errors import StorageError
 from asyncmoe.log.turns import EpisodeKey, Turns
 from tests.unit.log_lives import Home, settled
 
@@ -86,23 +83,6 @@ def test_a_group_that_is_over_frees_its_segments(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_answers_that_cannot_be_let_go_of_end_the_next_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(below: int) -> int:
-        raise StorageError("the log: read-only file system")
-
-    async def run() -> None:
-        with opened(tmp_path, {}) as store:
-            await store.record(KEY, b"a", b"one")
-            monkeypatch.setattr(store._log, "_forget", refused)
-            store.over(KEY.group)
-            settled(store._log)
-            store.over(KEY.group + 1)
-            with pytest.raises(StorageError, match="read-only"):
-                await store.record(KEY, b"a", b"two")
-
-    asyncio.run(run())
-
-
 def test_what_exceeds_the_bound_is_not_recorded_until_groups_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         with opened(tmp_path, {}, segment_bytes=1 << 20, max_bytes=40_000) as store:
@@ -120,29 +100,3 @@ def test_what_exceeds_the_bound_is_not_recorded_until_groups_end(tmp_path: Path,
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
-
-
-@settings(max_examples=25, deadline=None)
-@given(cut=st.integers(0, 3000), sizes=st.lists(st.integers(0, 600), min_size=1, max_size=8))
-def test_a_torn_file_loses_only_its_last_answers(tmp_path_factory: pytest.TempPathFactory, cut: int, sizes: list[int]) -> None:
-    folder = tmp_path_factory.mktemp("turns")
-
-    async def first() -> None:
-        with opened(folder, {}) as store:
-            for number, size in enumerate(sizes):
-                await store.record(KEY, b"%d" % number, bytes(size))
-
-    async def second() -> list[bool]:
-        with opened(folder, {3: 0}) as store:
-            found = [await store.recall(KEY, b"%d" % number) for number in range(len(sizes))]
-        assert all(answer in (None, bytes(size)) for answer, size in zip(found, sizes, strict=True))
-        return [answer is not None for answer in found]
-
-    asyncio.run(first())
-    newest = max((folder / "log" / "1.turns").glob("*.segment"), key=lambda path: path.stat().st_size)
-    whole = newest.stat().st_size
-    with newest.open("r+b") as file:
-        file.truncate(max(whole - cut, 64))
-    kept = asyncio.run(second())
-    assert kept == sorted(kept, reverse=True), "what is lost are the last ones"
-    assert all(kept) or cut

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import suppress
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 
 import aiohttp
 
@@ -61,7 +58,8 @@ class Poster:
         if reply.status != 200:
             detail = f"{self.url}: status {reply.status}: {text[:SHOWN].decode(errors='replace')}"
             if reply.status in _LATER:
-                raise Later(detail, _seconds(reply.headers.get("Retry-After", "")))
+                after = reply.headers.get("Retry-After", "")
+                raise Later(detail, float(after[:9]) if after.isdecimal() else 0.0)
             raise TrajectoryRejected(UNAVAILABLE if reply.status >= 500 or reply.status == _TIMED_OUT else GARBAGE, detail)
         if len(text) > max_bytes:
             raise TrajectoryRejected(GARBAGE, f"{self.url} answered with more than {max_bytes} bytes")
@@ -99,12 +97,3 @@ async def _bounded_body(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
         return await content.readexactly(max_bytes + 1)
     except asyncio.IncompleteReadError as error:
         return error.partial
-
-
-def _seconds(value: str) -> float:
-    """Return the seconds of a Retry-After header (RFC 9110, 10.2.3), which may be a date; 0 for none."""
-    if value.isdecimal():
-        return float(value[:9])
-    with suppress(ValueError):
-        return max((parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds(), 0.0)
-    return 0.0

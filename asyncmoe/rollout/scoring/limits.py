@@ -14,7 +14,6 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import count
 from random import Random
-from typing import Literal
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.parse_score import Read
@@ -26,8 +25,6 @@ log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 30.0
 _LEAST_PAUSE_S = 1.0
 """Between two calls beyond the `retries`, whatever the backoff: the judge may be away for long."""
-_MOST_PLACES = 32
-"""Places of a user's code of which the log has a traceback."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,15 @@ class ScoringLimits:
 
 @dataclass
 class _Progress:
-    """Progress of one sample. `last`: the failure of its previous attempt; `called`: seconds in calls so far."""
+    """Progress of one sample.
 
-    doing: Literal["turn", "call", "pause"] = "turn"
+    Attributes:
+        calling: it is in a call, or was in one that scored it.
+        last: the failure of its previous attempt.
+        called: seconds in calls so far.
+    """
+
+    calling: bool = False
     last: TrajectoryRejected | None = None
     called: float = 0.0
 
@@ -143,9 +146,8 @@ class LimitedScorer:
                 if rejected.reason == UNAVAILABLE and not self._unreachable:
                     self._unreachable = True
                     log.warning("%s is asked again until scoring.deadline_s: %s", self.name, rejected)
-                progress.doing, progress.last = "pause", rejected
+                progress.last, progress.calling = rejected, False
             await asyncio.sleep(delay)
-            progress.doing = "turn"
             self._retried += 1
         raise AssertionError
 
@@ -155,9 +157,8 @@ class LimitedScorer:
 
     async def _call(self, sample: Sample, progress: _Progress) -> object:
         async with self._slots:
-            progress.doing = "call"
+            progress.calling, begin = True, _now()
             self._in_flight += 1
-            begin = _now()
             try:
                 answer = await self._judge.call(sample)
             finally:
@@ -170,15 +171,15 @@ class LimitedScorer:
 
     def _log(self, raised: Raised) -> None:
         """Log what the user's scorer raised, once for each place."""
-        if raised.at not in self._places and len(self._places) < _MOST_PLACES:
+        if raised.at not in self._places:
             self._places.add(raised.at)
-            log.warning("%s raised at %s, which is said once:\n%s%s", self.name, raised.at, raised.trace, raised.said)
+            log.warning("%s raised at %s, which is said once:\n%s", self.name, raised.at, raised.trace.rstrip())
 
     def _late(self, progress: _Progress) -> TrajectoryRejected:
         """Build the rejection for a missed deadline, with its cause."""
         within = f"within scoring.deadline_s = {self._limits.deadline_s:g} s"
         before = "" if progress.last is None else f"; before: {progress.last}"
-        if progress.doing == "call":
+        if progress.calling:
             return TrajectoryRejected(TIMEOUT, f"{self.name} did not answer {within}{before}")
         return TrajectoryRejected(TIMEOUT, f"no free slot of {self.name} {within}; raise scoring.concurrency{before}")
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from asyncmoe import plugins
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.types import SHOWN
 
-_OWN = str(Path(plugins.__file__).parent)
-_FRAMES, _CAUSES = 32, 4
-_TRACE_CHARS = 8000
+_FRAMES, _TRACE_CHARS = 32, 8000
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Raised:
     Attributes:
         at: "FILE:LINE" that raised it; where the scorer is defined, if it could not be called.
         said: type and message.
-        trace: the traceback, from the scorer's own code on, without messages; at most `_TRACE_CHARS` characters.
+        trace: the traceback; at most `_TRACE_CHARS` characters.
     """
 
     at: str
@@ -42,11 +39,5 @@ class ScorerRaised(TrajectoryRejected):
 
 def raised_by(error: BaseException, scorer: Callable[..., Any]) -> Raised:
     """Describe an exception that a call of `scorer` raised."""
-    parts, cause = list[str](), cast(BaseException | None, error)
-    while cause is not None and len(parts) <= _CAUSES:
-        frames = [one for one in traceback.extract_tb(cause.__traceback__) if not one.filename.startswith(_OWN)]
-        shown = "".join(traceback.StackSummary.from_list(frames[-_FRAMES:]).format())
-        parts.append(f"Traceback of {type(cause).__name__} (most recent call last):\n{shown}")
-        cause = cause.__cause__
-    at = plugins.raised_at(error) or plugins.place(scorer)
-    return Raised(at, plugins.told(error)[:SHOWN], "caused by\n".join(parts)[:_TRACE_CHARS])
+    trace = "".join(traceback.format_exception(error, limit=-_FRAMES))
+    return Raised(plugins.raised_at(error) or plugins.place(scorer), plugins.told(error)[:SHOWN], trace[:_TRACE_CHARS])

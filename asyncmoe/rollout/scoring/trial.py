@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
@@ -13,15 +14,15 @@ from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.loading import scorer_kind
 from asyncmoe.rollout.scoring.raised import ScorerRaised
 from asyncmoe.rollout.scoring.stages import stages
-from asyncmoe.rollout.scoring.types import GARBAGE, NAN, TIMEOUT, UNAVAILABLE, Sample, Scorer
-from asyncmoe.rollout.tasks import EvaluationQuestions, Gold, HasGolds, Task
+from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, Scorer
+from asyncmoe.rollout.tasks import EvaluationQuestions, Example, HasGolds, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 _SCORED = ("single_turn", "tools")
 """Kinds of environments that leave the reward to the scorer."""
-_CHECK_S = 60.0
-"""Limit for the check of one file's answers."""
+_CHECKED = 2000
+"""Distinct answers of a source that are checked: a check takes milliseconds."""
 _SHOWN = 5
 _SHOWN_CHARS = 60
 
@@ -44,7 +45,7 @@ async def before_engines(
         own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in evaluated if one.task is not task}
         for key, source in {"task.path": task, **own_sets}.items():
             if isinstance(source, HasGolds):
-                await check_golds(source.golds(), key, _CHECK_S)
+                await check_golds(source.golds(), key)
     if config.evaluation.sets and not config.evaluation.every:
         log.warning("evaluation.sets: none of them is asked, because evaluation.every is 0")
     prompt = task.prompt(0)
@@ -81,54 +82,35 @@ async def try_once(stages: Mapping[str, LimitedScorer], sample: Sample, target: 
 
 def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigError:
     key = "scoring.teacher.url" if stage == "teacher" else "scoring.scorer"
-    detail = str(rejected).removeprefix(f"{rejected.reason}: ")
+    detail = str(rejected).removeprefix(f"{rejected.reason}: ").replace(", expected ", " instead of ")
     hint = None
     if isinstance(rejected, ScorerRaised):
         hint = "its traceback is in logs/rollout-1.log of the run directory"
     if rejected.reason in (TIMEOUT, UNAVAILABLE):
-        limit = "scoring.teacher.timeout_s" if stage == "teacher" else "scoring.timeout_s"
-        wait = "start it first" if rejected.reason == UNAVAILABLE else f"raise {limit}"
+        wait = "start it first" if rejected.reason == UNAVAILABLE else f"raise {key.rpartition('.')[0]}.timeout_s"
         hint = f"{wait}, or set scoring.try_first=false if it is ready only later"
     whose = "the teacher" if stage == "teacher" else target
     did = ", which raised" if isinstance(rejected, ScorerRaised) else ", which failed:"
-    expected = "a score of the first prompt's own answer"
-    if rejected.reason in (GARBAGE, NAN) and ", expected " in detail:  # one error says once what was expected
-        detail, _, wanted = detail.rpartition(", expected ")
-        expected = f"{expected}: {wanted}"
-    return ConfigError(key, got=f"{whose}{did} {detail}", expected=expected, hint=hint)
+    return ConfigError(key, got=f"{whose}{did} {detail}", expected="a score of the first prompt's own answer", hint=hint)
 
 
-async def check_golds(golds: Iterable[Gold], key: str, limit_s: float) -> None:
-    """Check each distinct reference answer: whether it is one, and whether another notation than its own can equal it, which is logged.
-
-    Args:
-        limit_s: limit for all; what it leaves is not checked.
+async def check_golds(golds: Iterable[Example], key: str) -> None:
+    """Check the first `_CHECKED` distinct reference answers.
 
     Raises:
         DataError: no answer can equal some; names the first of them with file and line.
     """
-    distinct: dict[str, Gold] = {}
+    distinct: dict[str, Example] = {}
     for gold in golds:
         distinct.setdefault(gold.answer, gold)
-    wrong, as_text, deadline = list[str](), list[str](), asyncio.get_running_loop().time() + limit_s
-    for number, gold in enumerate(distinct.values()):
-        if asyncio.get_running_loop().time() > deadline:
-            log.warning("%s: no time to check %d distinct answers; one that is unusable rejects its group", key, len(distinct) - number)
-            break
-        said = f"{gold.where} {gold.answer[:_SHOWN_CHARS]!r}"
+    wrong = list[str]()
+    for gold in islice(distinct.values(), _CHECKED):
         try:
-            if mathematics.self_score(gold.answer) < 1:
-                as_text.append(said)
+            mathematics.check(gold.answer)
         except ValueError as error:
-            wrong.append(f"{said} ({error})")
+            wrong.append(f"{gold.where} {gold.answer[:_SHOWN_CHARS]!r} ({error})")
         await asyncio.sleep(0)
-    if as_text:
-        log.warning("%s: math_verify reads no expression in some answers, so only the same text equals them: %s", key, _list(as_text))
     if wrong:
-        got, expected = f"unusable answers: {_list(wrong)}", "answers that equal themselves by math_verify"
+        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        got, expected = f"unusable answers: {', '.join(wrong[:_SHOWN])}{more}", "answers that equal themselves by math_verify"
         raise DataError(key, got=got, expected=expected, hint="correct all lines with them, or name another scoring.scorer")
-
-
-def _list(found: Sequence[str]) -> str:
-    more = len(found) - _SHOWN
-    return ", ".join(found[:_SHOWN]) + (f", and {more} more" if more > 0 else "")

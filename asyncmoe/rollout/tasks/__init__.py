@@ -7,7 +7,7 @@ of a user's own task.
 from __future__ import annotations
 
 from asyncmoe.rollout.tasks.load import EvaluationQuestions, Tasks, load
-from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Message, Prompt, Task
+from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, HasGolds, Message, Prompt, Task
 
 __all__ = [
     "Demonstration",
@@ -15,7 +15,6 @@ __all__ = [
     "EvaluationQuestions",
     "Example",
     "Finite",
-    "Gold",
     "HasGolds",
     "Message",
     "Prompt",

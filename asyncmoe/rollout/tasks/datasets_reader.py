@@ -45,10 +45,6 @@ class DatasetRows:
         row = self._kept[index]
         return example_of(f"{self._name} row {row}", self._data[row], self._columns)
 
-    def where(self, index: int) -> str:
-        """See `Placed`."""
-        return f"{self._name} row {self._kept[index]}"
-
     def _checked(self, keep: Keep | None) -> Iterator[int]:
         for row, values in enumerate(self._data):
             where = f"{self._name} row {row}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
 from typing import Any, cast
 
+from asyncmoe import plugins
 from asyncmoe.errors import DataError
-from asyncmoe.rollout.tasks.types import Demonstration, Example, Message, Prompt, demonstrate
+from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Message, Prompt, demonstrate
 from asyncmoe.rollout.tokenizer import Tokenizer
-
-MAX_COLUMN_BYTES = 16 << 20
-"""Maximum size of an example's columns as JSON: every sample of the group carries them to its scorer."""
 
 
 class Encoder:
@@ -27,17 +27,14 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, *, chat: bool, system: str | None = None, ending: str = "") -> None:
         self._tokenizer, self._chat, self._system, self._ending = tokenizer, chat, system, ending
 
-    def prompt(self, example: Example, where: str) -> Prompt:
-        """Return the prompt of an example.
-
-        Args:
-            where: name of the example, for messages.
+    def prompt(self, example: Example) -> Prompt:
+        """Return the prompt of an example that is checked.
 
         Raises:
-            DataError: see `check`; or the tokenizer has no chat template, the template cannot render the messages or leaves some of them
+            DataError: the tokenizer has no chat template, the template cannot render the messages or leaves some of them
                 out, or a token is outside the vocabulary.
         """
-        check(example, where)
+        where = example.where
         if is_tokens(example.prompt):
             tokens = tuple(cast(Sequence[int], example.prompt))
             outside = [token for token in tokens if not 0 <= token < self._tokenizer.vocabulary]
@@ -49,24 +46,38 @@ class Encoder:
             return Prompt(text, self._tokenizer.encode(text + self._ending), example.answer, example.columns, where=where)
         messages = self._messages(example.prompt)
         self._tokenizer.check(messages, where=f"{where}, prompt")
-        rendered = self._tokenizer.render(messages)
-        check_text(rendered, f"{where}, prompt")  # a call of a tool is text too
-        tokens = self._tokenizer.encode(rendered)
+        tokens = self._tokenizer.encode(self._tokenizer.render(messages))
         return Prompt(str(messages[-1]["content"]), tokens, example.answer, example.columns, messages, where)
 
-    def demonstration(self, example: Example, where: str) -> Demonstration:
+    def demonstration(self, example: Example) -> Demonstration:
         """Return the example with its solution, which the end-of-sequence token ends. Raises as `prompt`, or if there is no solution."""
         solution = example.answer if example.solution is None else example.solution
         if not solution:
             hint = "name the column in task.columns.answer, return an Example with a solution, or set warmup.steps=0"
-            raise DataError(where, got="neither solution nor answer", expected="one that the warm-up can imitate", hint=hint)
-        return demonstrate(self.prompt(example, where), (*self._tokenizer.encode(solution), self._tokenizer.eos))
+            raise DataError(example.where, got="neither solution nor answer", expected="one that the warm-up can imitate", hint=hint)
+        return demonstrate(self.prompt(example), (*self._tokenizer.encode(solution), self._tokenizer.eos))
 
     def _messages(self, prompt: str | Sequence[Message] | Sequence[int]) -> tuple[Message, ...]:
         said = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(cast(Sequence[Message], prompt))
         if self._system is None or said[0]["role"] == "system":
             return said
         return ({"role": "system", "content": self._system}, *said)
+
+
+def example_at(source: Finite, index: int, name: str) -> Example:
+    """Return an example, checked, with its name, which without one of its own is that of its source. Raises DataError: as `check`, or what
+    a user's code raises."""
+    where = f"{name}, example {index}"
+    example = plugins.called(lambda: source[index], where)
+    check(example, where)
+    return example if example.where else replace(example, where=where)
+
+
+def drawn(source: Endless, random: Random, where: str) -> Example:
+    """Return the next example of an endless source. Else as `example_at`."""
+    example = plugins.called(lambda: source.draw(random), where)
+    check(example, where)
+    return replace(example, where=where)
 
 
 def is_tokens(prompt: object) -> bool:
@@ -79,7 +90,7 @@ def check(example: object, where: str) -> None:
 
     Raises:
         DataError: not an `Example`; an empty prompt, or one that is neither text nor messages nor token ids; an answer or a solution that
-            is no text; columns that JSON cannot hold, or too many bytes of them.
+            is no text; columns that JSON cannot hold.
     """
     if not isinstance(example, Example):
         raise DataError(where, got=f"{type(example).__name__} {str(example)[:100]!r}", expected="an asyncmoe.rollout.tasks.Example")
@@ -87,7 +98,7 @@ def check(example: object, where: str) -> None:
     for name, text in (("answer", example.answer), ("solution", "" if example.solution is None else example.solution)):
         if not isinstance(text, str):
             raise DataError(f"{where}, {name}", got=repr(text)[:100], expected="text")
-        check_text(text, f"{where}, {name}")
+        check_json(text, f"{where}, {name}")
     check_columns(example.columns, where)
 
 
@@ -95,7 +106,7 @@ def check_prompt(prompt: object, where: str) -> None:
     """Refuse a prompt that is neither non-blank text, nor messages, nor token ids; raises DataError."""
     expected = 'text, messages ([{"role": ..., "content": ...}, ...]) or token ids'
     if isinstance(prompt, str) and prompt.strip():
-        check_text(prompt, where)
+        check_json(prompt, where)
         return
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
         raise DataError(where, got=repr(prompt)[:100], expected=f"{expected}, not empty")
@@ -104,18 +115,10 @@ def check_prompt(prompt: object, where: str) -> None:
     for one in prompt:
         if not (isinstance(one, Mapping) and isinstance(one.get("role"), str) and _said(one)):
             raise DataError(where, got=repr(one)[:100], expected=expected)
-        _json_size(one, where, "leave it out of the messages")
+        check_json(dict(one), where)
     if prompt[-1]["role"] == "assistant" or not prompt[-1]["content"].strip():
         got = "an empty last message" if prompt[-1]["role"] != "assistant" else "a last message of the assistant"
         raise DataError(where, got=got, expected="a last message that asks the assistant something")
-
-
-def check_text(text: str, where: str) -> None:
-    """Refuse a text that UTF-8 cannot hold, such as JSON's "\\ud83d" without the other half of the pair; raises DataError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(where, got=f"half a surrogate pair, {text[error.start]!r}", expected="text that UTF-8 can hold") from error
 
 
 def _said(message: Message) -> bool:
@@ -125,29 +128,19 @@ def _said(message: Message) -> bool:
 
 
 def check_columns(columns: object, where: str) -> None:
-    """Refuse columns that JSON cannot hold, and more than `MAX_COLUMN_BYTES` of them; raises DataError."""
+    """Refuse columns that JSON cannot hold; raises DataError."""
     if not isinstance(columns, Mapping):
         raise DataError(f"{where}, columns", got=type(columns).__name__, expected="a mapping from names to values")
-    size = 0
     for name, value in columns.items():
-        size += _json_size({str(name): value}, f"{where}, column {name}", "leave it out of task.columns.keep, or convert it")
-    if size > MAX_COLUMN_BYTES:
-        hint = "name the columns that rewards need in task.columns.keep"
-        raise DataError(f"{where}, columns", got=f"{size} bytes as JSON", expected=f"at most {MAX_COLUMN_BYTES}", hint=hint)
+        check_json(value, f"{where}, column {name}", "leave it out of task.columns.keep, or convert it")
 
 
-def _json_size(values: Mapping[str, Any], where: str, hint: str) -> int:
-    """Return the bytes of values as JSON; raises DataError if it cannot hold them."""
+def check_json(value: object, where: str, hint: str | None = None) -> None:
+    """Refuse what JSON in UTF-8 cannot hold, such as NaN and half a surrogate pair; raises DataError."""
     try:
-        return len(json.dumps(dict(values), ensure_ascii=False, allow_nan=False).encode())
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(where, got=_why_no_json(error), expected="JSON", hint=hint) from error
-
-
-def _why_no_json(error: Exception) -> str:
-    if isinstance(error, UnicodeEncodeError):
-        return f"half a surrogate pair, {error.object[error.start]!r}"
-    return "NaN or Infinity, which JSON does not have" if "Out of range float" in str(error) else str(error)
+        raise DataError(where, got=str(error), expected="JSON in UTF-8", hint=hint) from error
 
 
 def identity(prompt: str | Sequence[Message] | Sequence[Any]) -> bytes:

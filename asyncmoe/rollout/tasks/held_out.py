@@ -4,66 +4,69 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass, replace
 from random import Random
 
 from asyncmoe.errors import DataError
-from asyncmoe.rollout.tasks.encode import identity
+from asyncmoe.rollout.tasks.encode import example_at, identity
 from asyncmoe.rollout.tasks.order import EVALUATION, MixedDraws
-from asyncmoe.rollout.tasks.types import Finite
+from asyncmoe.rollout.tasks.types import Endless, Example, Finite
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Share:
-    """Indices of a source: those that training asks and those held out for the evaluation."""
+class Part:
+    """A source of a task, with its name for messages.
 
-    trained: Sequence[int]
-    held: Sequence[int]
+    Attributes:
+        trained: indices that training asks; None: all.
+        held: what the evaluation asks; None: the source itself.
+    """
 
-
-def quotas(count: int, weights: Sequence[float], seed: int) -> list[int]:
-    """Return how many of `count` held-out questions each source of a mixture provides: as many as the evaluation's numbers take from it."""
-    draws = MixedDraws(weights, seed)
-    taken = Counter(draws.at(EVALUATION, number)[0] for number in range(count))
-    return [taken[part] for part in range(len(weights))]
-
-
-def identities(source: Finite) -> Iterator[bytes]:
-    """Yield the identity of every example's prompt; see `asyncmoe.rollout.tasks.encode.identity`."""
-    return (identity(source[index].prompt) for index in range(len(source)))
+    source: Finite | Endless
+    name: str
+    weight: float = 1.0
+    trained: Sequence[int] | None = None
+    held: Sequence[Example] | None = None
 
 
-def split(sources: Sequence[Finite], names: Sequence[str], held: Sequence[int], seed: int, left_out: frozenset[bytes]) -> list[Share]:
-    """Divide the examples of a task's sources between training and evaluation.
+def identities(source: Finite, name: str) -> list[bytes]:
+    """Return the identity of every example's prompt; see `asyncmoe.rollout.tasks.encode.identity`. `name`: of the source."""
+    return [identity(example_at(source, index, name).prompt) for index in range(len(source))]
+
+
+def divide(parts: Sequence[Part], held: int, asked: frozenset[bytes], seed: int) -> Sequence[Part]:
+    """Divide the questions of a task's parts between training and evaluation; an endless part draws its own.
 
     Args:
-        names: of the sources, for messages.
-        held: number of examples to hold out of each source; which ones is drawn from the seed.
-        left_out: identities of other questions that training must not ask.
+        held: number of questions to hold out: of each part as many as the evaluation's numbers take from it, drawn from the seed.
+        asked: identities of what the evaluation asks besides, which training leaves out.
 
     Raises:
-        DataError: more than half of a source would be held out, or nothing is left to train on.
+        DataError: more than half of a part would be held out, or nothing is left to train on.
     """
-    known = [list(identities(source)) for source in sources]
-    for name, ids in zip(names, known, strict=True):
-        if common := sum(one in left_out for one in ids):
-            log.warning("%s: training leaves out %d questions that the evaluation asks", name, common)
-    drawn = [
-        _drawn(name, len(ids), count, f"{seed} held out {part}")
-        for part, (name, ids, count) in enumerate(zip(names, known, held, strict=True))
-    ]
+    sources = [part.source for part in parts if isinstance(part.source, Sized)]
+    if not sources or not (held or asked):
+        return parts
+    known = [identities(source, part.name) for source, part in zip(sources, parts, strict=True)]
+    for part, ids in zip(parts, known, strict=True):
+        if common := sum(one in asked for one in ids):
+            log.warning("%s: training leaves out %d questions that the evaluation asks", part.name, common)
+    draws = MixedDraws([part.weight for part in parts], seed)
+    counts = Counter(draws.at(EVALUATION, number)[0] for number in range(held))
+    named = enumerate(zip(parts, known, strict=True))
+    drawn = [_drawn(part.name, len(ids), counts[number], f"{seed} held out {number}") for number, (part, ids) in named]
     # One question may be in several rows, and in several sources.
-    banned = left_out.union(ids[index] for ids, indices in zip(known, drawn, strict=True) for index in indices)
-    shares = []
-    for name, ids, indices in zip(names, known, drawn, strict=True):
+    banned = asked.union(ids[index] for ids, indices in zip(known, drawn, strict=True) for index in indices)
+    divided = []
+    for part, source, ids, indices in zip(parts, sources, known, drawn, strict=True):
         trained = [index for index, one in enumerate(ids) if one not in banned]
         if not trained:
-            raise DataError(name, got="only questions that the evaluation asks", expected="at least one other, to train on")
-        shares.append(Share(trained, indices))
-    return shares
+            raise DataError(part.name, got="only questions that the evaluation asks", expected="at least one other, to train on")
+        divided.append(replace(part, trained=trained, held=[source[index] for index in indices]))
+    return divided
 
 
 def _drawn(name: str, size: int, count: int, seed: str) -> list[int]:

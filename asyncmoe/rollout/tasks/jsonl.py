@@ -3,55 +3,24 @@
 from __future__ import annotations
 
 import codecs
-import json
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import DataError
 from asyncmoe.rollout.answer_mark import MARK
-from asyncmoe.rollout.tasks.encode import check_columns, check_prompt, check_text
+from asyncmoe.rollout.tasks.encode import check_columns, check_prompt
 from asyncmoe.rollout.tasks.rows import Keep, none_left
 from asyncmoe.rollout.tasks.types import Example
 
-MAX_LINE_BYTES = 16 << 20
-MAX_FILE_BYTES = 2 << 30
-"""A file is read into memory whole."""
 _NO_ANSWER = "leave such rows out by task.filter, or set task.columns.answer=null if nothing needs answers"
 
 
-class Row(NamedTuple):
-    """A line of a file: file and line, for messages, and what it asks."""
-
-    where: str
-    example: Example
-
-
-class JsonlFile:
-    """The lines of a file. See `Finite`.
-
-    Args:
-        rows: see `read`.
-    """
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Example:
-        return self._rows[index].example
-
-    def where(self, index: int) -> str:
-        """See `Placed`."""
-        return self._rows[index].where
-
-
-def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[Row]:
+def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[Example]:
     """Read all lines of a file; blank lines are skipped.
 
     Args:
@@ -60,12 +29,12 @@ def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = No
         keep: which lines to keep.
 
     Raises:
-        DataError: no such file, no lines, too large a line or file, or a line without the columns; names file and line.
+        DataError: no such file, no lines, or a line without the columns; names file and line.
     """
     rows, skipped = [], 0
     for where, values in values_of(path, key):
         if keep is None or keep(where, values):
-            rows.append(Row(where, example_of(where, values, columns or ColumnsSection())))
+            rows.append(example_of(where, values, columns or ColumnsSection()))
         else:
             skipped += 1
     if not rows:
@@ -78,48 +47,22 @@ def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         # Binary: in text, JSON may contain other line separators than "\n".
         with path.open("rb") as file:
-            if (size := path.stat().st_size) > MAX_FILE_BYTES:
-                hint = "use task.kind=dataset with a parquet file, which is not read into memory"
-                raise DataError(f"{key} {path}", got=f"{size} bytes", expected=f"at most {MAX_FILE_BYTES}", hint=hint)
-            number = 0
-            while raw := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if number == 1:
-                    raw = raw.removeprefix(codecs.BOM_UTF8)  # which editors on Windows write
-                if len(raw) > MAX_LINE_BYTES:
-                    raise DataError(f"{path} line {number}", got=f"more than {MAX_LINE_BYTES} bytes", expected="a shorter line")
+            for number, line in enumerate(file, 1):
+                raw = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # which editors on Windows write
                 if raw.strip():
-                    yield f"{path} line {number}", _object(path, number, raw)
+                    yield f"{path} line {number}", _object(f"{path} line {number}", raw)
     except OSError as error:
         raise DataError(f"{key} {path}", got=(error.strerror or str(error)).lower(), expected="a JSONL file in UTF-8") from error
 
 
-def _object(path: Path, number: int, raw: bytes) -> Mapping[str, Any]:
-    where = f"{path} line {number}"
+def _object(where: str, raw: bytes) -> Mapping[str, Any]:
     try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        got = f"bytes that are no UTF-8, {raw[error.start : error.start + 4]!r} at {error.start}"
-        raise DataError(where, got=got, expected="a JSONL file in UTF-8", hint="convert it, for example by iconv -t UTF-8") from error
-    try:
-        values = json.loads(text, parse_constant=_no_number, object_pairs_hook=_without_twins)
+        values = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:
-        raise DataError(where, got=f"invalid JSON ({error})", expected='{"question": ..., "answer": ...}') from error
+        raise DataError(where, got=f"invalid JSON ({error})", expected='{"question": ..., "answer": ...} in UTF-8') from error
     if not isinstance(values, dict):
         raise DataError(where, got=type(values).__name__, expected="an object with question and answer")
     return values
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no number in JSON")
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twin = next(name for name, many in Counter(name for name, _ in pairs).items() if many > 1)
-        raise ValueError(f"key {twin!r} is given twice")
-    return found
 
 
 def example_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> Example:
@@ -138,7 +81,7 @@ def example_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -
     reference = answer.rpartition(MARK)[2].strip()
     if not reference and columns.answer is not None:
         raise DataError(f"{where}, {columns.answer}", got=f"nothing after {MARK}", expected="the reference answer", hint=_NO_ANSWER)
-    return Example(question, reference, _others(where, values, columns), answer or None)
+    return Example(question, reference, _others(where, values, columns), answer or None, where)
 
 
 def _value(where: str, values: Mapping[str, Any], name: str) -> Any:
@@ -154,7 +97,6 @@ def _answer(where: str, values: Mapping[str, Any], name: str) -> str:
         return str(value)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}, {name}", got=repr(value)[:100], expected="non-empty text or a number", hint=_NO_ANSWER)
-    check_text(value, f"{where}, {name}")
     return value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -14,10 +14,10 @@ from asyncmoe.errors import DataError
 from asyncmoe.rollout.tasks import datasets_reader, jsonl, own
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tasks.encode import Encoder
-from asyncmoe.rollout.tasks.held_out import identities, quotas, split
+from asyncmoe.rollout.tasks.held_out import Part, divide, identities
 from asyncmoe.rollout.tasks.order import EVALUATION, DrawnTask, ListedTask, MixedTask
 from asyncmoe.rollout.tasks.rows import keeps
-from asyncmoe.rollout.tasks.types import Endless, Example, Finite, Prompt, Task
+from asyncmoe.rollout.tasks.types import Prompt, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 
@@ -44,22 +44,6 @@ class Tasks:
     sets: tuple[EvaluationQuestions, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A source with its name for messages.
-
-    Attributes:
-        trained: indices that training asks; None: all.
-        held: what evaluation asks; None: the source itself.
-    """
-
-    source: Finite | Endless
-    name: str
-    weight: float = 1.0
-    trained: Sequence[int] | None = None
-    held: Sequence[Example] | None = None
-
-
 def load(config: Config, tokenizer: Tokenizer) -> Tasks:
     """Read the training task and, unless `evaluation.every` is 0, the evaluation sets, and try the first prompt of each.
 
@@ -73,8 +57,8 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
     sets = config.evaluation.every_set if config.evaluation.every else {}
     of_their_own = {name: _open(one.task(config.task), _key(name)) for name, one in sets.items() if not one.held_out}
     held = max((one.prompts or 0 for one in sets.values() if one.held_out), default=0)
-    known = [part.source for parts_of in of_their_own.values() for part in parts_of if isinstance(part.source, Sized)]
-    parts = _divided(parts, held, frozenset(one for source in known for one in identities(source)), seed)
+    known = [(part.source, part.name) for of_set in of_their_own.values() for part in of_set if isinstance(part.source, Sized)]
+    parts = divide(parts, held, frozenset(one for source in known for one in identities(*source)), seed)
     training = _task(config.task, parts, tokenizer, seed)
     _check_room(config, tokenizer, training.prompt(0))
     if config.warmup.steps and config.environment.kind == "single_turn":
@@ -110,47 +94,30 @@ def _key(name: str) -> str:
     return f"evaluation.sets.{name}" if name else "evaluation"
 
 
-def _open(section: TaskSection, key: str, wrong_share: float = 0.0) -> Sequence[_Part]:
+def _open(section: TaskSection, key: str, wrong_share: float = 0.0) -> Sequence[Part]:
     """Open the sources of a task, one for each part of a mixture."""
     if section.kind == "arithmetic":
-        return [_Part(Arithmetic(section.operations, section.difficulty, wrong_share), f"{key}.kind arithmetic")]
+        return [Part(Arithmetic(section.operations, section.difficulty, wrong_share), f"{key}.kind arithmetic")]
     if section.kind not in READ:
-        return [_Part(own.load(section.kind, section.options, key), f"{key}.kind {section.kind}")]
+        return [Part(own.load(section.kind, section.options, key), f"{key}.kind {section.kind}")]
     keys = [f"{key}.sources.{index}" for index in range(len(section.sources))] or [key]
     return [_read(section.kind, source, at) for source, at in zip(section.mixture, keys, strict=True)]
 
 
-def _read(kind: str, source: WeightedSource, key: str) -> _Part:
+def _read(kind: str, source: WeightedSource, key: str) -> Part:
     path, name = cast(Path, source.path), f"{key}.path {source.path}"
     if kind == "jsonl" or (path.suffix.lower() == ".jsonl" and source.split is None):
-        return _Part(jsonl.JsonlFile(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key))), name, source.weight)
-    return _Part(datasets_reader.read(source, key), name, source.weight)
+        return Part(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key)), name, source.weight)
+    return Part(datasets_reader.read(source, key), name, source.weight)
 
 
-def _divided(parts: Sequence[_Part], held: int, asked: frozenset[bytes], seed: int) -> Sequence[_Part]:
-    """Divide the questions of every part between training and evaluation, `held` of them for evaluation; an endless part draws its own.
-
-    Args:
-        asked: identities of what the evaluation asks besides, which training leaves out.
-    """
-    sources = [part.source for part in parts if isinstance(part.source, Sized)]
-    if not sources or not (held or asked):
-        return parts
-    counts = quotas(held, [part.weight for part in parts], seed)
-    shares = split(sources, [part.name for part in parts], counts, seed, asked)
-    return [
-        replace(part, trained=share.trained, held=[source[index] for index in share.held])
-        for part, source, share in zip(parts, sources, shares, strict=True)
-    ]
-
-
-def _task(section: TaskSection, parts: Sequence[_Part], tokenizer: Tokenizer, seed: int) -> Task:
+def _task(section: TaskSection, parts: Sequence[Part], tokenizer: Tokenizer, seed: int) -> Task:
     encoder = Encoder(tokenizer, chat=section.chats, system=section.system_prompt, ending="\n" if section.kind in READ else "")
     found = [_numbered(part, encoder, seed, f" {index}" if len(parts) > 1 else "") for index, part in enumerate(parts)]
     return found[0] if len(found) == 1 else MixedTask(found, [part.weight for part in parts], seed)
 
 
-def _numbered(part: _Part, encoder: Encoder, seed: int, order: str) -> Task:
+def _numbered(part: Part, encoder: Encoder, seed: int, order: str) -> Task:
     if isinstance(part.source, Sized):
         return ListedTask(part.source, encoder, seed, part.name, trained=part.trained, held=part.held, part=order)
     return DrawnTask(part.source, encoder, seed, part.name)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from random import Random
 
-from asyncmoe.rollout.tasks.encode import Encoder
-from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Gold, HasGolds, Placed, Prompt, Task
+from asyncmoe.rollout.tasks.encode import Encoder, drawn, example_at
+from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, HasGolds, Prompt, Task
 
 EVALUATION = "evaluation"
 """Stream of the evaluation questions."""
@@ -27,14 +27,14 @@ class DrawnTask:
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """See `Task`."""
-        return self._encoder.prompt(self._draw(group, stream), f"{self._name}, {stream} {group}")
+        return self._encoder.prompt(self._draw(group, stream))
 
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
-        return self._encoder.demonstration(self._draw(index, "demonstration"), f"{self._name}, demonstration {index}")
+        return self._encoder.demonstration(self._draw(index, "demonstration"))
 
     def _draw(self, number: int, stream: str) -> Example:
-        return self._source.draw(Random(f"{self._seed} {stream} {number}"))
+        return drawn(self._source, Random(f"{self._seed} {stream} {number}"), f"{self._name}, {stream} {number}")
 
 
 class ListedTask:
@@ -66,21 +66,16 @@ class ListedTask:
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
         """See `Task`."""
         index = self.index(stream, group)
-        source = self._held if stream == EVALUATION else self._source
-        return self._encoder.prompt(source[index], self._where(source, index))
+        return self._encoder.prompt(example_at(self._held if stream == EVALUATION else self._source, index, self._name))
 
     def demonstration(self, index: int) -> Demonstration:
         """See `Task`."""
-        at = self.index("demonstration", index)
-        return self._encoder.demonstration(self._source[at], self._where(self._source, at))
+        return self._encoder.demonstration(example_at(self._source, self.index("demonstration", index), self._name))
 
-    def golds(self) -> Iterable[Gold]:
+    def golds(self) -> Iterable[Example]:
         """See `HasGolds`."""
-        named = ((self._where(self._source, index), self._source[index].answer) for index in range(len(self._source)))
-        return (Gold(where, answer) for where, answer in named if answer)
-
-    def _where(self, source: Finite, index: int) -> str:
-        return source.where(index) if isinstance(source, Placed) else f"{self._name}, example {index}"
+        every = (example_at(self._source, index, self._name) for index in range(len(self._source)))
+        return (example for example in every if example.answer)
 
     def index(self, stream: str, number: int) -> int:
         """Return the index that a number of a stream asks: of the source, or for `EVALUATION` of the held-out examples."""
@@ -112,7 +107,7 @@ class MixedTask:
         part, number = self._draws.at("demonstration", index)
         return self._tasks[part].demonstration(number)
 
-    def golds(self) -> Iterable[Gold]:
+    def golds(self) -> Iterable[Example]:
         """See `HasGolds`; of the tasks that know theirs."""
         return chain.from_iterable(task.golds() for task in self._tasks if isinstance(task, HasGolds))
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from random import Random
 
 from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, DataError
-from asyncmoe.rollout.tasks.encode import check
-from asyncmoe.rollout.tasks.types import Endless, Example, Finite
+from asyncmoe.rollout.tasks.encode import drawn, example_at
+from asyncmoe.rollout.tasks.types import Endless, Finite
 
-_MOST = 10**8
-"""Examples of a source: an epoch has all their numbers in memory, and shuffles them in a minute."""
 FORMS = "arithmetic, jsonl, dataset or package.module:Class"
 _WANTED = "a class with `draw(self, random)`, or with `__len__(self)` and `__getitem__(self, index)` (docs/guides/task.md)"
 
 
 def load(target: str, options: Mapping[str, object], key: str) -> Finite | Endless:
     """Make the source `package.module:Class`, and try it.
-
-    The source that is returned names the user's file and line in the DataError of whatever its code raises.
 
     Args:
         key: section that names the class, for messages.
@@ -41,57 +37,22 @@ def load(target: str, options: Mapping[str, object], key: str) -> Finite | Endle
         raise DataError(name, got=str(failed), expected="examples") from failed
 
 
-class _Listed:
-    def __init__(self, source: Finite, name: str, size: int) -> None:
-        self._source, self._name, self._size = source, name, size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> Example:
-        return _guarded(lambda: self._source[index], f"{self._name}, example {index}")
-
-
-class _Drawn:
-    def __init__(self, source: Endless, name: str) -> None:
-        self._source, self._name = source, name
-
-    def draw(self, random: Random) -> Example:
-        return _guarded(lambda: self._source.draw(random), f"{self._name}, draw")
-
-
 def _finite(source: Finite, name: str) -> Finite:
-    size = _size(source, f"{name}, __len__")
+    size = plugins.called(lambda: len(source), f"{name}, __len__")
     if not size:
         raise DataError(name, got="no examples", expected="at least one")
-    listed = _Listed(source, name, size)
     for index in (0, size - 1):
-        if listed[index] != listed[index]:
+        if example_at(source, index, name) != example_at(source, index, name):
             raise _differs(f"{name}, example {index}", "return equal examples for equal indices")
-    return listed
-
-
-def _size(source: Finite, where: str) -> int:
-    # len() would refuse a wrong number in words of its own, without a line.
-    size = plugins.called(lambda: type(source).__len__(source), where)
-    if not hasattr(size, "__index__") or not 0 <= size <= _MOST:
-        hint = "write draw(self, random) for a source without end"
-        raise DataError(where, got=repr(size)[:100], expected=f"a whole number of examples, at most {_MOST}", hint=hint)
-    return int(size)
+    return source
 
 
 def _endless(source: Endless, name: str) -> Endless:
-    drawn = _Drawn(source, name)
-    if drawn.draw(Random("trial")) != drawn.draw(Random("trial")):
+    first, second = (drawn(source, Random("trial"), f"{name}, draw") for _ in range(2))
+    if first != second:
         raise _differs(f"{name}, draw", "draw from the argument `random` only")
-    return drawn
+    return source
 
 
 def _differs(what: str, hint: str) -> DataError:
     return DataError(what, got="another example when asked again", expected="the same, so that a run can resume", hint=hint)
-
-
-def _guarded(ask: Callable[[], Example], where: str) -> Example:
-    example = plugins.called(ask, where)
-    check(example, where)
-    return example

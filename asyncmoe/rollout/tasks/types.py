@@ -33,12 +33,14 @@ class Example:
         answer: reference answer, for scorers and environments.
         columns: anything else that scorers and environments need; values that JSON can hold.
         solution: text that a warm-up imitates; None: the answer.
+        where: its name, for messages: file and line, or data set and row; empty: its source and index.
     """
 
     prompt: str | Sequence[Message] | Sequence[int]
     answer: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     solution: str | None = None
+    where: str = field(default="", compare=False)
 
 
 class Finite(Protocol):
@@ -50,15 +52,6 @@ class Finite(Protocol):
 
     def __getitem__(self, index: int) -> Example:
         """Return the example of an index, 0 <= index < len. Must not wait: all episodes share the event loop it runs in."""
-        ...
-
-
-@runtime_checkable
-class Placed(Protocol):
-    """A finite source that knows where its examples are."""
-
-    def where(self, index: int) -> str:
-        """Return the name of an example, for messages: file and line, or data set and row."""
         ...
 
 
@@ -118,20 +111,12 @@ class Demonstration:
     where: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True)
-class Gold:
-    """A reference answer of a task. `where` names its file and line, for messages."""
-
-    where: str
-    answer: str
-
-
 @runtime_checkable
 class HasGolds(Protocol):
     """A task whose reference answers are known before the run, so that they can be checked before engines start."""
 
-    def golds(self) -> Iterable[Gold]:
-        """Return the reference answers of all questions that have one, in the order of the file."""
+    def golds(self) -> Iterable[Example]:
+        """Return all questions that have a reference answer, with their names, in the order of the file."""
         ...
 
 

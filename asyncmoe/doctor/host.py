@@ -11,8 +11,7 @@ from asyncmoe.doctor import finding
 from asyncmoe.doctor.finding import Finding
 from asyncmoe.doctor.nvidia import says
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
-from asyncmoe.rollout.episodes.tools.sandboxes import python_tool
+from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, python_tool
 from asyncmoe.storage import size
 
 _SHM_BYTES = 1 << 30
@@ -60,10 +59,10 @@ def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:
 
 
 def sandbox() -> Finding:
-    """Check that the default sandbox of the tool python runs a program here."""
+    """Check that the sandbox of the tool python runs a program here."""
     try:
         python_tool(PythonLimits())
     except ConfigError as error:
         hint = f"for the tool python: {error.hint}"
-        return finding.warning(f"the default sandbox is refused: {error.got}", hint)
+        return finding.warning(f"the sandbox is refused: {error.got}", hint)
     return finding.ok("the tool python runs its programs in bubblewrap")

@@ -150,4 +150,4 @@ def test_the_sandbox_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConfigError("environment.sandbox", got="no user namespace", expected="one", hint="as root: sysctl")
 
     monkeypatch.setattr(host, "python_tool", refuses)
-    assert host.sandbox() == finding.warning("the default sandbox is refused: no user namespace", "for the tool python: as root: sysctl")
+    assert host.sandbox() == finding.warning("the sandbox is refused: no user namespace", "for the tool python: as root: sysctl")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -16,24 +15,22 @@ from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import chat
 from asyncmoe.rollout.episodes.openai_endpoint.answers import HERMES
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api
 from asyncmoe.rollout.episodes.openai_endpoint.request import CompletionRequest, RequestRefused, event
-from asyncmoe.rollout.episodes.openai_endpoint.session import Api, Session
-from asyncmoe.rollout.scoring.gather_or_cancel import together
+from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 
 log = logging.getLogger(__name__)
 PATH = "asyncmoe-path"
-"""Header of an answer that is not streamed: the names of the paths to which its choices belong, by which an agent may reward them."""
+"""Header of an answer that is not streamed: the name of the path to which it belongs, by which an agent may reward it."""
 OVERRIDDEN = "asyncmoe-overridden"
 """Header of an answer that names the parameters of the request that the run's own sampling overrides."""
 
-BODY_BYTES, REQUESTS = 8 << 20, 1000
-"""Maximum body of one request; maximum number of requests of one episode, failed requests included."""
+BODY_BYTES = 8 << 20
+"""Maximum body of one request."""
 _HOST = "127.0.0.1"
-_BODY_S = 30.0
 _SHUTDOWN_S = 1.0
 ALIVE_S = 15.0
 """Time between two signs of life to a client that waits for a stream."""
-_NOBODY = secrets.token_urlsafe(32)
 
 
 class OpenAIEndpoint:
@@ -97,7 +94,7 @@ class OpenAIEndpoint:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        return web.json_response({"input_tokens": session.count(session.parse(session.messages, await _body(request))[0])})
+        return web.json_response({"input_tokens": session.count(session.parse(session.messages, await request.read())[0])})
 
     def _answering(self, api_of: Callable[[Session], Api]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Return the handler of requests of one API."""
@@ -105,14 +102,13 @@ class OpenAIEndpoint:
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
             api = api_of(session)
-            asked, overridden = session.parse(api, await _body(request))
+            asked, overridden = session.parse(api, await request.read())
             self._tell_overridden(overridden)
             headers = {OVERRIDDEN: ", ".join(overridden)} if overridden else {}
             if asked.stream:
                 return await _stream(request, session, api, asked, headers)
-            # Each of several responses continues in a conversation of its own.
-            answers = await together([session.answer(asked) for _ in range(asked.choices)])
-            return web.json_response(api.whole(asked, answers), headers={**headers, PATH: ", ".join(one.path for one in answers)})
+            answer = await session.answer(asked)
+            return web.json_response(api.whole(asked, answer), headers={**headers, PATH: answer.path})
 
         return handle
 
@@ -126,18 +122,14 @@ class OpenAIEndpoint:
         """Return the session that a request is for.
 
         Raises:
-            RequestRefused: 401: no such episode, or the wrong key. 429: too many requests.
+            RequestRefused: 401: no such episode, or the wrong key.
         """
         session = self._sessions.get(request.match_info["name"])
-        expected = session.key if session else _NOBODY
         # Some clients send a key of their own in one header and what they were configured with in the other.
         given = (request.headers.get("Authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", ""))
-        known = [hmac.compare_digest(key.encode(errors="surrogateescape"), expected.encode()) for key in given]
-        if not any(known) or session is None:
+        keys = [key.encode(errors="surrogateescape") for key in given]
+        if session is None or not any(hmac.compare_digest(key, session.key.encode()) for key in keys):
             raise RequestRefused(401, "no such episode, or the wrong key", code="invalid_api_key")
-        session.requests += 1
-        if session.requests > REQUESTS:
-            raise RequestRefused(429, f"more than {REQUESTS} requests in one episode", code="too_many_requests")
         return session
 
 
@@ -153,14 +145,6 @@ async def _tell(request: web.Request, handler: Callable[[web.Request], Awaitable
     # Errors of paths that no API has are in OpenAI's form.
     api: Api = MessagesApi() if request.path.rstrip("/").endswith(("/messages", "/count_tokens")) else chat.ChatApi()
     return web.json_response(api.error(refused), status=refused.status, headers={"x-should-retry": "false"})
-
-
-async def _body(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(_BODY_S):
-            return await request.read()
-    except TimeoutError as error:
-        raise RequestRefused(408, f"the body did not arrive within {_BODY_S:g} s") from error
 
 
 async def _stream(

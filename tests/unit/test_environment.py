@@ -23,7 +23,7 @@ from asyncmoe import plugins
 from asyncmoe.config.model import MadeModel
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Generation, Sampling, VersionSpan
-from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected, UserError
+from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected
 from asyncmoe.models.make import make_model
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout import parts
@@ -34,7 +34,6 @@ from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
-from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import plugin
@@ -151,13 +150,17 @@ def test_every_agent_that_spoke_becomes_a_trajectory_of_its_own(tokenizer: Token
     assert [t.reward for t in play(Two(None), tokenizer)] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("rewards", [{"solver": 1.0}, {"solver": 1.0, "checker": 0.0, "silent": 0.0}, {}, {0: 1.0, 1: 0.0}])
-def test_rewards_of_other_agents_are_refused(rewards: Any, tokenizer: Tokenizer) -> None:
-    assert reason(Two(rewards), tokenizer) == "environment_error"
-
-
-def test_every_reward_is_a_number(tokenizer: Tokenizer) -> None:
-    assert reason(Two({"solver": 1.0, "checker": "1"}), tokenizer) == "bad_reward"  # type: ignore[dict-item]
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ({"solver": 1.0}, "environment_error"),
+        ({"solver": 1.0, "checker": 0.0, "silent": 0.0}, "environment_error"),
+        ({0: 1.0, 1: 0.0}, "environment_error"),
+        ({"solver": 1.0, "checker": "1"}, "bad_reward"),
+    ],
+)
+def test_rewards_of_other_agents_and_what_is_no_number_are_refused(rewards: Any, expected: str, tokenizer: Tokenizer) -> None:
+    assert reason(Two(rewards), tokenizer) == expected
 
 
 class Raises:
@@ -169,16 +172,6 @@ class Hangs:
     async def run(self, episode: Episode) -> float:
         await asyncio.sleep(60)
         return 0.0
-
-
-class Mute:
-    async def run(self, episode: Episode) -> float:
-        episode.agent().see("x")
-        return 1.0
-
-
-def test_an_environment_in_which_nobody_responds_has_no_trajectory(tokenizer: Tokenizer) -> None:
-    assert reason(Mute(), tokenizer) == "empty_response"
 
 
 class Misuses:
@@ -195,10 +188,6 @@ class Misuses:
 
     async def unknown_token(self, episode: Episode, agent: Agent) -> None:
         agent.see([1, 1 << 20])
-        await agent.respond()
-
-    async def negative_token(self, episode: Episode, agent: Agent) -> None:
-        agent.see([-1])
         await agent.respond()
 
     async def nothing_seen(self, episode: Episode, agent: Agent) -> None:
@@ -238,6 +227,9 @@ class Misuses:
         asyncio.get_running_loop().create_task(agent.respond())
         await asyncio.sleep(0)
 
+    async def only_hears(self, episode: Episode, agent: Agent) -> None:
+        agent.see("x")
+
     async def no_tokens(self, episode: Episode, agent: Agent) -> None:
         agent.see("x")
         await agent.respond(max_new_tokens=0)
@@ -258,7 +250,7 @@ def test_tokens_of_any_kind_are_seen_after_others(what: Any, tokenizer: Tokenize
     assert play(SimpleNamespace(run=run), tokenizer)[0].reward == 1.0
 
 
-@pytest.mark.parametrize("what", [[1.0], np.array([1.0]), [True], np.array([True]), torch.tensor(3), [[1]], b"1", 1, None, [-1], [1 << 32]])
+@pytest.mark.parametrize("what", [[1.0], np.array([1.0]), torch.tensor(3), [[1]], 1, None, [-1], [1 << 32]])
 def test_what_is_no_token_is_not_seen(what: Any, tokenizer: Tokenizer) -> None:
     agents: list[Agent] = []
 
@@ -276,7 +268,6 @@ def test_what_is_no_token_is_not_seen(what: Any, tokenizer: Tokenizer) -> None:
     ("what", "expected"),
     [
         ("unknown_token", "token_out_of_vocabulary"),
-        ("negative_token", "token_out_of_vocabulary"),
         ("nothing_seen", "environment_error"),
         ("twice_at_once", "environment_error"),
         ("sees_while_it_speaks", "environment_error"),
@@ -286,6 +277,7 @@ def test_what_is_no_token_is_not_seen(what: Any, tokenizer: Tokenizer) -> None:
         ("credit_before", "environment_error"),
         ("leaves_early", "environment_error"),
         ("no_tokens", "environment_error"),
+        ("only_hears", "empty_response"),
     ],
 )
 def test_an_environment_cannot_hide_that_an_agent_failed(what: str, expected: str, tokenizer: Tokenizer) -> None:
@@ -293,14 +285,12 @@ def test_an_environment_cannot_hide_that_an_agent_failed(what: str, expected: st
 
 
 def test_a_response_fits_into_what_is_left_of_the_conversation(tokenizer: Tokenizer) -> None:
-    class Fills:
-        async def run(self, episode: Episode) -> float:
-            agent = episode.agent()
-            agent.see("x" * 62)
-            await agent.respond()
-            return 0.0
+    async def run(made: Episode) -> float:
+        made.agent().see("x" * 62)
+        await made.agent().respond()
+        return 0.0
 
-    (made,) = play(Fills(), tokenizer, Echo(8))
+    (made,) = play(SimpleNamespace(run=run), tokenizer, Echo(8))
     assert len(made) == BOUNDS.tokens
 
 
@@ -354,8 +344,6 @@ def test_rewards_of_steps_stand_at_their_last_tokens(tokenizer: Tokenizer) -> No
     assert made.rewards is not None
     turn = len(tokenizer.encode("1+1=")) + 3
     assert {at: r for at, r in enumerate(made.rewards.tolist()) if r == r} == {turn - 1: 0.5, 3 * turn - 1: 0.0}
-    (worthless,) = play(Credited(0.0), tokenizer)
-    validate(worthless, Recording(rewards=True))
     (plain,) = play(Credited(None), tokenizer)
     assert plain.rewards is None
     with pytest.raises(TrajectoryRejected, match="no_step_rewards"):
@@ -395,9 +383,7 @@ class Questions:
     [
         (Raises(), "environment_error"),
         (Hangs(), "environment_timeout"),
-        (Two({"solver": 1.0}), "environment_error"),
         (Misuses("unknown_token"), "token_out_of_vocabulary"),
-        (Misuses("flood"), "episode_too_long"),
     ],
 )
 def test_a_bad_episode_costs_its_group_and_nothing_else(bad: Environment, expected: str, tokenizer: Tokenizer) -> None:
@@ -482,7 +468,7 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
             environment = SimpleNamespace(run=run, close=partial(does, SystemExit(5)))
         case "tool":
             environment = WithTools(["calculator"], "brackets", chat=False)
-            tool: Any = SimpleNamespace(name="act", description="", parameters={}, call=act)
+            tool: Any = SimpleNamespace(name="act", description="", parameters={"properties": {"x": {}}}, call=act)
             environment.runners = {"act": Runner(tool, ToolLimits(timeout_s=LIMIT_S))}
         case "agent":
             environment = OpenAIEnvironment("asyncio:sleep", timeout_s=LIMIT_S)
@@ -491,11 +477,9 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
     return RolloutContext(Echo(), Sampling(1.0, 8, (2,)), known, scorer, environment, BOUNDS, most_s)  # type: ignore[arg-type]
 
 
-RAISES = [KeyError("mine"), TimeoutError(), Wordless(), StopIteration(), asyncio.CancelledError(), SystemExit(4), KeyboardInterrupt()]
-RAISES += [GeneratorExit(), ToolError(CRASH, "mine"), UserError("mine", got=1, expected=2), InvariantBroken("mine")]
-BAD = [float("nan"), float("-inf"), 10**400, 10**5000, Fraction(10**5000, 3), 1e39, b"1", [1.0], torch.zeros(2), Interrupts()]
-BAD += [np.array("1.5"), np.complex64(1), Decimal("sNaN"), bytearray(b"1"), {"long" * 9**6: 1.0}]
-GOOD = [True, np.float32(0.5), np.array([0.5]), torch.tensor(0.5), Fraction(1, 2), Decimal("0.5")]
+RAISES = [KeyError("mine"), Wordless(), StopIteration(), asyncio.CancelledError(), SystemExit(4), GeneratorExit(), InvariantBroken("mine")]
+BAD = [float("nan"), 10**5000, 1e39, b"1", [1.0], torch.zeros(2), Interrupts(), np.complex64(1), Decimal("sNaN"), {"long" * 9**6: 1.0}]
+GOOD = [True, np.array([0.5]), torch.tensor(0.5), Fraction(1, 2)]
 REASONS = {"scorer": "scorer_(error|unavailable|garbage|nan)", "environment": "environment_error|bad_reward", "tool": "tool_crash"}
 REASONS["agent"] = "agent_error|empty_response"
 

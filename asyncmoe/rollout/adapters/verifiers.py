@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import json
 import sys
 import threading
@@ -73,28 +72,7 @@ def _made(environment: str, arguments: str, limit: int | None) -> _Taskset:
     if not installed.has("verifiers"):
         expected = f"it in the environment of {sys.executable}"
         raise UserError("the package verifiers", got="none", expected=expected, hint=f"run: {installed.fix('verifiers')}")
-    try:
-        return _Taskset(environment, json.loads(arguments), limit)
-    except Exception as error:
-        raise no_taskset(environment) or error from error
-
-
-def no_taskset(name: str) -> UserError | None:
-    """Return why `verifiers.v1` cannot load a module that it was asked for; None: for another reason than these."""
-    module = name.rpartition("/")[2].partition("@")[0].replace("-", "_")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or module == error.name or module.startswith(f"{error.name}."):
-            return None
-        got, hint = f"{module}, which imports {error.name}: not installed", f"install it for {sys.executable}"
-        return UserError("the option environment", got=got, expected="a module that can be imported", hint=hint)
-    except Exception:  # noqa: BLE001  the package's own error says it
-        return None
-    if not hasattr(found, "load_environment") or hasattr(found, "__all__"):
-        return None
-    hint = "load_environment is of verifiers 0.1: make it a taskset, or call it in an agent of your own"
-    return UserError("the option environment", got=f"{module} with load_environment", expected="a taskset of verifiers.v1", hint=hint)
+    return _Taskset(environment, json.loads(arguments), limit)
 
 
 @functools.cache

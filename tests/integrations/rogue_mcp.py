@@ -1,7 +1,7 @@
 """An MCP server without the SDK that misbehaves as told: `python -I -S rogue_mcp.py WHEN [FILE]`; standard library only, so it starts fast.
 
 WHEN is empty, or `start:HOW`: before the handshake. A call of `act` with {"how": HOW} misbehaves in the call; with other words it echoes.
-`count` counts the session's calls. A FILE gets the ids of this process and of the processes it starts.
+`count` counts the session's calls. A FILE gets the id of this process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from typing import Any, NoReturn
@@ -23,12 +22,6 @@ def forever() -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         time.sleep(60)
-
-
-def started() -> None:
-    """Starts a process that ignores what it can, with our standard streams."""
-    code = "import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(600)"
-    note(subprocess.Popen([sys.executable, "-I", "-S", "-c", code]).pid)
 
 
 def note(process: int) -> None:
@@ -54,11 +47,6 @@ def misbehave(how: str) -> bool:
         print("hello, I am no server", flush=True)
         print(b"\xff\xfe{".decode("latin1"), flush=True)
         forever()
-    elif how == "silent":
-        pass
-    elif how == "children":
-        started()
-        return False
     else:
         return False
     return True

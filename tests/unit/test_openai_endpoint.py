@@ -61,11 +61,9 @@ def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Toke
             with pytest.raises(openai.InternalServerError) as failed:
                 await client.chat.completions.create(model="m", messages=[*MESSAGES, *MESSAGES], max_tokens=1)
             assert failed.value.code == "engine_failed"
-        other = url.replace(session.name, "0" * len(session.name))
-        for address, key in ((url, session.key + "x"), (other, session.key)):
-            async with openai.AsyncOpenAI(base_url=address, api_key=key) as stranger:
-                with pytest.raises(openai.AuthenticationError):
-                    await stranger.models.list()
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key + "x") as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.models.list()
 
     class Failing(Policy):
         async def speak(self, *_: object) -> list[Any]:

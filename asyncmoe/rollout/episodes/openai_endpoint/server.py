@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -34,7 +33,7 @@ ALIVE_S = 15.0
 
 
 class OpenAIEndpoint:
-    """One server for all episodes; each has a URL and an API key of its own. The server starts with the first episode.
+    """One server for all episodes, which tells them apart by their API keys. It starts with the first episode.
 
     Args:
         style: as `environment.tools.style`.
@@ -58,12 +57,12 @@ class OpenAIEndpoint:
             if self._runner is None:
                 await self._start()
         session = Session(episode, self._style)
-        self._sessions[session.name] = session
-        return session, f"http://{_HOST}:{self._port}/{session.name}/v1"
+        self._sessions[session.key] = session
+        return session, f"http://{_HOST}:{self._port}/v1"
 
     async def end(self, session: Session) -> None:
         """Close the endpoint of an episode, and end its requests."""
-        self._sessions.pop(session.name, None)
+        self._sessions.pop(session.key, None)
         await session.close()
 
     async def close(self) -> None:
@@ -75,13 +74,13 @@ class OpenAIEndpoint:
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[_tell])
-        app.router.add_post("/{name}/v1/chat/completions", self._answering(attrgetter("chat")))
-        app.router.add_post("/{name}/v1/responses", self._answering(attrgetter("responses")))
+        app.router.add_post("/v1/chat/completions", self._answering(attrgetter("chat")))
+        app.router.add_post("/v1/responses", self._answering(attrgetter("responses")))
         # Anthropic's clients add "v1" to their base URL.
         for version in ("v1", "v1/v1"):
-            app.router.add_post(f"/{{name}}/{version}/messages", self._answering(attrgetter("messages")))
-            app.router.add_post(f"/{{name}}/{version}/messages/count_tokens", self._count)
-        app.router.add_get("/{name}/v1/models", self._models)
+            app.router.add_post(f"/{version}/messages", self._answering(attrgetter("messages")))
+            app.router.add_post(f"/{version}/messages/count_tokens", self._count)
+        app.router.add_get("/v1/models", self._models)
         # If a client disconnects, its handler is cancelled, and with it the request to the engine.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
@@ -122,14 +121,13 @@ class OpenAIEndpoint:
         """Return the session that a request is for.
 
         Raises:
-            RequestRefused: 401: no such episode, or the wrong key.
+            RequestRefused: 401: no episode has the key.
         """
-        session = self._sessions.get(request.match_info["name"])
         # Some clients send a key of their own in one header and what they were configured with in the other.
         given = (request.headers.get("Authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", ""))
-        keys = [key.encode(errors="surrogateescape") for key in given]
-        if session is None or not any(hmac.compare_digest(key, session.key.encode()) for key in keys):
-            raise RequestRefused(401, "no such episode, or the wrong key", code="invalid_api_key")
+        session = next((self._sessions[key] for key in given if key in self._sessions), None)
+        if session is None:
+            raise RequestRefused(401, "no episode has this key", code="invalid_api_key")
         return session
 
 

@@ -52,13 +52,12 @@ class Session:
     cancelled request can be repeated; a different request in its place forks.
 
     Attributes:
-        name: its name in the URL.
         key: its API key.
         chat, responses, messages: the APIs it speaks.
     """
 
     def __init__(self, episode: Episode, style: str = answers.HERMES) -> None:
-        self.name, self.key = secrets.token_hex(8), secrets.token_urlsafe(32)
+        self.key = secrets.token_urlsafe(32)
         self.chat, self.responses, self.messages = ChatApi(), ResponsesApi(), MessagesApi()
         self._episode, self._style = episode, style
         self._lines: list[_Line] = []

@@ -43,7 +43,8 @@ class McpServer(Section):
             return None if token is None else ("token_env", token, "null because a command has no bearer token; use env_from")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            return "url", "another address", "http://... or https://... without a user's name or password; those are for token_env"
+            got = "one with a user's name or password" if "@" in parts.netloc else repr(self.url)
+            return "url", got, "http://... or https://... without a user's name or password; those are for token_env"
         for key, value in (("args", self.args), ("env", self.env), ("env_from", self.env_from), ("cwd", self.cwd)):
             if value:
                 return key, "a value", "none because the server is a url; it belongs to a command"

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_producer import until
 
 from asyncmoe import plugins
 from asyncmoe.config.model import MadeModel
@@ -25,7 +24,6 @@ from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected
 from asyncmoe.models.make import make_model
-from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode
@@ -35,14 +33,12 @@ from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import plugin
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
 from asyncmoe.rollout.scoring.parse_score import read
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory, validate
 
 BOUNDS = Bounds(turns=4, tokens=64, agents=3)
@@ -163,17 +159,6 @@ def test_rewards_of_other_agents_and_what_is_no_number_are_refused(rewards: Any,
     assert reason(Two(rewards), tokenizer) == expected
 
 
-class Raises:
-    async def run(self, episode: Episode) -> float:
-        raise KeyError("mine")
-
-
-class Hangs:
-    async def run(self, episode: Episode) -> float:
-        await asyncio.sleep(60)
-        return 0.0
-
-
 class Misuses:
     """Does one thing wrong and swallows what it is told."""
 
@@ -227,6 +212,12 @@ class Misuses:
         asyncio.get_running_loop().create_task(agent.respond())
         await asyncio.sleep(0)
 
+    async def raises(self, episode: Episode, agent: Agent) -> None:
+        raise KeyError("mine")
+
+    async def hangs(self, episode: Episode, agent: Agent) -> None:
+        await asyncio.sleep(60)
+
     async def only_hears(self, episode: Episode, agent: Agent) -> None:
         agent.see("x")
 
@@ -277,11 +268,13 @@ def test_what_is_no_token_is_not_seen(what: Any, tokenizer: Tokenizer) -> None:
         ("credit_before", "environment_error"),
         ("leaves_early", "environment_error"),
         ("no_tokens", "environment_error"),
+        ("raises", "environment_error"),
+        ("hangs", "environment_timeout"),
         ("only_hears", "empty_response"),
     ],
 )
 def test_an_environment_cannot_hide_that_an_agent_failed(what: str, expected: str, tokenizer: Tokenizer) -> None:
-    assert reason(Misuses(what), tokenizer) == expected
+    assert reason(Misuses(what), tokenizer, 0.2 if what == "hangs" else 5.0) == expected
 
 
 def test_a_response_fits_into_what_is_left_of_the_conversation(tokenizer: Tokenizer) -> None:
@@ -353,67 +346,6 @@ def test_rewards_of_steps_stand_at_their_last_tokens(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "0.5", [1.0]])
 def test_a_step_reward_that_is_no_number_rejects_the_episode(tokenizer: Tokenizer, reward: Any) -> None:
     assert reason(Credited(1.0, reward), tokenizer) == "bad_reward"
-
-
-class Turns:
-    """Behaves, but in group 1, where episode 1 does as it is told."""
-
-    def __init__(self, bad: Environment) -> None:
-        self.bad = bad
-
-    async def run(self, episode: Episode) -> Any:
-        if (episode.place.group, episode.place.episode) == (1, 1):
-            return await self.bad.run(episode)
-        agent = episode.agent()
-        agent.see(episode.prompt.tokens)
-        await agent.respond()
-        return 1.0
-
-
-class Questions:
-    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
-        return Prompt("1+1=", (10, 11, 12), "2")
-
-    def demonstration(self, index: int) -> Any:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("bad", "expected"),
-    [
-        (Raises(), "environment_error"),
-        (Hangs(), "environment_timeout"),
-        (Misuses("unknown_token"), "token_out_of_vocabulary"),
-    ],
-)
-def test_a_bad_episode_costs_its_group_and_nothing_else(bad: Environment, expected: str, tokenizer: Tokenizer) -> None:
-    stage = RolloutContext(Plain(), Sampling(1.0, 8, (2,)), tokenizer, Exact(), Turns(bad), BOUNDS, 0.2)  # type: ignore[arg-type]
-
-    async def run() -> None:
-        held = BoundedQueue(capacity=12, batch=4, group_size=2, max_staleness=2)
-        producing = asyncio.create_task(Producer(held, Questions(), Worker(partial(episode.run, stage), 2), 2).run())
-        trained: list[int] = []
-        for step in range(3):
-            leased = await held.lease(step, "rl", 4, step, 5.0)
-            trained += [item.group for item in leased.items]
-            held.commit(step)
-            held.set_version(step + 1)
-        await until(lambda: bool(held.stats().rejected))
-        producing.cancel()
-        assert held.stats().rejected == {expected: 2}
-        assert 1 not in trained
-        assert len(trained) == 12
-
-    asyncio.run(run())
-
-
-class Plain(Echo):
-    """All of version 0."""
-
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
-        said = tuple(tokens[-2:])
-        await asyncio.sleep(0)
-        return PooledGeneration(Generation.of(said, (-0.5,) * 2, (VersionSpan("0", 0, 2),), "stop", 0), 0)
 
 
 # ---------------------------------------------------------------- users' code of every kind

@@ -1,4 +1,5 @@
-"""Folders for the temporary files of child processes, of which SGLang and torchrun leave some behind, most of all when they are killed.
+"""Private folders: for the sockets of this process, and for the temporary files of child processes, of which SGLang and torchrun leave some
+behind, most of all when they are killed.
 
 A folder is private to this user, and locked by the process that made it. Whoever makes the next one removes folders whose maker has
 ended.

@@ -14,7 +14,6 @@ import msgspec
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.log.log import Place
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.workers.figures import Figures
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Commit, Done, Lease, Leased, Reply, Request
@@ -22,7 +21,9 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
 from asyncmoe.rpc.worker_messages import (
     EngineUse,
+    Figures,
     Made,
+    PackedGroup,
     WorkerAsk,
     WorkerBegin,
     WorkerBegun,
@@ -36,7 +37,6 @@ from asyncmoe.rpc.worker_messages import (
 
 TOKENS = 4096
 _WAIT_S = 60.0
-_FIGURES = msgspec.msgpack.encode(Figures())
 
 
 class AnsweringWorker:
@@ -63,14 +63,14 @@ class AnsweringWorker:
         return Done()
 
     def _news(self) -> WorkerNews:
-        return WorkerNews(self._uses, (), 0, {}, _FIGURES)
+        return WorkerNews(self._uses, (), 0, {}, Figures())
 
     def _packed(self, request: WorkerPack) -> WorkerPacked:
         version = max(request.newest - 1, 0)
         items = tuple(self._item(EpisodeId(one.group, one.episode, one.attempt), version) for one in request.episodes)
         place = Place(self._number, self._offset)
         self._offset += TOKENS * len(items)
-        return WorkerPacked(items, 0, place)
+        return WorkerPacked((PackedGroup(items, 0, place),))
 
     def _item(self, place: EpisodeId, version: int) -> Item:
         reward = float((place.group + place.episode) % 2)

@@ -18,15 +18,16 @@ class McpServer(Section):
     args: tuple[str, ...] = Field((), description="Arguments of the command.")
     env: dict[str, str] = Field(
         {},
-        description="Variables of the command. It gets no other variable of the controller's, except HOME, LOGNAME, PATH, SHELL, TERM "
+        description="Variables of the command. It gets no other variable of the rollout worker's, except HOME, LOGNAME, PATH, SHELL, TERM "
         "and USER.",
     )
     env_from: tuple[str, ...] = Field(
-        (), description="Names of variables that the command gets from the controller's environment; for secrets, which do not belong here."
+        (),
+        description="Names of variables of the rollout worker that the command gets; for secrets, which do not belong here.",
     )
-    cwd: Path | None = Field(None, description="Working directory of the command; null: the controller's.")
+    cwd: Path | None = Field(None, description="Working directory of the command; null: the rollout worker's.")
     url: str | None = Field(None, description="Address of a server that speaks streamable HTTP.")
-    token_env: str | None = Field(None, description="Variable of the controller's environment with the URL's bearer token.")
+    token_env: str | None = Field(None, description="Variable of the rollout worker's environment with the URL's bearer token.")
     tools: tuple[str, ...] = Field((), description="Tools that the policy gets, by the server's names; none: all.")
     prefix: str = Field("", description="Prefix of the tools' names, for servers with tools of the same name.")
     start_timeout_s: Seconds = Field(30.0, description="Seconds in which a session must begin and list its tools.")

@@ -18,7 +18,7 @@ class TeacherSection(Section):
     url: str = Field(description="Address of the teacher, http://host:port; its model must have the policy's tokenizer.")
     key_variable: str | None = Field(
         None,
-        description="Environment variable of the controller with the API key that the teacher's server requires; null: it requires none.",
+        description="Variable of the rollout workers' environment with the API key of the teacher's server; null: it requires none.",
     )
     timeout_s: Seconds = Field(60.0, description="Seconds one call may take.")
     concurrency: Positive = Field(16, description="Maximum calls in flight.")

@@ -28,8 +28,8 @@ from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.trainer_session import TrainerSession
-from asyncmoe.rollout.workers.children import WorkerProcesses
 from asyncmoe.rollout.workers.fleet import WorkerFleet
+from asyncmoe.rollout.workers.process import WorkerProcesses
 from asyncmoe.rpc import address, keys
 from asyncmoe.rpc.environment import RendezvousVariables, given
 from asyncmoe.rpc.messages import (

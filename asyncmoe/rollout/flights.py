@@ -49,8 +49,8 @@ class Workers(Protocol):
         """Return the group of these episodes, checked; `newest`: version that may have sampled a token. Raises TrajectoryRejected."""
         ...
 
-    def drop(self, episodes: Sequence[EpisodeId]) -> None:
-        """End and forget the episodes of a group that is given up or starts again."""
+    def forget(self, episodes: Sequence[EpisodeId], groups: Sequence[int]) -> None:
+        """End and forget the episodes of groups that are given up or start again."""
         ...
 
 

@@ -218,7 +218,7 @@ class Producer:
     def _drop(self, flight: Flight) -> None:
         """Have what holds the episodes forget them, once: the next attempt may have some of the same names."""
         if not flight.dropped:
-            self._workers.drop(flight.places)
+            self._workers.forget(flight.places, [flight.group.number])
         flight.dropped = True
 
     async def _sample(self, flight: Flight, fate: Fate, reason: str = "", detail: str = "") -> None:

@@ -7,26 +7,24 @@ Neither side accepts data from other users of the machine. The data never leaves
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import stat
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from asyncmoe.errors import UserError
-from asyncmoe.storage import writing
+from asyncmoe.scratch import Scratch
 
-PREFIX, SOCKET = "asyncmoe-wire-", "socket"
+SOCKET = "socket"
 USER = "asyncmoe"
 """ZeroMQ's PLAIN mechanism requires a user name with the password."""
 _PROBE_S = 1.0
-_MAX_FOLDER = 107 - len(f"/{PREFIX}xxxxxxxx/{SOCKET}")
-"""A Unix socket's path has at most 107 bytes (unix(7)); `mkdtemp` adds 8 to the prefix."""
+_MAX_FOLDER = 107 - len(f"/asyncmoe-xxxxxxxx/{SOCKET}")
+"""A Unix socket's path has at most 107 bytes (unix(7))."""
 
 
-def make() -> Path:
-    """Create a directory for a socket; first remove the directories that this user's killed servers left behind.
+def make() -> Scratch:
+    """Create a directory for a socket.
 
     Raises:
         UserError: the path of the directory for temporary files is too long for a socket.
@@ -37,17 +35,7 @@ def make() -> Path:
         raise UserError(
             "directory for temporary files", got=folder, expected=f"at most {_MAX_FOLDER} bytes", hint="set TMPDIR to a shorter path"
         )
-    for old in Path(folder).glob(f"{PREFIX}*"):
-        if is_private(old) and is_left_behind(old):
-            remove(old)
-    with writing("the controller's socket", Path(folder)):
-        return Path(tempfile.mkdtemp(prefix=PREFIX))
-
-
-def remove(directory: Path) -> None:
-    """Delete the directory, if it still exists."""
-    with suppress(FileNotFoundError):
-        shutil.rmtree(directory)
+    return Scratch()
 
 
 def address(directory: Path) -> str:

@@ -14,7 +14,6 @@ import asyncio
 import errno
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 
 import zmq
@@ -28,6 +27,7 @@ from asyncmoe.rpc.codec import MAX_FRAME_BYTES, decode_request, encode
 from asyncmoe.rpc.environment import ANY, CONTROLLER, RendezvousVariables
 from asyncmoe.rpc.messages import Refused, Reply, Request
 from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.scratch import Scratch
 from asyncmoe.trajectory import Buffer
 
 Handler = Callable[[Request], Awaitable[Reply | tuple[Reply, list[Buffer]]]]
@@ -71,7 +71,7 @@ class Server:
         self._context = zmq.asyncio.Context(_IO_THREADS)
         self._sockets: list[zmq.asyncio.Socket] = []
         self._encoded: tuple[Reply, bytes] | None = None
-        self._local_dir: Path | None = None
+        self._local: Scratch | None = None
         self._authenticator: AsyncioAuthenticator | None = None
 
     async def start(self) -> Rendezvous:
@@ -88,10 +88,11 @@ class Server:
             await self._listen()
         here = self._router()
         here.plain_server = True
-        self._local_dir = local.make()
-        here.bind(local.address(self._local_dir))
-        address = local.address(self._local_dir) if self._here_only else f"tcp://{self._advertise}:{self._port}"
-        return keys.rendezvous(address, self._keys, str(self._local_dir))
+        self._local = local.make()
+        here_address = local.address(self._local.path)
+        here.bind(here_address)
+        address = here_address if self._here_only else f"tcp://{self._advertise}:{self._port}"
+        return keys.rendezvous(address, self._keys, str(self._local.path))
 
     async def _listen(self) -> None:
         remote = self._router()
@@ -131,9 +132,9 @@ class Server:
         while self._sockets:
             self._sockets.pop().close(_LINGER_MS)
         await asyncio.to_thread(self._context.term)
-        if self._local_dir is not None:
-            local.remove(self._local_dir)
-            self._local_dir = None
+        if self._local is not None:
+            self._local.remove()
+            self._local = None
 
     async def __aenter__(self) -> Server:
         return self

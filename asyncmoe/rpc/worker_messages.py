@@ -16,6 +16,7 @@ from asyncmoe.rpc.base import Count, Message
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.peers import Facts
 from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.telemetry.rollout_schema import Calls, Scoring
 
 
 class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,17 +104,21 @@ class WorkerRun(Message, frozen=True):
 
 
 class WorkerShow(Message, frozen=True):
-    """Make demonstrations of the warm-up, `count` from number `first` on, and put them into the log. Answered with `WorkerShown`."""
+    """Make demonstrations of the warm-up, `count` from number `first` on, and put them into the log. Answered with `WorkerPacked`: a group
+    of one for each trajectory."""
 
     first: Count
     count: Count
 
 
 class WorkerForget(Message, frozen=True):
-    """End and forget episodes whose outcome nobody wants any more, whether they run or have ended, and all that is kept of groups."""
+    """End and forget episodes whose outcome nobody wants any more, whether they run or have ended; forget all that is kept of groups; and
+    let go of payloads."""
 
     episodes: tuple[EpisodeKey, ...] = ()
     groups: tuple[Count, ...] = ()
+    needed: dict[int, Number] | None = None
+    """Payloads before this position are let go of, by number of the worker, unless it holds their groups; None: none are."""
 
 
 class WorkerPack(Message, frozen=True):
@@ -140,12 +145,6 @@ class WorkerFetch(Message, frozen=True):
     """Send sampling masks."""
 
 
-class WorkerRetain(Message, frozen=True):
-    """Let go of the worker's payloads, but for those that it holds and those from the position `needed` on, by number of the worker."""
-
-    needed: dict[int, Number]
-
-
 class WorkerEnd(Message, frozen=True):
     """The run is over: the worker ends."""
 
@@ -159,19 +158,18 @@ class WorkerBegun(Message, frozen=True):
     groups: tuple[Count, ...]
 
 
-class WorkerPacked(Message, frozen=True):
-    """Reply to `WorkerPack`."""
+class PackedGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group that is in the log: an `asyncmoe.queue.group_buffer.Group` without its frames, and before it has arrived."""
 
     items: tuple[Item, ...]
     attempt: Count
     place: Place | None
 
 
-class WorkerShown(Message, frozen=True):
-    """Reply to `WorkerShow`: trajectories, and where the log has each."""
+class WorkerPacked(Message, frozen=True):
+    """Reply to `WorkerPack` and `WorkerShow`."""
 
-    items: tuple[Item, ...]
-    places: tuple[Place, ...]
+    groups: tuple[PackedGroup, ...]
 
 
 class Made(msgspec.Struct, frozen=True, array_like=True):
@@ -200,6 +198,13 @@ class WorkerRan(Message, frozen=True):
     """Of a group that is kept to be read: `asyncmoe.rollout.sampled_episodes.to_bytes`."""
 
 
+class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Statistics of scorers and tools, which run in each worker: by the name of a stage of scoring, and by that of a tool."""
+
+    scoring: dict[str, Scoring] = msgspec.field(default_factory=dict)
+    tools: dict[str, Calls] = msgspec.field(default_factory=dict)
+
+
 class WorkerNews(Message, frozen=True):
     """Reply to `WorkerAsk` and `WorkerEngines`."""
 
@@ -210,11 +215,8 @@ class WorkerNews(Message, frozen=True):
     """At engines or waiting for one."""
     tokens: dict[str, int]
     """Since the news before, by the attribute of `asyncmoe.engines.pool.Pool` that counts them."""
-    figures: bytes
-    """msgpack of `asyncmoe.rollout.workers.figures.Figures`."""
+    figures: Figures
 
 
-WorkerRequest = (
-    WorkerBegin | WorkerEngines | WorkerRun | WorkerShow | WorkerForget | WorkerPack | WorkerAsk | WorkerFetch | WorkerRetain | WorkerEnd
-)
-WorkerReply = WorkerBegun | WorkerRan | WorkerShown | WorkerPacked | WorkerNews
+WorkerRequest = WorkerBegin | WorkerEngines | WorkerRun | WorkerShow | WorkerForget | WorkerPack | WorkerAsk | WorkerFetch | WorkerEnd
+WorkerReply = WorkerBegun | WorkerRan | WorkerPacked | WorkerNews

@@ -34,7 +34,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """The controller's counters, and what there is at the moment.
 
     Trajectories that were started, accepted, rejected, dropped or requeued are counted since the run began: a controller that starts again
-    takes the counts over from the log. Without a log it knows only those of steps that are trained. The other counters,
+    takes the counts over from the log. The other counters,
     tokens too, begin at 0 when the controller starts, unless their line says otherwise.
     """
 

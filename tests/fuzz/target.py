@@ -23,7 +23,7 @@ from asyncmoe.errors import EngineError, WeightSyncError
 from asyncmoe.models.make import make_model
 from asyncmoe.process import die_with_parent
 from asyncmoe.rollout import controller, parts
-from asyncmoe.rollout.workers.children import WorkerProcesses
+from asyncmoe.rollout.workers.process import WorkerProcesses
 from asyncmoe.rpc import keys
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import lent

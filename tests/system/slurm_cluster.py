@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from asyncmoe.process import die_with_parent
 from tests.system.runs import REPOSITORY, wait_for
@@ -40,8 +42,8 @@ class Cluster:
         nodes: their names: n1, n2, ...
     """
 
-    def __init__(self, directory: Path, nodes: int) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, nodes: int, daemons: ExitStack) -> None:
+        self.directory, self._daemons = directory, daemons
         self.nodes = tuple(f"n{number}" for number in range(1, nodes + 1))
         self.environment = {**_without_slurm(os.environ), "SLURM_CONF": str(directory / "slurm.conf")}
 
@@ -81,6 +83,18 @@ class Cluster:
         """What squeue prints; empty when no job waits or runs."""
         return self.call("squeue", "--noheader").stdout.strip()
 
+    def start_node(self, node: str) -> None:
+        """Start a node's slurmd."""
+        self._daemons.enter_context(_daemon(self.directory, "slurmd", ["-D", "-N", node], self.environment, node))
+
+    def lose_node(self, node: str) -> None:
+        """End all processes of a node at once, as a power cut does, and say so: SLURM itself finds out after SlurmdTimeout, 300 s."""
+        at_node = [process for process in psutil.process_iter() if _is_at(process, node, str(self.directory))]
+        for process in {*at_node, *(parent for task in at_node for parent in task.parents() if parent.name() == "slurmstepd")}:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+
     def idle(self) -> bool:
         """Every node waits for jobs."""
         found = self.call("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N", check=False).stdout.split()
@@ -91,16 +105,17 @@ class Cluster:
 def cluster(directory: Path, nodes: int = 3) -> Iterator[Cluster]:
     """Start a cluster, and stop exactly its daemons in the end, with every job that is left."""
     directory.mkdir(parents=True)
-    made = Cluster(directory, nodes)
+    daemons = ExitStack()
+    made = Cluster(directory, nodes, daemons)
     (directory / "prolog").write_text(f"#!/bin/sh\ncat {directory}/$SLURMD_NODENAME.exports 2> /dev/null || true\n")
     (directory / "prolog").chmod(0o755)
     (directory / "slurm.conf").write_text(configuration(directory, made.nodes, free_ports(nodes + 1)))
-    with ExitStack() as stack:
-        stack.enter_context(_munged(directory))
-        stack.enter_context(_daemon(directory, "slurmctld", ["-D"], made.environment))
+    with daemons:
+        daemons.enter_context(_munged(directory))
+        daemons.enter_context(_daemon(directory, "slurmctld", ["-D"], made.environment))
         for node in made.nodes:
             (directory / f"spool.{node}").mkdir()
-            stack.enter_context(_daemon(directory, "slurmd", ["-D", "-N", node], made.environment, node))
+            made.start_node(node)
         if not wait_for(made.idle, 30.0):
             raise AssertionError(f"not idle after 30 s: {made.call('sinfo', check=False)}\n{_logs(directory)}")
         try:
@@ -108,6 +123,16 @@ def cluster(directory: Path, nodes: int = 3) -> Iterator[Cluster]:
         finally:
             made.call("scancel", "--user=root", check=False)
             wait_for(lambda: not made.queue(), 30.0)
+
+
+def _is_at(process: psutil.Process, node: str, directory: str) -> bool:
+    """Whether a process is a node's slurmd, or a task on that node, of the cluster in a directory."""
+    try:
+        environ, words = process.environ(), process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return False
+    here = environ.get("SLURM_CONF", "").startswith(directory)
+    return here and (environ.get("SLURMD_NODENAME") == node or words[-2:] == ["-N", node])
 
 
 def configuration(directory: Path, nodes: tuple[str, ...], ports: list[int]) -> str:

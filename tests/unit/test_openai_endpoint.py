@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import sys
 from typing import Any
 
 import aiohttp
@@ -11,6 +13,7 @@ import openai
 import pytest
 
 from asyncmoe.errors import TrajectoryRejected, UserError
+from asyncmoe.launch import part
 from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.openai_endpoint import environment, server
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
@@ -225,6 +228,30 @@ def test_openais_client_is_told_what_was_overridden(known: Tokenizer, caplog: py
     assert [record.getMessage() for record in caplog.records if "an agent sets" in record.getMessage()] == [
         "an agent sets temperature, seed, logprobs, which the run's sampling or chat template ignores; this is said once"
     ]
+
+
+def test_an_agents_requests_do_not_fill_the_log(
+    known: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    loggers = [logging.getLogger(name) for name in ("httpx", "httpx2")]
+
+    async def client(url: str, session: Session) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+            await client.chat.completions.create(model="m", messages=MESSAGES)
+
+    for logger in loggers:  # another test of this process may have had a run's part quieten them
+        logger.setLevel(logging.NOTSET)
+    try:
+        with caplog.at_level(logging.INFO):
+            served(says(known), known, client)
+            assert any(record.getMessage().startswith("HTTP Request") for record in caplog.records)
+            caplog.clear()
+            part.main(lambda: served(says(known), known, client))
+            assert not [record for record in caplog.records if record.getMessage().startswith("HTTP Request")]
+    finally:
+        for logger in loggers:
+            logger.setLevel(logging.NOTSET)
 
 
 def test_a_stream_is_kept_alive_until_the_client_leaves_or_it_fails(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

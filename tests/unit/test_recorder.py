@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
-import pytest
 
-from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.recorder import Recorder
-from asyncmoe.rollout.workers.figures import Figures, added, read
+from asyncmoe.rollout.workers.fleet import added
+from asyncmoe.rpc.codec import decode_reply, encode
+from asyncmoe.rpc.worker_messages import Figures, WorkerNews
 from asyncmoe.telemetry.records import Tail
 from asyncmoe.telemetry.rollout_schema import Calls, Rollout, Scoring
 from asyncmoe.telemetry.schema import ROLLOUT
@@ -41,10 +41,8 @@ def test_counts_by_reason_survive(tmp_path: Path) -> None:
 
 
 def test_figures_of_several_processes_add_up() -> None:
-    sent = [read(msgspec.msgpack.encode(one)) for one in (figures(), figures(), Figures())]
-    whole = added(sent)
+    sent = [decode_reply(encode(WorkerNews((), (), 0, {}, one))) for one in (figures(), figures(), Figures())]
+    whole = added(one.figures for one in sent if isinstance(one, WorkerNews))
     assert whole.scoring["scorer"] == Scoring(in_flight=2, waiting=4, scored=6, retried=8, failed={"scorer_timeout": 10}, seconds=12.0)
     assert whole.tools["python"] == Calls(calls=14, seconds=3.0, failures={"tool_timeout": 4, "tool_crash": 2})
     assert added([]) == Figures()
-    with pytest.raises(ProtocolError, match="figures"):
-        read(b"\xc1")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.unit.doc_pages import ROOT, blocks
+
 EXAMPLE = str(ROOT / "examples" / "reshard_standalone.py")
 
 
@@ -28,6 +29,12 @@ def run(command: list[str]) -> str:
 def test_under_torchrun() -> None:
     out = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE])
     assert out.count("all is right") == 2
+
+
+def test_the_program_of_the_guide(tmp_path: Path) -> None:
+    (program,) = [block.text for block in blocks((ROOT / "docs" / "guides" / "reshard.md").read_text()) if block.word == "python"]
+    (tmp_path / "program.py").write_text(program)
+    assert run([sys.executable, str(tmp_path / "program.py")]) == "[1. 1. 2. 2. 1. 2.]\n"
 
 
 def mpirun() -> list[str]:

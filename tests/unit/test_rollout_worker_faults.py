@@ -13,11 +13,12 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.log.log import Place
 from asyncmoe.rollout.workers import service
 from asyncmoe.rollout.workers.remote import RemoteWorker
+from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
-from asyncmoe.rpc.worker_messages import EngineUse, WorkerBegin, WorkerEngines, WorkerNews, WorkerPacked
+from asyncmoe.rpc.worker_messages import EngineUse, PackedGroup, WorkerBegin, WorkerEngines, WorkerPacked
 from tests.unit.fake_engine import FakeHandle
-from tests.unit.worker_fleet import Cluster, SlowEngine
+from tests.unit.worker_fleet import Cluster, SlowEngine, clustered
 
 
 def test_an_episode_too_large_to_be_read_is_trained_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,131 +36,118 @@ def test_an_episode_too_large_to_be_read_is_trained_all_the_same(tmp_path: Path,
 
 
 @pytest.mark.thorough
-def test_a_worker_that_stands_still_holds_up_the_others_gates_only_at_first(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=2, engines=2, seed=3) as cluster:
-            await cluster.train(0)
-            still, goes = (cluster.fleet._workers[number] for number in (1, 2))
-            gates, stands = cluster.fleet._gates, asyncio.Event()
-            gates._answer_s = 2.0
+@clustered(workers=2, engines=2, seed=3)
+async def test_a_worker_that_stands_still_holds_up_the_others_gates_only_at_first(cluster: Cluster) -> None:
+    await cluster.train(0)
+    still, goes = (cluster.fleet._workers[number] for number in (1, 2))
+    gates, stands = cluster.fleet._gates, asyncio.Event()
+    gates._answer_s = 2.0
 
-            async def stand(*_: object) -> None:
-                await stands.wait()
+    async def stand(*_: object) -> None:
+        await stands.wait()
 
-            with mock.patch.object(cluster.lent[1].worker._engines, "use", stand):
-                cluster.pool.hold()
-                assert await cluster.pool.held() > 0, "it may have requests in flight, which an update may not meet"
-                assert not still.gone
-                assert goes.engines is not None
-                assert not goes.engines.open
-                assert not cluster.lent[2].worker.pool._gate._open.is_set()
-                cluster.pool.release()
-                assert "WorkerEngines" in await cluster.lost(1)
-                await cluster.train(1)
-                stands.set()
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=2, seed=4) as cluster:
-            await cluster.train(0)
-            for handle in cluster.handles:
-                handle.client.hangs = True
-            lent, gates = cluster.lent[1].worker, cluster.fleet._gates
-            while not all(member.in_flight for member in lent.pool.members):
-                await asyncio.sleep(0.01)
-            leaves = cluster.pool.members[0]
-            leaves.elsewhere, leaves.leaving = 0, True  # as the news before said
-            gates.tell()
-            assert await gates.late() == 0
-            (there,) = [member for member in lent.pool.members if member.engine.name == leaves.engine.name]
-            assert leaves.elsewhere == there.in_flight > 0
-            assert there.leaving
-            for handle in cluster.handles:
-                handle.client.hangs = False
-
-    asyncio.run(run())
+    with mock.patch.object(cluster.lent[1].worker._engines, "use", stand):
+        cluster.pool.hold()
+        assert await cluster.pool.held() > 0, "it may have requests in flight, which an update may not meet"
+        assert not still.gone
+        assert goes.engines is not None
+        assert not goes.engines.open
+        assert not cluster.lent[2].worker.pool._gate._open.is_set()
+        cluster.pool.release()
+        assert "WorkerEngines" in await cluster.lost(1)
+        stands.set()
+    await cluster.lose(1)
+    await cluster.start(1)  # which has what the next batch may need
+    await cluster.train(1)
 
 
-def test_workers_are_told_only_what_has_changed(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=2, engines=2, seed=8) as cluster:
-            gates, told = cluster.fleet._gates, list[str]()
-            gates.tell()
-            await gates.late()
-
-            async def news(self: RemoteWorker, request: Any, *_: object) -> WorkerNews:
-                if isinstance(request, WorkerEngines):
-                    told.append(self.name)
-                return await news_of(self, request)
-
-            news_of = RemoteWorker.news
-            with mock.patch.object(RemoteWorker, "news", news):
-                gates.tell()
-                assert await gates.late() == 0
-                assert told == []
-                cluster.pool.members[1].suspect = True
-                gates.tell()
-                gates.tell()
-                await gates.late()
-                assert sorted(told) == ["rollout worker 1", "rollout worker 2"]
-
-    asyncio.run(run())
+@clustered(workers=1, engines=2, seed=4)
+async def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(cluster: Cluster) -> None:
+    await cluster.train(0)
+    for handle in cluster.handles:
+        handle.client.hangs = True
+    lent, gates = cluster.lent[1].worker, cluster.fleet._gates
+    while not all(member.in_flight for member in lent.pool.members):
+        await asyncio.sleep(0.01)
+    leaves = cluster.pool.members[0]
+    leaves.elsewhere, leaves.leaving = 0, True  # as the news before said
+    gates.tell()
+    assert await gates.late() == 0
+    (there,) = [member for member in lent.pool.members if member.engine.name == leaves.engine.name]
+    assert leaves.elsewhere == there.in_flight > 0
+    assert there.leaving
+    for handle in cluster.handles:
+        handle.client.hangs = False
 
 
-def test_every_worker_uses_every_engine_with_its_share_of_the_requests(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=3, engines=2, seed=8, staleness=40) as cluster:
-            for handle in cluster.handles:
-                handle.client.hangs = True
-            shares = [cluster.config.rollout.share(number) for number in (1, 2, 3)]
-            assert shares == [22, 21, 21]
-            pools = [cluster.lent[number].worker.pool for number in (1, 2, 3)]
-            while [sum(member.in_flight for member in pool.members) for pool in pools] != shares:
-                await asyncio.sleep(0.01)
-            assert all(member.in_flight for pool in pools for member in pool.members)
-            while sum(member.elsewhere for member in cluster.pool.members) != 64 or cluster.fleet.requests <= 64:
-                await asyncio.sleep(0.01)  # those that wait are requests too
-            await cluster.lose(3)
-            await cluster.lost(3)
-            assert sum(member.elsewhere for member in cluster.pool.members) == 43
-            for handle in cluster.handles:
-                handle.client.hangs = False
+@clustered(workers=2, engines=2, seed=8)
+async def test_workers_are_told_only_what_has_changed(cluster: Cluster) -> None:
+    gates, told = cluster.fleet._gates, list[str]()
+    gates.tell()
+    await gates.late()
 
-    asyncio.run(run())
+    def tell(self: RemoteWorker, request: Any, *_: object) -> asyncio.Task[None]:
+        if isinstance(request, WorkerEngines):
+            told.append(self.name)
+        return really(self, request)
+
+    really = RemoteWorker.tell
+    with mock.patch.object(RemoteWorker, "tell", tell):
+        gates.tell()
+        assert await gates.late() == 0
+        assert told == []
+        cluster.pool.members[1].suspect = True
+        gates.tell()
+        gates.tell()
+        await gates.late()
+        assert sorted(told) == ["rollout worker 1", "rollout worker 2"]
 
 
-def test_an_adapter_is_in_use_until_all_workers_know_the_next_one_and_their_requests_have_ended(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=2, engines=1, seed=8, staleness=40) as cluster:
-            (member,), (handle,) = cluster.pool.members, cluster.handles
-            member.adapter = "v1"
-            cluster.fleet._gates.tell()
-            while not all(any(one.users["v1"] for one in lent.worker.pool.members) for lent in cluster.lent.values()):
-                await asyncio.sleep(0.001)
-            handle.client.hangs, member.adapter = True, "v2"
-            assert await cluster.pool._in_use(member, "v1")
-            handle.client.hangs = False
-            while await cluster.pool._in_use(member, "v1"):
-                await asyncio.sleep(0.01)
-            with mock.patch.object(cluster.fleet._gates, "late", mock.AsyncMock(return_value=1)):
-                assert await cluster.pool._in_use(member, "v1"), "a worker that has not heard of the next one may still ask for it"
+@clustered(workers=3, engines=2, seed=8, staleness=40)
+async def test_every_worker_uses_every_engine_with_its_share_of_the_requests(cluster: Cluster) -> None:
+    for handle in cluster.handles:
+        handle.client.hangs = True
+    shares = [cluster.config.rollout.share(number) for number in (1, 2, 3)]
+    assert shares == [22, 21, 21]
+    pools = [cluster.lent[number].worker.pool for number in (1, 2, 3)]
+    while [sum(member.in_flight for member in pool.members) for pool in pools] != shares:
+        await asyncio.sleep(0.01)
+    assert all(member.in_flight for pool in pools for member in pool.members)
+    while sum(member.elsewhere for member in cluster.pool.members) != 64 or cluster.fleet.requests <= 64:
+        await asyncio.sleep(0.01)  # those that wait are requests too
+    await cluster.lose(3)
+    await cluster.lost(3)
+    assert sum(member.elsewhere for member in cluster.pool.members) == 43
+    for handle in cluster.handles:
+        handle.client.hangs = False
 
-    asyncio.run(run())
+
+@clustered(workers=2, engines=1, seed=8, staleness=40)
+async def test_an_adapter_is_in_use_until_all_workers_know_the_next_one_and_their_requests_have_ended(cluster: Cluster) -> None:
+    (member,), (handle,) = cluster.pool.members, cluster.handles
+    member.adapter = "v1"
+    cluster.fleet._gates.tell()
+    while not all(any(one.users["v1"] for one in lent.worker.pool.members) for lent in cluster.lent.values()):
+        await asyncio.sleep(0.001)
+    handle.client.hangs, member.adapter = True, "v2"
+    assert await cluster.pool._in_use(member, "v1")
+    handle.client.hangs = False
+    while await cluster.pool._in_use(member, "v1"):
+        await asyncio.sleep(0.01)
+    with mock.patch.object(cluster.fleet._gates, "late", mock.AsyncMock(return_value=1)):
+        assert await cluster.pool._in_use(member, "v1"), "a worker that has not heard of the next one may still ask for it"
 
 
 def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -> None:
     told: list[WorkerBegin] = []
-    begin = RemoteWorker.begin
+    begin = WorkerService._begin
 
-    async def noted(self: RemoteWorker, first: WorkerBegin) -> Any:
+    async def noted(self: WorkerService, first: WorkerBegin) -> Any:
         told.append(first)
         return await begin(self, first)
 
     async def run() -> None:
-        with mock.patch.object(RemoteWorker, "begin", noted):
+        with mock.patch.object(WorkerService, "_begin", noted):
             async with Cluster(tmp_path, workers=2, engines=2, seed=5) as cluster:
                 for step in range(3):
                     await cluster.train(step)
@@ -169,7 +157,7 @@ def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -
                     await asyncio.sleep(0.01)
                 await cluster.lose(1)
                 await cluster.lost(1)
-                others = {place.group for _, place in cluster.lent[2].worker._running}
+                others = {place.group for place in cluster.lent[2].worker._worker._running}
                 await cluster.start(1)
                 for handle in cluster.handles:
                     handle.client.hangs = False
@@ -180,55 +168,49 @@ def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -
     asyncio.run(run())
 
 
-def test_what_is_said_of_an_engine_before_it_started_again_does_not_end_it(tmp_path: Path) -> None:
+@clustered(workers=1, engines=1, seed=6)
+async def test_what_is_said_of_an_engine_before_it_started_again_does_not_end_it(cluster: Cluster) -> None:
     """It has its name and its address again."""
 
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=1, seed=6) as cluster:
-            await cluster.train(0)
-            before, there = cluster.pool.members[0], cluster.fleet._workers[1]
-            cluster.pool.returns = lambda _: True
-            cluster.pool.fence(before, "it has died")
-            handle = FakeHandle(before.engine.name)
-            handle.client = SlowEngine(handle.name, cluster.draw)
-            handle.client.version = 1
-            cluster.handles[:] = [handle]
-            cluster.pool.remove(before)
-            again = cluster.pool.join(handle)
-            again.serve(1, 0)
-            while there.engines is None or [one.serial for one in there.engines.engines] != [again.serial]:
-                await asyncio.sleep(0.01)
-            cluster.fleet._gates.note(there, [EngineUse(before.serial, 9, None, "it does not answer")])
-            assert (again.fenced, again.elsewhere < 9) == (None, True)
-            for step in range(1, 3):
-                await cluster.train(step)
-            assert again.fenced is None
-            cluster.fleet._gates.note(there, [EngineUse(again.serial, 0, None, "it does not answer")])
-            assert again.fenced == "it does not answer"
-
-    asyncio.run(run())
+    await cluster.train(0)
+    before, there = cluster.pool.members[0], cluster.fleet._workers[1]
+    cluster.pool.returns = lambda _: True
+    cluster.pool.fence(before, "it has died")
+    handle = FakeHandle(before.engine.name)
+    handle.client = SlowEngine(handle.name, cluster.draw)
+    handle.client.version = 1
+    cluster.handles[:] = [handle]
+    cluster.pool.remove(before)
+    again = cluster.pool.join(handle)
+    again.serve(1, 0)
+    while there.engines is None or [one.serial for one in there.engines.engines] != [again.serial]:
+        await asyncio.sleep(0.01)
+    cluster.fleet._gates.note(there, [EngineUse(before.serial, 9, None, "it does not answer")])
+    assert (again.fenced, again.elsewhere < 9) == (None, True)
+    for step in range(1, 3):
+        await cluster.train(step)
+    assert again.fenced is None
+    cluster.fleet._gates.note(there, [EngineUse(again.serial, 0, None, "it does not answer")])
+    assert again.fenced == "it does not answer"
 
 
-def test_a_rank_lets_go_of_a_worker_that_was_replaced(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=1, seed=7) as cluster:
-            with Client(cluster._rendezvous, "trainer.0") as client:
-                holder = cluster.fleet._workers[1].joined.rendezvous
-                before = client.beside(holder, "rollout worker 1")
-                assert client.beside(holder, "rollout worker 1") is before
-                await cluster.lose(1)
-                await cluster.lost(1)
-                await cluster.start(1)
-                assert client.beside(cluster.fleet._workers[1].joined.rendezvous, "rollout worker 1") is not before
-                if not (closed := before._connection.socket.closed):
-                    before.close()  # or the end of its context waits for it
-                assert closed
-
-    asyncio.run(run())
+@clustered(workers=1, engines=1, seed=7)
+async def test_a_rank_lets_go_of_a_worker_that_was_replaced(cluster: Cluster) -> None:
+    with Client(cluster._rendezvous, "trainer.0") as client:
+        holder = cluster.fleet._workers[1].joined.rendezvous
+        before = client.beside(holder, "rollout worker 1")
+        assert client.beside(holder, "rollout worker 1") is before
+        await cluster.lose(1)
+        await cluster.lost(1)
+        await cluster.start(1)
+        assert client.beside(cluster.fleet._workers[1].joined.rendezvous, "rollout worker 1") is not before
+        if not (closed := before._connection.socket.closed):
+            before.close()  # or the end of its context waits for it
+        assert closed
 
 
 def test_a_place_that_cannot_be_is_no_reply() -> None:
-    fine, wrong = (WorkerPacked((), 0, Place(1, offset)) for offset in (3, -3))
+    fine, wrong = (WorkerPacked((PackedGroup((), 0, Place(1, offset)),)) for offset in (3, -3))
     assert decode_reply(encode(fine)) == fine
-    with pytest.raises(ProtocolError, match=r"place\[1\]"):
+    with pytest.raises(ProtocolError, match=r"groups\[0\]\[2\]\[1\]"):
         decode_reply(encode(wrong))

@@ -22,12 +22,12 @@ from asyncmoe.rollout.demonstrations import Demonstrations
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes, to_bytes
 from asyncmoe.rollout.scoring.exact import Exact
-from asyncmoe.rpc.messages import FindWorker
-from asyncmoe.rpc.worker_messages import WorkerForget, WorkerJoin, WorkerPack
+from asyncmoe.rpc.messages import Done, FindWorker
+from asyncmoe.rpc.worker_messages import WorkerForget, WorkerJoin, WorkerPack, WorkerPacked, WorkerRan, WorkerRun
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trajectory import decode
-from tests.unit.worker_fleet import BATCH, Cluster, Numbers
+from tests.unit.worker_fleet import BATCH, Cluster, Numbers, clustered
 
 
 def check(cluster: Cluster, steps: int) -> None:
@@ -46,22 +46,19 @@ def check(cluster: Cluster, steps: int) -> None:
     assert ledger.started == done + ledger.running + ledger.queued + ledger.leased
 
 
-def test_a_group_is_held_by_its_worker_and_fetched_from_there(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=2, engines=4, seed=1) as cluster:
-            holders = set()
-            for step in range(4):
-                leased = await cluster.train(step)
-                holders |= {item.place.writer for item in leased.items if item.place is not None}
-            assert holders == {1, 2}
-            check(cluster, 4)
-            # What was trained is held no more.
-            await asyncio.sleep(0.1)
-            trained = {one.key for made in cluster.trained.values() for one in made}
-            for lent in cluster.lent.values():
-                assert not trained & set(lent.worker._worker._frames)
-
-    asyncio.run(run())
+@clustered(workers=2, engines=4, seed=1)
+async def test_a_group_is_held_by_its_worker_and_fetched_from_there(cluster: Cluster) -> None:
+    holders = set()
+    for step in range(4):
+        leased = await cluster.train(step)
+        holders |= {item.place.writer for item in leased.items if item.place is not None}
+    assert holders == {1, 2}
+    check(cluster, 4)
+    # What was trained is held no more.
+    await asyncio.sleep(0.1)
+    trained = {one.key for made in cluster.trained.values() for one in made}
+    for lent in cluster.lent.values():
+        assert not trained & set(lent.worker._worker._frames)
 
 
 def test_columns_that_json_can_hold_reach_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,26 +75,23 @@ def test_columns_that_json_can_hold_reach_a_worker(tmp_path: Path, monkeypatch: 
     assert {json.dumps(call.args[1].columns) for call in seen.call_args_list} == {json.dumps(columns)}
 
 
-def test_what_a_lost_worker_held_comes_from_the_log(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=2, engines=4, seed=2) as cluster:
-            leased = await cluster.queue.lease(0, "rl", BATCH, 0, 20.0)
-            lost = leased.items[0].place.writer
-            before = {number: dict(lent.worker._worker._frames) for number, lent in cluster.lent.items()}
-            held = {key: [bytes(one) for one in frames] for own in before.values() for key, frames in own.items()}
-            await cluster.lose(lost)
-            await cluster.lost(lost)
-            assert (await cluster.fleet.find(FindWorker(lost, 0.0))).rendezvous is None
-            again = asyncio.create_task(cluster.start(lost))
-            keys = tuple(item.key for item in leased.items)
-            frames = await asyncio.to_thread(cluster.fetched, leased)
-            assert [bytes(one) for one in frames] == [one for key in keys for one in held[key]]
-            await again
-            for step in range(3):
-                await cluster.train(step)
-            check(cluster, 3)
-
-    asyncio.run(run())
+@clustered(workers=2, engines=4, seed=2)
+async def test_what_a_lost_worker_held_comes_from_the_log(cluster: Cluster) -> None:
+    leased = await cluster.queue.lease(0, "rl", BATCH, 0, 20.0)
+    lost = leased.items[0].place.writer
+    before = {number: dict(lent.worker._worker._frames) for number, lent in cluster.lent.items()}
+    held = {key: [bytes(one) for one in frames] for own in before.values() for key, frames in own.items()}
+    await cluster.lose(lost)
+    await cluster.lost(lost)
+    assert (await cluster.fleet.find(FindWorker(lost, 0.0))).rendezvous is None
+    again = asyncio.create_task(cluster.start(lost))
+    keys = tuple(item.key for item in leased.items)
+    frames = await asyncio.to_thread(cluster.fetched, leased)
+    assert [bytes(one) for one in frames] == [one for key in keys for one in held[key]]
+    await again
+    for step in range(3):
+        await cluster.train(step)
+    check(cluster, 3)
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -133,43 +127,33 @@ def test_workers_that_come_and_go_change_nothing(seed: int, staleness: int) -> N
         shutil.rmtree(folder)
 
 
-def test_a_worker_that_does_not_belong_is_refused(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=1, seed=3) as cluster:
-            there = cluster.fleet._workers[1].joined.rendezvous
-            for number, digest, error in ((2, cluster.config.digest, ConfigError), (1, "other", ConfigError)):
-                with pytest.raises(error):
-                    await cluster.fleet.join(WorkerJoin(number, there, "", digest))
-            with pytest.raises(ProtocolError, match="joined already"):
-                await cluster.fleet.join(WorkerJoin(1, there, "", cluster.config.digest))
-
-    asyncio.run(run())
+@clustered(workers=1, engines=1, seed=3)
+async def test_a_worker_that_does_not_belong_is_refused(cluster: Cluster) -> None:
+    there = cluster.fleet._workers[1].joined.rendezvous
+    with pytest.raises(ConfigError):
+        await cluster.fleet.join(WorkerJoin(1, there, "", "other"))
+    with pytest.raises(ProtocolError, match="joined already"):
+        await cluster.fleet.join(WorkerJoin(1, there, "", cluster.config.digest))
 
 
-def test_a_worker_packs_only_what_has_ended_there(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=1, seed=4) as cluster:
-            (worker,) = cluster.fleet._workers.values()
-            with pytest.raises(ProtocolError, match="have ended here"):
-                await worker.ask(WorkerPack((EpisodeKey(99, 0, 0),), 0))
-            await worker.ask(WorkerForget(groups=(99,)))
-            assert not worker.gone
-
-    asyncio.run(run())
+@clustered(workers=1, engines=1, seed=4)
+async def test_a_worker_packs_only_what_has_ended_there(cluster: Cluster) -> None:
+    (worker,) = cluster.fleet._workers.values()
+    with pytest.raises(ProtocolError, match="have ended here"):
+        await worker.ask(WorkerPack((EpisodeKey(99, 0, 0),), 0), WorkerPacked)
+    await worker.ask(WorkerForget(groups=(99,)), Done)
+    assert not worker.gone
 
 
-def test_an_episode_of_a_lost_worker_is_rejected(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=1, seed=5) as cluster:
-            (worker,) = cluster.fleet._workers.values()
-            await cluster.lose(1)
-            while not worker.gone:
-                await asyncio.sleep(0.01)
-            with pytest.raises(TrajectoryRejected, match="worker_lost"):
-                await worker.episode(Numbers().prompt(99), EpisodeId(99, 0, 0))
-            assert (cluster.fleet.times_lost, len(cluster.fleet.lost())) == (1, 1)
-
-    asyncio.run(run())
+@clustered(workers=1, engines=1, seed=5)
+async def test_an_episode_of_a_lost_worker_is_rejected(cluster: Cluster) -> None:
+    (worker,) = cluster.fleet._workers.values()
+    await cluster.lose(1)
+    while not worker.gone:
+        await asyncio.sleep(0.01)
+    with pytest.raises(TrajectoryRejected, match="worker_lost"):
+        await worker.do(WorkerRun(EpisodeKey(99, 0, 0), b""), WorkerRan, 1.0)
+    assert (cluster.fleet.times_lost, len(cluster.fleet.lost())) == (1, 1)
 
 
 def test_what_is_kept_of_an_episode_travels_unchanged(tmp_path: Path) -> None:
@@ -197,28 +181,25 @@ def test_what_is_kept_of_an_episode_travels_unchanged(tmp_path: Path) -> None:
         from_bytes(b"\xc1")
 
 
-def test_the_loss_of_a_worker_with_many_groups_does_not_end_the_run(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=2, engines=2, seed=7, staleness=40) as cluster:
-            for handle in cluster.handles:
-                handle.client.hangs = True
-            while len(cluster.fleet._groups) < 80:
-                await asyncio.sleep(0.01)
-            lost = max(cluster.fleet._workers.values(), key=lambda worker: worker.running).joined.number
-            assert cluster.fleet._workers[lost].running > 2 * 32
-            under_way = {place for _, place in cluster.lent[lost].worker._running}
-            await cluster.lose(lost)
-            await cluster.lost(lost)
-            await cluster.start(lost)
-            while not under_way <= {place for _, place in cluster.lent[lost].worker._running}:
-                await asyncio.sleep(0.01)
-            for handle in cluster.handles:
-                handle.client.hangs = False
-            for step in range(3):
-                await cluster.train(step)
-            assert not cluster.failure
-
-    asyncio.run(run())
+@clustered(workers=2, engines=2, seed=7, staleness=40)
+async def test_the_loss_of_a_worker_with_many_groups_does_not_end_the_run(cluster: Cluster) -> None:
+    for handle in cluster.handles:
+        handle.client.hangs = True
+    while len(cluster.fleet._groups) < 80:
+        await asyncio.sleep(0.01)
+    lost = max(cluster.fleet._workers.values(), key=lambda worker: worker.running).joined.number
+    assert cluster.fleet._workers[lost].running > 2 * 32
+    under_way = set(cluster.lent[lost].worker._worker._running)
+    await cluster.lose(lost)
+    await cluster.lost(lost)
+    await cluster.start(lost)
+    while not under_way <= set(cluster.lent[lost].worker._worker._running):
+        await asyncio.sleep(0.01)
+    for handle in cluster.handles:
+        handle.client.hangs = False
+    for step in range(3):
+        await cluster.train(step)
+    assert not cluster.failure
 
 
 def test_an_error_of_the_users_code_ends_the_run_with_its_reason(tmp_path: Path) -> None:
@@ -232,16 +213,13 @@ def test_an_error_of_the_users_code_ends_the_run_with_its_reason(tmp_path: Path)
     asyncio.run(run())
 
 
-def test_a_worker_that_does_not_come_again_ends_the_run(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=2, engines=2, seed=10) as cluster:
-            cluster.fleet._config = parse(cluster.config.model_dump() | {"engines": {"count": 4, "start_timeout_s": 1.0}})
-            following = asyncio.create_task(cluster.fleet.run())
-            await cluster.lose(2)
-            with pytest.raises(AsyncmoeError, match=r"rollout worker 2 is missing: .*connection was lost.* \(engines.start_timeout_s\)"):
-                await following
-
-    asyncio.run(run())
+@clustered(workers=2, engines=2, seed=10)
+async def test_a_worker_that_does_not_come_again_ends_the_run(cluster: Cluster) -> None:
+    cluster.fleet._config = parse(cluster.config.model_dump() | {"engines": {"count": 4, "start_timeout_s": 1.0}})
+    following = asyncio.create_task(cluster.fleet.run())
+    await cluster.lose(2)
+    with pytest.raises(AsyncmoeError, match=r"rollout worker 2 is missing: .*connection was lost.* \(engines.start_timeout_s\)"):
+        await following
 
 
 @pytest.mark.parametrize("untried", [True, False])
@@ -260,37 +238,26 @@ def test_what_the_first_worker_cannot_load_ends_the_run_unless_another_controlle
     asyncio.run(run())
 
 
-def test_demonstrations_outlive_the_worker_that_has_made_them(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=1, seed=12) as cluster:
-            cluster.lent[1].worker._worker._shown = Demonstrations(Numbers(), None, 8, 64)
-            shown = await cluster.fleet.show(3, 2)
-            await cluster.lose(1)
-            await cluster.lost(1)
-            await cluster.start(1)
-            assert [[item.key for item in group.items] for group in shown] == [["d3.a0"], ["d4.a0"]]
-            for group in shown:
-                assert group.place is not None
-                frames = await cluster.lent[1].worker._worker.fetch([group.items[0].key], [group.place])
-                assert decode(frames).key == group.items[0].key
-
-    asyncio.run(run())
+@clustered(workers=1, engines=1, seed=12)
+async def test_demonstrations_outlive_the_worker_that_has_made_them(cluster: Cluster) -> None:
+    cluster.lent[1].worker._worker._shown = Demonstrations(Numbers(), None, 8, 64)
+    shown = await cluster.fleet.show(3, 2)
+    await cluster.lose(1)
+    await cluster.lost(1)
+    await cluster.start(1)
+    assert [[item.key for item in group.items] for group in shown] == [["d3.a0"], ["d4.a0"]]
+    for group in shown:
+        assert group.place is not None
+        frames = await cluster.lent[1].worker._worker.fetch([group.items[0].key], [group.place])
+        assert decode(frames).key == group.items[0].key
 
 
-@pytest.mark.parametrize("name", ["", "other"])
-def test_an_evaluation_runs_on_the_workers_and_nothing_is_kept_of_it(tmp_path: Path, name: str) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=2, engines=1, seed=13) as cluster:
-            place = EpisodeId(0, 0, 0)
-            if name:
-                with pytest.raises(AsyncmoeError, match=r"got the set 'other', expected one of \[''\]"):
-                    await cluster.fleet.evaluate(name, Numbers().prompt(0), place)
-                return
-            (made,) = await cluster.fleet.evaluate(name, Numbers().prompt(0), place)
-            assert (made.agent, made.oldest, made.newest) == (0, 0, 0)
-            assert 1 <= made.sampled <= 5
-            for step in range(2):  # training has an episode of the same name
-                await cluster.train(step)
-            check(cluster, 2)
-
-    asyncio.run(run())
+@clustered(workers=2, engines=1, seed=13)
+async def test_an_evaluation_runs_on_the_workers_and_nothing_is_kept_of_it(cluster: Cluster) -> None:
+    place = EpisodeId(0, 0, 0)
+    (made,) = await cluster.fleet.evaluate("", Numbers().prompt(0), place)
+    assert (made.agent, made.oldest, made.newest) == (0, 0, 0)
+    assert 1 <= made.sampled <= 5
+    for step in range(2):  # training has an episode of the same name
+        await cluster.train(step)
+    check(cluster, 2)

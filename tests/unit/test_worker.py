@@ -22,23 +22,27 @@ from tests.unit.test_producer import Numbers, respond
 PLACES = [EpisodeId(3, member, 0) for member in range(2)]
 
 
-def test_an_episode_that_was_dropped_while_it_ended_is_not_packed() -> None:
+def test_an_episode_that_was_forgotten_is_ended_and_not_packed() -> None:
     async def body() -> None:
-        goes_on = asyncio.Event()
+        goes_on, ended = asyncio.Event(), list[EpisodeId]()
 
         async def play(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
-            await goes_on.wait()
+            try:
+                await goes_on.wait()
+            except asyncio.CancelledError:  # and goes on, as a user's code may
+                ended.append(place)
             return (respond(prompt, place),)
 
         worker = Worker(play, 2)
         late = [asyncio.create_task(worker.episode(Numbers().prompt(3), place)) for place in PLACES]
         await asyncio.sleep(0)
-        worker.drop(PLACES[:1])
+        worker.forget(PLACES[:1])
         again = asyncio.create_task(worker.episode(Numbers().prompt(3), PLACES[0]))  # the next attempt may have one of the same name
         await asyncio.sleep(0)
-        worker.drop(PLACES[:1])
+        worker.forget(PLACES[:1])
         goes_on.set()
         await asyncio.gather(*late, again)
+        assert ended == [PLACES[0]] * 2
         with pytest.raises(ProtocolError, match=r"got g3\.e0\.a0\.t0, expected episodes that have ended here"):
             await worker.pack(PLACES, 1)
 

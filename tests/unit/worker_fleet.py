@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -226,6 +226,22 @@ class Cluster:
             await part
         except (AsyncmoeError, AssertionError, RuntimeError) as error:
             self.failure.append(error)
+
+
+def clustered(**of: int) -> Callable[[Callable[[Cluster], Awaitable[None]]], Callable[[Path], None]]:
+    """Decorate a test that has a run of workers."""
+
+    def decorated(test: Callable[[Cluster], Awaitable[None]]) -> Callable[[Path], None]:
+        async def body(folder: Path) -> None:
+            async with Cluster(folder, **of) as cluster:
+                await test(cluster)
+
+        def in_cluster(tmp_path: Path) -> None:
+            asyncio.run(body(tmp_path))
+
+        return in_cluster
+
+    return decorated
 
 
 def configured(folder: Path, workers: int, staleness: int) -> Config:

@@ -17,6 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from asyncmoe.errors import ProtocolError
+
 Message = Mapping[str, Any]
 """One message of a conversation: "role", "content", and any other key that the chat template knows."""
 
@@ -95,8 +97,11 @@ def to_bytes(prompt: Prompt) -> bytes:
 
 
 def from_bytes(sent: bytes) -> Prompt:
-    """Read what `to_bytes` wrote. Raises ValueError or RecursionError."""
-    return msgspec.convert(json.loads(sent), Prompt)
+    """Read what `to_bytes` wrote. Raises ProtocolError."""
+    try:
+        return msgspec.convert(json.loads(sent), Prompt)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"malformed prompt: {error}") from error
 
 
 @dataclass(frozen=True)

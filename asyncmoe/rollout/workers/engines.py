@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
-from asyncmoe.rpc.worker_messages import Busy, EngineUse, WorkerEngine, WorkerEngines
+from asyncmoe.rpc.worker_messages import EngineUse, WorkerEngine, WorkerEngines
 
 Connect = Callable[[str, str, str], Engine]
 """Returns the client of the engine with this name, URL and key."""
-_MOST_BUSY = 1 << 14
-"""Intervals kept until the controller asks; older ones are forgotten."""
 
 
+@dataclass(eq=False)
 class LentEngine:
     """An engine that the controller lets the worker use, and alone can end; an `asyncmoe.engines.engine.EngineHandle`."""
 
-    tp = ep = 1
-
-    def __init__(self, told: WorkerEngine, client: Engine) -> None:
-        self.name, self.serial, self.host, self.client = told.name, told.serial, "", client
-        self.died: str | None = None
+    name: str
+    client: Engine
+    tp: int = 1
+    ep: int = 1
+    host: str = ""
+    died: str | None = None
 
     def kill(self) -> None:
         """Do nothing: the controller hears with the next news that it is fenced, and ends it."""
@@ -35,69 +35,50 @@ class LentEngines:
 
     Args:
         connect: as `asyncmoe.engines.backend.connect`.
-
-    Attributes:
-        busy: intervals of generation that the controller has not heard of.
     """
 
-    def __init__(self, connect: Connect) -> None:
-        self._connect = connect
-        self.busy: deque[Busy] = deque(maxlen=_MOST_BUSY)
-        self._lent: dict[int, LentEngine] = {}
+    def __init__(self, pool: Pool, connect: Connect) -> None:
+        self._pool, self._connect = pool, connect
+        self._lent: dict[int, Member] = {}
+        """By the serial number that the engine has at the controller."""
 
-    def record(self, name: str, begin: float, end: float) -> None:
-        """Note an interval in which an engine was generating, as `Pool` records it."""
-        self.busy.append((name, begin, end))
-
-    async def use(self, pool: Pool, told: WorkerEngines) -> None:
+    async def use(self, told: WorkerEngines) -> None:
         """Use these engines from now on, with the gate open or closed."""
         if not told.open:
-            pool.hold()
-        gone = self._removed(pool, {one.serial for one in told.engines})
+            self._pool.hold()
+        gone = [self._lent.pop(serial) for serial in self._lent.keys() - {one.serial for one in told.engines}]
+        for member in gone:
+            member.fenced = "it is no longer the worker's"
+            self._pool.remove(member)
         for one in told.engines:
-            member = self._member(pool, one)
+            member = self._lent.get(one.serial) or self._join(one)
             member.serve(one.version, one.lineage)
             member.adapter = one.adapter
             member.suspect, member.waiting, member.leaving = one.suspect, one.waiting, one.leaving
         if told.open:
-            pool.release()
-        for client in gone:
-            await client.close()
+            self._pool.release()
+        for member in gone:
+            await member.engine.client.close()
 
-    def uses(self, pool: Pool) -> tuple[EngineUse, ...]:
+    def uses(self) -> tuple[EngineUse, ...]:
         """Return what is known of each engine."""
         now = time.monotonic()
-        serials = {id(engine): serial for serial, engine in self._lent.items()}
         return tuple(
             EngineUse(
-                serials[id(member.engine)],
+                serial,
                 member.in_flight,
                 now - member.heard if member.heard else None,
                 member.fenced or "",
                 tuple(name for name, count in member.users.items() if count),
             )
-            for member in pool.members
+            for serial, member in self._lent.items()
         )
 
-    async def close(self, pool: Pool) -> None:
+    async def close(self) -> None:
         """Close the connections to all engines."""
-        for client in self._removed(pool, set()):
-            await client.close()
+        await self.use(WorkerEngines((), open=False))
 
-    def _member(self, pool: Pool, one: WorkerEngine) -> Member:
-        if one.serial not in self._lent:
-            self._lent[one.serial] = LentEngine(one, self._connect(one.name, one.url, one.key))
-            member = pool.join(self._lent[one.serial])
-            member.slots = None  # the controller loads versions that are adapters
-            return member
-        (found,) = [member for member in pool.members if member.engine is self._lent[one.serial]]
-        return found
-
-    def _removed(self, pool: Pool, kept: set[int]) -> list[Engine]:
-        gone = [engine for engine in self._lent.values() if engine.serial not in kept]
-        for engine in gone:
-            del self._lent[engine.serial]
-            for member in [member for member in pool.members if member.engine is engine]:
-                member.fenced = "it is no longer the worker's"
-                pool.remove(member)
-        return [engine.client for engine in gone]
+    def _join(self, one: WorkerEngine) -> Member:
+        member = self._lent[one.serial] = self._pool.join(LentEngine(one.name, self._connect(one.name, one.url, one.key)))
+        member.slots = None  # the controller loads versions that are adapters
+        return member

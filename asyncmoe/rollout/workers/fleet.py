@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,19 +25,33 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, Trajector
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.flights import LOST
-from asyncmoe.rollout.tasks import Prompt
-from asyncmoe.rollout.workers import figures
-from asyncmoe.rollout.workers.figures import Figures, added
+from asyncmoe.rollout.sampled_episodes import from_bytes
+from asyncmoe.rollout.tasks.types import Prompt, to_bytes
 from asyncmoe.rollout.workers.gates import WorkerGates
-from asyncmoe.rollout.workers.remote import RemoteWorker
+from asyncmoe.rollout.workers.remote import RemoteWorker, key_of
 from asyncmoe.rollout.workers.worker import Sampled
 from asyncmoe.rpc.messages import Done, FindWorker, WorkerFound
 from asyncmoe.rpc.peers import check, facts
-from asyncmoe.rpc.worker_messages import Made, WorkerAsk, WorkerBegin, WorkerEnd, WorkerJoin, WorkerNews, WorkerRetain
+from asyncmoe.rpc.rendezvous import Rendezvous
+from asyncmoe.rpc.worker_messages import (
+    Figures,
+    Made,
+    WorkerBegin,
+    WorkerBegun,
+    WorkerForget,
+    WorkerJoin,
+    WorkerNews,
+    WorkerPack,
+    WorkerRan,
+    WorkerRun,
+    WorkerShow,
+)
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 _LOOK_S = 0.05
+_READ_S, _EPISODE_S = 600.0, 7 * 86_400.0
+"""What a worker loads, reads or writes may be large; what an episode may take, its own limits say."""
 
 
 class WorkerFleet:
@@ -65,16 +80,15 @@ class WorkerFleet:
     ) -> None:
         self._config, self._pool, self._generated, self._first, self._untried = config, pool, generated, first, untried
         self._workers: dict[int, RemoteWorker] = {}
-        self._following: dict[int, asyncio.Task[None]] = {}
-        self._groups: dict[int, tuple[int, Prompt]] = {}
-        """The number of the worker of each group, and what it asks."""
+        self._groups: dict[int, tuple[int, bytes]] = {}
+        """The number of the worker of each group, and its encoded prompt."""
         self._refused: AsyncmoeError | None = None
-        self._figures: dict[int, Figures] = {}
-        self._ended_figures = Figures()
+        self._figures: dict[Rendezvous, Figures] = {}
+        """Those of lost workers stay."""
         self._recorded: dict[int, int] = {}
         self.sampled: Sampled = lambda place, left: None
         self.times_lost = 0
-        self._gates = pool.elsewhere = WorkerGates(pool, self._alive, self._take, config.engines.hang_timeout_s * PAUSE_SHARE, address_of)
+        self._gates = pool.elsewhere = WorkerGates(pool, self._alive, config.engines.hang_timeout_s * PAUSE_SHARE, address_of)
 
     # ------------------------------------------------------------ workers
 
@@ -82,45 +96,41 @@ class WorkerFleet:
         """Meet a worker.
 
         Raises:
-            ConfigError: it has another configuration, or the run has no such worker.
+            ConfigError: it has another configuration.
             UserError: its packages or its clock differ from the controller's.
             ProtocolError: another worker has its number.
             AsyncmoeError: it cannot load what episodes need, or open its log.
         """
         config = self._config
-        if request.number > config.rollout.workers:
-            raise ConfigError("rollout worker", got=f"number {request.number}", expected=f"1 to rollout.workers = {config.rollout.workers}")
         if request.config_digest != config.digest:
             raise ConfigError("configuration of a rollout worker", got="another one", expected="the controller's")
         check(facts("controller"), request.facts, config.cluster.max_clock_skew_s)
         before = self._workers.get(request.number)
         if before is not None and not before.gone:
             raise ProtocolError(f"rollout worker {request.number} has joined already")
-        worker = RemoteWorker(request, self._lost, lambda place, left: self.sampled(place, left))
+        worker = RemoteWorker(request, self._lost, self._take)
         untried = self._untried and request.number == 1
         try:
-            begun = await worker.begin(msgspec.structs.replace(self._first(), first=untried))
+            begun = await worker.ask(msgspec.structs.replace(self._first(), first=untried), WorkerBegun, _READ_S)
         except BaseException as error:
             if untried and isinstance(error, AsyncmoeError) and not isinstance(error, WaitTimeout):
                 self._refused = error
-            await worker.close()
+            worker.close()
             raise
         self._untried = self._untried and not untried
-        self._recorded |= dict.fromkeys(begun, request.number)
+        self._recorded |= dict.fromkeys(begun.groups, request.number)
         self._workers[request.number] = worker
-        self._ended_figures = added([self._ended_figures, self._figures.pop(request.number, Figures())])
-        self._following[request.number] = asyncio.create_task(self._follow(worker))
+        worker.follow()
         log.info("%s has joined, process %d on %s", worker.name, request.rendezvous.pid, request.rendezvous.host)
         return Done()
 
     async def find(self, request: FindWorker) -> WorkerFound:
         """Say which worker has what a writer of the log wrote: the one of that number; if the run has no longer so many, another."""
-        number, until = (request.writer - 1) % self._config.rollout.workers + 1, time.monotonic() + request.wait_s
-        while (worker := self._workers.get(number)) is None or worker.gone:
-            if time.monotonic() > until:
-                return WorkerFound()
-            await asyncio.sleep(_LOOK_S)
-        return WorkerFound(worker.joined.rendezvous)
+        number = (request.writer - 1) % self._config.rollout.workers + 1
+        with suppress(TimeoutError):
+            async with asyncio.timeout(request.wait_s):
+                return WorkerFound((await self._serving(number)).joined.rendezvous)
+        return WorkerFound()
 
     def lost(self) -> set[tuple[str, int]]:
         """Return host and process id of each worker that is lost and not replaced: it may still run, and hang."""
@@ -134,7 +144,7 @@ class WorkerFleet:
 
     def figures(self) -> Figures:
         """Return the statistics of all workers, those included that are lost."""
-        return added([self._ended_figures, *self._figures.values()])
+        return added(self._figures.values())
 
     async def run(self) -> None:
         """Follow the engines of the pool, and the workers; never returns.
@@ -156,68 +166,69 @@ class WorkerFleet:
 
     async def close(self) -> None:
         """Tell all workers that the run is over."""
-        alive = self._alive()
-        for task in self._following.values():
-            task.cancel()
-        await asyncio.gather(*self._following.values(), self._gates.close(), return_exceptions=True)
-        await asyncio.gather(*(worker.ask(WorkerEnd()) for worker in alive), return_exceptions=True)
-        await asyncio.gather(*(worker.close() for worker in self._workers.values()))
+        await asyncio.gather(*(worker.end() for worker in self._workers.values()))
 
     # ------------------------------------------------------------ groups, for the producer
 
     async def episode(self, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
-        """Run and score one episode of training on the worker of its group. Raises as `RemoteWorker.episode`, but never `LOST`."""
+        """Run and score one episode of training on the worker of its group.
+
+        Raises:
+            TrajectoryRejected: as `asyncmoe.rollout.episodes.episode.run`.
+            AsyncmoeError: the run cannot go on.
+        """
         if place.group not in self._groups:
-            least, before = await self._some(), self._recorded.pop(place.group, 0)
-            self._groups.setdefault(place.group, (before or least.joined.number, prompt))  # unless another member has chosen meanwhile
-        return await self._on(self._groups[place.group][0], lambda worker: worker.episode(prompt, place))
+            least, before = await self._serving(), self._recorded.pop(place.group, 0)
+            self._groups.setdefault(place.group, (before or least.joined.number, to_bytes(prompt)))  # unless another member has meanwhile
+        number, asked = self._groups[place.group]
+        return await self._on(number, lambda worker: self._train(worker, asked, place))
 
     async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
-        """Run and score one episode of an evaluation set. Raises as `RemoteWorker.evaluate`."""
-        return await (await self._some()).evaluate(name, prompt, place)
+        """Run and score one episode of an evaluation set. Raises as `episode`, and TrajectoryRejected (`LOST`): its worker is lost."""
+        return await self._run(await self._serving(), WorkerRun(key_of(place), to_bytes(prompt), name), place)
 
     async def show(self, first: int, count: int) -> Sequence[Group]:
-        """Make demonstrations, again if a worker is lost meanwhile. Raises as `RemoteWorker.show`."""
-        while True:
-            try:
-                return await (await self._some()).show(first, count)
-            except TrajectoryRejected as rejected:
-                if rejected.reason != LOST:
-                    raise
+        """Make demonstrations. Raises as `episode`."""
+        return await self._on(None, lambda worker: worker.pack(WorkerShow(first, count), _EPISODE_S))
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
-        """Make a group of its episodes. Raises as `RemoteWorker.pack`, but never `LOST`."""
-        number, prompt = self._groups[episodes[0].group]
+        """Make a group of its episodes, which run again where that has not seen them end.
+
+        Raises:
+            TrajectoryRejected: it is unfit for training, or as `episode`.
+            StorageError: the log cannot be written.
+        """
+        number, asked = self._groups[episodes[0].group]
 
         async def packed(worker: RemoteWorker) -> Group:
-            await asyncio.gather(*(worker.episode(prompt, place) for place in episodes if place not in worker.ended))
-            return await worker.pack(episodes, newest)
+            await asyncio.gather(*(self._train(worker, asked, place) for place in episodes if place not in worker.ended))
+            (group,) = await worker.pack(WorkerPack(tuple(map(key_of, episodes)), newest), _READ_S)
+            worker.ended.difference_update(episodes)
+            return group
 
         return await self._on(number, packed)
 
-    def drop(self, episodes: Sequence[EpisodeId]) -> None:
-        """Have the worker of a group end and forget its episodes."""
-        if episodes and (known := self._groups.pop(episodes[0].group, None)) is not None:
-            self._workers[known[0]].forget(episodes, [episodes[0].group])  # what was recorded of it, too
+    def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
+        """Have the worker of each group forget all of it, what was recorded too, and end these episodes of it."""
+        for group in groups:
+            if (known := self._groups.pop(group, None)) is not None:
+                self._workers[known[0]].forget([place for place in episodes if place.group == group], [group])
 
     def over(self, groups: Sequence[Group]) -> None:
         """Have workers forget groups that the queue has deleted."""
-        for group in groups:
-            if (known := self._groups.pop(group.number, None)) is not None:
-                self._workers[known[0]].forget(groups=[group.number])
+        self.forget(groups=[group.number for group in groups])
 
     def retain(self, needed: Mapping[int, int]) -> None:
         """Let go of payloads that no record names. `needed`: position of the oldest one that one names, by number of the worker."""
         for worker in self._alive():
-            worker.tell(WorkerRetain(dict(needed)))
+            worker.tell(WorkerForget(needed=dict(needed)))
 
     # ------------------------------------------------------------ internals
 
-    async def _on(self, number: int, ask: Callable[[RemoteWorker], Awaitable[T]]) -> T:
+    async def _on(self, number: int | None, ask: Callable[[RemoteWorker], Awaitable[T]]) -> T:
         """Ask a worker, and whoever takes its place if it is lost meanwhile: that one goes on from the answers that were recorded."""
         while True:
-            while (worker := self._workers.get(number)) is None or worker.gone:
-                await asyncio.sleep(_LOOK_S)
+            worker = await self._serving(number)
             try:
                 return await ask(worker)
             except TrajectoryRejected as rejected:
@@ -225,24 +236,40 @@ class WorkerFleet:
                     raise
                 await asyncio.sleep(_LOOK_S)  # one that ends well says so before it is gone
 
-    async def _some(self) -> RemoteWorker:
-        """Return the worker with the fewest episodes, once all have joined."""
-        while len(self._workers) < self._config.rollout.workers or not (alive := self._alive()):
+    async def _serving(self, number: int | None = None) -> RemoteWorker:
+        """Return the worker with this number, once there is one; None: that with the fewest episodes, once all have joined."""
+        while True:
+            alive = [worker for worker in self._alive() if number in (None, worker.joined.number)]
+            if alive and (number is not None or len(self._workers) == self._config.rollout.workers):
+                return min(alive, key=lambda one: (one.running, one.joined.number))
             await asyncio.sleep(_LOOK_S)
-        return min(alive, key=lambda one: (one.running, one.joined.number))
+
+    async def _train(self, worker: RemoteWorker, asked: bytes, place: EpisodeId) -> Sequence[Made]:
+        try:
+            made = await self._run(worker, WorkerRun(key_of(place), asked), place)
+        except asyncio.CancelledError:
+            worker.forget([place])
+            raise
+        worker.ended.add(place)
+        return made
+
+    async def _run(self, worker: RemoteWorker, request: WorkerRun, place: EpisodeId) -> Sequence[Made]:
+        worker.running += 1
+        try:
+            ran = await worker.do(request, WorkerRan, _EPISODE_S)
+        finally:
+            worker.running -= 1
+        if ran.sampled:
+            self.sampled(place, from_bytes(ran.sampled))
+        if ran.reason:
+            raise TrajectoryRejected(ran.reason, ran.detail)
+        return ran.made
 
     def _alive(self) -> list[RemoteWorker]:
         return [worker for worker in self._workers.values() if not worker.gone]
 
-    async def _follow(self, worker: RemoteWorker) -> None:
-        try:
-            while True:
-                self._take(worker, await worker.news(WorkerAsk()))
-        except AsyncmoeError as error:
-            worker.lose(str(error))
-
     def _take(self, worker: RemoteWorker, news: WorkerNews) -> None:
-        self._figures[worker.joined.number] = figures.read(news.figures)
+        self._figures[worker.joined.rendezvous] = news.figures
         for busy in news.busy:
             self._generated(*busy)
         for name, count in news.tokens.items():
@@ -254,3 +281,19 @@ class WorkerFleet:
         log.error("%s is lost: %s", worker.name, worker.gone)
         self.times_lost += 1
         self._gates.count()
+
+
+def added(several: Iterable[Figures]) -> Figures:
+    """Return the sum of several workers' figures."""
+    total = dict[str, Any]()
+    for one in several:
+        _add(total, msgspec.to_builtins(one))
+    return msgspec.convert(total, Figures)
+
+
+def _add(total: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for name, value in more.items():
+        if isinstance(value, Mapping):
+            _add(total.setdefault(name, {}), value)
+        else:
+            total[name] = total.get(name, 0) + value

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
-from asyncmoe.errors import AsyncmoeError
 from asyncmoe.rollout.workers.remote import RemoteWorker
-from asyncmoe.rpc.worker_messages import EngineUse, WorkerEngine, WorkerEngines, WorkerNews
+from asyncmoe.rpc.worker_messages import EngineUse, WorkerEngine, WorkerEngines
 from asyncmoe.weights.coordinator.driver import PATIENCE
 
 _LEAST_S = 30.0
@@ -30,7 +29,6 @@ class WorkerGates:
     Args:
         pool: the run's engines.
         alive: returns the workers that are not lost.
-        take: called with what a worker answers; it is to call `note`.
         answer_s: seconds that an engine has to pause.
         address_of: as `asyncmoe.engines.backend.address_of`.
     """
@@ -39,13 +37,11 @@ class WorkerGates:
         self,
         pool: Pool,
         alive: Callable[[], Sequence[RemoteWorker]],
-        take: Callable[[RemoteWorker, WorkerNews], None],
         answer_s: float,
         address_of: Callable[[Engine], tuple[str, str]],
     ) -> None:
-        self._pool, self._alive, self._take, self._answer_s, self._address_of = pool, alive, take, answer_s, address_of
+        self._pool, self._alive, self._answer_s, self._address_of = pool, alive, answer_s, address_of
         self._open = True
-        self._telling: dict[asyncio.Task[None], RemoteWorker] = {}
 
     async def close_gates(self) -> int:
         """Have no worker send requests; return how many are in flight at engines, a worker that does not answer in time counted as one."""
@@ -60,19 +56,19 @@ class WorkerGates:
 
     def tell(self, *, always: bool = False) -> None:
         """Tell workers which engines there are and how these are, those only for whom that has changed, unless `always`. Never waits."""
-        self._sweep()
         told = WorkerEngines(tuple(map(self._told, self._pool.present)), self._open)
         for worker in self._alive():
             if always or told != worker.engines:
                 worker.engines = told
-                self._telling[asyncio.create_task(self._use(worker, told))] = worker
+                task = worker.tell(told, max(self._answer_s, _LEAST_S))
+                worker.telling.add(task)
+                task.add_done_callback(worker.telling.discard)
 
     async def late(self) -> int:
         """Return the number of workers that have not said yet that they do what they were told, after some patience with them."""
-        if self._telling:
-            await asyncio.wait(list(self._telling), timeout=self._answer_s * PATIENCE)
-        self._sweep()
-        return len({worker.joined.number for worker in self._telling.values() if not worker.gone})
+        if telling := {task for worker in self._alive() for task in worker.telling}:
+            await asyncio.wait(telling, timeout=self._answer_s * PATIENCE)
+        return sum(bool(worker.telling) for worker in self._alive())
 
     async def in_use(self, member: Member, adapter: str | None) -> bool:
         """Return whether a worker's request uses an adapter of an engine, or may yet do so."""
@@ -101,26 +97,7 @@ class WorkerGates:
             uses = [worker.uses.get(member.serial) for worker in self._alive()]
             member.elsewhere = sum(use.in_flight for use in uses if use is not None)
 
-    async def close(self) -> None:
-        """Wait for no answer any more."""
-        telling = list(self._telling)
-        for task in telling:
-            task.cancel()
-        await asyncio.gather(*telling, return_exceptions=True)
-        self._telling.clear()
-
     def _told(self, member: Member) -> WorkerEngine:
         (url, key), served = self._address_of(member.engine.client), member.served
         flags = member.suspect, member.waiting, member.leaving
         return WorkerEngine(member.engine.name, member.serial, url, key, served.version, served.lineage, served.adapter, *flags)
-
-    async def _use(self, worker: RemoteWorker, told: WorkerEngines) -> None:
-        try:
-            self._take(worker, await worker.news(told, max(self._answer_s, _LEAST_S)))
-        except AsyncmoeError as error:
-            worker.lose(str(error))
-
-    def _sweep(self) -> None:
-        for task in [task for task in self._telling if task.done()]:
-            del self._telling[task]
-            task.result()

@@ -1,4 +1,5 @@
-"""The process of a rollout worker: loads what episodes need, joins the run, and serves until the run ends."""
+"""The process of a rollout worker: loads what episodes need, joins the run, and serves until the run ends. And those processes that the
+controller starts beside itself."""
 
 from __future__ import annotations
 
@@ -6,13 +7,18 @@ import asyncio
 import logging
 import os
 import signal
+import socket
+import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from asyncmoe import models
 from asyncmoe.config import Config
-from asyncmoe.errors import UserError, WaitTimeout
-from asyncmoe.process import freeze, keep_files, named
+from asyncmoe.errors import AsyncmoeError, UserError, WaitTimeout
+from asyncmoe.process import Child, freeze, keep_files, named
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.workers.service import WorkerService
@@ -25,8 +31,8 @@ from asyncmoe.rpc.worker_messages import WorkerJoin
 from asyncmoe.telemetry import heartbeats
 
 log = logging.getLogger(__name__)
-_JOIN_S, _LOOK_S = 630.0, 0.5
-"""The controller answers once the worker has tried the scorer, and read what was recorded of groups under way."""
+_JOIN_S, _GRACE_S, _LOOK_S = 630.0, 5.0, 0.5
+"""The controller answers a join once the worker has tried the scorer, and read what was recorded of groups under way."""
 
 
 def process_name(number: int) -> str:
@@ -62,7 +68,6 @@ def run(config: Config, run_dir: Path, number: int) -> None:
 
 
 async def _serve(config: Config, run_dir: Path, number: int, loaded: RolloutParts | UserError) -> None:
-    stop = asyncio.Event()
     worker = WorkerService(config, number, loaded, models.recording(config, models.hf_config_of(config)))
     here_only = not address.several(config.cluster.network)
     host = address.reachable(config.cluster.network)
@@ -74,10 +79,9 @@ async def _serve(config: Config, run_dir: Path, number: int, loaded: RolloutPart
             await _join(config, controller, number, rendezvous)
             # Until now they end the process, whatever it waits for: a run may be over before a worker that has started again has joined.
             for signal_ in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(signal_, stop.set)
+                asyncio.get_running_loop().add_signal_handler(signal_, worker.over.set)
             freeze()
-            going_on = worker.over.wait(), stop.wait(), watch(config, worker)
-            tasks = [serving, *map(asyncio.create_task, going_on)]
+            tasks = [serving, *map(asyncio.create_task, (worker.over.wait(), watch(config, worker)))]
             done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in left:
                 task.cancel()
@@ -105,11 +109,69 @@ async def watch(config: Config, worker: WorkerService) -> None:
     Raises:
         WaitTimeout: it has not asked for `cluster.heartbeat_timeout_s`.
     """
-    limit, parent = config.cluster.heartbeat_timeout_s, os.getppid()
+    began, limit, parent = time.monotonic(), config.cluster.heartbeat_timeout_s, os.getppid()
     while True:
         heartbeats.beat("runs episodes")
         worker.pool.look()
-        silent = time.monotonic() - worker.heard
+        silent = time.monotonic() - max(began, worker.heard)
         if silent > limit or os.getppid() != parent:
             raise WaitTimeout("the controller", "it asks for nothing any more", silent)
         await asyncio.sleep(_LOOK_S)
+
+
+class WorkerProcesses:
+    """The workers of this machine; none unless `rollout.start_workers`."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config, self._run_dir = config, run_dir
+        self._children: dict[int, Child] = {}
+        self._restarts: Counter[int] = Counter()
+
+    def start(self) -> None:
+        """Start all. Call it from the main thread, because Linux ends a worker when the thread that started it ends.
+
+        Raises:
+            StorageError: a log cannot be opened.
+            AsyncmoeError: the system cannot start a process.
+        """
+        rollout = self._config.rollout
+        for number in range(1, rollout.workers + 1 if rollout.start_workers else 1):
+            self._children[number] = self._started(number)
+
+    async def watch(self, lost: Callable[[], Collection[tuple[str, int]]]) -> None:
+        """Start workers again that have ended; never returns.
+
+        Args:
+            lost: returns host and process id of workers that do not answer, which are killed first.
+
+        Raises:
+            AsyncmoeError: one has ended more than `engines.restarts` times.
+            StorageError: as `start`.
+        """
+        host, most = socket.gethostname(), self._config.engines.restarts
+        while True:
+            hanging = {pid for where, pid in lost() if where == host}
+            for number, child in self._children.items():
+                if child.returncode is None and child.pid in hanging:
+                    child.kill()
+                if child.returncode is None:
+                    continue
+                if self._restarts[number] >= most:
+                    raise AsyncmoeError(f"{child.why()}; engines.restarts = {most} lets it start again no more")
+                self._restarts[number] += 1
+                log.warning("%s; it starts again, restart %d", child.why(), self._restarts[number])
+                self._children[number] = self._started(number)
+            await asyncio.sleep(_LOOK_S)
+
+    def end(self) -> None:
+        """Ask those to end that have not been told that the run is over, and kill those that do not in time. Blocks, for 10 s at most:
+        the launcher waits for 20 s."""
+        until = time.monotonic() + _GRACE_S
+        late = [child for child in self._children.values() if not child.wait(max(0.0, until - time.monotonic()))]
+        with ThreadPoolExecutor(max(1, len(late))) as threads:
+            list(threads.map(lambda child: child.end(_GRACE_S), late))
+
+    def _started(self, number: int) -> Child:
+        name, log = process_name(number), self._run_dir / "logs" / f"rollout-{number}.log"
+        command = [sys.executable, "-m", "asyncmoe", "worker", str(self._run_dir / "config.yaml"), "--number", str(number)]
+        return Child(name, command, log)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -12,19 +14,24 @@ from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, UserError
 from asyncmoe.log.turns import EpisodeKey
+from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout import parts
+from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.flights import LOST
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, cleaned, to_bytes
+from asyncmoe.rollout.scoring.stages import stats
 from asyncmoe.rollout.tasks.types import from_bytes
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
-from asyncmoe.rollout.workers.figures import figures_of
 from asyncmoe.rollout.workers.worker import Worker, worker_of
 from asyncmoe.rpc.codec import MAX_FRAME_BYTES
 from asyncmoe.rpc.messages import Done, Fetched, Reply, Request
 from asyncmoe.rpc.worker_messages import (
+    Busy,
+    Figures,
+    PackedGroup,
     WorkerAsk,
     WorkerBegin,
     WorkerBegun,
@@ -36,16 +43,17 @@ from asyncmoe.rpc.worker_messages import (
     WorkerPack,
     WorkerPacked,
     WorkerRan,
-    WorkerRetain,
     WorkerRun,
     WorkerShow,
-    WorkerShown,
 )
+from asyncmoe.telemetry.rollout_schema import Calls
 from asyncmoe.trajectory import Buffer, Recording
 
 log = logging.getLogger(__name__)
 _MOST_SAMPLED = MAX_FRAME_BYTES // 2
 """Bytes that an episode may leave for readers of samples, which are sent in one message."""
+_MOST_BUSY = 1 << 14
+"""Intervals kept until the controller asks; older ones are forgotten."""
 _TOKENS = ("generated_tokens", "lost_tokens", "recomputed_tokens", "recalled_tokens")
 _NEWS_S, _MOST_DETAIL = 0.25, 2000
 """Seconds between two news, and characters kept of why an episode was rejected."""
@@ -61,7 +69,7 @@ class WorkerService:
         connect: as `asyncmoe.engines.backend.connect`.
 
     Attributes:
-        over: set when the run is over.
+        over: set when the run is over, or the worker is to end.
         heard: monotonic time of the controller's last request.
         pool: the engines.
     """
@@ -76,12 +84,12 @@ class WorkerService:
     ) -> None:
         self.over, self.heard = asyncio.Event(), time.monotonic()
         self._config, self._number, self._loaded, self._recording = config, number, loaded, recording
-        self._engines = LentEngines(connect)
-        self.pool = parts.pool_of(config, config.rollout.share(number), self._engines.record)
+        self._busy = deque[Busy](maxlen=_MOST_BUSY)
+        self.pool = parts.pool_of(config, config.rollout.share(number), lambda *interval: self._busy.append(interval))
         self.pool.returns = lambda _: True  # the controller knows when none will come
+        self._engines = LentEngines(self.pool, connect)
         self._worker: Worker | None = None
         self._kept: WorkerLog | None = None
-        self._running: dict[tuple[str | None, EpisodeId], asyncio.Task[WorkerRan]] = {}
         self._sampled: dict[EpisodeId, bytes] = {}
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
@@ -96,47 +104,40 @@ class WorkerService:
         if not isinstance(request, WorkerFetch):  # which a trainer's rank sends
             self.heard = time.monotonic()
         if isinstance(request, WorkerBegin):
-            begun = await self._begin(request)
-            self.heard = time.monotonic()
-            return begun
-        if (worker := self._worker) is None:
+            return await self._begin(request)
+        if self._worker is None:
             raise ProtocolError(f"{type(request).__name__}: got it before WorkerBegin")
+        return await self._do(self._worker, request)
+
+    async def _do(self, worker: Worker, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         match request:
             case WorkerFetch():
                 if len(request.keys) != len(request.places):
                     raise ProtocolError(f"WorkerFetch: got {len(request.keys)} keys and {len(request.places)} places")
                 return Fetched(), await worker.fetch(request.keys, request.places, request.layers, request.masks)
             case WorkerEngines():
-                await self._engines.use(self.pool, request)
+                await self._engines.use(request)
+                return self._news()
+            case WorkerAsk():  # waits here, so that the controller always has a request that fails with the connection
+                await asyncio.sleep(_NEWS_S)
                 return self._news()
             case WorkerRun():
                 return await self._run(worker, request)
             case WorkerShow():
-                shown = await worker.show(request.first, request.count)
-                return WorkerShown(tuple(one.items[0] for one in shown), tuple(one.place for one in shown if one.place is not None))
+                return _packed(await worker.show(request.first, request.count))
             case WorkerPack():
-                group = await worker.pack([_place(one) for one in request.episodes], request.newest)
-                return WorkerPacked(group.items, group.attempt, group.place)
-            case WorkerAsk():  # waits here, so that the controller always has a request that fails with the connection
-                await asyncio.sleep(_NEWS_S)
-                return self._news()
-        await self._do(worker, request)
-        return Done()
-
-    async def _do(self, worker: Worker, request: Request) -> None:
-        match request:
+                return _packed([await worker.pack([_place(one) for one in request.episodes], request.newest)])
             case WorkerForget():
-                self._forget(worker, request)
-            case WorkerRetain():
-                await worker.retain(request.needed)
+                await self._forget(worker, request)
             case WorkerEnd():
                 self.over.set()
             case _:
                 raise ProtocolError(f"{type(request).__name__}: got it at a rollout worker, expected it at the controller")
+        return Done()
 
     async def close(self) -> None:
         """Close what is open, after all episodes have ended."""
-        await self._engines.close(self.pool)
+        await self._engines.close()
         if self._kept is not None:
             await asyncio.to_thread(self._kept.close)
 
@@ -156,29 +157,14 @@ class WorkerService:
         return WorkerBegun(tuple(sorted(kept.turns.groups)))
 
     async def _run(self, worker: Worker, request: WorkerRun) -> WorkerRan:
-        place = _place(request.episode)
-        key = request.evaluation, place
-        if key in self._running:
-            raise ProtocolError(f"WorkerRun: got {place.key()} twice")
-        task = self._running[key] = asyncio.create_task(self._ran(worker, request, place))
-        try:
-            return await task
-        except asyncio.CancelledError:
-            return WorkerRan(reason=LOST, detail="it was stopped")
-        finally:
-            if self._running.get(key) is task:
-                del self._running[key]
-
-    async def _ran(self, worker: Worker, request: WorkerRun, place: EpisodeId) -> WorkerRan:
-        try:
-            asked = from_bytes(request.prompt)
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"WorkerRun: malformed prompt: {error}") from error
+        place, asked = _place(request.episode), from_bytes(request.prompt)
         try:
             if request.evaluation is not None:
                 return WorkerRan(await worker.evaluate(request.evaluation, asked, place))
             made = await worker.episode(asked, place)
             return WorkerRan(made, sampled=self._sampled.pop(place, b""))
+        except asyncio.CancelledError:  # it is forgotten, or the worker ends
+            return WorkerRan(reason=LOST, detail="it was stopped")
         except TrajectoryRejected as rejected:
             detail = cleaned(str(rejected).removeprefix(f"{rejected.reason}: ")[:_MOST_DETAIL])
             sampled = b"" if request.evaluation is not None else self._sampled.pop(place, b"")
@@ -187,14 +173,13 @@ class WorkerService:
             text = str(error) if isinstance(error, AsyncmoeError) else f"{type(error).__name__}: {error}"
             raise AsyncmoeError(cleaned(text[:_MOST_DETAIL])) from error
 
-    def _forget(self, worker: Worker, request: WorkerForget) -> None:
-        for place in map(_place, request.episodes):
-            worker.stop(place)
+    async def _forget(self, worker: Worker, request: WorkerForget) -> None:
+        episodes = [_place(one) for one in request.episodes]
+        worker.forget(episodes, request.groups)
+        for place in episodes:
             self._sampled.pop(place, None)
-            if (task := self._running.pop((None, place), None)) is not None:
-                task.cancel()
-        for number in request.groups:
-            worker.forget(number)
+        if request.needed is not None:
+            await worker.retain(request.needed)
 
     def _note(self, place: EpisodeId, left: SampledEpisode) -> None:
         if len(made := to_bytes(left)) <= _MOST_SAMPLED:
@@ -203,16 +188,27 @@ class WorkerService:
             log.warning("%s is not kept to be read: it takes %d bytes, more than %d", place.key(), len(made), _MOST_SAMPLED)
 
     def _news(self) -> WorkerNews:
-        pool, engines, loaded = self.pool, self._engines, self._loaded
+        pool, loaded = self.pool, self._loaded
         assert not isinstance(loaded, UserError)
         pool.note_busy()
-        busy = tuple(engines.busy)
-        engines.busy.clear()
+        busy = tuple(self._busy)
+        self._busy.clear()
         tokens = {name: getattr(pool, name) for name in _TOKENS}
         for name in _TOKENS:
             setattr(pool, name, 0)
-        return WorkerNews(engines.uses(pool), busy, pool.requests, tokens, msgspec.msgpack.encode(figures_of(loaded)))
+        return WorkerNews(self._engines.uses(), busy, pool.requests, tokens, figures_of(loaded))
 
 
 def _place(told: EpisodeKey) -> EpisodeId:
     return EpisodeId(told.group, told.episode, told.attempt)
+
+
+def _packed(groups: Sequence[Group]) -> WorkerPacked:
+    return WorkerPacked(tuple(PackedGroup(group.items, group.attempt, group.place) for group in groups))
+
+
+def figures_of(loaded: RolloutParts) -> Figures:
+    """Return the statistics of this process."""
+    environment = loaded.environment
+    counts = environment.counts if isinstance(environment, WithTools) else {}
+    return Figures(dict(stats(loaded.scorer)), {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})

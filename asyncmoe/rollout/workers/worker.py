@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.engines.pool import Pool
@@ -62,7 +63,7 @@ class Worker:
         self._play, self._size, self._recording, self._kept, self._number = play, group_size, recording, kept, number
         self._notes, self._evaluated, self._shown = notes, evaluated or {}, shown
         self.sampled: Sampled = lambda place, left: None
-        self._running: dict[EpisodeId, object] = {}
+        self._running: dict[EpisodeId, asyncio.Task[Any] | None] = {}
         self._ended: dict[int, dict[EpisodeId, tuple[Trajectory, ...]]] = {}
         """By the number of the group."""
         self._groups: dict[int, Group] = {}
@@ -72,12 +73,12 @@ class Worker:
         """Positions of the demonstrations of which the queue may not know yet."""
 
     async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Made, ...]:
-        """Run and score one episode, and keep its trajectories for `pack`. Raises as `play`."""
-        mine = self._running[place] = object()
+        """Run and score one episode, in a task of its own, which `forget` cancels; keep its trajectories for `pack`. Raises as `play`."""
+        mine = self._running[place] = asyncio.current_task()
         try:
             made = await self._play(prompt, place)
             self._note(place, made)
-            if self._running.get(place) is mine:  # else it was dropped while it ended
+            if self._running.get(place) is mine:  # else it was forgotten while it ended
                 self._ended.setdefault(place.group, {})[place] = made
             return tuple(Made(one.agent, one.reward) for one in made)
         except TrajectoryRejected as rejected:
@@ -89,15 +90,8 @@ class Worker:
                 del self._running[place]
 
     async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> tuple[Made, ...]:
-        """Run and score one episode of an evaluation set, of which nothing is kept.
-
-        Raises:
-            TrajectoryRejected: as `play`.
-            ProtocolError: there is no such set.
-        """
-        if (play := self._evaluated.get(name)) is None:
-            raise ProtocolError(f"evaluate: got the set {name!r}, expected one of {sorted(self._evaluated)}")
-        return tuple(map(summed_up, await play(prompt, place)))
+        """Run and score one episode of an evaluation set, of which nothing is kept. Raises as `play`."""
+        return tuple(map(summed_up, await self._evaluated[name](prompt, place)))
 
     async def show(self, first: int, count: int) -> list[Group]:
         """Make demonstrations, and return a group of one for each trajectory, once its payload is in the log.
@@ -171,30 +165,23 @@ class Worker:
         data = self._kept.payloads.read_at(place.position, str(place.writer))
         return payload.decode(data, 0, place).frames
 
-    def stop(self, place: EpisodeId) -> None:
-        """Forget an episode at once, whether it runs or has ended: the next attempt of its group may have one of the same name."""
-        self._running.pop(place, None)
-        self._ended.get(place.group, {}).pop(place, None)
-        self._note(place, None)
-
-    def drop(self, episodes: Sequence[EpisodeId]) -> None:
-        """Forget the episodes of a group that is given up or starts again, and what was recorded of it."""
+    def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
+        """End and forget episodes at once, whether they run or have ended: the next attempt of a group may have one of the same name. And
+        forget all of groups, what was recorded of them too."""
         for place in episodes:
-            self.stop(place)
-        for number in {place.group for place in episodes}:
-            self.forget(number)
+            if (task := self._running.pop(place, None)) is not None:
+                task.cancel()
+            self._ended.get(place.group, {}).pop(place, None)
+            self._note(place, None)
+        for number in groups:
+            if (group := self._groups.pop(number, None)) is not None:
+                for key in group.keys:
+                    del self._frames[key]
+            self._forget_episodes(number)
 
     def over(self, groups: Sequence[Group]) -> None:
         """Forget groups that the queue has deleted."""
-        for group in groups:
-            self.forget(group.number)
-
-    def forget(self, number: int) -> None:
-        """Forget all of a group."""
-        if (group := self._groups.pop(number, None)) is not None:
-            for key in group.keys:
-                del self._frames[key]
-        self._forget_episodes(number)
+        self.forget(groups=[group.number for group in groups])
 
     async def retain(self, needed: Mapping[int, int]) -> None:
         """Let go of payloads that neither a record names nor this worker holds. Raises StorageError.

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from asyncmoe.config.fields import NameOrPlugin, Positive, Seconds, Section, refused
 from asyncmoe.config.mcp import McpServer
+from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.config.tool_parsers import SGLANG_PARSERS
 
 _OWN_STYLES = ("hermes", "brackets")
@@ -75,6 +76,7 @@ class EnvironmentSection(Section):
     options: dict[str, Any] = Field({}, description="Keyword arguments of your own class.")
     agent: str | None = Field(None, description="For kind openai: the agent, as package.module:function.")
     tools: ToolsSection = ToolsSection()
+    sandbox: SandboxSection = SandboxSection()
     max_turns: Positive = Field(8, description="Maximum responses of an agent in an episode; an episode with more is rejected.")
     max_agents: Positive = Field(8, description="Maximum agents in an episode; the conversation of each becomes a trajectory.")
     max_paths: Positive = Field(
@@ -92,6 +94,10 @@ class EnvironmentSection(Section):
         if self.kind != "tools" and self.tools.mcp:
             hint = "set environment.kind to tools, or pass the servers to your own class: WithTools(mcp=...)"
             raise refused("environment.tools.mcp", "servers", f"none because environment.kind is {self.kind}", hint)
+        if self.sandbox != SandboxSection() and (self.kind != "tools" or "python" not in self.tools.names):
+            expected = "no keys because environment.kind tools with python in environment.tools.names alone uses them"
+            hint = "your own class passes the keys to WithTools(sandbox=...)"
+            raise refused("environment.sandbox", "keys", expected, hint)
         if self.kind == "openai" and self.tools.style == "brackets":
             expected = "hermes or a parser of SGLang because environment.kind is openai, whose clients need calls with a name; leave it out"
             raise refused("environment.tools.style", "'brackets'", expected)

@@ -33,7 +33,7 @@ _LOGS = "nothing: a log is moved at 64 MiB, and three moved parts of it are kept
 _PROFILE = "nothing: a profile has the names of operators and their times; it is kept up to 2 GB"
 _HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
 _TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert"
-_SANDBOX = "nothing: the system's python3 runs programs in bubblewrap; elsewhere, so does a function of your own in environment.tools.names"
+_SANDBOX = "nothing for bubblewrap; environment.sandbox.image for containers, environment.sandbox.url for a server"
 _PREFIX = "nothing: a request goes to the engine that answered before, else to the one with the fewest"
 _LEFT_OUT = "nothing: training leaves out the questions that the evaluation asks"
 _OVERRIDDEN = "nothing: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter"
@@ -61,10 +61,10 @@ KEYS: Mapping[str, Gone] = {
     "journal.turns": Gone("nothing: turns are recorded; log.piece_tokens=0 records whole responses only", (True,)),
     "engines.host": Gone("nothing: a server listens on the address of cluster.network", ("127.0.0.1",)),
     "environment.sandbox.backend": Gone(_SANDBOX, None),
-    **dict.fromkeys(("environment.sandbox.image", "environment.sandbox.url", "environment.sandbox.token_env"), Gone(_SANDBOX, (None,))),
-    "environment.sandbox.python": Gone(_SANDBOX, ("python3",)),
-    **dict.fromkeys(("environment.sandbox.runtime", "environment.sandbox.retries"), Gone(_SANDBOX, None)),
-    "environment.tools.options.python.namespaces": Gone(_SANDBOX, (True,)),
+    "environment.sandbox.python": Gone("nothing: the python3 of the system, of the image or of the server runs programs", ("python3",)),
+    "environment.sandbox.retries": Gone("nothing: a program that has not begun is posted again for as long as it may run", (2,)),
+    "environment.sandbox.runtime": Gone("nothing: containers are docker's, or podman's where there is no docker", ("docker",)),
+    "environment.tools.options.python.namespaces": Gone(_SANDBOX + ", where there are no user namespaces", (True,)),
     "environment.on_conflict": Gone(_OVERRIDDEN, ("run",)),
     **dict.fromkeys(("evaluation.overlap", "evaluation.sets.overlap"), Gone(_LEFT_OUT, ("refuse", "leave_out", None))),
     "queue.mooncake.master": Gone(_MEMORY, (None,)),
@@ -150,7 +150,7 @@ PLANT: Mapping[str, Gone] = {
 }
 """Removed keys of the plant of `asyncmoe simulate`."""
 
-SECTIONS = ("environment.sandbox", "journal", "queue.mooncake", "sync.store", "task.curriculum", "telemetry.loggers", "telemetry.logs")
+SECTIONS = ("journal", "queue.mooncake", "sync.store", "task.curriculum", "telemetry.loggers", "telemetry.logs")
 """Sections of which every key is removed."""
 VALUES: Mapping[tuple[str, str], str] = {
     ("trainer.precision", "bf16"): "trainer.dtype=bfloat16",

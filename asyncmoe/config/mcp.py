@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from asyncmoe.config.fields import Positive, Seconds, Section
+from asyncmoe.config.fields import Positive, Seconds, Section, wrong_address
 
 
 class McpServer(Section):
@@ -42,10 +41,8 @@ class McpServer(Section):
         if self.url is None:
             token = self.token_env
             return None if token is None else ("token_env", token, "null because a command has no bearer token; use env_from")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            got = "one with a user's name or password" if "@" in parts.netloc else repr(self.url)
-            return "url", got, "http://... or https://... without a user's name or password; those are for token_env"
+        if (wrong := wrong_address(self.url)) is not None:
+            return "url", *wrong
         for key, value in (("args", self.args), ("env", self.env), ("env_from", self.env_from), ("cwd", self.cwd)):
             if value:
                 return key, "a value", "none because the server is a url; it belongs to a command"

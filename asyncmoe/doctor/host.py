@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 
 from asyncmoe.config import Config
+from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.doctor import finding
 from asyncmoe.doctor.finding import Finding
 from asyncmoe.doctor.nvidia import says
@@ -59,10 +60,10 @@ def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:
 
 
 def sandbox() -> Finding:
-    """Check that the sandbox of the tool python runs a program here."""
+    """Check that the default sandbox of the tool python runs a program here."""
     try:
-        python_tool(PythonLimits())
+        python_tool(PythonLimits(), SandboxSection())
     except ConfigError as error:
         hint = f"for the tool python: {error.hint}"
-        return finding.warning(f"the sandbox is refused: {error.got}", hint)
+        return finding.warning(f"the default sandbox is refused: {error.got}", hint)
     return finding.ok("the tool python runs its programs in bubblewrap")

@@ -49,7 +49,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for name, text in doc_pages.files(doc_pages.read(f"guides/{guide}.md")).items():
             (tmp_path / name).write_text(text)
             names.append(name.removesuffix(".py"))
-    assert len(names) == len(set(names)) == 11
+    assert len(names) == len(set(names)) == 10
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(doc_pages.ROOT))))

@@ -18,6 +18,7 @@ from rich.console import Console
 import asyncmoe
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
+from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.doctor import command, compare, finding, host, nvidia, run
 from asyncmoe.doctor.planned import planned
 from asyncmoe.errors import ConfigError
@@ -146,8 +147,8 @@ def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sandbox_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(limits: PythonLimits) -> None:
+    def refuses(limits: PythonLimits, section: SandboxSection) -> None:
         raise ConfigError("environment.sandbox", got="no user namespace", expected="one", hint="as root: sysctl")
 
     monkeypatch.setattr(host, "python_tool", refuses)
-    assert host.sandbox() == finding.warning("the sandbox is refused: no user namespace", "for the tool python: as root: sysctl")
+    assert host.sandbox() == finding.warning("the default sandbox is refused: no user namespace", "for the tool python: as root: sysctl")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools import sandbox
 from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits, python_tool
@@ -24,7 +25,7 @@ LIMITS = PythonLimits(wall_s=60.0)
 
 def why_not() -> str | None:
     try:
-        python_tool(LIMITS)
+        python_tool(LIMITS, SandboxSection())
     except ConfigError as error:
         return str(error)
     return None
@@ -150,7 +151,7 @@ def test_programs_end_with_the_controller() -> None:
 
 def refused(**limits: Any) -> ConfigError:
     with pytest.raises(ConfigError) as error:
-        python_tool(PythonLimits.model_validate(limits))
+        python_tool(PythonLimits.model_validate(limits), SandboxSection())
     assert "\n" not in str(error.value)
     return error.value
 
@@ -158,8 +159,8 @@ def refused(**limits: Any) -> ConfigError:
 @pytest.mark.parametrize(("limit", "most"), [("open_files", 3), ("memory_bytes", 2**20), ("wall_s", 0.001)])
 def test_a_limit_within_which_nothing_runs_is_named(limit: str, most: float) -> None:
     error = refused(**{limit: most})
-    assert error.what == "environment.tools.options.python"
-    assert f"{limit}={most}" in str(error.got)
+    assert error.what == "environment.sandbox"
+    assert f"{limit!r}: {most}" in str(error.got)
 
 
 @pytest.mark.parametrize("missing", ["bwrap", "choom", "python3"])
@@ -172,11 +173,13 @@ def test_a_machine_without_a_program_is_refused(missing: str, monkeypatch: pytes
 def test_a_site_without_user_namespaces_is_refused_in_one_line() -> None:
     """In a user namespace that allows none inside: the kernel's own refusal, without a change of this machine."""
     code = "from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, python_tool\n"
-    code += "from asyncmoe.errors import UserError\ntry: python_tool(PythonLimits())\nexcept UserError as error: print(error)"
+    code += "from asyncmoe.config.sandbox import SandboxSection\nfrom asyncmoe.errors import UserError\n"
+    code += "try: python_tool(PythonLimits(), SandboxSection())\nexcept UserError as error: print(error)"
     inside = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", inside, "sh", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.startswith("environment.tools.options.python: got bubblewrap says: ")
+    assert done.stdout.startswith("environment.sandbox: got bubblewrap says: ")
+    assert all(way in done.stdout for way in ("user namespaces", "environment.sandbox.image", "environment.sandbox.url"))
     assert done.stdout.count("\n") == 1
 
 
@@ -185,6 +188,6 @@ def test_a_sandbox_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "bwrap").chmod(0o755)
     tmp_path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(sandbox, "_START_S", 0.5)
+    monkeypatch.setattr(Bubblewrap, "start_s", 0.5)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)  # pytest's folders are root's own
     assert "bubblewrap started no program within 0.5 s" in str(refused().got)

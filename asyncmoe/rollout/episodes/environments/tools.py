@@ -18,6 +18,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from asyncmoe.config.mcp import McpServer
+from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
 from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, opening, parsed, read_by_engine, written_id
@@ -36,7 +37,7 @@ class WithTools:
     """An environment with tools; see the module.
 
     Args:
-        names, options: as for `asyncmoe.rollout.episodes.tools.loading.load`.
+        names, options, sandbox: as for `asyncmoe.rollout.episodes.tools.loading.load`.
         style: as environment.tools.style.
         chat: if true, observations are messages of the tokenizer's chat template; else each is a line.
         schemas: as environment.tools.schemas.
@@ -55,8 +56,9 @@ class WithTools:
         schemas: bool | None = None,
         mcp: Mapping[str, McpServer | Mapping[str, Any]] | None = None,
         sessions: int = 64,
+        sandbox: SandboxSection | Mapping[str, Any] | None = None,
     ) -> None:
-        self._mcp = McpTools(mcp or {}, sessions, load(names, options))
+        self._mcp = McpTools(mcp or {}, sessions, load(names, options, sandbox))
         self.runners: dict[str, Runner] = self._mcp.runners
         self._style, self._chat, self._wanted = style, chat, schemas
         self._schemas: tuple[Mapping[str, Any], ...] | None = None

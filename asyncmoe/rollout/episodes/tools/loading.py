@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncmoe import plugins
 from asyncmoe.config.loading import section
+from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools import function
 from asyncmoe.rollout.episodes.tools.calculator import calculator
@@ -16,12 +17,17 @@ from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, python_tool
 _OPTIONS = "environment.tools.options"
 
 
-def load(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Runner]:
+def load(
+    names: Sequence[str],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    sandbox: SandboxSection | Mapping[str, Any] | None = None,
+) -> dict[str, Runner]:
     """Return the tools that a configuration names, keyed by the names that a model uses in its calls.
 
     Args:
         names: "calculator", "python" or `package.module:function`.
         options: options of each tool, by the name in a model's calls: fields of `ToolLimits`, of "python" those of `PythonLimits`.
+        sandbox: where the programs of "python" run, as environment.sandbox; None: in bubblewrap.
 
     Raises:
         ConfigError: a tool or option does not exist, two tools have the same name, or a tool cannot work on this machine.
@@ -30,7 +36,8 @@ def load(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None =
     for target in names:
         if target == "python":
             limits = section(PythonLimits, given.pop(target, {}), f"{_OPTIONS}.{target}")
-            made = Runner(python_tool(limits), limits)
+            placed = sandbox if isinstance(sandbox, SandboxSection) else section(SandboxSection, sandbox or {}, "environment.sandbox")
+            made = Runner(python_tool(limits, placed), limits)
         else:
             tool = function.AsyncFunction(calculator, target) if target == "calculator" else function.load(target)
             made = Runner(tool, section(ToolLimits, given.pop(tool.name, {}), f"{_OPTIONS}.{tool.name}"))

@@ -12,7 +12,8 @@ from asyncmoe.doctor import finding
 from asyncmoe.doctor.finding import Finding
 from asyncmoe.doctor.nvidia import says
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, python_tool
+from asyncmoe.rollout.episodes.tools.loading import python_tool
+from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
 from asyncmoe.storage import size
 
 _SHM_BYTES = 1 << 30

@@ -13,15 +13,15 @@ import sys
 
 import msgspec
 from aiohttp import web
+from pydantic import BaseModel
 
-from asyncmoe.config.fields import Section
 from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits
 
 MOST = PythonLimits(wall_s=60, cpu_s=30)
 PROGRAMS = 8
 
 
-class Request(Section):
+class Request(BaseModel):
     """See docs/guides/environment.md."""
 
     program: str

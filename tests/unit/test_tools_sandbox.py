@@ -16,7 +16,8 @@ import uvloop
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools import sandbox
-from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits, python_tool
+from asyncmoe.rollout.episodes.tools.loading import python_tool
+from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 
 LIMITS = PythonLimits(wall_s=60.0)
@@ -172,7 +173,7 @@ def test_a_machine_without_a_program_is_refused(missing: str, monkeypatch: pytes
 
 def test_a_site_without_user_namespaces_is_refused_in_one_line() -> None:
     """In a user namespace that allows none inside: the kernel's own refusal, without a change of this machine."""
-    code = "from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, python_tool\n"
+    code = "from asyncmoe.rollout.episodes.tools.loading import PythonLimits, python_tool\n"
     code += "from asyncmoe.config.sandbox import SandboxSection\nfrom asyncmoe.errors import UserError\n"
     code += "try: python_tool(PythonLimits(), SandboxSection())\nexcept UserError as error: print(error)"
     inside = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'

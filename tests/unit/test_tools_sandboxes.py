@@ -18,7 +18,8 @@ from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools import sandbox, server
 from asyncmoe.rollout.episodes.tools.container import Container
-from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, python_tool
+from asyncmoe.rollout.episodes.tools.loading import python_tool
+from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 from examples.agents import sandbox_server
 from tests.unit.test_tools_sandbox import LIMITS, limited

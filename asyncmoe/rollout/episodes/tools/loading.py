@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from asyncmoe import plugins
@@ -11,8 +13,10 @@ from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools import function
 from asyncmoe.rollout.episodes.tools.calculator import calculator
+from asyncmoe.rollout.episodes.tools.container import Container
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
-from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits, python_tool
+from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits, Sandbox
+from asyncmoe.rollout.episodes.tools.tool import ToolError
 
 _OPTIONS = "environment.tools.options"
 
@@ -49,3 +53,35 @@ def load(
         known = " or ".join(runners) or "none because environment.tools.names is empty"
         raise ConfigError(f"{_OPTIONS}.{name}", got="no such tool", expected=known, hint=f"did you mean {near}?" if near else None)
     return runners
+
+
+def python_tool(limits: PythonLimits, where: SandboxSection) -> function.AsyncFunction:
+    """Return the tool "python", tried with a program. A call raises
+
+    ToolError: `ERROR`: the program is too large, or ended with a nonzero status; then the detail is its output, traceback included.
+    `TIMEOUT`: it exceeded its wall-clock or CPU seconds. `FLOOD`: it exceeded its output limit. `CRASH`: a signal ended it, or the sandbox
+    failed.
+
+    Raises:
+        ConfigError: the sandbox does not work here, or a limit is too small for any program.
+    """
+    sandbox = _sandbox(limits, where)
+    with ThreadPoolExecutor(1) as thread:  # with a loop of its own, because the caller may be inside one or outside
+        try:
+            got = thread.submit(asyncio.run, sandbox.python("print(1)")).result()
+        except ToolError as error:
+            got = " ".join(error.detail.removeprefix("error: ").split())
+    if got != "1\n":
+        given = f", with {changed}" if (changed := limits.model_dump(exclude_unset=True)) else ""
+        raise ConfigError("environment.sandbox", got=got + given, expected="one in which print(1) runs", hint=sandbox.hint)
+    return function.AsyncFunction(sandbox.python, "python")
+
+
+def _sandbox(limits: PythonLimits, where: SandboxSection) -> Sandbox:
+    if where.url is not None:
+        from asyncmoe.rollout.episodes.tools.server import Server
+
+        return Server(limits, where.url, where.token_env)
+    if where.image is not None:
+        return Container(limits, where.image)
+    return Bubblewrap(limits)

@@ -15,7 +15,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Annotated, Literal
@@ -23,9 +22,7 @@ from typing import IO, Annotated, Literal
 import msgspec
 
 from asyncmoe.config.fields import Positive, Seconds
-from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools.function import AsyncFunction
 from asyncmoe.rollout.episodes.tools.runner import ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, FLOOD, TIMEOUT, ToolError
 from asyncmoe.rollout.processes import end
@@ -111,40 +108,6 @@ class Sandbox(ABC):
         if len(program) > self.limits.code_bytes:
             raise ToolError(ERROR, f"error: a program of {len(program)} bytes, more than {self.limits.code_bytes}")
         return _printed(await self.run(program), self.limits)
-
-
-def python_tool(limits: PythonLimits, section: SandboxSection) -> AsyncFunction:
-    """Return the tool "python", tried with a program. A call raises
-
-    ToolError: `ERROR`: the program is too large, or ended with a nonzero status; then the detail is its output, traceback included.
-    `TIMEOUT`: it exceeded its wall-clock or CPU seconds. `FLOOD`: it exceeded its output limit. `CRASH`: a signal ended it, or the sandbox
-    failed.
-
-    Raises:
-        ConfigError: the sandbox does not work here, or a limit is too small for any program.
-    """
-    sandbox = _sandbox(limits, section)
-    with ThreadPoolExecutor(1) as thread:  # with a loop of its own, because the caller may be inside one or outside
-        try:
-            got = thread.submit(asyncio.run, sandbox.python("print(1)")).result()
-        except ToolError as error:
-            got = " ".join(error.detail.removeprefix("error: ").split())
-    if got != "1\n":
-        given = f", with {changed}" if (changed := limits.model_dump(exclude_unset=True)) else ""
-        raise ConfigError("environment.sandbox", got=got + given, expected="one in which print(1) runs", hint=sandbox.hint)
-    return AsyncFunction(sandbox.python, "python")
-
-
-def _sandbox(limits: PythonLimits, section: SandboxSection) -> Sandbox:
-    if section.url is not None:
-        from asyncmoe.rollout.episodes.tools.server import Server
-
-        return Server(limits, section.url, section.token_env)
-    if section.image is not None:
-        from asyncmoe.rollout.episodes.tools.container import Container
-
-        return Container(limits, section.image)
-    return Bubblewrap(limits)
 
 
 class CommandSandbox(Sandbox):

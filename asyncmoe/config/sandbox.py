@@ -20,8 +20,6 @@ class SandboxSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> SandboxSection:
-        if self.image is not None and (not self.image or self.image.startswith("-")):
-            raise refused("environment.sandbox.image", f"{self.image!r}", "an image")
         if self.url is not None and (wrong := wrong_address(self.url)) is not None:
             raise refused("environment.sandbox.url", *wrong)
         if self.url is not None and self.image is not None:

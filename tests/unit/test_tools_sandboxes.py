@@ -144,8 +144,6 @@ def test_a_real_container() -> None:
 @pytest.mark.parametrize(
     ("given", "key"),
     [
-        ({"image": ""}, "image"),
-        ({"image": "--privileged"}, "image"),
         ({"url": "ftp://x"}, "url"),
         ({"url": "http://me:secret@x"}, "url"),
         ({"url": "http://x", "image": "i"}, "url"),

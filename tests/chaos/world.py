@@ -160,9 +160,9 @@ class World:
         detokenizer.PID."""
         assert self.command is not None
         found: dict[str, int] = {}
-        for entry in sorted(Path("/proc").iterdir(), key=lambda entry: (len(entry.name), entry.name)):
+        for entry in sorted((entry for entry in Path("/proc").iterdir() if entry.name.isdigit()), key=_began):
             try:
-                if entry.name.isdigit() and self.command.mark.encode() in (entry / "environ").read_bytes():
+                if self.command.mark.encode() in (entry / "environ").read_bytes():
                     words, environ = ((entry / name).read_bytes().decode(errors="replace").split("\0") for name in ("cmdline", "environ"))
                     if role := role_of(words, environ):
                         # A child that has not begun its own program yet has the name of its parent, which is older.
@@ -269,6 +269,14 @@ class World:
         for path in self.temporary.glob(scratch._NAME):
             scratch._remove_if_left(path)
         return [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def _began(process: Path) -> int:
+    """Return when a process began, in ticks since the machine did (proc(5)): ids of processes begin again at the lowest."""
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
 
 
 def sizes(folder: Path, pattern: str) -> list[tuple[str, int, int]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -91,6 +92,15 @@ class NameOrPlugin:
 def refused(key: str, got: object, expected: str, hint: str = "") -> ValueError:
     """Return the error of a validator, which `asyncmoe.config.refusals` reads. `hint`: the way out, if `expected` does not say."""
     return ValueError(f"{key}: got {got}, expected {expected}{'; ' if hint else ''}{hint}")
+
+
+def wrong_address(url: str) -> tuple[str, str] | None:
+    """Return what is wrong with the address of a server, and what is expected; None: nothing is."""
+    parts = urlsplit(url)
+    if parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc:
+        return None
+    got = "one with a user's name or password" if "@" in parts.netloc else repr(url)
+    return got, "http://... or https://... without a user's name or password; those are for token_env"
 
 
 def said(value: object) -> str:

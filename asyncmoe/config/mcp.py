@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from asyncmoe.config.fields import Positive, Seconds, Section
+from asyncmoe.config.fields import Positive, Seconds, Section, wrong_address
 
 
 class McpServer(Section):
@@ -36,24 +35,14 @@ class McpServer(Section):
 
     def problem(self) -> tuple[str, str, str] | None:
         """Return the key that does not fit the others, what it got and what is expected; None if all fit."""
-        if (self.command is None) == (self.url is None):
-            got = "neither it nor url" if self.url is None else "both it and url"
+        if bool(self.command) == bool(self.url):
+            got = "neither it nor url" if not self.url else "both it and url"
             return "command", got, "one of them: a program, or a server that runs"
-        return self._wrong_command() if self.url is None else self._wrong_url(self.url)
-
-    def _wrong_command(self) -> tuple[str, str, str] | None:
-        if not self.command:
-            return "command", "nothing", "a program"
-        if self.token_env is not None:
-            return "token_env", self.token_env, "null because a command has no bearer token; use env_from"
-        return None
-
-    def _wrong_url(self, url: str) -> tuple[str, str, str] | None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            return "url", repr(url), "http://... or https://..."
-        if parts.username is not None or parts.password is not None:
-            return "url", "one with a user's name or password", "none; put the token into a variable: token_env"
+        if self.url is None:
+            token = self.token_env
+            return None if token is None else ("token_env", token, "null because a command has no bearer token; use env_from")
+        if (wrong := wrong_address(self.url)) is not None:
+            return "url", *wrong
         for key, value in (("args", self.args), ("env", self.env), ("env_from", self.env_from), ("cwd", self.cwd)):
             if value:
                 return key, "a value", "none because the server is a url; it belongs to a command"

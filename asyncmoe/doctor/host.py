@@ -7,12 +7,13 @@ import resource
 from pathlib import Path
 
 from asyncmoe.config import Config
+from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.doctor import finding
 from asyncmoe.doctor.finding import Finding
 from asyncmoe.doctor.nvidia import says
 from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.episodes.tools.loading import python_tool
 from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
-from asyncmoe.rollout.episodes.tools.sandboxes import python_tool
 from asyncmoe.storage import size
 
 _SHM_BYTES = 1 << 30
@@ -62,7 +63,7 @@ def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:
 def sandbox() -> Finding:
     """Check that the default sandbox of the tool python runs a program here."""
     try:
-        python_tool(PythonLimits())
+        python_tool(PythonLimits(), SandboxSection())
     except ConfigError as error:
         hint = f"for the tool python: {error.hint}"
         return finding.warning(f"the default sandbox is refused: {error.got}", hint)

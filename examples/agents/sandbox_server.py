@@ -13,30 +13,19 @@ import sys
 
 import msgspec
 from aiohttp import web
+from pydantic import BaseModel
 
-from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
-from asyncmoe.rollout.episodes.tools.sandboxes import sandbox_of
+from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits
 
 MOST = PythonLimits(wall_s=60, cpu_s=30)
 PROGRAMS = 8
 
 
-class Limits(msgspec.Struct):
-    """What a request may ask for; more than `MOST` is refused."""
-
-    wall_s: float
-    cpu_s: float
-    memory_bytes: int
-    file_bytes: int
-    open_files: int
-    output_bytes: int
-
-
-class Request(msgspec.Struct):
+class Request(BaseModel):
     """See docs/guides/environment.md."""
 
     program: str
-    limits: Limits
+    limits: PythonLimits
 
 
 class Programs:
@@ -51,21 +40,19 @@ class Programs:
         if not hmac.compare_digest(given, self._token):
             return web.Response(status=401, text="wrong token")
         try:
-            asked = msgspec.json.decode(await request.read(), type=Request)
-        except (msgspec.MsgspecError, RecursionError) as error:
+            asked = Request.model_validate_json(await request.read())
+        except ValueError as error:
             return web.Response(status=400, text=str(error))
-        wanted = msgspec.structs.asdict(asked.limits)
-        if any(not 0 < value <= getattr(MOST, name) for name, value in wanted.items()):
+        if any(value > getattr(MOST, name) for name, value in asked.limits.model_dump().items()):
             return web.Response(status=400, text=f"limits above {MOST}")
         if self._running >= PROGRAMS:
             return web.Response(status=503, headers={"Retry-After": "1"})
         self._running += 1
         try:
-            sandbox = sandbox_of(PythonLimits(**wanted))
-            ended = await sandbox.run(asked.program.encode(errors="replace"))
+            ended = await Bubblewrap(asked.limits).run(asked.program.encode(errors="replace"))
         finally:
             self._running -= 1
-        return web.json_response({"output": ended.output, "status": ended.status, "timeout": ended.timeout, "flooded": ended.flooded})
+        return web.Response(body=msgspec.json.encode(ended), content_type="application/json")
 
 
 def application(token: str) -> web.Application:

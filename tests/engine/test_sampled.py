@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import VOCAB
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble, routed_tokens
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
 from asyncmoe.trajectory.sent_routes import from_bytes
 from tests.engine.conftest import Rig
@@ -41,7 +41,7 @@ def record(untouched: Rig) -> Trajectory:
         client = untouched.engine.client
         first = Turn(PROMPT, await client.generate(PROMPT, SAMPLING, "0", 60.0), 0)
         seen = (*PROMPT, *first.generation.tokens.tolist(), *OBSERVATION)
-        answer = await client.generate(seen, SAMPLING, "0", 60.0, routed=routed_tokens([first]))
+        answer = await client.generate(seen, SAMPLING, "0", 60.0, routed=len(first) - 1)
         assert answer.routes is not None
         assert from_bytes(answer.routes, "g0").rows == len(OBSERVATION) + 20  # what the first turn has is not sent again
         return assemble([first, Turn(OBSERVATION, answer, 0)], EpisodeId(0, 0, 0), RECORDING, 0.0, {})

@@ -24,7 +24,7 @@ from tests.unit import openai_policy
 
 _AT_ONCE = 8
 _OF_AN_EPISODE = 400
-"""Requests of one episode, below the limit of the endpoint."""
+"""Requests of one episode, fewer than it has turns."""
 _TOOL = {"type": "function", "function": {"name": "f", "description": "adds", "parameters": {"type": "object", "properties": {"x": {}}}}}
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 _CHAT: list[Any] = [

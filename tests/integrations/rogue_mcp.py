@@ -1,7 +1,7 @@
 """An MCP server without the SDK that misbehaves as told: `python -I -S rogue_mcp.py WHEN [FILE]`; standard library only, so it starts fast.
 
 WHEN is empty, or `start:HOW`: before the handshake. A call of `act` with {"how": HOW} misbehaves in the call; with other words it echoes.
-`count` counts the session's calls. A FILE gets the ids of this process and of the processes it starts.
+`count` counts the session's calls. A FILE gets the id of this process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from typing import Any, NoReturn
@@ -25,12 +24,6 @@ def forever() -> NoReturn:
         time.sleep(60)
 
 
-def started(*, apart: bool) -> None:
-    """Starts a process that ignores everything, with our standard streams; in a session of its own if `apart`."""
-    code = "import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(600)"
-    note(subprocess.Popen([sys.executable, "-I", "-S", "-c", code], start_new_session=apart).pid)
-
-
 def note(process: int) -> None:
     if len(sys.argv) > 2:
         with open(sys.argv[2], "a") as file:
@@ -44,27 +37,16 @@ def misbehave(how: str) -> bool:
     elif how == "die":
         print("out of luck", file=sys.stderr, flush=True)
         sys.exit(3)
-    elif how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
     elif how == "close":
         os.close(1)
         forever()
     elif how == "flood":
         while True:
             sys.stdout.write("x" * 65536)
-    elif how == "lines":
-        while True:
-            send({"method": "notifications/message", "params": {"level": "info", "data": "x" * 1000}})
     elif how == "rubbish":
         print("hello, I am no server", flush=True)
         print(b"\xff\xfe{".decode("latin1"), flush=True)
         forever()
-    elif how == "silent":
-        pass
-    elif how == "children":
-        started(apart=False)
-        started(apart=True)
-        return False
     else:
         return False
     return True

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 
 import openai
 
 from asyncmoe.errors import TrajectoryRejected
-from tests.unit.openai_policy import Policy
 
 keys: list[str] = []
-policies: list[Policy] = []
 released = threading.Event()
-statuses: list[int] = []
 
 
 async def two_turns(base_url: str, api_key: str, prompt: str, answer: str) -> float:
@@ -54,45 +50,6 @@ def sleeps(base_url: str, api_key: str, prompt: str, answer: str) -> None:
     time.sleep(1.0)
 
 
-async def swallows(base_url: str, api_key: str, prompt: str, answer: str) -> float:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        for _ in range(3):
-            try:
-                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": prompt}])
-            except openai.APIStatusError:
-                continue
-    return 1.0
-
-
 async def lets_it_fail(base_url: str, api_key: str, prompt: str, answer: str) -> None:
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": prompt}])
-
-
-async def leaves_one_under_way(base_url: str, api_key: str, prompt: str, answer: str) -> float:
-    keys[:] = [base_url, api_key]
-
-    def slow() -> None:
-        with openai.OpenAI(base_url=base_url, api_key=api_key) as client, contextlib.suppress(openai.OpenAIError):
-            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "slow"}])
-        released.set()
-
-    threading.Thread(target=slow, daemon=True).start()
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "quick"}])
-        while not policies or not policies[0].hanging:
-            await asyncio.sleep(0.01)
-    return 0.5
-
-
-async def asks_for_another_temperature(base_url: str, api_key: str, prompt: str, answer: str) -> float:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        create = client.chat.completions.with_raw_response.create
-        try:
-            statuses.append((await create(model="m", messages=[{"role": "user", "content": prompt}], temperature=0.0)).status_code)
-        except openai.APIStatusError as error:
-            statuses.append(error.status_code)
-    return 0.0
-
-
-not_a_function = 3

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ import yaml
 from asyncmoe.config import parse
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
-from asyncmoe.engines.pool import PooledGeneration
-from asyncmoe.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds, Environment
 from asyncmoe.rollout.episodes.environments import load
@@ -32,6 +30,7 @@ from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory
 from tests.unit import doc_pages, openai_policy
+from tests.unit.test_environment_tools import Scripted
 
 GUIDES = ("reward", "environment", "objective", "model-family", "samples")
 QUESTION, ANSWER = "12+7=", "19"
@@ -108,25 +107,11 @@ def test_a_judge_behind_http_is_whole(here: Path) -> None:
         server.server_close()
 
 
-@dataclass
-class Says:
-    """A pool whose engine says some texts, one after the other."""
-
-    tokenizer: Tokenizer
-    texts: list[str]
-    lost_tokens: int = field(default=0)
-    recomputed_tokens: int = field(default=0)
-
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
-        said = (*self.tokenizer.encode(self.texts.pop(0)), self.tokenizer.eos)
-        return PooledGeneration(Generation.of(said, (-0.5,) * len(said), (VersionSpan("1", 0, len(said)),), "stop", 0), 1)
-
-
-def play(environment: Environment, tokenizer: Tokenizer, texts: list[str]) -> Trajectory:
-    pool: Any = Says(tokenizer, texts)
+def play(environment: Environment, tokenizer: Tokenizer, texts: Sequence[str]) -> Trajectory:
+    pool: Any = Scripted(tokenizer, *texts)
     stage = RolloutContext(pool, Sampling(1.0, 16, (tokenizer.eos,)), tokenizer, Exact(), environment, seed=3)
     (made,) = asyncio.run(episode.run(stage, Prompt(QUESTION, tokenizer.encode(QUESTION), ANSWER), EpisodeId(0, 0, 0)))
-    assert not pool.texts
+    assert not pool.lines
     return made
 
 
@@ -139,7 +124,7 @@ def test_an_environment_plays_as_the_page_says(here: Path, tokenizer: Tokenizer)
     assert len(rows) == 3
     for says, reward, text in rows:
         texts = [part.strip("` ") for part in says.split(",")]
-        made = play(environment, tokenizer, list(texts))
+        made = play(environment, tokenizer, texts)
         assert made.reward == float(reward)
         assert tokenizer.decode(made.tokens.tolist()) == text.strip("`")
         assert tokenizer.decode(made.tokens[made.loss_mask].tolist()) == "".join(texts)

@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_producer import until
 
 from asyncmoe import plugins
 from asyncmoe.config.model import MadeModel
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Generation, Sampling, VersionSpan
-from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected, UserError
+from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected
 from asyncmoe.models.make import make_model
-from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode
@@ -34,16 +32,13 @@ from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
-from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import plugin
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
 from asyncmoe.rollout.scoring.parse_score import read
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory, validate
 
 BOUNDS = Bounds(turns=4, tokens=64, agents=3)
@@ -151,34 +146,17 @@ def test_every_agent_that_spoke_becomes_a_trajectory_of_its_own(tokenizer: Token
     assert [t.reward for t in play(Two(None), tokenizer)] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("rewards", [{"solver": 1.0}, {"solver": 1.0, "checker": 0.0, "silent": 0.0}, {}, {0: 1.0, 1: 0.0}])
-def test_rewards_of_other_agents_are_refused(rewards: Any, tokenizer: Tokenizer) -> None:
-    assert reason(Two(rewards), tokenizer) == "environment_error"
-
-
-def test_every_reward_is_a_number(tokenizer: Tokenizer) -> None:
-    assert reason(Two({"solver": 1.0, "checker": "1"}), tokenizer) == "bad_reward"  # type: ignore[dict-item]
-
-
-class Raises:
-    async def run(self, episode: Episode) -> float:
-        raise KeyError("mine")
-
-
-class Hangs:
-    async def run(self, episode: Episode) -> float:
-        await asyncio.sleep(60)
-        return 0.0
-
-
-class Mute:
-    async def run(self, episode: Episode) -> float:
-        episode.agent().see("x")
-        return 1.0
-
-
-def test_an_environment_in_which_nobody_responds_has_no_trajectory(tokenizer: Tokenizer) -> None:
-    assert reason(Mute(), tokenizer) == "empty_response"
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ({"solver": 1.0}, "environment_error"),
+        ({"solver": 1.0, "checker": 0.0, "silent": 0.0}, "environment_error"),
+        ({0: 1.0, 1: 0.0}, "environment_error"),
+        ({"solver": 1.0, "checker": "1"}, "bad_reward"),
+    ],
+)
+def test_rewards_of_other_agents_and_what_is_no_number_are_refused(rewards: Any, expected: str, tokenizer: Tokenizer) -> None:
+    assert reason(Two(rewards), tokenizer) == expected
 
 
 class Misuses:
@@ -195,10 +173,6 @@ class Misuses:
 
     async def unknown_token(self, episode: Episode, agent: Agent) -> None:
         agent.see([1, 1 << 20])
-        await agent.respond()
-
-    async def negative_token(self, episode: Episode, agent: Agent) -> None:
-        agent.see([-1])
         await agent.respond()
 
     async def nothing_seen(self, episode: Episode, agent: Agent) -> None:
@@ -238,6 +212,15 @@ class Misuses:
         asyncio.get_running_loop().create_task(agent.respond())
         await asyncio.sleep(0)
 
+    async def raises(self, episode: Episode, agent: Agent) -> None:
+        raise KeyError("mine")
+
+    async def hangs(self, episode: Episode, agent: Agent) -> None:
+        await asyncio.sleep(60)
+
+    async def only_hears(self, episode: Episode, agent: Agent) -> None:
+        agent.see("x")
+
     async def no_tokens(self, episode: Episode, agent: Agent) -> None:
         agent.see("x")
         await agent.respond(max_new_tokens=0)
@@ -258,7 +241,7 @@ def test_tokens_of_any_kind_are_seen_after_others(what: Any, tokenizer: Tokenize
     assert play(SimpleNamespace(run=run), tokenizer)[0].reward == 1.0
 
 
-@pytest.mark.parametrize("what", [[1.0], np.array([1.0]), [True], np.array([True]), torch.tensor(3), [[1]], b"1", 1, None, [-1], [1 << 32]])
+@pytest.mark.parametrize("what", [[1.0], np.array([1.0]), torch.tensor(3), [[1]], 1, None, [-1], [1 << 32]])
 def test_what_is_no_token_is_not_seen(what: Any, tokenizer: Tokenizer) -> None:
     agents: list[Agent] = []
 
@@ -276,7 +259,6 @@ def test_what_is_no_token_is_not_seen(what: Any, tokenizer: Tokenizer) -> None:
     ("what", "expected"),
     [
         ("unknown_token", "token_out_of_vocabulary"),
-        ("negative_token", "token_out_of_vocabulary"),
         ("nothing_seen", "environment_error"),
         ("twice_at_once", "environment_error"),
         ("sees_while_it_speaks", "environment_error"),
@@ -286,21 +268,22 @@ def test_what_is_no_token_is_not_seen(what: Any, tokenizer: Tokenizer) -> None:
         ("credit_before", "environment_error"),
         ("leaves_early", "environment_error"),
         ("no_tokens", "environment_error"),
+        ("raises", "environment_error"),
+        ("hangs", "environment_timeout"),
+        ("only_hears", "empty_response"),
     ],
 )
 def test_an_environment_cannot_hide_that_an_agent_failed(what: str, expected: str, tokenizer: Tokenizer) -> None:
-    assert reason(Misuses(what), tokenizer) == expected
+    assert reason(Misuses(what), tokenizer, 0.2 if what == "hangs" else 5.0) == expected
 
 
 def test_a_response_fits_into_what_is_left_of_the_conversation(tokenizer: Tokenizer) -> None:
-    class Fills:
-        async def run(self, episode: Episode) -> float:
-            agent = episode.agent()
-            agent.see("x" * 62)
-            await agent.respond()
-            return 0.0
+    async def run(made: Episode) -> float:
+        made.agent().see("x" * 62)
+        await made.agent().respond()
+        return 0.0
 
-    (made,) = play(Fills(), tokenizer, Echo(8))
+    (made,) = play(SimpleNamespace(run=run), tokenizer, Echo(8))
     assert len(made) == BOUNDS.tokens
 
 
@@ -354,8 +337,6 @@ def test_rewards_of_steps_stand_at_their_last_tokens(tokenizer: Tokenizer) -> No
     assert made.rewards is not None
     turn = len(tokenizer.encode("1+1=")) + 3
     assert {at: r for at, r in enumerate(made.rewards.tolist()) if r == r} == {turn - 1: 0.5, 3 * turn - 1: 0.0}
-    (worthless,) = play(Credited(0.0), tokenizer)
-    validate(worthless, Recording(rewards=True))
     (plain,) = play(Credited(None), tokenizer)
     assert plain.rewards is None
     with pytest.raises(TrajectoryRejected, match="no_step_rewards"):
@@ -365,69 +346,6 @@ def test_rewards_of_steps_stand_at_their_last_tokens(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "0.5", [1.0]])
 def test_a_step_reward_that_is_no_number_rejects_the_episode(tokenizer: Tokenizer, reward: Any) -> None:
     assert reason(Credited(1.0, reward), tokenizer) == "bad_reward"
-
-
-class Turns:
-    """Behaves, but in group 1, where episode 1 does as it is told."""
-
-    def __init__(self, bad: Environment) -> None:
-        self.bad = bad
-
-    async def run(self, episode: Episode) -> Any:
-        if (episode.place.group, episode.place.episode) == (1, 1):
-            return await self.bad.run(episode)
-        agent = episode.agent()
-        agent.see(episode.prompt.tokens)
-        await agent.respond()
-        return 1.0
-
-
-class Questions:
-    def prompt(self, group: int, stream: str = "prompt") -> Prompt:
-        return Prompt("1+1=", (10, 11, 12), "2")
-
-    def demonstration(self, index: int) -> Any:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("bad", "expected"),
-    [
-        (Raises(), "environment_error"),
-        (Hangs(), "environment_timeout"),
-        (Two({"solver": 1.0}), "environment_error"),
-        (Misuses("unknown_token"), "token_out_of_vocabulary"),
-        (Misuses("flood"), "episode_too_long"),
-    ],
-)
-def test_a_bad_episode_costs_its_group_and_nothing_else(bad: Environment, expected: str, tokenizer: Tokenizer) -> None:
-    stage = RolloutContext(Plain(), Sampling(1.0, 8, (2,)), tokenizer, Exact(), Turns(bad), BOUNDS, 0.2)  # type: ignore[arg-type]
-
-    async def run() -> None:
-        held = BoundedQueue(capacity=12, batch=4, group_size=2, max_staleness=2)
-        producing = asyncio.create_task(Producer(held, Questions(), Worker(partial(episode.run, stage), 2), 2).run())
-        trained: list[int] = []
-        for step in range(3):
-            leased = await held.lease(step, "rl", 4, step, 5.0)
-            trained += [item.group for item in leased.items]
-            held.commit(step)
-            held.set_version(step + 1)
-        await until(lambda: bool(held.stats().rejected))
-        producing.cancel()
-        assert held.stats().rejected == {expected: 2}
-        assert 1 not in trained
-        assert len(trained) == 12
-
-    asyncio.run(run())
-
-
-class Plain(Echo):
-    """All of version 0."""
-
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
-        said = tuple(tokens[-2:])
-        await asyncio.sleep(0)
-        return PooledGeneration(Generation.of(said, (-0.5,) * 2, (VersionSpan("0", 0, 2),), "stop", 0), 0)
 
 
 # ---------------------------------------------------------------- users' code of every kind
@@ -482,7 +400,7 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
             environment = SimpleNamespace(run=run, close=partial(does, SystemExit(5)))
         case "tool":
             environment = WithTools(["calculator"], "brackets", chat=False)
-            tool: Any = SimpleNamespace(name="act", description="", parameters={}, call=act)
+            tool: Any = SimpleNamespace(name="act", description="", parameters={"properties": {"x": {}}}, call=act)
             environment.runners = {"act": Runner(tool, ToolLimits(timeout_s=LIMIT_S))}
         case "agent":
             environment = OpenAIEnvironment("asyncio:sleep", timeout_s=LIMIT_S)
@@ -491,11 +409,9 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
     return RolloutContext(Echo(), Sampling(1.0, 8, (2,)), known, scorer, environment, BOUNDS, most_s)  # type: ignore[arg-type]
 
 
-RAISES = [KeyError("mine"), TimeoutError(), Wordless(), StopIteration(), asyncio.CancelledError(), SystemExit(4), KeyboardInterrupt()]
-RAISES += [GeneratorExit(), ToolError(CRASH, "mine"), UserError("mine", got=1, expected=2), InvariantBroken("mine")]
-BAD = [float("nan"), float("-inf"), 10**400, 10**5000, Fraction(10**5000, 3), 1e39, b"1", [1.0], torch.zeros(2), Interrupts()]
-BAD += [np.array("1.5"), np.complex64(1), Decimal("sNaN"), bytearray(b"1"), {"long" * 9**6: 1.0}]
-GOOD = [True, np.float32(0.5), np.array([0.5]), torch.tensor(0.5), Fraction(1, 2), Decimal("0.5")]
+RAISES = [KeyError("mine"), Wordless(), StopIteration(), asyncio.CancelledError(), SystemExit(4), GeneratorExit(), InvariantBroken("mine")]
+BAD = [float("nan"), 10**5000, 1e39, b"1", [1.0], torch.zeros(2), Interrupts(), np.complex64(1), Decimal("sNaN"), {"long" * 9**6: 1.0}]
+GOOD = [True, np.array([0.5]), torch.tensor(0.5), Fraction(1, 2)]
 REASONS = {"scorer": "scorer_(error|unavailable|garbage|nan)", "environment": "environment_error|bad_reward", "tool": "tool_crash"}
 REASONS["agent"] = "agent_error|empty_response"
 

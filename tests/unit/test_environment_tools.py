@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.model import MadeModel
+from asyncmoe.config.tool_parsers import SGLANG_PARSERS
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Generation, ParsedCall, Sampling, VersionSpan
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.models.make import make_model
+from asyncmoe.rollout.chat_template import CALL_ID
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.environments.tools import WithTools
@@ -23,6 +29,7 @@ from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory
+from tests.unit import openai_policy
 
 BOUNDS = Bounds(turns=4, tokens=512)
 
@@ -84,26 +91,19 @@ def parts(made: Trajectory, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
     return [(sampled, tokenizer.decode(tokens)) for sampled, tokens in found]
 
 
-def test_a_tool_answers_between_two_turns(tokenizer: Tokenizer) -> None:
-    made = play(WithTools(("calculator",), "brackets", chat=False), tokenizer, "[6*7]", "42")
-    assert parts(made, tokenizer) == [(False, "6*7="), (True, "[6*7]"), (False, "42\n"), (True, "42")]
+@pytest.mark.parametrize(
+    ("says", "given"),
+    [
+        ("[6*7]", "42\n"),
+        ("[1+1] [2+2]", "2\n4\n"),
+        ("[1/0]", "error: division by zero\n"),
+        ("[abacus: 1]", "error: no tool named abacus; there are calculator\n"),
+    ],
+)
+def test_tools_answer_between_two_turns(says: str, given: str, tokenizer: Tokenizer) -> None:
+    made = play(WithTools(("calculator",), "brackets", chat=False), tokenizer, says, "42")
+    assert parts(made, tokenizer) == [(False, "6*7="), (True, says), (False, given), (True, "42")]
     assert made.reward == 1.0
-
-
-def test_calls_of_one_response_are_answered_in_their_order(tokenizer: Tokenizer) -> None:
-    made = play(WithTools(("calculator",), "brackets", chat=False), tokenizer, "[1+1] [2+2]", "42")
-    assert parts(made, tokenizer)[2] == (False, "2\n4\n")
-
-
-def test_an_ordinary_mistake_is_an_observation(tokenizer: Tokenizer) -> None:
-    made = play(WithTools(("calculator",), "brackets", chat=False), tokenizer, "[1/0]", "42")
-    assert "error" in parts(made, tokenizer)[2][1]
-    assert made.reward == 1.0
-
-
-def test_an_unknown_tool_is_an_observation_that_names_those_there_are(tokenizer: Tokenizer) -> None:
-    made = play(WithTools(("calculator",), "brackets", chat=False), tokenizer, "[abacus: 1]", "42")
-    assert parts(made, tokenizer)[2] == (False, "error: no tool named abacus; there are calculator\n")
 
 
 def test_in_a_chat_an_observation_is_a_turn_of_the_template(tokenizer: Tokenizer) -> None:
@@ -118,31 +118,105 @@ def test_in_a_chat_an_observation_is_a_turn_of_the_template(tokenizer: Tokenizer
 @pytest.mark.parametrize(
     ("tool", "options", "reason"),
     [
-        ("blurts", {"characters": 100}, "tool_flood"),
-        ("sleeps", {"timeout_s": 0.05}, "tool_timeout"),
+        (f"{__name__}:blurts", {"blurts": {"characters": 100}}, "tool_flood"),
+        (f"{__name__}:sleeps", {"sleeps": {"timeout_s": 0.05}}, "tool_timeout"),
+        ("calculator", {}, "episode_too_long"),
     ],
 )
-def test_a_tool_that_misbehaves_ends_the_episode(tool: str, options: dict[str, float], reason: str, tokenizer: Tokenizer) -> None:
-    name = f"{__name__}:{tool}"
+def test_a_tool_that_misbehaves_or_a_policy_that_never_stops_calling_ends_the_episode(
+    tool: str, options: dict[str, dict[str, float]], reason: str, tokenizer: Tokenizer
+) -> None:
     with pytest.raises(TrajectoryRejected) as refused:
-        play(WithTools((name,), "brackets", chat=False, options={name.rpartition(":")[2]: options}), tokenizer, "[6*7]", "42")
+        play(WithTools((tool,), "brackets", chat=False, options=options), tokenizer, *["[1+1]"] * (BOUNDS.turns + 1))
     assert refused.value.reason == reason
 
 
-def test_a_policy_that_never_stops_calling_is_stopped(tokenizer: Tokenizer) -> None:
-    with pytest.raises(TrajectoryRejected) as refused:
-        play(WithTools(("calculator",), "brackets", chat=False), tokenizer, *["[1+1]"] * (BOUNDS.turns + 1))
-    assert refused.value.reason == "episode_too_long"
+FLIGHT = "tests.unit.tool_functions:find_flight"
+TEMPLATE = "{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_the_template_describes_the_tools(known: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    plain = Prompt("a", known.encode("a"), "")
+    chat = Prompt("a", known.chat("a"), "", messages=({"role": "user", "content": "a"},))
+    with caplog.at_level(logging.WARNING):
+        ignoring = WithTools([FLIGHT])
+        assert [ignoring.asked(one, known) for one in (chat, chat, plain)] == [chat.tokens, chat.tokens, plain.tokens]
+    assert len(caplog.records) == 1
+    with pytest.raises(ConfigError) as refused:
+        WithTools([FLIGHT], schemas=True).described(known)
+    assert refused.value.what == "environment.tools.schemas"
+    monkeypatch.setattr(known._tokenizer, "chat_template", TEMPLATE)
+    text = known.decode(WithTools([FLIGHT]).asked(chat, known))
+    assert '"origin"' in text
+    assert text.endswith("a")
+    assert WithTools([FLIGHT]).asked(plain, known) == plain.tokens
+    assert WithTools([FLIGHT], "qwen3_coder").asked(chat, known) != chat.tokens
+    assert WithTools([FLIGHT], schemas=False).asked(chat, known) == WithTools([FLIGHT], "brackets").asked(chat, known) == chat.tokens
+
+
+class Parsing(Scripted):
+    """Its engines' parser finds a call wherever a response says so, as it is told."""
+
+    def __init__(self, tokenizer: Tokenizer, found: Sequence[ParsedCall], *lines: str) -> None:
+        super().__init__(tokenizer, *lines)
+        self.found, self.parsed = found, list[tuple[str, str, str]]()
+
+    async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
+        self.parsed.append((text, parser, str(tools[0]["function"]["name"])))
+        return self.found if "call" in text else ()
 
 
 @pytest.mark.parametrize(
-    ("sandbox", "match"),
+    ("parameters", "said"),
     [
-        ({"imag": "i"}, r"^environment\.sandbox\.imag: got an unknown key"),
-        ({"url": "ftp://x"}, r"^environment\.sandbox\.url: got"),
+        ('{"origin": "B", "day": 1}', "'B' 2 None economy"),
+        ("", "error: origin: "),
+        ("{", "error: a call that is not valid JSON"),
+        ("[1]", "error: a call is"),
+        ("1" * 70000, "error: a call of 70000 characters"),
     ],
 )
-def test_a_wrong_sandbox_from_a_users_own_class_is_refused_in_one_line(sandbox: dict[str, str], match: str) -> None:
-    with pytest.raises(ConfigError, match=match) as refused:
-        WithTools(["calculator"], sandbox=sandbox)
-    assert "\n" not in str(refused.value)
+def test_calls_are_read_by_a_parser_of_the_engine(known: Tokenizer, parameters: str, said: str) -> None:
+    pool = Parsing(known, [ParsedCall("find_flight", parameters)], "call!<|im_end|>", "42")
+    made = play(WithTools([FLIGHT], "qwen3_coder"), known, pool=pool)
+    # Special tokens are part of some formats; the token that ended the response is not.
+    assert pool.parsed == [(text, "qwen3_coder", "find_flight") for text in ("call!<|im_end|>", "42")]
+    assert said in [text for sampled, text in parts(made, known) if not sampled][1]
+
+
+@pytest.mark.parametrize(("style", "ids"), [("kimi_k2", "functions.{}:{}"), ("kimi_k3", "{}:{}"), ("mistral", CALL_ID)])
+def test_the_ids_that_a_policy_writes_come_back_with_the_answers(known: Tokenizer, style: str, ids: str, tmp_path: Path) -> None:
+    kimi = openai_policy.tokenizer(tmp_path)
+    kimi._tokenizer.chat_template = "{% for m in messages %} {{ m.tool_call_id }} {{ m.content }}<|im_end|>{% endfor %}"
+    prompt = Prompt("a", kimi.encode("a "), "42", messages=({"role": "assistant", "content": "b", "tool_calls": [{}, {}]},))
+    pool = Parsing(kimi, [ParsedCall("find_flight", "{}"), ParsedCall("no", "{")], "call", "call", "42")
+    made = play(WithTools([FLIGHT], style, schemas=False), kimi, pool=pool, prompt=prompt)
+    given = " ".join(text for sampled, text in parts(made, kimi) if not sampled)
+    assert re.findall(r"(\S+) error", given) == [ids.format(name, at) for at, name in enumerate(("find_flight", "no") * 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"kind": "tools", "tools": {"names": ["calculator"], "style": "qwen3_code"}}, r"got 'qwen3_code'.*qwen3_coder\?"),
+        ({"kind": "openai", "agent": "a:b", "tools": {"style": "brackets"}}, "got 'brackets'"),
+    ],
+)
+def test_a_style_that_nobody_reads_is_refused(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=rf"environment\.tools\.style: {said}"):
+        EnvironmentSection.model_validate(section)
+
+
+def test_the_names_of_sglangs_parsers_are_sglangs() -> None:
+    found = sorted(Path(".venv-engine").glob("lib/python3*/site-packages/sglang/srt/function_call/function_call_parser.py"))
+    if not found:
+        pytest.skip("no SGLang in .venv-engine")
+    table = next(
+        node.value
+        for node in ast.walk(ast.parse(found[0].read_text()))
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "ToolCallParserEnum"
+    )
+    assert isinstance(table, ast.Dict)
+    names = {key.value for key in table.keys if isinstance(key, ast.Constant)}
+    left_out = {"hermes", "response_template", "deepseekv4", "deepseekv41", "beam", "glm47", "iquest_q1"}
+    assert names - left_out == set(SGLANG_PARSERS)

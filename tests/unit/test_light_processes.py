@@ -22,12 +22,6 @@ def loaded():
 
 def score(prompt, response, answer):
     return {{"reward": 1.0, "why": loaded()}}
-
-def tool(text: str) -> str:
-    return loaded()
-
-def typed(number: int) -> str:
-    return loaded()
 """
 
 
@@ -48,10 +42,9 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_a_scorers_process_loads_nothing_heavy(directory: Path) -> None:
-    sample = {"prompt": "", "response": "", "answer": ""}
-    given = [{"target": "users_code:score", "options": {}}, sample]
-    ready, scored = output(directory, ["-m", "asyncmoe.rollout.scoring.worker"], given)
-    assert json.loads(ready) == {"ready": True}
+    given = [{"target": "users_code:score", "options": {}}, {"prompt": "", "response": "", "answer": ""}]
+    started, scored = output(directory, ["-m", "asyncmoe.rollout.process_worker", "asyncmoe.rollout.scoring.workers:serve"], given)
+    assert json.loads(started) == ""
     assert json.loads(scored) == {"value": {"reward": 1.0, "why": ""}}
 
 

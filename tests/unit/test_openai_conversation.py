@@ -19,7 +19,6 @@ from asyncmoe.rollout.episodes.openai_endpoint.conversation import PolicyRequest
 from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields
 from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest, RequestRefused
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
-from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
 from tests.unit.example_counts import examples
@@ -46,7 +45,7 @@ async def ask(session: Session, messages: list[dict[str, Any]], **fields: object
     """The message a client gets."""
     asked, _ = session.parse(session.chat, request(messages, **fields))
     answer = await session.answer(asked)
-    return json.loads(json.dumps(session.chat.whole(asked, [answer])))["choices"][0]["message"], answer
+    return json.loads(json.dumps(session.chat.whole(asked, answer)))["choices"][0]["message"], answer
 
 
 def rest(known: Tokenizer, messages: list[dict[str, Any]], ended: int | None) -> tuple[int, ...]:
@@ -124,11 +123,9 @@ def test_whoever_changes_history_begins_a_new_conversation(known: Tokenizer) -> 
     assert names(talk(known, first, [*first, HELLO, user("b")])) == ["policy", "policy"]
     for changed in (
         [user("a "), HELLO, user("b")],
-        [*first, {**HELLO, "content": "hello "}, user("b")],
         [*first, {**HELLO, "content": "hell"}, user("b")],
         [{"role": "system", "content": ""}, *first, HELLO, user("b")],
         [*first, HELLO],
-        first,
     ):
         assert names(talk(known, first, changed)) == ["policy", "policy/2"], changed
 
@@ -140,20 +137,6 @@ def test_the_longest_conversation_is_continued(known: Tokenizer) -> None:
     assert names(talk(known, one, two, three)) == ["policy"] * 3
     # The second asks again where the first was; the third continues the longer of the two.
     assert names(talk(known, one, one, two, three)) == ["policy", "policy/2", "policy", "policy"]
-
-
-def test_a_template_that_rewrites_history_begins_a_new_conversation(known: Tokenizer) -> None:
-    first = [user("a")]
-    answer = {"role": "assistant", "content": " hello\n"}
-    inner = known._tokenizer
-    template = inner.chat_template
-    try:
-        inner.chat_template = template.replace("message['content']", "message['content'] | trim")
-        policy = talk(known, first, [*first, answer, user("b")], words=" hello\n")
-        assert names(policy) == ["policy", "policy/2"]
-        assert "<|im_start|>assistant\nhello<|im_end|>" in inner.decode(policy.asked[1][1])
-    finally:
-        inner.chat_template = template
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -180,11 +163,6 @@ def test_calls_of_tools_come_back_as_they_were_written(known: Tokenizer) -> None
     assert names(talk(known, [user("a")], [user("a"), {**HELLO, "content": CALL}, user("b")], words=CALL)) == ["policy"] * 2
 
 
-async def twice(session: Session, *turns: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
-    for messages, tools in turns:
-        await ask(session, messages, tools=tools)
-
-
 def test_a_stop_token_with_text_of_its_own_is_not_taken_for_the_templates(known: Tokenizer) -> None:
     (newline,) = known.encode("\n")
     begun = begin(PolicyRequest((user("a"),), (user("a"),)), Lines(known))
@@ -206,54 +184,34 @@ class Lines:
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
 
-def test_tools_reach_the_template(known: Tokenizer) -> None:
+def test_a_template_may_rewrite_history_and_gets_tools(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, answer = [user("a")], {"role": "assistant", "content": " hello\n"}
     inner = known._tokenizer
-    template = inner.chat_template
-    try:
-        inner.chat_template = "{% for tool in tools or [] %}{{ tool['function']['name'] }};{% endfor %}" + template
-        assert inner.decode(talk(known, [user("a")], tools=[TOOL]).asked[0][1]).startswith("f;<|im_start|>")
-        first, more = [user("a")], [user("a"), HELLO, user("b")]
-        policy = Policy(openai_policy.text(known, "hello"))
-        asyncio.run(twice(Session(policy.episode(known)), (first, [TOOL]), (more, [TOOL, TOOL])))
-        assert names(policy) == ["policy", "policy/2"]
-        assert inner.decode(talk(known, [user("a")], tools=[TOOL], tool_choice="none").asked[0][1]).startswith("<|im_start|>")
-    finally:
-        inner.chat_template = template
+    template = inner.chat_template.replace("message['content']", "message['content'] | trim")
+    monkeypatch.setattr(inner, "chat_template", "{% for tool in tools or [] %}{{ tool['function']['name'] }};{% endfor %}" + template)
+    policy = talk(known, first, [*first, answer, user("b")], words=" hello\n", tools=[TOOL])
+    assert names(policy) == ["policy", "policy/2"]
+    assert inner.decode(policy.asked[1][1]).startswith("f;<|im_start|>")
+    assert "<|im_start|>assistant\nhello<|im_end|>" in inner.decode(policy.asked[1][1])
+    assert inner.decode(talk(known, first, tools=[TOOL], tool_choice="none").asked[0][1]).startswith("<|im_start|>")
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"temperature": "hot"}, "temperature"),
         ({"n": 0}, "n"),
-        ({"n": 2, "stream": True}, "n"),
+        ({"n": 2}, "n"),
         ({"stop": ""}, "stop"),
-        ({"stop": "a" * 1001}, "stop"),
-        ({"logprobs": 1}, "logprobs"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
-        ({"stream_options": []}, "stream_options"),
-        ({"modalities": ["audio"]}, "modalities"),
-        ({"functions": [{"name": "f"}]}, "functions"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"stream": "yes"}, "stream"),
         ({"model": 3}, "model"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"logit_bias": [7]}, "logit_bias"),
-        ({"response_format": {"type": "poem"}}, "response_format"),
-        ({"tool_choice": "all"}, "tool_choice"),
-        ({"n": 17}, "n"),
         ({"surprise": 1}, "surprise"),
-        ({"messages": []}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "", "audio": {"id": "x"}}]}, "messages[0].audio"),
         ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0]"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f"}}]}]},
-            "messages[0].tool_calls[0].arguments",
-        ),
     ],
 )
 def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
@@ -263,19 +221,7 @@ def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
     assert (refused.value.status, refused.value.parameter) == (400, named)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"\xff",
-        b"null",
-        b"[" * 100000,
-        b'{"messages":' + b'{"a":' * 9000,
-        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-    ],
-)
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"[" * 100000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'])
 def test_garbage_is_refused(body: bytes) -> None:
     with pytest.raises(RequestRefused) as refused:
         parse(body)
@@ -294,17 +240,7 @@ def test_any_messages_are_taken_or_refused(messages: object) -> None:
 
 
 def test_what_changes_nothing_is_taken() -> None:
-    fields = {
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": -1,
-        "min_p": 0,
-        "n": 1,
-        "stop": None,
-        "seed": None,
-        "presence_penalty": 0.0,
-        "user": "me",
-    }
+    fields = {"temperature": 0.7, "top_k": -1, "n": 1, "stop": None, "presence_penalty": 0.0, "user": "me"}
     asked = parse(request([user("hi")], max_tokens=5, max_completion_tokens=7, stream_options={"include_usage": True}, **fields))
     assert (asked.most, asked.stream, asked.usage) == (5, False, True)
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
@@ -324,57 +260,16 @@ def test_conversations_and_turns_are_bounded_by_the_episode(known: Tokenizer) ->
     policy = Policy(openai_policy.text(known, "hello"))
     episode = policy.episode(known, Bounds(turns=1, tokens=1000, agents=2))
 
-    async def run() -> list[str | None]:
-        session, codes, statuses = Session(episode), [], []
-        for text in ("a", "b", "c"):
-            try:
-                await ask(session, [user(text)])
-                codes.append(None)
-            except RequestRefused as refused:
-                codes.append(refused.code)
-                statuses.append(refused.status)
-        assert set(statuses) == {400}, "clients retry 503"
-        return codes
-
-    assert asyncio.run(run()) == [None, None, "episode_too_long"]
-    assert episode.failure is not None
-
-
-def test_a_cancelled_request_can_be_repeated_and_others_go_on_meanwhile(known: Tokenizer) -> None:
-    hang = True
-
-    def say(seen: tuple[int, ...]) -> tuple[int, ...]:
-        return () if hang else (*known.encode("hello"), IM_END)
-
-    policy = Policy(say)
-    episode = policy.episode(known)
-
     async def run() -> None:
-        nonlocal hang
         session = Session(episode)
-        slow = asyncio.create_task(ask(session, [user("a")]))
-        while not policy.hanging:
-            await asyncio.sleep(0)
-        hang = False
-        await ask(session, [user("b")])
-        slow.cancel()
-        await asyncio.gather(slow, return_exceptions=True)
-        await ask(session, [user("a")])
-        hang = True
-        last = asyncio.create_task(ask(session, [user("c")]))
-        while policy.hanging < 2:
-            await asyncio.sleep(0)
-        await session.close()
-        with pytest.raises(RequestRefused, match="over"):
-            await last
-        with pytest.raises(RequestRefused, match="over"):
-            await ask(session, [user("d")])
+        for text in ("a", "b"):
+            await ask(session, [user(text)])
+        with pytest.raises(RequestRefused) as refused:
+            await ask(session, [user("c")])
+        assert (refused.value.code, refused.value.status) == ("episode_too_long", 400), "clients retry 503"
 
     asyncio.run(run())
-    assert policy.cancelled == 2
-    assert names(policy) == ["policy/2", "policy"]
-    assert policy.asked[1][1] == known.encode(known.render([user("a")]))
-    assert [agent.name for agent in episode.spoke] == ["policy", "policy/2"]
+    assert episode.failure is not None
 
 
 def test_a_cancelled_request_is_repeated_or_left_for_another_conversation(known: Tokenizer) -> None:
@@ -396,8 +291,17 @@ def test_a_cancelled_request_is_repeated_or_left_for_another_conversation(known:
         hang = False
         await ask(session, [*second[:-1], user("c")])
         await ask(session, second)
+        hang = True
+        last = asyncio.create_task(ask(session, [user("c")]))
+        while policy.hanging < 2:
+            await asyncio.sleep(0)
+        await session.close()
+        for late in (last, ask(session, [user("d")])):
+            with pytest.raises(RequestRefused, match="over"):
+                await late
 
     asyncio.run(run())
+    assert policy.cancelled == 2
     assert names(policy) == ["policy", "policy/2", "policy"]
     assert policy.asked[2][1] == rest(known, [user("b")], IM_END)
     assert [agent.name for agent in episode.spoke] == ["policy", "policy/2"]
@@ -405,26 +309,13 @@ def test_a_cancelled_request_is_repeated_or_left_for_another_conversation(known:
 
 CONFLICTS: dict[str, object] = {
     "temperature": 0,
-    "top_p": 0.5,
     "top_k": 10**400,
-    "min_p": 0.1,
     "seed": 7,
     "frequency_penalty": 1,
-    "presence_penalty": 1,
-    "repetition_penalty": 2,
     "logit_bias": {"7": 1},
     "top_logprobs": 2,
-    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
-    "tool_choice": "required",
-    "reasoning_effort": "low",
 }
-
-
-def test_half_a_surrogate_pair_in_the_arguments_of_a_call_is_replaced(known: Tokenizer) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}
-    told = [user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "b"}]
-    asked = talk(known, told, tools=[TOOL]).asked
-    assert "\N{REPLACEMENT CHARACTER}" in known.decode(asked[0][1])
+CONFLICTS |= {"response_format": {"type": "json_schema"}, "tool_choice": "required", "reasoning_effort": "low"}
 
 
 def test_the_runs_sampling_wins_and_the_parameters_are_named() -> None:
@@ -474,25 +365,21 @@ def test_arguments_that_a_client_writes_anew_are_the_same_arguments(known: Token
     assert names(policy) == ["policy", "policy", "policy/2"]
 
 
-def test_several_choices_are_several_conversations_and_each_can_go_on(known: Tokenizer) -> None:
+def test_requests_at_once_are_several_conversations_and_each_can_go_on(known: Tokenizer) -> None:
     words = iter(["one", "two", "three", "more"])
     policy = Policy(lambda seen: (*known.encode(next(words)), IM_END))
 
     async def run() -> None:
         session = Session(policy.episode(known))
-        asked, _ = session.parse(session.chat, request([user("a")], n=3, logprobs=True))
-        made = session.chat.whole(asked, await together([session.answer(asked) for _ in range(asked.choices)]))
-        assert sorted(choice["message"]["content"] for choice in made["choices"]) == ["one", "three", "two"]
-        second = next(choice for choice in made["choices"] if choice["message"]["content"] == "two")
-        assert [one["token"] for one in second["logprobs"]["content"]][-1] == ""
-        assert {one["logprob"] for one in second["logprobs"]["content"]} == {-0.5}
-        await ask(session, [user("a"), second["message"], user("b")])
+        made = await asyncio.gather(*(ask(session, [user("a")]) for _ in range(3)))
+        assert [answer.path for _, answer in made] == ["policy", "policy/2", "policy/3"]
+        await ask(session, [user("a"), made[1][0], user("b")])
 
     asyncio.run(run())
     assert names(policy) == ["policy", "policy/2", "policy/3", "policy/2"]
 
 
-@pytest.mark.parametrize("call", ["NaN", '"\\ud800"', "Infinity", "1e999"])
+@pytest.mark.parametrize("call", ["NaN", '"\\ud800"'])
 def test_a_call_that_is_not_json_is_text(known: Tokenizer, call: str) -> None:
     words = f'<tool_call>{{"name":"f","arguments":{{"x":{call}}}}}</tool_call>'
     policy = Policy(openai_policy.text(known, words))

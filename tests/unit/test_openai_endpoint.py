@@ -5,26 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 import sys
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import openai
 import pytest
 
-from asyncmoe.config import parse
-from asyncmoe.errors import ConfigError, TrajectoryRejected, UserError
+from asyncmoe.errors import TrajectoryRejected, UserError
 from asyncmoe.launch import part
-from asyncmoe.rollout.episodes import environments
 from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.openai_endpoint import environment, server
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
+from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_agents, openai_policy
-from tests.unit.openai_policy import IM_END, Policy
+from tests.unit.openai_policy import Policy
 from tests.unit.openai_served import MESSAGES, post, says, served
 
 AGENTS = "tests.unit.openai_agents"
@@ -64,26 +61,18 @@ def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Toke
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=0)
             assert (refused.value.param, refused.value.message.rpartition("max_tokens ")[2][:4]) == ("max_tokens", "must")
-            policy.say = lambda seen: (10**6,)
             with pytest.raises(openai.InternalServerError) as failed:
                 await client.chat.completions.create(model="m", messages=[*MESSAGES, *MESSAGES], max_tokens=1)
             assert failed.value.code == "engine_failed"
-        assert session.requests == 2
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key + "x") as stranger:
             with pytest.raises(openai.AuthenticationError):
-                await stranger.chat.completions.create(model="m", messages=MESSAGES)
-        other = url.replace(session.name, "0" * len(session.name))
-        async with openai.AsyncOpenAI(base_url=other, api_key=session.key) as stranger:
-            with pytest.raises(openai.AuthenticationError):
                 await stranger.models.list()
-        assert session.requests == 2
 
     class Failing(Policy):
         async def speak(self, *_: object) -> list[Any]:
             raise TrajectoryRejected("engine_failed", "it died")
 
-    policy = Failing(lambda seen: ())
-    episode = served(policy, known, client)
+    episode = served(Failing(lambda seen: ()), known, client)
     with pytest.raises(TrajectoryRejected, match="engine_failed"):
         _ = episode.spoke
 
@@ -115,19 +104,6 @@ def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer, monkey
     served(says(known), known, client)
 
 
-def test_requests_are_counted(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "REQUESTS", 3)
-
-    async def client(url: str, session: Session) -> None:
-        statuses = []
-        for _ in range(5):
-            async with post(url, session, b"{}") as reply:
-                statuses.append(reply.status)
-        assert statuses == [400, 400, 400, 429, 429]
-
-    served(says(known), known, client)
-
-
 def test_a_client_that_goes_away_ends_its_request_to_the_engine(known: Tokenizer) -> None:
     policy = Policy(lambda seen: ())
 
@@ -148,16 +124,6 @@ def test_a_client_that_goes_away_ends_its_request_to_the_engine(known: Tokenizer
     episode = served(policy, known, client)
     assert policy.hanging == policy.cancelled == 1
     assert [(agent.name, agent.tokens) for agent in episode.spoke] == [("policy", (*policy.asked[0][1], *policy.asked[0][2]))]
-
-
-def test_the_server_is_on_loopback_only(known: Tokenizer) -> None:
-    async def client(url: str, session: Session) -> None:
-        host, port = url.split("/")[2].split(":")
-        assert host == "127.0.0.1"
-        with socket.socket() as other, pytest.raises(ConnectionRefusedError):
-            other.connect(("127.0.0.2", int(port)))
-
-    served(says(known), known, client)
 
 
 def play(
@@ -196,58 +162,36 @@ def test_an_agent_that_blocks_blocks_only_itself(agent: str, known: Tokenizer) -
     assert play(agent, says(known), known, episodes=4) == [None] * 4
 
 
-def test_an_agent_that_hangs_is_cancelled(known: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("agent", "reason"), [("hangs", "agent_timeout"), ("rejects", "scorer_error"), ("lets_it_fail", "episode_too_long")]
+)
+def test_an_episode_ends_with_the_agents_reason_or_why_its_requests_failed(agent: str, reason: str, known: Tokenizer) -> None:
     openai_agents.released.clear()
-    assert play("hangs", says(known), known, timeout_s=0.2) == ["agent_timeout"]
-    assert openai_agents.released.wait(10)
-
-
-def test_an_agent_may_reject_with_a_reason_of_its_own(known: Tokenizer) -> None:
-    assert play("rejects", says(known), known) == ["scorer_error"]
-
-
-def test_why_an_agents_requests_failed_is_told(known: Tokenizer) -> None:
-    bounds = Bounds(turns=1, tokens=5, agents=1)
-    assert play("lets_it_fail", says(known), known, bounds=bounds) == ["episode_too_long"]
-
-
-def test_an_agent_that_swallows_errors_has_no_say_in_whether_the_episode_failed(known: Tokenizer) -> None:
-    policy = says(known)
-    episode = policy.episode(known, Bounds(turns=1, tokens=1000, agents=1, paths=1))
-    environment = OpenAIEnvironment(f"{AGENTS}:swallows")
-
-    async def run() -> Any:
-        try:
-            return await environment.run(episode)
-        finally:
-            await environment.close()
-
-    assert asyncio.run(run()) == 1.0
-    with pytest.raises(TrajectoryRejected, match="episode_too_long"):
-        _ = episode.spoke
+    timeout_s = 0.2 if agent == "hangs" else 30.0
+    assert play(agent, says(known), known, timeout_s=timeout_s, bounds=Bounds(turns=1, tokens=5, agents=1)) == [reason]
+    assert agent != "hangs" or openai_agents.released.wait(10)
 
 
 def test_with_the_episode_its_requests_end_and_its_key(known: Tokenizer) -> None:
-    policy = Policy(lambda seen: () if "slow" in known.decode(seen) else (*known.encode("hello"), IM_END))
-    openai_agents.policies[:] = [policy]
-    openai_agents.released.clear()
-    episode = policy.episode(known)
+    policy, body = Policy(lambda seen: ()), json.dumps({"messages": MESSAGES})
 
     async def run() -> None:
-        environment = OpenAIEnvironment(f"{AGENTS}:leaves_one_under_way")
-        try:
-            assert await environment.run(episode) == 0.5
-            assert policy.hanging == policy.cancelled == 1
-            assert len(episode.spoke) == 1
-            assert await asyncio.to_thread(openai_agents.released.wait, 10)
-            url, key = openai_agents.keys
-            async with openai.AsyncOpenAI(base_url=url, api_key=key) as late:
-                with pytest.raises(openai.AuthenticationError):
-                    await late.models.list()
-        finally:
-            await environment.close()
+        endpoint = OpenAIEndpoint()
+        session, url = await endpoint.open(policy.episode(known))
+
+        async def status() -> int:
+            async with post(url, session, body) as reply:
+                return int(reply.status)
+
+        asking = asyncio.create_task(status())
+        while not policy.hanging:
+            await asyncio.sleep(0.01)
+        await endpoint.end(session)
+        assert (await asking, await status()) == (503, 401)
+        await endpoint.close()
 
     asyncio.run(run())
+    assert policy.cancelled == 1
 
 
 def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,31 +203,11 @@ def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytes
         for _ in range(2):
             with pytest.raises(TrajectoryRejected, match="agent_timeout"):
                 await environment.run(policy.episode(known))
-        with pytest.raises(UserError, match="still running after their timeout"):
+        with pytest.raises(UserError, match=r"environment\.agent: got 2 calls"):
             await environment.run(policy.episode(known))
         await environment.close()
 
     asyncio.run(run())
-
-
-def test_the_configuration_makes_it(known: Tokenizer) -> None:
-    openai_agents.statuses.clear()
-    section = {"kind": "openai", "agent": f"{AGENTS}:asks_for_another_temperature"}
-    config = parse({"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "environment": section})
-    environment = environments.load(config)
-
-    async def run() -> None:
-        await environment.run(says(known).episode(known))
-        await environment.close()  # type: ignore[attr-defined]
-
-    asyncio.run(run())
-    assert openai_agents.statuses == [200]
-
-
-@pytest.mark.parametrize("agent", ["nothing", "tests.unit.openai_agents:nobody", "no.such:module", f"{AGENTS}:not_a_function"])
-def test_an_agent_that_does_not_exist(agent: str) -> None:
-    with pytest.raises(ConfigError, match=r"environment\.agent"):
-        OpenAIEnvironment(agent)
 
 
 def test_openais_client_is_told_what_was_overridden(known: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
@@ -293,22 +217,16 @@ def test_openais_client_is_told_what_was_overridden(known: Tokenizer, caplog: py
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
             create = client.chat.completions.with_raw_response.create
             for _ in range(3):
-                raw = await create(model="m", messages=MESSAGES, temperature=0.0, seed=3, logprobs=True, stop=";", n=2)
-            assert raw.headers["asyncmoe-overridden"] == "temperature, seed"
+                raw = await create(model="m", messages=MESSAGES, temperature=0.0, seed=3, logprobs=True, stop=";")
+            assert raw.headers["asyncmoe-overridden"] == "temperature, seed, logprobs"
             told = raw.parse()
-            assert [choice.message.content for choice in told.choices] == ["hello", "hello"]
-            logprobs = told.choices[1].logprobs
-            assert logprobs is not None
-            assert "".join(one.token for one in logprobs.content or []) == "hello;"
+            assert [choice.message.content for choice in told.choices] == ["hello"]
             assert "asyncmoe-overridden" not in (await create(model="m", messages=MESSAGES, temperature=0.7)).headers
-            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-            texts = [part.choices[0].delta.content async for part in stream]
-            assert "".join(text or "" for text in texts) == "hello; world"
 
     with caplog.at_level("WARNING"):
         served(policy, known, client)
     assert [record.getMessage() for record in caplog.records if "an agent sets" in record.getMessage()] == [
-        "an agent sets temperature, seed, which the run's sampling or chat template ignores; this is said once"
+        "an agent sets temperature, seed, logprobs, which the run's sampling or chat template ignores; this is said once"
     ]
 
 
@@ -366,24 +284,3 @@ def test_a_stream_is_kept_alive_until_the_client_leaves_or_it_fails(known: Token
                     _ = [part async for part in stream]
 
     served(policy, known, client)
-
-
-def test_a_client_that_leaves_with_bytes_unread_is_no_error(
-    known: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "ALIVE_S", 0.01)
-    policy = Policy(lambda seen: ())
-
-    async def client(url: str, session: Session) -> None:
-        address = urlsplit(url)
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        body = json.dumps({"model": "m", "messages": MESSAGES, "stream": True})
-        head = f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {session.key}\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        await reader.readuntil(b": sampling")
-        writer.transport.abort()
-        while not policy.cancelled:
-            await asyncio.sleep(0.01)
-
-    served(policy, known, client)
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []

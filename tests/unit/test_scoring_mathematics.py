@@ -84,8 +84,7 @@ def test_answers_that_do_not_end_are_wrong_within_bounds() -> None:
         for row in rows("endless"):
             begin = time.perf_counter()
             took.append((await judge.call(Sample("", row["answer"], row["gold"])), time.perf_counter() - begin, row["why"]))
-        process = judge._workers[0]._process
-        assert process is not None
+        (process,) = judge._processes._idle
         assert int(Path(f"/proc/{process.pid}/status").read_text().split("VmHWM:")[1].split()[0]) < 500 * 1024
         await judge.close()
         return took

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,10 +17,9 @@ from asyncmoe.rollout.episodes.tools import loading
 from asyncmoe.rollout.episodes.tools.calculator import calculate
 from asyncmoe.rollout.episodes.tools.calls import MAX_CALLS, Call, Malformed, Style, find
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
-from asyncmoe.rollout.episodes.tools.tool import ToolError, schema
+from asyncmoe.rollout.episodes.tools.tool import ToolError, read_arguments
 
 FUNCTIONS = "tests.unit.tool_functions"
-
 NUMBERS = st.one_of(st.integers(0, 10**6).map(str), st.floats(0, 1e6, allow_nan=False, allow_infinity=False).map(repr))
 
 
@@ -40,15 +40,24 @@ def test_the_calculator_agrees_with_python(expression: str) -> None:
         value = calculate(expression)
     except ToolError as error:
         # What is in between may be beyond the bounds where what is at the end is not.
-        value = expected if any(word in error.detail for word in ("bits", "finite", "parentheses", "characters")) else "refused"
+        value = expected if any(word in error.detail for word in ("bits", "parentheses")) else "refused"
     assert value == expected
 
 
-BOMBS = ["9**9**9**9", "-9**-9**9**9", "(" * 990, "9" * 2000, "((9**999)**999)**999", "1.5**99999999", "(-8)**0.5", "1e999", "1/0"]
-NOT_ARITHMETIC = ["", "x", "f(1)", "'a'*9", "True", "[1]", "1<2", "1;2", "1\x00", "~1"]
+BOMBS = [
+    "9**9**9**9",
+    "-9**-9**9**9",
+    "(" * 990,
+    "-" * 990 + "1",
+    "9" * 2000,
+    "((9**999)**999)**999",
+    "1.5**99999999",
+    "(-8)**0.5",
+    "1e999",
+]
 
 
-@pytest.mark.parametrize("expression", [*BOMBS, *NOT_ARITHMETIC])
+@pytest.mark.parametrize("expression", [*BOMBS, "1/0", "", "x", "f(1)", "'a'*9", "True", "[1]", "1<2", "1;2", "1\x00", "~1"])
 def test_what_the_calculator_refuses(expression: str) -> None:
     with pytest.raises(ToolError) as refused:
         calculate(expression)
@@ -60,34 +69,31 @@ def test_the_calculator_keeps_whole_numbers_whole_and_takes_long_sums() -> None:
     assert calculate(" 2**100 ") == "1267650600228229401496703205376"
     assert calculate("+".join(["1"] * 400)) == "400"
     assert calculate("1**" + "9" * 300) == "1"
-    assert calculate("7//2*2.0") == "6.0"
 
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+2"}}\n</tool_call>'
+READ = ("calculator", '{"expression": "1+2"}')
 
 
 @pytest.mark.parametrize(
     ("style", "text", "expected"),
     [
-        ("hermes", "", []),
         ("hermes", "no call, only [text] and </tool_call>", []),
-        ("hermes", f"let me see {CALL} so", [("calculator", "1+2")]),
-        ("hermes", CALL + CALL, [("calculator", "1+2")] * 2),
+        ("hermes", f"let me see {CALL} so", [READ]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "b": "é"}}</tool_call>', [("f", '{"a": 1, "b": "é"}')]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [("f", '{"a": 1}')]),
         ("hermes", "<tool_call>{}</tool_call>", [None]),
         ("hermes", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', [None]),
-        ("hermes", '<tool_call>["f"]</tool_call>' + CALL, [None, ("calculator", "1+2")]),
+        ("hermes", '<tool_call>["f"]</tool_call>' + CALL, [None, READ]),
         ("hermes", "<tool_call>" + "[" * 60000 + "</tool_call>", [None]),
         ("hermes", "<tool_call>" + "x" * 70000 + "</tool_call>", [None]),
         ("hermes", '<tool_call>{"name": "f"', [None]),
-        ("hermes", CALL * 40, [("calculator", "1+2")] * MAX_CALLS),
+        ("hermes", CALL * 40, [READ] * MAX_CALLS),
         ("hermes", f"a <mm:think> {CALL}", []),
-        ("hermes", f"{CALL} begun in the prompt </think> so {CALL}", [("calculator", "1+2")]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "<think>"}}</tool_call>' + CALL, [("f", "<think>"), ("calculator", "1+2")]),
+        ("hermes", f"{CALL} begun in the prompt </think> so {CALL}", [READ]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "<think>"}}</tool_call>' + CALL, [("f", '{"a": "<think>"}'), READ]),
         ("brackets", "[THINK][1+1][/THINK][2+2]", [(None, "2+2")]),
         ("brackets", "12+7=[12+7]", [(None, "12+7")]),
-        ("brackets", "[calculator: 12+7] [py:print(1)]", [("calculator", "12+7"), ("py", "print(1)")]),
+        ("brackets", "[calculator: 12+7] [get-sum:1]", [("calculator", "12+7"), ("get-sum", "1")]),
         ("brackets", "[12:30]", [(None, "12:30")]),
         ("brackets", "[]", [None]),
         ("brackets", "[1\n2]", [None]),
@@ -98,7 +104,7 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+2"}}\
 )
 def test_calls_are_found(style: Style, text: str, expected: list[tuple[str | None, str] | None]) -> None:
     found = find(text, style)
-    assert [(call.name, call.argument) if isinstance(call, Call) else None for call in found] == expected
+    assert [(call.name, call.arguments) if isinstance(call, Call) else None for call in found] == expected
 
 
 @given(
@@ -113,21 +119,90 @@ def test_any_text_is_taken_apart_in_order(text: str, style: Style) -> None:
     assert all(len(call.why) < 300 for call in found if isinstance(call, Malformed))
 
 
+class Slow:
+    """Says how many of its calls run."""
+
+    name, description = "slow", ""
+    running = most = 0
+
+    def __init__(self, **properties: Any) -> None:
+        self.parameters = {"properties": properties}
+
+    async def call(self, arguments: Any) -> str:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(0.01)
+        finally:
+            self.running -= 1
+        if arguments:
+            raise KeyError("broken")
+        return ""
+
+    async def close(self) -> None: ...
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+
+
+@pytest.mark.parametrize(
+    ("properties", "text", "read"),
+    [
+        ({"a": TEXT}, '{"b": "c"}', {"b": "c"}),
+        ({"a": TEXT}, "NaN", {"a": "NaN"}),
+        ({"a": TEXT}, "12", {"a": "12"}),
+        ({"a": NUMBER}, "12", {"a": 12}),
+        ({"a": NUMBER, "b": NUMBER}, '{"a": "\\ud83d\\ude00", "b": 1e300}', {"a": "\U0001f600", "b": 1e300}),
+        ({"a": NUMBER, "b": NUMBER}, '{"b": 1}', {"b": 1}),
+        ({}, "{}", {}),
+        ({"a": NUMBER, "b": NUMBER}, "plain words", None),
+        *(({"a": NUMBER}, bad, None) for bad in ('{"a": "\\ud800"}', "NaN", '{"a": -Infinity}', '{"a": {"b": [1, 1e400]}}')),
+    ],
+)
+def test_the_text_of_a_call_becomes_arguments(properties: dict[str, Any], text: str, read: dict[str, Any] | None) -> None:
+    if read is not None:
+        assert read_arguments(text, Slow(**properties)) == read
+        return
+    with pytest.raises(ToolError) as refused:
+        read_arguments(text, Slow(**properties))
+    assert refused.value.reason == "tool_error"
+    assert str(refused.value).isascii()
+
+
+def test_concurrency_is_bounded_and_waiting_is_no_time_out() -> None:
+    slow = Slow()
+
+    async def run() -> Runner:
+        runner = Runner(slow, ToolLimits(timeout_s=0.2, concurrency=2))
+        call = asyncio.create_task(runner.call("{}"))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await asyncio.gather(*(runner.call("{}") for _ in range(60)))
+        with pytest.raises(ToolError, match="tool_crash"):
+            await runner.call('{"a": 1}')
+        return runner
+
+    runner = asyncio.run(run())
+    assert slow.most == 2
+    assert (runner.counts.calls, dict(runner.counts.failures)) == (61, {"tool_crash": 1})
+
+
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
-def ask(name: str, arguments: list[str], **options: float) -> tuple[list[str], Runner]:
+def ask(name: str, texts: list[str], **options: float) -> tuple[list[str], Runner]:
     """Each observation, or the reason why there is none; one after the other."""
 
     async def run() -> tuple[list[str], Runner]:
         (runner,) = loading.load([name], {name.rpartition(":")[2]: options} if options else None).values()
         found = []
         try:
-            for argument in arguments:
+            for text in texts:
                 try:
-                    found.append(await runner.call(argument))
+                    found.append(await runner.call(text))
                 except ToolError as error:
                     found.append(f"{error.reason}: {error.detail}")
         finally:
@@ -142,7 +217,7 @@ def test_a_tool_is_loaded_by_name_and_counts() -> None:
     assert found[::2] == ["3", "6"]
     assert found[1].startswith("tool_error")
     assert (runner.counts.calls, dict(runner.counts.failures)) == (3, {"tool_error": 1})
-    assert schema(runner)["function"]["parameters"]["properties"].keys() == {"expression"}
+    assert runner.schema["function"]["parameters"]["properties"].keys() == {"expression"}
 
 
 @pytest.mark.parametrize("name", ["shout", "shout_later"])
@@ -155,35 +230,19 @@ def test_a_users_function(name: str) -> None:
     assert found[4].startswith("tool_flood: " + "X" * 100)
     assert len(found[4]) < 200
     assert found[5] == "É\n"
-    assert runner.name == name
-    assert runner.description == "Makes text louder."
     assert runner.counts.calls == 6
 
 
-def test_a_function_that_hangs_or_dies_costs_its_own_call_only() -> None:
-    found, runner = ask(f"{FUNCTIONS}:shout", ["ab", "hang", "exit", "ab"], timeout_s=2.0)
-    assert found[0] == found[3] == "AB"
-    assert found[1].startswith("tool_timeout")
-    assert found[2].startswith("tool_crash")
-    assert dict(runner.counts.failures) == {"tool_timeout": 1, "tool_crash": 1}
-    assert runner.counts.seconds >= 2.0
-
-
-def test_a_process_that_hung_is_gone_and_others_are_kept(tmp_path: Path) -> None:
-    async def run() -> tuple[str, str, str]:
-        (runner,) = loading.load([f"{FUNCTIONS}:process"], {"process": {"timeout_s": 2.0}}).values()
-        first, again = await runner.call("a"), await runner.call("b")
-        with pytest.raises(ToolError):
-            await runner.call("hang")
-        other = await runner.call("c")
-        await runner.close()
-        return first, again, other
-
-    first, again, other = asyncio.run(run())
-    assert first == again != other
-    for process in (first, other):
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(process), 0)
+def test_a_function_that_hangs_or_dies_costs_its_own_call_only_and_nothing_is_left() -> None:
+    found, runner = ask(f"{FUNCTIONS}:process", ["a", "b", "hang", "exit", "c", "fork"], timeout_s=3.0)
+    assert found[0] == found[1] != found[4]
+    assert [text.partition(":")[0] for text in found[2:4]] == ["tool_timeout", "tool_crash"]
+    assert runner.counts.seconds >= 3.0
+    for process in (found[0], found[4], found[5]):
+        until = time.monotonic() + 10
+        while (stat := Path(f"/proc/{process}/stat")).exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 def test_a_coroutine_that_hangs_is_cancelled() -> None:
@@ -191,77 +250,63 @@ def test_a_coroutine_that_hangs_is_cancelled() -> None:
     assert found == ["tool_timeout: error: shout_later took longer than 0.2 s", "AB"]
 
 
-class Slow:
-    """Says how many of its calls run."""
-
-    name, description, parameters = "slow", "", {}
-    running = most = 0
-
-    async def call(self, argument: str) -> str:
-        self.running += 1
-        self.most = max(self.most, self.running)
-        await asyncio.sleep(0.06)
-        self.running -= 1
-        if argument == "break":
-            raise KeyError("broken")
-        return ""
-
-    async def close(self) -> None: ...
-
-
-def test_concurrency_is_bounded_and_waiting_is_no_time_out() -> None:
-    slow = Slow()
-
-    async def run() -> Runner:
-        runner = Runner(slow, ToolLimits(timeout_s=1.0, concurrency=2))
-        await asyncio.gather(*(runner.call("") for _ in range(40)))
-        with pytest.raises(ToolError, match="tool_crash"):
-            await runner.call("break")
-        return runner
-
-    runner = asyncio.run(run())
-    assert slow.most == 2
-    assert (runner.counts.calls, dict(runner.counts.failures)) == (41, {"tool_crash": 1})
+def test_a_signature_and_a_docstring_become_a_schema() -> None:
+    (flight,) = loading.load([f"{FUNCTIONS}:find_flight"]).values()
+    assert flight.schema["function"] == {
+        "name": "find_flight",
+        "description": "Finds a flight from an airport.",
+        "parameters": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["origin", "day"],
+            "properties": {
+                "origin": {"type": "string"},
+                "day": {"type": "integer", "description": "of the year"},
+                "copy": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}], "default": None},
+                "cabin": {"type": "string", "enum": ["economy", "first"], "default": "economy"},
+            },
+        },
+    }
+    (cached,) = loading.load([f"{FUNCTIONS}:cached"]).values()
+    assert cached.schema["function"]["parameters"]["properties"] == {"anything": {"type": "string"}}
 
 
-def test_a_cancelled_call_frees_its_place() -> None:
-    async def run() -> Runner:
-        runner = Runner(Slow(), ToolLimits(concurrency=1))
-        call = asyncio.create_task(runner.call(""))
-        await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        await runner.call("")
-        return runner
+def test_calls_are_checked_and_converted_where_the_function_runs() -> None:
+    good = ['{"origin": "é", "day": 3, "copy": ["a"]}', '{"origin": "B", "day": "4", "cabin": "first"}']
+    bad = [
+        '{"origin": "B"}',
+        '{"origin": "B", "day": 1.5}',
+        '{"origin": "B", "day": 1, "cabin": "third"}',
+        '{"origin": "B", "day": 1, "_x": 2}',
+    ]
+    found, _ = ask(f"{FUNCTIONS}:find_flight", [*good, *bad])
+    assert found[:2] == ["'é' 4 ['a'] economy", "'B' 5 None first"]
+    assert [text.partition(": error: ")[2].partition(":")[0] for text in found[2:]] == ["day", "day", "cabin", "_x"]
+    assert ask(f"{FUNCTIONS}:find_flight_later", ['{"origin": "B", "day": 7}'])[0] == ["B 7"]
+    assert ask(f"{FUNCTIONS}:cached", ["x"])[0] == ["x"]
 
-    assert asyncio.run(run()).counts.calls == 1
 
-
-SHOUT = "tests.unit.tool_functions:shout"
-
-
-def test_options_of_a_function_are_named_by_the_tool() -> None:
-    (runner,) = loading.load([SHOUT], {"shout": {"characters": 7}}).values()
-    assert (runner.name, runner._limits.characters) == ("shout", 7)
+SHOUT = f"{FUNCTIONS}:shout"
 
 
 @pytest.mark.parametrize(
-    ("names", "options", "match"),
+    ("names", "options", "what", "got"),
     [
-        (["abacus"], {}, "abacus"),
-        (["tests.unit.tool_functions:nothing"], {}, "nothing"),
-        (["tests.unit.tool_functions:NUMBER"], {}, "an integer, expected a function"),
-        (["calculator", "calculator"], {}, "two tools named calculator"),
-        (["calculator"], {"python": {}}, "python: got no such tool, expected calculator"),
-        (["calculator"], {"calculater": {}}, "did you mean calculator"),
-        ([SHOUT], {"shuot": {}}, "expected shout; did you mean shout"),
-        ([SHOUT], {"shout": {"timeout": 3}}, r"options\.shout\.timeout: got an unknown key.*did you mean timeout_s"),
-        (["calculator"], {"calculator": {"wall_s": 3}}, "wall_s"),
-        (["calculator"], {"calculator": {"timeout_s": -1}}, r"timeout_s: got -1, expected a number above 0"),
-        (["calculator"], {"calculator": {"concurrency": 1.5}}, r"concurrency: got 1\.5"),
-        (["python"], {"python": {"seconds": 3}}, r"seconds: got an unknown key"),
+        (["abacus"], {}, "environment.tools.names", "abacus"),
+        ([f"{FUNCTIONS}:nothing"], {}, "environment.tools.names", "nothing"),
+        ([f"{FUNCTIONS}:NUMBER"], {}, "environment.tools.names", "an integer"),
+        ([f"{FUNCTIONS}:anything"], {}, "environment.tools.names", "anything"),
+        ([f"{FUNCTIONS}:mystery"], {}, "environment.tools.names", "mystery"),
+        (["calculator", "calculator"], {}, "environment.tools.names", "two tools named calculator"),
+        ([SHOUT], {"shuot": {}}, "environment.tools.options.shuot", "no such tool"),
+        ([SHOUT], {"shout": {"timeout": 3}}, "environment.tools.options.shout.timeout", "an unknown key"),
+        (["calculator"], {"calculator": {"wall_s": 3}}, "environment.tools.options.calculator.wall_s", "an unknown key"),
+        (["calculator"], {"calculator": {"timeout_s": -1}}, "environment.tools.options.calculator.timeout_s", "-1"),
+        (["python"], {"python": {"seconds": 3}}, "environment.tools.options.python.seconds", "an unknown key"),
     ],
 )
-def test_what_cannot_be_loaded(names: list[str], options: dict[str, dict[str, float]], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
+def test_what_cannot_be_loaded(names: list[str], options: dict[str, dict[str, float]], what: str, got: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         loading.load(names, options)
+    assert refused.value.what == what
+    assert got in str(refused.value.got)

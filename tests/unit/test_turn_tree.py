@@ -215,17 +215,6 @@ def test_the_reward_of_a_shared_step_is_never_lost(known: Tokenizer, of_fork: bo
     assert [int((~np.isnan(t.rewards)).sum()) for t in made if t.rewards is not None] == [1, 0]
 
 
-class Misused:
-    async def run(self, episode: Episode) -> float:
-        episode.fork(episode.agent(), 1)
-        return 1.0
-
-
-def test_a_fork_after_more_responses_than_there_are_is_refused(known: Tokenizer) -> None:
-    with pytest.raises(TrajectoryRejected, match=r"environment_error.*got 1 responses, expected at most its 0"):
-        play(known, Misused(), EpisodeId(0, 0, 0), 0)
-
-
 def test_a_trajectory_that_trains_what_its_parent_trains_is_rejected(known: Tokenizer) -> None:
     made, _ = play(known, Credits(True), EpisodeId(0, 0, 0), 0)
     for wrong in ({"loss_mask": made[0].loss_mask, "versions": made[0].versions}, {"forked": 10**6}, {"parent": 5}):
@@ -236,14 +225,17 @@ def test_a_trajectory_that_trains_what_its_parent_trains_is_rejected(known: Toke
         trees.shared(orphan)
 
 
-class Continued:
-    """The first path's last response is forked, and the reward is given under the first path's name."""
+class Wrong:
+    """The first path's last response is forked: `late` more than once, or the reward is given under the first path's name."""
+
+    def __init__(self, late: bool) -> None:
+        self.late = late
 
     async def run(self, episode: Episode) -> dict[str, float]:
         agent = episode.agent()
         agent.see([5, 6])
         await agent.respond()
-        second = episode.fork(agent)
+        second = episode.fork(agent, 2 if self.late else 1)
         second.see([7])
         await second.respond()
         third = episode.fork(second)
@@ -252,6 +244,9 @@ class Continued:
         return {second.name: 1.0, third.name: 0.0}
 
 
-def test_the_reward_of_a_path_that_goes_on_in_another_is_refused_with_the_others_name(known: Tokenizer) -> None:
-    with pytest.raises(TrajectoryRejected, match=r"environment_error.*; policy/2 goes on in policy/3, and only the last path"):
-        play(known, Continued(), EpisodeId(0, 0, 0), 0)
+@pytest.mark.parametrize(
+    ("late", "said"), [(True, "got 2 responses, expected at most its 1"), (False, "expected those of the agents that spoke, ..policy/3")]
+)
+def test_forks_and_rewards_of_paths_that_are_not_there_are_refused(known: Tokenizer, late: bool, said: str) -> None:
+    with pytest.raises(TrajectoryRejected, match=rf"environment_error.*{said}"):
+        play(known, Wrong(late), EpisodeId(0, 0, 0), 0)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 
@@ -24,11 +27,6 @@ def shout(argument: str) -> object:
             return 3
         case "flood":
             return "X" * 10**6
-        case "exit":
-            os._exit(3)
-        case "hang":
-            while True:
-                time.sleep(0.01)
     return argument.upper()
 
 
@@ -43,29 +41,33 @@ async def shout_later(argument: str) -> object:
 def process(argument: str) -> str:
     if argument == "hang":
         time.sleep(60)
+    if argument == "exit":
+        os._exit(3)
+    if argument == "fork":
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+        return str(child)
     return str(os.getpid())
 
 
-def warmer(degrees: float) -> str:
-    return f"{degrees + 1}"
-
-
-def find_flight(origin: str, day: int, copy: list[str] | None = None, cabin: Literal["economy", "first"] = "economy") -> str:
-    """Finds a flight.
-
-    Args:
-        origin: the airport it leaves,
-            by its code.
-        day (int): of the year
-
-    Returns:
-        nothing: useful
-    """
+def find_flight(
+    origin: str,
+    day: Annotated[int, Field(description="of the year")],
+    copy: list[str] | None = None,
+    cabin: Literal["economy", "first"] = "economy",
+) -> str:
+    """Finds a flight from an airport."""
     return f"{origin!r} {day + 1} {copy} {cabin}"
 
 
 async def find_flight_later(origin: str, day: int = 7) -> str:
     return f"{origin} {day}"
+
+
+@functools.lru_cache
+def cached(anything):  # type: ignore[no-untyped-def]
+    return anything
 
 
 def anything(*arguments: str) -> str:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import json
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -73,28 +72,7 @@ def _made(environment: str, arguments: str, limit: int | None) -> _Taskset:
     if not installed.has("verifiers"):
         expected = f"it in the environment of {sys.executable}"
         raise UserError("the package verifiers", got="none", expected=expected, hint=f"run: {installed.fix('verifiers')}")
-    try:
-        return _Taskset(environment, json.loads(arguments), limit)
-    except Exception as error:
-        raise no_taskset(environment) or error from error
-
-
-def no_taskset(name: str) -> UserError | None:
-    """Return why `verifiers.v1` cannot load a module that it was asked for; None: for another reason than these."""
-    module = name.rpartition("/")[2].partition("@")[0].replace("-", "_")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or module == error.name or module.startswith(f"{error.name}."):
-            return None
-        got, hint = f"{module}, which imports {error.name}: not installed", f"install it for {sys.executable}"
-        return UserError("the option environment", got=got, expected="a module that can be imported", hint=hint)
-    except Exception:  # noqa: BLE001  the package's own error says it
-        return None
-    if not hasattr(found, "load_environment") or hasattr(found, "__all__"):
-        return None
-    hint = "load_environment is of verifiers 0.1: make it a taskset, or call it in an agent of your own"
-    return UserError("the option environment", got=f"{module} with load_environment", expected="a taskset of verifiers.v1", hint=hint)
+    return _Taskset(environment, json.loads(arguments), limit)
 
 
 @functools.cache
@@ -135,8 +113,10 @@ class _Taskset:
     def example(self, index: int) -> tuple[Sequence[Mapping[str, str]], str]:
         data = self._tasks[index].data
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-        named = data.description or data.name or f"{self._name} {index}"
-        return [*system, *_messages(data.prompt or named, named)], _answer(getattr(data, "answer", None))
+        # For records alone: the environment itself asks the policy.
+        asked = data.prompt if isinstance(data.prompt, str) else data.description or data.name
+        answer = getattr(data, "answer", None)
+        return [*system, {"role": "user", "content": asked or f"{self._name} {index}"}], "" if answer is None else str(answer)
 
     async def rollout(self, index: int, base_url: str, api_key: str) -> float:
         from verifiers.v1 import EvalClientConfig, ModelContext
@@ -158,20 +138,3 @@ class _Taskset:
         from verifiers.v1.utils.loaders import load_environment
 
         return load_environment(self._config)
-
-
-def _messages(prompt: object, name: str) -> list[Mapping[str, str]]:
-    """Return a prompt's messages, for records; the environment itself asks the policy. Parts that are no text are named by their type."""
-    given: Iterable[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []
-    plain = [one if isinstance(one, dict) else one.model_dump() for one in given]
-    made: list[Mapping[str, str]] = [{"role": str(one["role"]), "content": _text(one.get("content"))} for one in plain]
-    return made or [{"role": "user", "content": name}]
-
-
-def _answer(answer: object) -> str:
-    return "" if answer is None else str(answer)
-
-
-def _text(content: object) -> str:
-    parts: list[Any] = content if isinstance(content, list) else ["" if content is None else content]
-    return "".join(part if isinstance(part, str) else str(part.get("text", f"[{part.get('type')}]")) for part in parts)

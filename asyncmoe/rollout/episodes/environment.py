@@ -31,7 +31,6 @@ from asyncmoe.engines.types import Listener, ParsedCall, Sampling
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout.episodes import turn_tree
 from asyncmoe.rollout.episodes.listening import Listening, wrong_stop
-from asyncmoe.rollout.episodes.token_buffer import TokenBuffer
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
 from asyncmoe.rollout.scoring.plain_answer import number
 from asyncmoe.rollout.tasks import Prompt
@@ -145,7 +144,7 @@ class Agent:
         self.name, self.number, self.tree, self.branch = name, number, tree or name, branch
         self.spoke_last = -1
         self.turns: list[Turn] = []
-        self._said = TokenBuffer()
+        self._said = np.zeros(0, np.int32)
         self._ends: list[int] = []
         self.responses: list[Response] = []
         self.credits: dict[int, float] = {}
@@ -160,12 +159,12 @@ class Agent:
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens of the conversation, given and sampled."""
-        return (*self._said.array.tolist(), *self._given)
+        return (*self._said.tolist(), *self._given)
 
     @property
     def answered(self) -> np.ndarray:
         """int32[n], the tokens of `turns`: all but those given since its last response."""
-        return self._said.array
+        return self._said
 
     @property
     def unanswered(self) -> tuple[int, ...]:
@@ -194,7 +193,7 @@ class Agent:
         made.parse = self.parse
         made._ends, made.responses = self._ends[:responses], self.responses[:responses]
         made.turns = self.turns[: made._ends[-1]] if responses else []
-        made._said = TokenBuffer(self._said.array[: sum(map(len, made.turns))])
+        made._said = self._said[: sum(map(len, made.turns))]
         return made
 
     def see(self, what: str | Sequence[int]) -> None:
@@ -202,13 +201,10 @@ class Agent:
         if self._speaking:
             raise self._failed(ERROR, "see() while a response is in progress")
         said: Any = self._tokenizer.encode(what) if isinstance(what, str) else what
-        listed = said.tolist() if hasattr(said, "tolist") else said
-        if not isinstance(listed, Sequence) or isinstance(listed, bytes | bytearray):
-            raise self._failed(ERROR, f"see: got {type(what).__name__}, expected text or a sequence of token ids")
-        odd = [one for one in listed if isinstance(one, bool | np.bool_) or not hasattr(one, "__index__")]
-        if odd:
-            raise self._failed(ERROR, f"see: got {odd[0]!r:.100} among token ids, expected whole numbers")
-        given = [*map(index, listed)]
+        try:
+            given = [*map(index, said.tolist() if hasattr(said, "tolist") else said)]
+        except TypeError as error:
+            raise self._failed(ERROR, f"see: got {what!r:.100}, expected text or a sequence of token ids") from error
         if outside := [token for token in given if not 0 <= token < self._tokenizer.vocabulary]:
             raise self._failed("token_out_of_vocabulary", f"token {outside[0]} of vocabulary {self._tokenizer.vocabulary} was given")
         self._given += given
@@ -259,9 +255,8 @@ class Agent:
         finally:
             self._speaking = False
         self.turns += made
-        for turn in made:
-            self._said.extend(turn.given)
-            self._said.extend(turn.generation.tokens)
+        added = [np.asarray(part, np.int32) for turn in made for part in (turn.given, turn.generation.tokens)]
+        self._said = np.concatenate((self._said, *added))
         self._ends.append(len(self.turns))
         self._given, self.spoke_last = [], next(_ORDER)
         text = self._tokenizer.decode([token for turn in made for token in turn.generation.tokens.tolist()])

@@ -121,7 +121,7 @@ async def _play(environment_: Environment, made: Episode, timeout_s: float) -> t
 
     async def played() -> tuple[list[float] | None, list[Agent]]:
         rewards, agents = await environment_.run(made), made.spoke
-        return None if rewards is None or not agents else _given(rewards, agents, made.agents), agents
+        return None if rewards is None or not agents else _given(rewards, agents), agents
 
     try:
         return await plugins.awaited(played, timeout_s, "the environment")
@@ -184,30 +184,16 @@ def _sample(agent: Agent, prompt: Prompt) -> Sample:
     return Sample(prompt.text, said, prompt.answer, agent.tokens[:size], agent.sampled[:size], agent.name, prompt.columns)
 
 
-def _given(rewards: float | Mapping[str, float], agents: list[Agent], every: Mapping[str, Agent]) -> list[float]:
-    """Return the environment's reward for each path: the path's own, or its tree's.
-
-    Args:
-        agents: the leaves, which are the paths that become trajectories.
-        every: all paths of the episode, by name.
-    """
+def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[float]:
+    """Return the environment's reward for each leaf, which becomes a trajectory: the path's own, or its tree's."""
     if not isinstance(rewards, Mapping):
         return [_finite(rewards)] * len(agents)
     known = {name for agent in agents for name in (agent.name, agent.tree)}
     if set(rewards) - known or any(agent.name not in rewards and agent.tree not in rewards for agent in agents):
         names = [agent.name for agent in agents]
         detail = f"rewards of {sorted(map(str, rewards))}, expected those of the agents that spoke, {sorted(names)}"
-        forked = "".join(f"; {_went_on(every[name], agents)}" for name in rewards if name in every and name not in known)
-        raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}{forked}")
+        raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}; a path that goes on in another has none")
     return [_finite(rewards.get(agent.name, rewards.get(agent.tree))) for agent in agents]
-
-
-def _went_on(path: Agent, leaves: list[Agent]) -> str:
-    """Say why a path that is no leaf has no reward."""
-    if not path.turns:
-        return f"{path.name} has not responded"
-    names = [leaf.name for leaf in leaves if turn_tree.common(path.turns, leaf.turns) == len(path.turns)]
-    return f"{path.name} goes on in {', '.join(names)}, and only the last path of a conversation has a reward"
 
 
 def _finite(value: Any) -> float:

@@ -17,33 +17,20 @@ far come from the engine's prefix cache; after a new version they are recomputed
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.decode import cut, with_packed_routes
-from asyncmoe.engines.pool import Pool, PooledGeneration
+from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.scheduling import UNKNOWN, ScheduledRequest
 from asyncmoe.engines.types import ABORTED, Listener, Sampling, Tokens
 from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 
 WITHOUT_PIECES: frozenset[Interruption] = frozenset({"abort_retry", "drain"})
 """Modes in which a response is one request: it begins again as a whole, or ends before the next version lands."""
-
-
-class Answers(Protocol):
-    """Answers requests as `Pool.generate`."""
-
-    async def generate(
-        self,
-        tokens: Tokens,
-        sampling: Sampling,
-        routed: int = 0,
-        request: ScheduledRequest = UNKNOWN,
-        listener: Listener | None = None,
-    ) -> PooledGeneration: ...
 
 
 async def respond(
@@ -54,7 +41,7 @@ async def respond(
     interruption: Interruption,
     request: ScheduledRequest = UNKNOWN,
     listener: Listener | None = None,
-    answers: Answers | None = None,
+    answers: Recall | None = None,
     piece: int = 0,
 ) -> list[Turn]:
     """Generate one whole response, in as many requests as interruptions and pieces split it into.

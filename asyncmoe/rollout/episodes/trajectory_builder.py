@@ -68,11 +68,6 @@ class Turn:
         return len(self.given) + len(self.generation.tokens)
 
 
-def routed_tokens(turns: Sequence[Turn]) -> int:
-    """Return the number of tokens with known routes: all but the last, which has not passed through the model. The next turn omits them."""
-    return max(sum(map(len, turns)) - 1, 0)
-
-
 def step_rewards(turns: Sequence[Turn], credits: Mapping[int, float]) -> np.ndarray | None:
     """Return `Trajectory.rewards` for steps that end at the credited tokens, or None if there are no credits.
 
@@ -102,7 +97,8 @@ def assemble(
     rewards: np.ndarray | None = None,
     teacher: np.ndarray | None = None,
 ) -> Trajectory:
-    """Build the trajectory of one path of an agent in an episode. Each turn's routes start at `routed_tokens` of the earlier turns. Shared
+    """Build the trajectory of one path of an agent in an episode. Each turn's routes start at the last token of the
+    earlier turns, which had not passed through the model then. Shared
     turns become context: no token of theirs counts as sampled here.
 
     `prefix_version` is the salt of all turns if that version also sampled the first token of each turn. Then that version computed

@@ -36,25 +36,16 @@ def load(config: Config, tokenizer: Tokenizer | None = None) -> Environment:
         return SingleTurn()
     if section.kind == "tools":
         given = section.tools
-        with_tools = WithTools(
-            given.names,
-            given.style,
-            config.task.chats,
-            given.options,
-            schemas=given.schemas,
-            mcp=given.mcp,
-            sessions=given.mcp_sessions,
-            sandbox=section.sandbox,
-        )
+        chat = config.task.chats
+        with_tools = WithTools(given.names, given.style, chat, given.options, given.schemas, given.mcp, given.mcp_sessions, section.sandbox)
         if tokenizer is not None:
             with_tools.described(tokenizer)
-            if config.task.chats:
+            if chat:
                 tokenizer.between(["?"])
         made: Environment = with_tools
     elif section.kind == "openai":
         assert section.agent is not None
-        style = section.tools.style
-        made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s, style=style)
+        made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s, style=section.tools.style)
     else:
         made = _own(section.kind, section.options)
     if config.warmup.steps and not isinstance(made, Demonstrator):

@@ -17,16 +17,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from asyncmoe.config.loading import section
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
 from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, opening, parsed, read_by_engine, written_id
 from asyncmoe.rollout.episodes.tools.loading import load
-from asyncmoe.rollout.episodes.tools.mcp import McpTools, merged
+from asyncmoe.rollout.episodes.tools.mcp import McpTools
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
-from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError, schema
+from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -59,11 +58,8 @@ class WithTools:
         sessions: int = 64,
         sandbox: SandboxSection | Mapping[str, Any] | None = None,
     ) -> None:
-        placed = (
-            sandbox if sandbox is None or isinstance(sandbox, SandboxSection) else section(SandboxSection, sandbox, "environment.sandbox")
-        )
-        self._mcp = McpTools(mcp or {}, sessions)
-        self.runners: dict[str, Runner] = merged(load(names, options, placed), self._mcp.runners, style)
+        self._mcp = McpTools(mcp or {}, sessions, load(names, options, sandbox))
+        self.runners: dict[str, Runner] = self._mcp.runners
         self._style, self._chat, self._wanted = style, chat, schemas
         self._schemas: tuple[Mapping[str, Any], ...] | None = None
 
@@ -94,7 +90,7 @@ class WithTools:
 
     def _in_template(self, tokenizer: Tokenizer) -> tuple[Mapping[str, Any], ...]:
         if not tokenizer.lacks("tools"):
-            return tuple(map(schema, self.runners.values()))
+            return tuple(runner.schema for runner in self.runners.values())
         if self._wanted:
             expected, hint = "a chat template that describes tools", "set it to false and describe the tools in task.system_prompt"
             raise ConfigError("environment.tools.schemas", got="true, but the chat template leaves tools out", expected=expected, hint=hint)
@@ -125,7 +121,9 @@ class WithTools:
     async def _calls(self, agent: Agent, response: Response, tokenizer: Tokenizer) -> Sequence[Call | Malformed]:
         if (own := STYLES.get(self._style)) is not None:
             return find(response.text, own, opening(response.turns[0].given, tokenizer))
-        return parsed(await read_by_engine(agent, response, self._style, tuple(map(schema, self.runners.values())), tokenizer))
+        return parsed(
+            await read_by_engine(agent, response, self._style, tuple(runner.schema for runner in self.runners.values()), tokenizer)
+        )
 
     @property
     def counts(self) -> dict[str, Counts]:
@@ -139,7 +137,7 @@ class WithTools:
     async def _noted(self, agent: Agent, call: Call | Malformed) -> str:
         """Return the observation, and note the call."""
         begin = time.perf_counter()
-        name, argument = (None, "") if isinstance(call, Malformed) else (call.name or next(iter(self.runners)), call.argument)
+        name, argument = (None, "") if isinstance(call, Malformed) else (call.name or next(iter(self.runners)), call.arguments)
         try:
             observation = await self._observe(call)
         except TrajectoryRejected as rejected:
@@ -155,7 +153,7 @@ class WithTools:
         if runner is None:
             return f"error: no tool named {call.name}; there are {', '.join(self.runners)}"
         try:
-            return await runner.call(call.arguments if runner.takes_json or runner.name in self._mcp.runners else call.argument)
+            return await runner.call(call.arguments)
         except ToolError as error:
             if error.reason == ERROR:
                 return error.detail

@@ -9,16 +9,17 @@ from typing import Any
 
 from asyncmoe.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
-from asyncmoe.rollout.episodes.openai_endpoint.request import AnswerCall
 from asyncmoe.rollout.episodes.tools.calls import CLOSE, OPEN, Call, Style, find, parsed, written_id
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 HERMES: Style = "hermes"
 """The style of calls that is read here; all others are read by an engine, once a response has ended."""
 _MISTRAL_ID = 9
+Answer = tuple[str, tuple[Mapping[str, str], ...]]
+"""Text and calls, as `Completion` has them."""
 
 
-def split(text: str, calls: bool, opening: str = "") -> tuple[str, tuple[AnswerCall, ...]]:
+def split(text: str, calls: bool, opening: str = "") -> Answer:
     """Return a response's text and its "hermes" tool calls, which are taken out of the text if `calls` is true.
 
     Args:
@@ -32,9 +33,7 @@ def split(text: str, calls: bool, opening: str = "") -> tuple[str, tuple[AnswerC
     return rest, _named(found, HERMES, 0)
 
 
-def split_by_engine(
-    text: str, read: Sequence[ParsedCall], style: str, before: int, tokenizer: Tokenizer
-) -> tuple[str, tuple[AnswerCall, ...]]:
+def split_by_engine(text: str, read: Sequence[ParsedCall], style: str, before: int, tokenizer: Tokenizer) -> Answer:
     """Return a response's text without its tool calls, and the calls as an engine's parser read them. Without a valid call, all of the text
     is the client's.
 
@@ -52,12 +51,13 @@ def split_by_engine(
     return rest, _named(found, style, before)
 
 
-def _named(found: Sequence[Call], style: str, before: int) -> tuple[AnswerCall, ...]:
+def _named(found: Sequence[Call], style: str, before: int) -> tuple[Mapping[str, str], ...]:
     """Give each call an id that the chat templates of its family accept; Mistral's take nine letters or digits only."""
     made = []
     for number, call in enumerate(found, before):
         chance = secrets.token_hex(_MISTRAL_ID)[:_MISTRAL_ID] if style == "mistral" else f"call_{secrets.token_hex(12)}"
-        made.append(AnswerCall(written_id(style, str(call.name), number) or chance, str(call.name), call.arguments))
+        name = str(call.name)
+        made.append({"id": written_id(style, name, number) or chance, "name": name, "arguments": call.arguments})
     return tuple(made)
 
 
@@ -73,8 +73,3 @@ def schemas(tools: Sequence[Message]) -> tuple[Mapping[str, Any], ...]:
     known = [{key: tool["function"].get(key) for key in kinds} for tool in tools]
     kept = [{key: value for key, value in one.items() if isinstance(value, kinds[key])} for one in known]
     return tuple({"type": "function", "function": one} for one in kept)
-
-
-def before(text: str, stop: str | None) -> str:
-    """Return the text before a stop text."""
-    return text if stop is None else text.partition(stop)[0]

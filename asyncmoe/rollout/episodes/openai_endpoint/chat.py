@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
-from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields, text_of
-from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, assistant, event, wrong
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api, Fields, text_of
+from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, assistant, event, wrong
 
-_MAX_CHOICES = 16
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_FORMATS = ("json_object", "json_schema")
 _TOOLS = 'must be a list of {"type": "function", "function": {"name": text, ...}}'
-_ONLY: Mapping[str, tuple[object, ...]] = {"modalities": (["text"],), "functions": ([],), "function_call": ("auto", "none")}
-"""Parameters with the values of them that ask for nothing."""
 
 
-class ChatApi:
+class ChatApi(Api):
     """See `Api`."""
 
     def parse(self, fields: Fields) -> CompletionRequest:
@@ -34,25 +29,17 @@ class ChatApi:
         fields.override("tools.strict", any(tool["function"].get("strict") for tool in tools))
         calls = may_call(fields) and bool(tools)
         one_call = not fields.take("parallel_tool_calls", bool, True) and calls
-        most, stops, choices = fields.limit("max_tokens", "max_completion_tokens"), fields.stops("stop"), fields.take("n", int, 1)
-        if not 1 <= choices <= _MAX_CHOICES or (choices > 1 and fields.given.get("stream")):
-            raise wrong("n", f"must be a whole number of 1 to {_MAX_CHOICES}, and 1 in a stream")
-        logprobs, usage = fields.take("logprobs", bool, False), fields.take("stream_options", dict, {}).get("include_usage") is True
-        check_format(fields.anything("response_format", {"type": "text"}), "response_format", fields)
-        for name, values in _ONLY.items():
-            if fields.anything(name, values[0]) not in values:
-                raise wrong(name, "is not supported. Leave it out")
-        return fields.request(
-            messages, tools, calls, most=most, usage=usage, one_call=one_call, stops=stops, choices=choices, logprobs=logprobs
-        )
+        most, stops = fields.limit("max_tokens", "max_completion_tokens"), fields.stops("stop")
+        if fields.take("n", int, 1) != 1:
+            raise wrong("n", "must be 1; send as many requests at once, each of which is a path of its own")
+        usage = fields.take("stream_options", dict, {}).get("include_usage") is True
+        fields.override("response_format", asks_for_format(fields.anything("response_format")))
+        return fields.request(messages, tools, calls, most=most, usage=usage, one_call=one_call, stops=stops)
 
-    def whole(self, request: CompletionRequest, answers: Sequence[Completion]) -> dict[str, Any]:
+    def whole(self, request: CompletionRequest, answer: Completion) -> dict[str, Any]:
         """See `Api`."""
-        choices = [
-            {"index": n, "message": _told(answer), "logprobs": _logprobs(request, answer), "finish_reason": answer.finish}
-            for n, answer in enumerate(answers)
-        ]
-        return {**_head(request, "chat.completion"), "choices": choices, "usage": _usage(answers)}
+        choice = {"index": 0, "message": _told(answer), "logprobs": None, "finish_reason": answer.finish}
+        return {**_head(request, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
     def events(self, request: CompletionRequest, answer: Completion) -> bytes:
         """See `Api`."""
@@ -60,15 +47,11 @@ class ChatApi:
         calls = [{"index": i, **call} for i, call in enumerate(told.get("tool_calls", ()))]
         deltas = [{"role": "assistant", "content": answer.text}, *([{"tool_calls": calls}] if calls else [])]
         choices = [{"delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
-        choices.append({"delta": {}, "logprobs": _logprobs(request, answer), "finish_reason": answer.finish})
+        choices.append({"delta": {}, "logprobs": None, "finish_reason": answer.finish})
         chunks = [{**head, "choices": [{"index": 0, **choice}]} for choice in choices]
         if request.usage:
-            chunks.append({**head, "choices": [], "usage": _usage([answer])})
+            chunks.append({**head, "choices": [], "usage": _usage(answer)})
         return b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
-
-    def error(self, refused: RequestRefused) -> dict[str, Any]:
-        """See `Api`."""
-        return refused.body()
 
 
 def models() -> dict[str, Any]:
@@ -76,32 +59,16 @@ def models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "asyncmoe"}]}
 
 
-def check_format(form: object, name: str, fields: Fields) -> None:
-    """Check the format of a response. Engines have no tokenizer, so they cannot keep a response to a grammar.
-
-    Raises:
-        RequestRefused: it is unknown.
-    """
-    kind = form.get("type") if isinstance(form, dict) else None
-    if kind in _FORMATS:
-        fields.override(name)
-    elif kind != "text":
-        raise wrong(name, f"must have a type of text, {', '.join(_FORMATS)}")
-
-
 def may_call(fields: Fields) -> bool:
-    """Take the choice of tools out of a request; return True if the policy may call tools.
-
-    Raises:
-        RequestRefused: the choice is unknown.
-    """
+    """Take the choice of tools out of a request; return True if the policy may call tools. It cannot be made to."""
     choice = fields.anything("tool_choice", "auto")
-    if choice in ("auto", "none"):
-        return bool(choice == "auto")
-    if choice == "required" or (isinstance(choice, dict) and choice.get("type") in ("function", "allowed_tools")):
-        fields.override("tool_choice")
-        return True
-    raise wrong("tool_choice", "must be auto, none, required or a function")
+    fields.override("tool_choice", choice not in ("auto", "none"))
+    return bool(choice != "none")
+
+
+def asks_for_format(form: object) -> bool:
+    """Return whether a response shall have another format than text. Engines have no tokenizer, so no grammar can force one."""
+    return form not in (None, {"type": "text"})
 
 
 def _is_tool(tool: object) -> bool:
@@ -139,26 +106,17 @@ def _tool_call(call: object, where: str) -> dict[str, str]:
 
 def _told(answer: Completion) -> dict[str, Any]:
     """Return a message in the form the API returns it."""
-    calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
+    calls = [
+        {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}} for call in answer.calls
+    ]
     content = answer.text or (None if calls else "")
     return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
-
-
-def _logprobs(request: CompletionRequest, answer: Completion) -> dict[str, Any] | None:
-    return {"content": token_logprobs(answer), "refusal": None} if request.logprobs else None
-
-
-def token_logprobs(answer: Completion) -> list[dict[str, Any]]:
-    """Return the log-probabilities of a response's tokens; a token without text of its own is the empty text, and one that is a part of a
-    character has no bytes."""
-    bytes_of = {text: [] if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode()) for text, _ in answer.logprobs}
-    return [{"token": text, "logprob": value, "bytes": bytes_of[text], "top_logprobs": []} for text, value in answer.logprobs]
 
 
 def _head(request: CompletionRequest, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _usage(answers: Sequence[Completion]) -> dict[str, int]:
-    prompt, sampled = answers[0].prompt_tokens, sum(answer.sampled_tokens for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+def _usage(answer: Completion) -> dict[str, int]:
+    counts = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.sampled_tokens}
+    return {**counts, "total_tokens": answer.prompt_tokens + answer.sampled_tokens}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from asyncmoe import plugins
 from asyncmoe.errors import TrajectoryRejected, UserError
@@ -19,7 +19,7 @@ from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
 
 ERROR, TIMEOUT = "agent_error", "agent_timeout"
 MAX_LEFT = 64
-"""Cancelled calls of agents that may still be running."""
+"""Agents that may still be running though nobody waits for them; more stop the run."""
 
 
 class OpenAIEnvironment:
@@ -43,7 +43,7 @@ class OpenAIEnvironment:
         self._function = plugins.load_function(agent, "environment.agent", forms="package.module:function")
         self._takes_columns = plugins.takes(self._function, "columns")
         self._timeout_s = timeout_s
-        self._endpoint, self._threads = OpenAIEndpoint(style), _Threads()
+        self._endpoint, self._left = OpenAIEndpoint(style), list[_Call]()
 
     async def run(self, episode: Episode) -> Rewards:
         """See `Environment`.
@@ -52,14 +52,17 @@ class OpenAIEnvironment:
             TrajectoryRejected: "agent_error", "agent_timeout", or what the agent raised with a reason of its own.
             UserError: too many agents have not ended after their timeouts.
         """
-        episode.failure = self._threads.too_many()
-        episode.check()
+        self._left = [call for call in self._left if call.is_alive()]
+        if len(self._left) >= MAX_LEFT:
+            got, expected = f"{MAX_LEFT} calls still running after their episodes", "a function that ends when its requests fail"
+            episode.failure = UserError("environment.agent", got=got, expected=expected)
+            raise episode.failure
         session, url = await self._endpoint.open(episode)
         asked = episode.prompt
         function = partial(self._function, columns=asked.columns) if self._takes_columns else self._function
-        call = partial(self._threads.call, function, url, session.key, asked.text, asked.answer)
+        call = _Call(function, url, session.key, asked.text, asked.answer)
         try:
-            reward = await plugins.awaited(call, self._timeout_s, "the agent")
+            reward = await plugins.awaited(call.ended, self._timeout_s, "the agent")
         except plugins.Overdue as error:
             raise TrajectoryRejected(TIMEOUT, str(error)) from error
         except Exception as error:
@@ -68,6 +71,7 @@ class OpenAIEnvironment:
                 raise
             raise TrajectoryRejected(ERROR, plugins.told(error)) from error
         finally:
+            self._left.append(call)
             await self._endpoint.end(session)
         return cast(Rewards, reward)
 
@@ -76,64 +80,43 @@ class OpenAIEnvironment:
         await self._endpoint.close()
 
 
-class _Threads:
-    """Calls coroutine functions and plain functions, each call in a thread (and an event loop) of its own, so that it cannot block ours.
+class _Call(threading.Thread):
+    """A call of a coroutine function or a plain one in a thread (and an event loop) of its own, so that it cannot block ours."""
 
-    A cancelled call ends by itself: its coroutine is cancelled, but a plain function cannot be. `MAX_LEFT` cancelled calls that do not
-    end stop the run.
-    """
-
-    def __init__(self) -> None:
-        self._left: list[threading.Thread] = []
-
-    def too_many(self) -> UserError | None:
-        """Return the error if too many cancelled calls have not ended; to be called before each call."""
-        self._left = [thread for thread in self._left if thread.is_alive()]
-        if len(self._left) >= MAX_LEFT:
-            got, expected = f"{MAX_LEFT} calls still running after their timeout", "a function that ends when its requests fail"
-            return UserError("environment.agent", got=got, expected=expected)
-        return None
-
-    async def call(self, function: Callable[..., object], *arguments: object) -> object:
-        """Return the function's result, or raise its exception; RuntimeError in place of one that is no Exception."""
-        call = _Call(function, arguments)
-        thread = threading.Thread(target=call.run, name=f"agent {getattr(function, '__name__', '')}", daemon=True)
-        thread.start()
-        try:
-            return await asyncio.wrap_future(call.result)
-        except asyncio.CancelledError:
-            call.cancel()
-            self._left.append(thread)
-            raise
-
-
-class _Call:
-    def __init__(self, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
-        self._function, self._arguments = function, arguments
-        self.result: Future[object] = Future()
-        self.result.set_running_or_notify_cancel()  # whoever stops waiting calls `cancel`
-        self._task: asyncio.Task[object] | None = None
+    def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
+        super().__init__(name=f"agent {getattr(function, '__name__', '')}", daemon=True)
+        self._ask = partial(function, *arguments)
+        self._awaits = inspect.iscoroutinefunction(function)
+        self._result: Future[object] = Future()
+        self._result.set_running_or_notify_cancel()  # whoever stops waiting cancels the task
+        self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
 
-    def run(self) -> None:
-        """Run the function; called in the new thread."""
+    async def ended(self) -> object:
+        """Return the function's result, or raise its exception; RuntimeError in place of one that is no Exception.
+
+        If cancelled, the coroutine is cancelled; a plain function cannot be, and ends by itself.
+        """
+        self.start()
         try:
-            awaits = inspect.iscoroutinefunction(self._function)
-            self.result.set_result(asyncio.run(self._run()) if awaits else self._function(*self._arguments))
+            return await asyncio.wrap_future(self._result)
+        except asyncio.CancelledError:
+            self._cancelled = True  # before the look for the task, which looks for this after it is known
+            if self._task is not None:
+                with suppress(RuntimeError):  # the loop may have just ended
+                    self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+            raise
+
+    def run(self) -> None:
+        """Call the function; in the new thread."""
+        try:
+            self._result.set_result(asyncio.run(self._awaited()) if self._awaits else self._ask())
         except BaseException as error:  # noqa: BLE001  passed to the caller, in the caller's thread
             passes = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which no future of asyncio takes
-            self.result.set_exception(error if passes else RuntimeError(plugins.told(error)))
+            self._result.set_exception(error if passes else RuntimeError(plugins.told(error)))
 
-    def cancel(self) -> None:
-        """Cancel the coroutine; called in the caller's thread."""
-        self._cancelled = True  # before the look for the task, which looks for this after it is known
-        if self._task is not None:
-            # The loop may have just ended.
-            with suppress(RuntimeError):
-                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
-
-    async def _run(self) -> object:
+    async def _awaited(self) -> object:
         self._task = asyncio.current_task()
         if self._cancelled:
             raise asyncio.CancelledError
-        return await self._function(*self._arguments)  # type: ignore[misc]
+        return await self._ask()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
-from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields, function, text_of
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api, Fields, function, text_of
 from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest, RequestRefused, assistant, event, wrong
 
 _ROLES = ("user", "assistant", "system")
@@ -20,7 +20,7 @@ _NO_MATTER = ("cache_control", "diagnostics", "inference_geo", "speed", "user_pr
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
-class MessagesApi:
+class MessagesApi(Api):
     """See `Api`."""
 
     def parse(self, fields: Fields) -> CompletionRequest:
@@ -33,11 +33,8 @@ class MessagesApi:
             for i, tool in enumerate(fields.take("tools", list, []))
         ]
         choice = fields.take("tool_choice", dict, {"type": "auto"})
-        if (kind := choice.get("type")) in ("any", "tool"):
-            fields.override("tool_choice")
-        elif kind not in ("auto", "none"):
-            raise wrong("tool_choice", "must have a type of auto, any, tool or none")
-        calls = kind != "none" and bool(tools)
+        fields.override("tool_choice", choice.get("type") not in ("auto", "none"))
+        calls = choice.get("type") != "none" and bool(tools)
         stops, most = fields.stops("stop_sequences"), fields.limit("max_tokens")
         for name in ("thinking", "output_config", "context_management"):
             fields.override(name, fields.take(name, dict, {}) not in ({}, {"type": "disabled"}))
@@ -46,18 +43,19 @@ class MessagesApi:
         one_call = calls and choice.get("disable_parallel_tool_use") is True
         return fields.request(messages, tools, calls, most=most, one_call=one_call, stops=stops)
 
-    def whole(self, request: CompletionRequest, answers: Sequence[Completion]) -> dict[str, Any]:
+    def whole(self, request: CompletionRequest, answer: Completion) -> dict[str, Any]:
         """See `Api`."""
-        (answer,) = answers
         content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text else []
-        content += ({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)} for call in answer.calls)
+        content += (
+            {"type": "tool_use", "id": call["id"], "name": call["name"], "input": json.loads(call["arguments"])} for call in answer.calls
+        )
         used = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens}
         head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": request.model}
         return {**head, "content": content, **_stopped(answer), "usage": used}
 
     def events(self, request: CompletionRequest, answer: Completion) -> bytes:
         """See `Api`."""
-        whole = self.whole(request, [answer])
+        whole = self.whole(request, answer)
         made: list[dict[str, Any]] = [{"type": "message_start", "message": {**whole, "content": [], "stop_reason": None}}]
         for at, block in enumerate(whole["content"]):
             if block["type"] == "text":

@@ -8,14 +8,13 @@ parameter that would change what the policy is asked is never dropped: it is hon
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes.listening import wrong_stop
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
-from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, CompletionRequest, RequestRefused, policy_request, wrong
+from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, policy_request, wrong
 
 _CACHE = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
 _NO_MATTER = ("user", "metadata", "client_metadata", "store", "safety_identifier", "service_tier", "prediction", *_CACHE)
@@ -108,15 +107,10 @@ class Fields:
         own_k = -1 if self.sampling.top_k is None else self.sampling.top_k
         run = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p, "top_k": own_k, "min_p": self.sampling.min_p}
         run |= {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
-        for name in (*run, "seed"):
+        for name in (*run, "seed", "logit_bias", "logprobs", "top_logprobs"):
             value = self.anything(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
-                raise wrong(name, "must be a number")
-            self.override(name, value != run.get(name) and not (name == "top_k" and own_k == -1 and value <= 0))
-        self.override("logit_bias", self.take("logit_bias", dict))
-        self.override("top_logprobs", self.take("top_logprobs", int))
+            same = value is None or value == run.get(name) or (name == "top_k" and own_k == -1 and value == 0)
+            self.override(name, not same and value is not False and value != {})
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -166,3 +160,28 @@ def function(fields: Fields, tool: object, where: str, kind: str, schema: str, m
         raise wrong(where, "must have a name, and may have a description and a JSON schema")
     fields.override("tools.strict", tool.get("strict"))
     return {"type": "function", "function": {key: value for key, value in told.items() if value is not None}}
+
+
+class Api(Protocol):
+    """An API that clients speak: its requests and its answers."""
+
+    def parse(self, fields: Fields) -> CompletionRequest:
+        """Parse a request.
+
+        Raises:
+            RequestRefused: 400, naming the parameter.
+        """
+        ...
+
+    def whole(self, request: CompletionRequest, answer: Completion) -> dict[str, Any]:
+        """Return the answer to a request without `stream`."""
+        ...
+
+    def events(self, request: CompletionRequest, answer: Completion) -> bytes:
+        """Return the answer to a request with `stream`, as server-sent events."""
+        ...
+
+    def error(self, refused: RequestRefused) -> dict[str, Any]:
+        """Return the body of an error; OpenAI's, if the API says nothing else."""
+        kind = "invalid_request_error" if refused.status < 500 else "server_error"
+        return {"error": {"message": str(refused), "type": kind, "param": refused.parameter, "code": refused.code}}

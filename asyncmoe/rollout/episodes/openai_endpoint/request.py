@@ -21,11 +21,6 @@ class RequestRefused(Exception):
         self.status, self.code, self.parameter = status, code, parameter
         super().__init__(message)
 
-    def body(self) -> dict[str, Any]:
-        """Return the body of the answer in OpenAI's form."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
-
 
 def event(content: Mapping[str, Any]) -> bytes:
     """Return a server-sent event, which has the name of its content's type, if there is one."""
@@ -36,15 +31,6 @@ def event(content: Mapping[str, Any]) -> bytes:
 def wrong(parameter: str, message: str) -> RequestRefused:
     """Return the refusal of a parameter."""
     return RequestRefused(400, f"{parameter} {message}", parameter=parameter, code="unsupported_or_invalid")
-
-
-@dataclass(frozen=True)
-class AnswerCall:
-    """A call as the client gets it; `arguments` is JSON text."""
-
-    id: str
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True)
@@ -59,8 +45,6 @@ class CompletionRequest:
         calls: True if the response is searched for tool calls.
         one_call: True if the response ends with its first tool call.
         stops: texts that end the response; the client gets the text before them.
-        choices: number of responses.
-        logprobs: True if the client gets the log-probability of every token.
         fields: the request as it came, for APIs that repeat it.
         history: messages without those that a later request must repeat; the Responses API's.
     """
@@ -73,8 +57,6 @@ class CompletionRequest:
     calls: bool = False
     one_call: bool = False
     stops: tuple[str, ...] = ()
-    choices: int = 1
-    logprobs: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
     history: tuple[Message, ...] = ()
 
@@ -85,26 +67,25 @@ class Completion:
 
     Attributes:
         text: without tool calls and stop text.
+        calls: each with "id", "name" and "arguments", which is JSON text.
         finish: "stop", "length" or "tool_calls".
         prompt_tokens, sampled_tokens: counts.
         stopped_by: the client's stop text that ended it, or None.
-        logprobs: (text, natural log-probability) of every sampled token if the request asks for them.
         path: name of the path of the tree of turns that the answer belongs to.
     """
 
     text: str
-    calls: tuple[AnswerCall, ...]
+    calls: tuple[Mapping[str, str], ...]
     finish: str
     prompt_tokens: int
     sampled_tokens: int
     stopped_by: str | None = None
-    logprobs: tuple[tuple[str, float], ...] = ()
     path: str = ""
 
     @property
     def message(self) -> Message:
         """The answer in the normal form of messages, for comparison when a later request contains it."""
-        return assistant(self.text, [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in self.calls])
+        return assistant(self.text, self.calls)
 
 
 def assistant(text: str, calls: Sequence[Mapping[str, str]]) -> Message:

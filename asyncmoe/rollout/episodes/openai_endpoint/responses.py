@@ -11,19 +11,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from asyncmoe.rollout.episodes.openai_endpoint.chat import check_format, may_call, token_logprobs
+from asyncmoe.rollout.episodes.openai_endpoint.chat import asks_for_format, may_call
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
-from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields, function, text_of
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api, Fields, function, text_of
 from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest, RequestRefused, assistant, event, wrong
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text")
 _REMEMBERED = 32
 """Each response remembered holds the text of its conversation, and the next request names one of the last."""
-_LOGPROBS = "message.output_text.logprobs"
 
 
-class ResponsesApi:
+class ResponsesApi(Api):
     """The API for one episode: it remembers the episode's last answers for `previous_response_id`. See `Api`."""
 
     def __init__(self) -> None:
@@ -45,14 +44,13 @@ class ResponsesApi:
         tools = _tools(fields)
         calls = may_call(fields) and bool(tools)
         one_call = not fields.take("parallel_tool_calls", bool, True) and calls
-        most, logprobs = fields.limit("max_output_tokens"), _LOGPROBS in fields.take("include", list, [])
+        most = fields.limit("max_output_tokens")
         _check_other(fields)
         fields.given |= {"temperature": fields.sampling.temperature, "top_p": fields.sampling.top_p}  # the answer repeats what holds
-        return fields.request((*first, *history), tools, calls, most=most, one_call=one_call, logprobs=logprobs, history=history)
+        return fields.request((*first, *history), tools, calls, most=most, one_call=one_call, history=history)
 
-    def whole(self, request: CompletionRequest, answers: Sequence[Completion]) -> dict[str, Any]:
+    def whole(self, request: CompletionRequest, answer: Completion) -> dict[str, Any]:
         """See `Api`."""
-        (answer,) = answers
         made = f"resp_{secrets.token_hex(12)}"
         if request.fields.get("store") is not False:
             self._known[made] = (*request.history, answer.message)
@@ -79,17 +77,13 @@ class ResponsesApi:
 
     def events(self, request: CompletionRequest, answer: Completion) -> bytes:
         """See `Api`."""
-        whole = self.whole(request, [answer])
+        whole = self.whole(request, answer)
         begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         made: list[dict[str, Any]] = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
         for at, item in enumerate(whole["output"]):
             made += _item_events(item, at)
         made.append({"type": f"response.{whole['status']}", "response": whole})
         return b"".join(event({**one, "sequence_number": number}) for number, one in enumerate(made))
-
-    def error(self, refused: RequestRefused) -> dict[str, Any]:
-        """See `Api`."""
-        return refused.body()
 
     def _before(self, fields: Fields) -> tuple[Message, ...]:
         """Take the previous response out of a request; return the messages up to it."""
@@ -103,13 +97,12 @@ class ResponsesApi:
 def _output(request: CompletionRequest, answer: Completion) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
-        logprobs = token_logprobs(answer) if request.logprobs else []
-        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": logprobs}
+        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         status = "incomplete" if answer.finish == "length" else "completed"
         made.append({"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "status": status, "content": [part]})
     for call in answer.calls:
-        begun = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed", "call_id": call.id}
-        made.append({**begun, **_client_name(request.fields.get("tools", ()), call.name), "arguments": call.arguments})
+        begun = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "completed", "call_id": call["id"]}
+        made.append({**begun, **_client_name(request.fields.get("tools", ()), call["name"]), "arguments": call["arguments"]})
     return made
 
 
@@ -120,10 +113,10 @@ def _item_events(item: Mapping[str, Any], at: int) -> Iterator[dict[str, Any]]:
     yield {"type": "response.output_item.added", "output_index": at, "item": {**item, "status": "in_progress", **empty}}
     if item["type"] == "message":
         (part,) = item["content"]
-        place, text, logprobs = {**place, "content_index": 0}, part["text"], part["logprobs"]
-        yield {"type": "response.content_part.added", **place, "part": {**part, "text": "", "logprobs": []}}
+        place, text = {**place, "content_index": 0}, part["text"]
+        yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
         yield {"type": "response.output_text.delta", **place, "delta": text, "logprobs": []}
-        yield {"type": "response.output_text.done", **place, "text": text, "logprobs": logprobs}
+        yield {"type": "response.output_text.done", **place, "text": text, "logprobs": []}
         yield {"type": "response.content_part.done", **place, "part": part}
     else:
         yield {"type": "response.function_call_arguments.delta", **place, "delta": item["arguments"]}
@@ -197,12 +190,11 @@ def _client_name(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str, str
 
 def _check_other(fields: Fields) -> None:
     """Take parameters out of a request that are about the form of a response, or about OpenAI's service and models."""
-    text = {key: value for key, value in fields.take("text", dict, {}).items() if value is not None}
-    check_format(text.pop("format", {"type": "text"}), "text.format", fields)
-    fields.override("text.verbosity", text.pop("verbosity", None))
-    if text:
-        raise wrong(f"text.{min(text)}", "is not supported. Leave it out")
+    text = fields.take("text", dict, {})
+    fields.override("text.format", asks_for_format(text.get("format")))
+    fields.override("text.verbosity", text.get("verbosity"))
     fields.take("stream_options", dict)
+    fields.override("include", "message.output_text.logprobs" in fields.take("include", list, []))
     fields.override("reasoning", any(value is not None for value in fields.take("reasoning", dict, {}).values()))
     fields.override("max_tool_calls", fields.take("max_tool_calls", int) is not None)
     fields.override("truncation", fields.anything("truncation", "disabled") != "disabled")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -16,28 +14,26 @@ from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import chat
 from asyncmoe.rollout.episodes.openai_endpoint.answers import HERMES
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api
 from asyncmoe.rollout.episodes.openai_endpoint.request import CompletionRequest, RequestRefused, event
-from asyncmoe.rollout.episodes.openai_endpoint.session import Api, Session
-from asyncmoe.rollout.scoring.gather_or_cancel import together
+from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 
 log = logging.getLogger(__name__)
 PATH = "asyncmoe-path"
-"""Header of an answer that is not streamed: the names of the paths to which its choices belong, by which an agent may reward them."""
+"""Header of an answer that is not streamed: the name of the path to which it belongs, by which an agent may reward it."""
 OVERRIDDEN = "asyncmoe-overridden"
 """Header of an answer that names the parameters of the request that the run's own sampling overrides."""
 
-BODY_BYTES, REQUESTS = 8 << 20, 1000
-"""Maximum body of one request; maximum number of requests of one episode, failed requests included."""
+BODY_BYTES = 8 << 20
+"""Maximum body of one request."""
 _HOST = "127.0.0.1"
-_BODY_S = 30.0
 _SHUTDOWN_S = 1.0
 ALIVE_S = 15.0
 """Time between two signs of life to a client that waits for a stream."""
-_NOBODY = secrets.token_urlsafe(32)
 
 
 class OpenAIEndpoint:
-    """One server for all episodes; each has a URL and an API key of its own. The server starts with the first episode.
+    """One server for all episodes, which tells them apart by their API keys. It starts with the first episode.
 
     Args:
         style: as `environment.tools.style`.
@@ -61,12 +57,12 @@ class OpenAIEndpoint:
             if self._runner is None:
                 await self._start()
         session = Session(episode, self._style)
-        self._sessions[session.name] = session
-        return session, f"http://{_HOST}:{self._port}/{session.name}/v1"
+        self._sessions[session.key] = session
+        return session, f"http://{_HOST}:{self._port}/v1"
 
     async def end(self, session: Session) -> None:
         """Close the endpoint of an episode, and end its requests."""
-        self._sessions.pop(session.name, None)
+        self._sessions.pop(session.key, None)
         await session.close()
 
     async def close(self) -> None:
@@ -78,13 +74,13 @@ class OpenAIEndpoint:
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[_tell])
-        app.router.add_post("/{name}/v1/chat/completions", self._answering(attrgetter("chat")))
-        app.router.add_post("/{name}/v1/responses", self._answering(attrgetter("responses")))
+        app.router.add_post("/v1/chat/completions", self._answering(attrgetter("chat")))
+        app.router.add_post("/v1/responses", self._answering(attrgetter("responses")))
         # Anthropic's clients add "v1" to their base URL.
         for version in ("v1", "v1/v1"):
-            app.router.add_post(f"/{{name}}/{version}/messages", self._answering(attrgetter("messages")))
-            app.router.add_post(f"/{{name}}/{version}/messages/count_tokens", self._count)
-        app.router.add_get("/{name}/v1/models", self._models)
+            app.router.add_post(f"/{version}/messages", self._answering(attrgetter("messages")))
+            app.router.add_post(f"/{version}/messages/count_tokens", self._count)
+        app.router.add_get("/v1/models", self._models)
         # If a client disconnects, its handler is cancelled, and with it the request to the engine.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
@@ -97,7 +93,7 @@ class OpenAIEndpoint:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        return web.json_response({"input_tokens": session.count(session.parse(session.messages, await _body(request))[0])})
+        return web.json_response({"input_tokens": session.count(session.parse(session.messages, await request.read())[0])})
 
     def _answering(self, api_of: Callable[[Session], Api]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Return the handler of requests of one API."""
@@ -105,14 +101,13 @@ class OpenAIEndpoint:
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
             api = api_of(session)
-            asked, overridden = session.parse(api, await _body(request))
+            asked, overridden = session.parse(api, await request.read())
             self._tell_overridden(overridden)
             headers = {OVERRIDDEN: ", ".join(overridden)} if overridden else {}
             if asked.stream:
                 return await _stream(request, session, api, asked, headers)
-            # Each of several responses continues in a conversation of its own.
-            answers = await together([session.answer(asked) for _ in range(asked.choices)])
-            return web.json_response(api.whole(asked, answers), headers={**headers, PATH: ", ".join(one.path for one in answers)})
+            answer = await session.answer(asked)
+            return web.json_response(api.whole(asked, answer), headers={**headers, PATH: answer.path})
 
         return handle
 
@@ -126,18 +121,13 @@ class OpenAIEndpoint:
         """Return the session that a request is for.
 
         Raises:
-            RequestRefused: 401: no such episode, or the wrong key. 429: too many requests.
+            RequestRefused: 401: no episode has the key.
         """
-        session = self._sessions.get(request.match_info["name"])
-        expected = session.key if session else _NOBODY
         # Some clients send a key of their own in one header and what they were configured with in the other.
         given = (request.headers.get("Authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", ""))
-        known = [hmac.compare_digest(key.encode(errors="surrogateescape"), expected.encode()) for key in given]
-        if not any(known) or session is None:
-            raise RequestRefused(401, "no such episode, or the wrong key", code="invalid_api_key")
-        session.requests += 1
-        if session.requests > REQUESTS:
-            raise RequestRefused(429, f"more than {REQUESTS} requests in one episode", code="too_many_requests")
+        session = next((self._sessions[key] for key in given if key in self._sessions), None)
+        if session is None:
+            raise RequestRefused(401, "no episode has this key", code="invalid_api_key")
         return session
 
 
@@ -153,14 +143,6 @@ async def _tell(request: web.Request, handler: Callable[[web.Request], Awaitable
     # Errors of paths that no API has are in OpenAI's form.
     api: Api = MessagesApi() if request.path.rstrip("/").endswith(("/messages", "/count_tokens")) else chat.ChatApi()
     return web.json_response(api.error(refused), status=refused.status, headers={"x-should-retry": "false"})
-
-
-async def _body(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(_BODY_S):
-            return await request.read()
-    except TimeoutError as error:
-        raise RequestRefused(408, f"the body did not arrive within {_BODY_S:g} s") from error
 
 
 async def _stream(

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
 
 from asyncmoe.errors import DataError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import TOO_LONG, Agent, Episode, Response
@@ -15,34 +14,10 @@ from asyncmoe.rollout.episodes.openai_endpoint import answers, conversation
 from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Conversation, Message, NewContent
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
-from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api, Fields
 from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, assistant, wrong
 from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
 from asyncmoe.rollout.episodes.tools.calls import CLOSE, find, opening, read_by_engine
-
-
-class Api(Protocol):
-    """An API that clients speak: its requests and its answers."""
-
-    def parse(self, fields: Fields) -> CompletionRequest:
-        """Parse a request.
-
-        Raises:
-            RequestRefused: 400, naming the parameter.
-        """
-        ...
-
-    def whole(self, request: CompletionRequest, answers: Sequence[Completion]) -> dict[str, Any]:
-        """Return the answer to a request without `stream`."""
-        ...
-
-    def events(self, request: CompletionRequest, answer: Completion) -> bytes:
-        """Return the answer to a request with `stream`, as server-sent events."""
-        ...
-
-    def error(self, refused: RequestRefused) -> dict[str, Any]:
-        """Return the body of an error."""
-        ...
 
 
 @dataclass(eq=False)
@@ -77,15 +52,12 @@ class Session:
     cancelled request can be repeated; a different request in its place forks.
 
     Attributes:
-        name: its name in the URL.
         key: its API key.
-        requests: number of requests so far.
         chat, responses, messages: the APIs it speaks.
     """
 
     def __init__(self, episode: Episode, style: str = answers.HERMES) -> None:
-        self.name, self.key = secrets.token_hex(8), secrets.token_urlsafe(32)
-        self.requests = 0
+        self.key = secrets.token_urlsafe(32)
         self.chat, self.responses, self.messages = ChatApi(), ResponsesApi(), MessagesApi()
         self._episode, self._style = episode, style
         self._lines: list[_Line] = []
@@ -185,18 +157,16 @@ class Session:
 
     async def _completion(self, request: CompletionRequest, agent: Agent, response: Response, seen: int) -> Completion:
         stopped_by = response.stopped_by if response.stopped_by in request.stops else None
-        said, tokenizer = answers.before(response.text, stopped_by), self._episode.tokenizer
+        said = response.text if stopped_by is None else response.text.partition(stopped_by)[0]
+        tokenizer = self._episode.tokenizer
         if request.calls and self._style != answers.HERMES:
             read = await read_by_engine(agent, response, self._style, answers.schemas(request.asked.tools), tokenizer)
             count = sum(len(message.get("tool_calls", ())) for message in request.asked.messages)
             text, calls = answers.split_by_engine(said, read, self._style, count, tokenizer)
         else:
             text, calls = answers.split(said, request.calls, opening(response.turns[0].given, tokenizer))
-        logprobs: tuple[tuple[str, float], ...] = ()
-        if request.logprobs:
-            logprobs = tuple((tokenizer.decode([token]), value) for token, value in zip(response.tokens, response.logprobs, strict=True))
         finish = "tool_calls" if calls else response.finish
-        return Completion(text, calls, finish, seen, len(response.tokens), stopped_by, logprobs, agent.name)
+        return Completion(text, calls, finish, seen, len(response.tokens), stopped_by, agent.name)
 
     def _place(self, request: CompletionRequest) -> tuple[_Line, NewContent]:
         """Return the path that answers a request, and the request's new content."""

@@ -42,7 +42,7 @@ _PARTS = {
     style: re.compile(rf"{_THOUGHTS}|(?P<ended>{_THOUGHT})|{re.escape(begin)}(?P<inner>.*?)(?P<end>{re.escape(end)}|\Z)", re.DOTALL)
     for style, (begin, end) in _ENDS.items()
 }
-_NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[ \t]*:(.*)", re.DOTALL)
+_NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_./-]*)[ \t]*:(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,12 @@ class Call:
     Attributes:
         start, end: range of its characters in the response.
         name: name of the tool, or None for the first tool. The caller checks that the tool exists.
-        argument: argument of `Tool.call`: the string if the arguments are an object with one string, else `arguments`.
         arguments: the arguments as JSON text; in brackets, as written.
     """
 
     start: int
     end: int
     name: str | None
-    argument: str
     arguments: str
 
 
@@ -154,7 +152,7 @@ def _brackets(inner: str, start: int, end: int) -> Call | Malformed:
         return Malformed(start, end, "error: a call is [name: argument] or [argument], on one line, without brackets inside")
     named = _NAMED.fullmatch(inner)
     name, argument = (named[1], named[2].strip()) if named else (None, inner.strip())
-    return Call(start, end, name, argument, argument)
+    return Call(start, end, name, argument)
 
 
 def _hermes(inner: str, start: int, end: int) -> Call | Malformed:
@@ -164,7 +162,4 @@ def _hermes(inner: str, start: int, end: int) -> Call | Malformed:
         return Malformed(start, end, f"error: a call that is not valid JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
         return Malformed(start, end, 'error: a call is {"name": text, "arguments": object}')
-    arguments = json.dumps(call["arguments"], ensure_ascii=False)
-    values = list(call["arguments"].values())
-    argument = values[0] if len(values) == 1 and isinstance(values[0], str) else arguments
-    return Call(start, end, call["name"], argument, arguments)
+    return Call(start, end, call["name"], json.dumps(call["arguments"], ensure_ascii=False))

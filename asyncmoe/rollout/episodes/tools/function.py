@@ -1,120 +1,158 @@
-"""A user's own function as a tool: `package.module:function`, from text or typed parameters to text (`signature`).
+"""Functions as tools: coroutine functions, which run in the controller's loop and must not block it, and plain ones, which run in processes
+of their own (`asyncmoe.rollout.processes`), because a user's may hang or hold the interpreter.
 
-A coroutine function runs in the controller's loop and must not block it. A plain function runs in worker processes
-(`asyncmoe.rollout.episodes.tools.function_worker`), because it may hang or hold the interpreter; a process whose call is cancelled is
-killed.
+A function gets its parameters by name from a JSON object, checked and converted by pydantic as the annotations say. A wrong argument is an
+observation, from which the policy learns.
 """
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import inspect
-import sys
-from typing import cast
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from asyncmoe.errors import WaitTimeout
-from asyncmoe.rollout import reaped
-from asyncmoe.rollout.episodes.tools.signature import Arguments, find
+import pydantic
+
+from asyncmoe import plugins
+from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, Tool, ToolError
+from asyncmoe.rollout.processes import Broken, Processes
 
-_START_S = 60.0
-_LINE_BYTES = 16 * 2**20
+_KEY = "environment.tools.names"
+_MOST_ERRORS = 5
 
 
 def load(target: str) -> Tool:
-    """Make a tool of a function, with the function's name, and its docstring as the description.
+    """Make a tool of a user's `package.module:function`, with the function's name.
 
     Raises:
         ConfigError: no such function, or one with parameters that a call cannot give.
     """
-    function = find(target)
-    name = getattr(function, "__name__", target.rpartition(":")[2])
-    arguments = Arguments(function, target)
-    if inspect.iscoroutinefunction(function):
-        return AsyncFunction(name, arguments)
-    return InProcesses(name, arguments, target)
+    function = _find(target)
+    return AsyncFunction(function, target) if inspect.iscoroutinefunction(function) else InProcesses(function, target)
 
 
-class AsyncFunction:
-    """A coroutine function, all calls of which run concurrently."""
+def _find(target: str) -> Callable[..., Any]:
+    return plugins.load_function(target, _KEY, forms="calculator, python or package.module:function")
 
-    def __init__(self, name: str, arguments: Arguments) -> None:
-        self.name, self.description, self.parameters = name, arguments.description, arguments.parameters
-        self.takes_json = arguments.takes_json
-        self._arguments = arguments
 
-    async def call(self, argument: str) -> str:
-        """Call the function and return its result.
+class Function:
+    """A function with its schema.
+
+    Attributes:
+        description: the docstring.
+        parameters: JSON schema, an object.
+
+    Raises:
+        ConfigError: a parameter has no name in calls, or an annotation that no JSON value fits.
+    """
+
+    def __init__(self, function: Callable[..., Any], target: str) -> None:
+        self.name = getattr(function, "__name__", target.rpartition(":")[2])
+        self.description = inspect.getdoc(function) or ""
+        try:
+            self._checked: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(_plain(function))
+            schema = self._checked.json_schema()
+        except (pydantic.errors.PydanticUserError, NameError, TypeError, ValueError) as error:
+            got = f"{target}: {' '.join(str(error).split())[:300]}"
+            raise ConfigError(_KEY, got=got, expected="parameters with annotations that JSON has values for") from error
+        if not schema.get("properties"):
+            got = f"{target}{inspect.signature(function)}"
+            raise ConfigError(_KEY, got=got, expected="a function of named parameters, at least one")
+        self.parameters: Mapping[str, Any] = {**schema, "properties": {name: _shown(one) for name, one in schema["properties"].items()}}
+
+    def run(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function; return its result.
 
         Raises:
-            ToolError: the function's own, or `ERROR` for any other exception.
+            ToolError: `ERROR`: the arguments do not fit its parameters.
         """
         try:
-            return cast(str, await self._arguments.call(argument))
+            return self._checked.validate_json(json.dumps(arguments))
+        except pydantic.ValidationError as error:
+            wrong = [f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()[:_MOST_ERRORS]]
+            raise ToolError(ERROR, f"error: {'; '.join(wrong)}") from error
+
+
+class AsyncFunction(Function):
+    """A coroutine function as a `Tool`; all its calls run concurrently."""
+
+    async def call(self, arguments: Mapping[str, Any]) -> Any:
+        """See `Tool`. Raises ToolError: the function's own, or `ERROR` for any other exception."""
+        try:
+            return await self.run(arguments)
         except ToolError:
             raise
         except Exception as error:
-            raise ToolError(ERROR, f"error: {type(error).__name__}: {error}") from error
+            raise _raised(error) from error
 
     async def close(self) -> None:
         """See `Tool`."""
 
 
-class InProcesses:
-    """A plain function in worker processes, one per running call; idle processes are kept for later calls."""
+class InProcesses(Function):
+    """A plain function as a `Tool`, in a process for each call that runs."""
 
-    def __init__(self, name: str, arguments: Arguments, target: str) -> None:
-        self.name, self.description, self.parameters = name, arguments.description, arguments.parameters
-        self.takes_json = arguments.takes_json
-        self._target = target
-        self._idle: list[asyncio.subprocess.Process] = []
+    def __init__(self, function: Callable[..., Any], target: str) -> None:
+        super().__init__(function, target)
+        self._processes = Processes(f"{__name__}:serve", {"target": target}, f"the process of {self.name}", _KEY)
 
-    async def call(self, argument: str) -> str:
-        """Call the function and return its result.
+    async def call(self, arguments: Mapping[str, Any]) -> Any:
+        """See `Tool`.
 
         Raises:
-            ToolError: the function's own. `ERROR`: it raised another exception. `CRASH`: it ended its process, answered too many bytes, or
-                returned something that is not text.
-            WaitTimeout: a process did not start.
+            ToolError: the function's own. `ERROR`: it raised another exception. `CRASH`: it ended its process, or answered too many bytes.
+            AsyncmoeError: a process did not start.
         """
-        process = self._idle.pop() if self._idle else await self._start()
         try:
-            answer = await self._exchange(process, argument)
-        except BaseException:
-            # Otherwise the answer to this call would be read as the answer to the next.
-            await self._end(process)
-            raise
-        self._idle.append(process)
+            answer = await self._processes.ask(arguments)
+        except Broken as broken:
+            raise ToolError(CRASH, f"error: {broken}") from broken
         if "error" in answer:
-            raise ToolError(str(answer["reason"]), str(answer["error"]))
-        text = answer["text"]
-        if not isinstance(text, str):
-            raise ToolError(CRASH, f"error: {self.name} answered something that is not text")
-        return text
+            raise ToolError(answer["reason"], answer["error"])
+        return answer["text"]
 
     async def close(self) -> None:
         """See `Tool`."""
-        while self._idle:
-            await self._end(self._idle.pop())
+        await self._processes.close()
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        command = (sys.executable, "-m", "asyncmoe.rollout.episodes.tools.function_worker", self._target)
-        process = await reaped.start(command, _LINE_BYTES)
+
+@contextmanager
+def serve(target: str) -> Iterator[Callable[[Mapping[str, Any]], object]]:
+    """Answer calls in a process: {"text": return value, null if it is no text} or {"error": text, "reason": `ToolError.reason`}. See
+    `asyncmoe.rollout.process_worker`."""
+    function = Function(_find(target), target)
+
+    def answer(arguments: Mapping[str, Any]) -> dict[str, str | None]:
         try:
-            async with asyncio.timeout(_START_S):
-                await self._exchange(process, None)
-        except BaseException as error:
-            await self._end(process)
-            if isinstance(error, TimeoutError):
-                raise WaitTimeout(f"a process of the tool {self.name}", "start", _START_S) from error
-            raise
-        return process
+            text = function.run(arguments)
+            return {"text": text if isinstance(text, str) else None}
+        except BaseException as error:  # noqa: BLE001  any exception of a user's function is reported to the controller
+            failed = error if isinstance(error, ToolError) else _raised(error)
+            return {"error": failed.detail, "reason": failed.reason}
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        await reaped.end(process, f"a process of the tool {self.name}")
+    yield answer
 
-    async def _exchange(self, process: asyncio.subprocess.Process, argument: str | None) -> dict[str, object]:
-        try:
-            return cast(dict[str, object], await reaped.exchange(process, argument))
-        except reaped.Broken as error:
-            raise ToolError(CRASH, f"error: the process of {self.name} {error}") from error
+
+def _raised(error: BaseException) -> ToolError:
+    return ToolError(ERROR, f"error: {type(error).__name__}: {error}")
+
+
+def _plain(function: Callable[..., Any]) -> Any:
+    """Return what pydantic takes for a function: not a cached one, nor an object that can be called."""
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        return function
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    return called
+
+
+def _shown(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a parameter without the title that pydantic derives from its name. One without annotation is a text."""
+    return {key: value for key, value in schema.items() if key != "title"} or {"type": "string"}

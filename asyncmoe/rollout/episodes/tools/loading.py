@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from asyncmoe import plugins
@@ -10,46 +12,76 @@ from asyncmoe.config.loading import section
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools import function
-from asyncmoe.rollout.episodes.tools.calculator import Calculator
+from asyncmoe.rollout.episodes.tools.calculator import calculator
+from asyncmoe.rollout.episodes.tools.container import Container
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
-from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
-from asyncmoe.rollout.episodes.tools.sandboxes import python_tool
+from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits, Sandbox
+from asyncmoe.rollout.episodes.tools.tool import ToolError
 
 _OPTIONS = "environment.tools.options"
 
 
-class _PythonOptions(ToolLimits, PythonLimits):
-    """Options of the tool "python"."""
-
-
 def load(
-    names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None, sandbox: SandboxSection | None = None
+    names: Sequence[str],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    sandbox: SandboxSection | Mapping[str, Any] | None = None,
 ) -> dict[str, Runner]:
     """Return the tools that a configuration names, keyed by the names that a model uses in its calls.
 
     Args:
         names: "calculator", "python" or `package.module:function`.
-        options: options of each tool, by the name in a model's calls: fields of `ToolLimits`, and for "python" also of `PythonLimits`.
-        sandbox: where the programs of "python" run; None: the default.
+        options: options of each tool, by the name in a model's calls: fields of `ToolLimits`, of "python" those of `PythonLimits`.
+        sandbox: where the programs of "python" run, as environment.sandbox; None: in bubblewrap.
 
     Raises:
         ConfigError: a tool or option does not exist, two tools have the same name, or a tool cannot work on this machine.
     """
-    runners: dict[str, Runner] = {}
+    given, runners = dict(options or {}), dict[str, Runner]()
     for target in names:
-        own = None if target in ("calculator", "python") else function.load(target)
-        name = target if own is None else own.name
-        if name in runners:
-            raise ConfigError("environment.tools.names", got=f"two tools named {name}", expected="names that differ")
-        given = (options or {}).get(name, {})
         if target == "python":
-            limits = section(_PythonOptions, given, f"{_OPTIONS}.python")
-            runners[name] = Runner(python_tool(PythonLimits(**limits.model_dump(include=set(PythonLimits.model_fields))), sandbox), limits)
+            limits = section(PythonLimits, given.pop(target, {}), f"{_OPTIONS}.{target}")
+            placed = sandbox if isinstance(sandbox, SandboxSection) else section(SandboxSection, sandbox or {}, "environment.sandbox")
+            made = Runner(python_tool(limits, placed), limits)
         else:
-            runners[name] = Runner(own or Calculator(), section(ToolLimits, given, f"{_OPTIONS}.{name}"))
-    for name in set(options or {}) - set(runners):
+            tool = function.AsyncFunction(calculator, target) if target == "calculator" else function.load(target)
+            made = Runner(tool, section(ToolLimits, given.pop(tool.name, {}), f"{_OPTIONS}.{tool.name}"))
+        if made.name in runners:
+            raise ConfigError("environment.tools.names", got=f"two tools named {made.name}", expected="names that differ")
+        runners[made.name] = made
+    for name in given:
         near = plugins.nearest(name, runners)
         known = " or ".join(runners) or "none because environment.tools.names is empty"
-        hint = f"did you mean {near}?" if near else None
-        raise ConfigError(f"{_OPTIONS}.{name}", got="no such tool", expected=known, hint=hint)
+        raise ConfigError(f"{_OPTIONS}.{name}", got="no such tool", expected=known, hint=f"did you mean {near}?" if near else None)
     return runners
+
+
+def python_tool(limits: PythonLimits, where: SandboxSection) -> function.AsyncFunction:
+    """Return the tool "python", tried with a program. A call raises
+
+    ToolError: `ERROR`: the program is too large, or ended with a nonzero status; then the detail is its output, traceback included.
+    `TIMEOUT`: it exceeded its wall-clock or CPU seconds. `FLOOD`: it exceeded its output limit. `CRASH`: a signal ended it, or the sandbox
+    failed.
+
+    Raises:
+        ConfigError: the sandbox does not work here, or a limit is too small for any program.
+    """
+    sandbox = _sandbox(limits, where)
+    with ThreadPoolExecutor(1) as thread:  # with a loop of its own, because the caller may be inside one or outside
+        try:
+            got = thread.submit(asyncio.run, sandbox.python("print(1)")).result()
+        except ToolError as error:
+            got = " ".join(error.detail.removeprefix("error: ").split())
+    if got != "1\n":
+        given = f", with {changed}" if (changed := limits.model_dump(exclude_unset=True)) else ""
+        raise ConfigError("environment.sandbox", got=got + given, expected="one in which print(1) runs", hint=sandbox.hint)
+    return function.AsyncFunction(sandbox.python, "python")
+
+
+def _sandbox(limits: PythonLimits, where: SandboxSection) -> Sandbox:
+    if where.url is not None:
+        from asyncmoe.rollout.episodes.tools.server import Server
+
+        return Server(limits, where.url, where.token_env)
+    if where.image is not None:
+        return Container(limits, where.image)
+    return Bubblewrap(limits)

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncmoe import plugins
 from asyncmoe.config.fields import Positive, Seconds, Section
-from asyncmoe.rollout.episodes.tools.tool import CRASH, FLOOD, TIMEOUT, Tool, ToolError
+from asyncmoe.rollout.episodes.tools.tool import CRASH, FLOOD, TIMEOUT, Tool, ToolError, read_arguments
 
 
 class ToolLimits(Section):
@@ -44,51 +44,52 @@ class Counts:
 
 
 class Runner:
-    """A tool under `ToolLimits`; itself a `Tool`. What a tool's `begin` awaits before a call, if it has one, takes none of the call's time.
-
-    Attributes:
-        takes_json: the tool wants the arguments of a call as they are, a JSON object; otherwise the one text among them.
-
-    Cancelled calls count neither as calls nor as failures.
+    """A tool under `ToolLimits`, called with the text of a call. What a tool's `begin` awaits before a call, if it has one, takes none of
+    the call's time. Cancelled calls count neither as calls nor as failures.
     """
 
     def __init__(self, tool: Tool, limits: ToolLimits) -> None:
-        self.name, self.description = tool.name, tool.description
-        self.parameters: Mapping[str, Any] = tool.parameters
-        self.takes_json = bool(getattr(tool, "takes_json", False))
+        self.name = tool.name
         self.counts = Counts()
         self._tool, self._limits = tool, limits
         self._begin: Callable[[], Awaitable[object]] | None = getattr(tool, "begin", None)
         self._turns = asyncio.Semaphore(limits.concurrency)
 
-    async def call(self, argument: str) -> str:
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool's schema in the form chat templates accept (OpenAI's `tools`)."""
+        function = {"name": self.name, "description": self._tool.description, "parameters": dict(self._tool.parameters)}
+        return {"type": "function", "function": function}
+
+    async def call(self, text: str) -> str:
         """Return the observation.
 
         Raises:
-            ToolError: the tool's own; "tool_timeout" after `ToolLimits.timeout_s`, "tool_flood" beyond `ToolLimits.characters`,
-                "tool_crash" if the tool raised any other exception or did not return text.
+            ToolError: the tool's own; see `read_arguments`; "tool_timeout" after `ToolLimits.timeout_s`, "tool_flood" beyond
+                `ToolLimits.characters`, "tool_crash" if the tool raised any other exception or did not return text.
         """
         begin = time.perf_counter()
         try:
+            arguments = read_arguments(text, self._tool)
             if self._begin is not None:
                 await self._begin()
             async with self._turns:
                 begin = time.perf_counter()
-                text = await self._bounded(argument)
+                answer = await self._bounded(arguments)
         except ToolError as error:
             self._count(begin, error.reason)
             raise
         self._count(begin)
-        return text
+        return answer
 
     async def close(self) -> None:
         """See `Tool`."""
         await self._tool.close()
 
-    async def _bounded(self, argument: str) -> str:
+    async def _bounded(self, arguments: Mapping[str, Any]) -> str:
         limits = self._limits
         try:
-            text: object = await plugins.awaited(lambda: self._tool.call(argument), limits.timeout_s, self.name)
+            text: object = await plugins.awaited(lambda: self._tool.call(arguments), limits.timeout_s, self.name)
         except ToolError as error:
             raise ToolError(error.reason, self._cut(error.detail)) from error
         except plugins.Overdue as error:

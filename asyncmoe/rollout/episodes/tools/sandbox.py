@@ -1,21 +1,54 @@
-"""The tool "python": runs a program that a model wrote in a sandbox, and returns its output.
-
-`asyncmoe.rollout.episodes.tools.sandboxes` has the sandboxes."""
+"""The tool "python": runs a program that a model wrote in a sandbox, and returns its output. The sandbox here is bubblewrap; a container
+(`container`) and a server (`server`) are others.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import math
+import os
+import shutil
 import signal
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import tempfile
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Annotated, Literal
 
-from asyncmoe.config.fields import Positive, Seconds, Section
-from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, FLOOD, TIMEOUT, ToolError, one_string
+import msgspec
 
-_MIB = 2**20
+from asyncmoe.config.fields import Positive, Seconds
+from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.episodes.tools.runner import ToolLimits
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, FLOOD, TIMEOUT, ToolError
+from asyncmoe.rollout.processes import end
+
+MIB = 2**20
+WAYS = (
+    "bubblewrap needs the packages bubblewrap and util-linux, and user namespaces; without them, set environment.sandbox.image (docker or "
+    "podman) or environment.sandbox.url (a server)"
+)
+DIRECTORY = "/sandbox"
+"""The program's working directory, in memory."""
+INSIDE = Path(__file__).with_name("inside.py").read_text()
+_SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
+PROCESSES = 16
+"""Processes and threads of a program: each has a memory of its own."""
+FIRST_VICTIM = "1000"
+"""Of oom_score_adj (proc(5)): a machine or job without memory ends a program before it ends anything else."""
+USER = "65534"
+"""nobody: the kernel does not limit the number of root's processes."""
+_CHUNK = 65536
+_ADVICE = ("Run '", "See '")
+"""How docker ends what it says."""
 
 
-class PythonLimits(Section):
-    """Limits of one program.
+class PythonLimits(ToolLimits):
+    """Limits of one program, and of the tool.
 
     Attributes:
         wall_s, cpu_s: wall-clock seconds, and CPU seconds of each of its processes, rounded up.
@@ -28,100 +61,196 @@ class PythonLimits(Section):
 
     wall_s: Seconds = 10.0
     cpu_s: Seconds = 5.0
-    memory_bytes: Positive = 512 * _MIB
-    file_bytes: Positive = 16 * _MIB
+    memory_bytes: Positive = 512 * MIB
+    file_bytes: Positive = 16 * MIB
     open_files: Positive = 64
     output_bytes: Positive = 16384
     code_bytes: Positive = 65536
 
 
-@dataclass(frozen=True)
-class ProgramEnded:
-    """How a program ended.
+class Ended(msgspec.Struct, frozen=True):
+    """How a program ended, and the JSON that a server answers.
 
     Attributes:
         output: standard output and error, at most `PythonLimits.output_bytes`.
-        flooded: True if there was more output; then the other attributes say nothing.
-        status: exit status, or the negative number of the signal that ended it.
-        timeout: the limit that ended it, or None.
+        status: exit status; -n: signal n ended it.
+        timeout: the limit that it exceeded, of wall-clock or of CPU seconds.
+        flooded: there was more output.
     """
 
     output: str
-    flooded: bool = False
-    status: int = 0
+    status: Annotated[int, msgspec.Meta(ge=-64, le=255)] = 0
     timeout: Literal["wall", "cpu"] | None = None
+    flooded: bool = False
 
 
-class Sandbox(Protocol):
-    """A place where programs run under `PythonLimits`, each by itself. Programs run concurrently."""
+class Sandbox(ABC):
+    """Runs programs, each by itself, under `PythonLimits`.
 
-    name: str
-    """For messages."""
-    hint: str | None
-    """What to do if it does not work."""
-
-    async def run(self, program: bytes) -> ProgramEnded:
-        """Run a program. If cancelled, end it.
-
-        Raises:
-            ToolError: `CRASH`: the sandbox failed.
-            WaitTimeout: something that is ours did not end.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Wait until every program has ended."""
-        ...
-
-
-class PythonTool:
-    """The tool "python". Its `Runner` limits concurrent calls.
-
-    Args:
-        sandbox: where programs run; see `asyncmoe.rollout.episodes.tools.sandboxes`.
+    Attributes:
+        name: what confines a program, for messages.
+        hint: what to do if it does not work.
     """
 
-    name = "python"
-    description = "Runs a Python program and returns what it prints. Standard library only; no network."
-    parameters = one_string("code", "the program")
+    name: str
+    hint = WAYS
 
-    def __init__(self, limits: PythonLimits, sandbox: Sandbox) -> None:
-        self._limits, self._sandbox = limits, sandbox
+    def __init__(self, limits: PythonLimits) -> None:
+        self.limits = limits
 
-    async def call(self, argument: str) -> str:
-        """Run a program and return its output.
+    @abstractmethod
+    async def run(self, program: bytes) -> Ended:
+        """Run a program; if cancelled, end it. Raises ToolError: `CRASH`: the sandbox failed."""
 
-        Raises:
-            ToolError: `ERROR`: the program is too large, or ended with a nonzero status; then the detail is its output, traceback included.
-                `TIMEOUT`: it exceeded its wall-clock or CPU seconds. `FLOOD`: it exceeded its output limit. `CRASH`: a signal ended it, or
-                the sandbox failed.
-            WaitTimeout: the program did not end.
-        """
-        code, limits = argument.encode(errors="replace"), self._limits
-        if len(code) > limits.code_bytes:
-            raise ToolError(ERROR, f"error: a program of {len(code)} bytes, more than {limits.code_bytes}")
-        ended = await self._sandbox.run(code)
-        text, status = ended.output, ended.status
-        if ended.flooded:
-            raise ToolError(FLOOD, f"{text}\n[cut at {limits.output_bytes} bytes]")
-        if ended.timeout == "wall":
-            raise ToolError(TIMEOUT, _said(text, f"the program took longer than {limits.wall_s:g} s"))
-        if ended.timeout == "cpu":
-            raise ToolError(TIMEOUT, _said(text, f"the program took more than {limits.cpu_s:g} s of CPU time"))
-        if status < 0:
-            raise ToolError(CRASH, _said(text, f"the program was ended by {_signal_name(-status)}"))
-        if status > 0:
-            raise ToolError(ERROR, text or _said("", f"the program ended with status {status}"))
-        return text
+    async def python(self, code: str) -> str:
+        """Runs a Python program and returns what it prints. Standard library only; no network."""
+        program = code.encode(errors="replace")
+        if len(program) > self.limits.code_bytes:
+            raise ToolError(ERROR, f"error: a program of {len(program)} bytes, more than {self.limits.code_bytes}")
+        return _printed(await self.run(program), self.limits)
 
-    async def close(self) -> None:
+
+class CommandSandbox(Sandbox):
+    """Programs in a command of this machine, which starts `inside.py`.
+
+    Attributes:
+        environment: variables of the command.
+        start_s: seconds in which a program must begin.
+    """
+
+    environment: Mapping[str, str] = {}
+    start_s = 30.0
+
+    @abstractmethod
+    def command(self, name: str) -> list[str]:
+        """Return the command that runs the program on its standard input; `name` is unique."""
+
+    async def removed(self, name: str) -> None:
+        """Remove what may be left after the command was killed."""
+
+    async def run(self, program: bytes) -> Ended:
         """See `Sandbox`."""
-        await self._sandbox.close()
+        name, pipe = f"asyncmoe-{uuid.uuid4().hex}", asyncio.subprocess.PIPE
+        with tempfile.TemporaryFile() as said:
+            process = await asyncio.create_subprocess_exec(
+                *self.command(name), stdin=pipe, stdout=pipe, stderr=said, env=dict(self.environment), start_new_session=True
+            )
+            try:
+                await self._begin(process, program, said)
+                return await self._watch(process)
+            finally:
+                killed = process.returncode is None
+                await end(process)
+                if killed:
+                    await self.removed(name)
+
+    async def _begin(self, process: asyncio.subprocess.Process, program: bytes, said: IO[bytes]) -> None:
+        """Give the command its program, and wait until it begins. Raises ToolError."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(self.start_s):
+                with suppress(ConnectionError):  # one that ended early has said why
+                    process.stdin.write(program)
+                    await process.stdin.drain()
+                process.stdin.close()
+                if await process.stdout.read(1):
+                    return
+        except TimeoutError as error:
+            raise ToolError(CRASH, f"error: {self.name} started no program within {self.start_s:g} s") from error
+        said.seek(0)
+        lines = said.read(_CHUNK).decode(errors="replace").splitlines()
+        last = next((line for line in reversed(lines) if line.strip() and not line.startswith(_ADVICE)), "nothing")
+        raise ToolError(CRASH, f"error: {self.name} says: {last[:300]}")
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> Ended:
+        assert process.stdout is not None
+        begin, output, most = time.monotonic(), bytearray(), self.limits.output_bytes
+        try:
+            async with asyncio.timeout(self.limits.wall_s):
+                while len(output) <= most and (chunk := await process.stdout.read(_CHUNK)):
+                    output += chunk
+                if len(output) > most:
+                    return Ended(_text(output[:most]), flooded=True)
+                status = await process.wait()
+        except TimeoutError:
+            return Ended(_text(output), timeout="wall")
+        # As a shell does, the commands say 128 + n for signal n.
+        status = 128 - status if status - 128 in signal.valid_signals() else status
+        spent = status == -signal.SIGXCPU or (status == -signal.SIGKILL and time.monotonic() - begin > self.limits.cpu_s)
+        return Ended(_text(output), status=status, timeout="cpu" if spent else None)
+
+
+class Bubblewrap(CommandSandbox):
+    """See `Sandbox`. A program sees /usr, a few devices and its own directory; none of this machine's other files, processes or networks.
+    It ends with bubblewrap, and all it has started with it.
+
+    Raises:
+        ConfigError: a program that this needs is missing.
+    """
+
+    name = "bubblewrap"
+
+    def __init__(self, limits: PythonLimits) -> None:
+        super().__init__(limits)
+        self._python = os.path.realpath(_found("python3", "/usr/local/bin:/usr/bin"))
+        as_nobody = [_found("setpriv"), f"--reuid={USER}", f"--regid={USER}", "--clear-groups"] if os.geteuid() == 0 else []
+        self._outside = [*as_nobody, _found("choom"), "-n", FIRST_VICTIM, "--", _found("bwrap")]
+
+    def command(self, name: str) -> list[str]:
+        """See `CommandSandbox`."""
+        limits = json.dumps(rlimits(self.limits) | {"RLIMIT_NPROC": (PROCESSES, PROCESSES)})
+        return [*self._outside, *self._around(), "--", self._python, "-I", "-S", "-c", INSIDE, limits]
+
+    def _around(self) -> Iterator[str]:
+        yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv")
+        yield from ("--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr")
+        for path in _SYSTEM:
+            if os.path.islink(path):
+                yield from ("--symlink", os.readlink(path), path)
+            elif os.path.isdir(path):
+                yield from ("--ro-bind", path, path)
+        yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
+        # The file systems in memory that bwrap makes for itself have no limit.
+        yield from ("--dev", "/dev", "--remount-ro", "/dev")
+        yield from ("--perms", "0700", "--size", str(self.limits.file_bytes), "--tmpfs", DIRECTORY)
+        yield from ("--remount-ro", "/", "--chdir", DIRECTORY)
+
+
+def rlimits(limits: PythonLimits) -> dict[str, tuple[int, int]]:
+    """Return limits of each process (setrlimit(2))."""
+    cpu_s = math.ceil(limits.cpu_s)
+    most = {"AS": limits.memory_bytes, "FSIZE": limits.file_bytes, "NOFILE": limits.open_files, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
+    return {"RLIMIT_CPU": (cpu_s, cpu_s + 1), **{f"RLIMIT_{name}": (value, value) for name, value in most.items()}}
+
+
+def _found(program: str, where: str | None = None) -> str:
+    path = shutil.which(program, path=where)
+    if path is None:
+        raise ConfigError("environment.sandbox", got=f"no program {program}", expected="one that confines programs", hint=WAYS)
+    return path
+
+
+def _printed(ended: Ended, limits: PythonLimits) -> str:
+    """Return the output of a program that ended well. Raises ToolError."""
+    text, status = ended.output, ended.status
+    if ended.flooded:
+        raise ToolError(FLOOD, f"{text}\n[cut at {limits.output_bytes} bytes]")
+    if ended.timeout is not None:
+        took = f"longer than {limits.wall_s:g} s" if ended.timeout == "wall" else f"more than {limits.cpu_s:g} s of CPU time"
+        raise ToolError(TIMEOUT, _said(text, f"the program took {took}"))
+    if status < 0:
+        name = next((one.name for one in signal.Signals if one == -status), f"signal {-status}")
+        raise ToolError(CRASH, _said(text, f"the program was ended by {name}"))
+    if status:
+        raise ToolError(ERROR, text or _said("", f"the program ended with status {status}"))
+    return text
+
+
+def _text(output: bytes | bytearray) -> str:
+    """Return the output; tracebacks name the program's file without its directory."""
+    return output.decode(errors="replace").replace(f'File "{DIRECTORY}/', 'File "')
 
 
 def _said(text: str, error: str) -> str:
     return "\n".join([*text.splitlines(), f"error: {error}"])
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

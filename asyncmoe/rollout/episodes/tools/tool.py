@@ -1,11 +1,13 @@
-"""The interface of a tool, and its errors."""
+"""The interface of a tool, its errors, and the arguments of its calls."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from asyncmoe.errors import AsyncmoeError
+from asyncmoe.rollout.episodes.tools import strict_json
 
 ERROR, TIMEOUT, CRASH, FLOOD = "tool_error", "tool_timeout", "tool_crash", "tool_flood"
 
@@ -26,24 +28,19 @@ class ToolError(AsyncmoeError):
 
 
 class Tool(Protocol):
-    """A tool that a model can call while it responds. Calls run concurrently."""
+    """A tool that a model can call while it responds. Calls run concurrently.
 
-    @property
-    def name(self) -> str:
-        """The name used in calls; letters, digits and underscores."""
-        ...
+    Attributes:
+        name: the name used in calls; letters, digits and underscores.
+        description: for the model.
+        parameters: JSON schema of the arguments, an object.
+    """
 
-    @property
-    def description(self) -> str:
-        """Description of the tool, for the model."""
-        ...
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
 
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of the arguments, an object. A tool with one string parameter is called with that string."""
-        ...
-
-    async def call(self, argument: str) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> str:
         """Return the observation. If cancelled, end everything this call started.
 
         Raises:
@@ -56,11 +53,23 @@ class Tool(Protocol):
         ...
 
 
-def schema(tool: Tool) -> dict[str, Any]:
-    """Return the tool's schema in the form chat templates accept (OpenAI's `tools`)."""
-    return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}}
+def read_arguments(text: str, tool: Tool) -> dict[str, Any]:
+    """Return the arguments in a call. A text that is no JSON object is the value of a tool's only parameter.
 
-
-def one_string(name: str, what: str) -> dict[str, Any]:
-    """Return the JSON schema of a tool with one string parameter."""
-    return {"type": "object", "properties": {name: {"type": "string", "description": what}}, "required": [name]}
+    Raises:
+        ToolError: `ERROR`: the text is no JSON object, or has values that are no JSON.
+    """
+    parameters: Mapping[str, Any] = tool.parameters.get("properties") or {}
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = text
+    if not isinstance(given, dict):
+        if len(parameters) != 1:
+            raise ToolError(ERROR, f"error: the arguments of {tool.name} are a JSON object")
+        ((only, schema),) = parameters.items()
+        given = {only: text if schema.get("type") == "string" else given}
+    try:
+        return dict(strict_json.checked(given))
+    except ValueError as error:
+        raise ToolError(ERROR, f"error: arguments of {tool.name} that are not valid JSON: {error}") from error

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 import httpx2
@@ -20,11 +21,12 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
 from asyncmoe.config.mcp import McpServer
-from asyncmoe.errors import WaitTimeout
-from asyncmoe.rollout import reaped
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, TIMEOUT, ToolError
 from asyncmoe.surroundings import proxy_for
 
+log = logging.getLogger(__name__)
+MODES = ("legacy", "auto")
+"""How a session begins, the SDK's `Client.mode`: "legacy" is `initialize`, which makes one; "auto" is for servers that refuse it."""
 _LEAVE_S, _CLOSE_S = 10.0, 30.0
 _LAST_WORDS_S = 0.2
 _SHOWN = 400
@@ -34,11 +36,11 @@ T = TypeVar("T")
 
 
 class McpSession:
-    """One session. `open`, then `tools` and `call`, then `close`, which may be called from any task and at any time.
+    """One session, which the first call of `begun` begins. `close` may be called from any task and at any time.
 
     Args:
         name, section: the server's name and keys in the configuration.
-        mode: how the session begins, the SDK's `Client.mode`: "legacy" is `initialize`; "auto" is for servers that refuse it.
+        mode: one of `MODES`.
     """
 
     def __init__(self, name: str, section: McpServer, mode: str) -> None:
@@ -48,29 +50,30 @@ class McpSession:
         self._task: asyncio.Task[None] | None = None
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the session
 
-    async def open(self) -> None:
-        """Begin the session.
+    async def begun(self) -> Client:
+        """Wait until the session has begun.
 
         Raises:
             ToolError: `TIMEOUT`: not within `start_timeout_s`; `CRASH`: the server cannot be started or reached, ended, or answered
-                something that is not MCP; `ERROR`: it refuses.
+                something that is not MCP; `ERROR`: it refuses. It is not begun again.
         """
-        self._task = asyncio.create_task(self._live(), name=f"mcp {self._name}")
-        await self._answered(asyncio.shield(self._client), "begin a session", self._section.start_timeout_s)
+        if self._task is None:
+            self._task = asyncio.create_task(self._live(), name=f"mcp {self._name}")
+        return await self._answered(asyncio.shield(self._client), "begin a session")
 
     async def tools(self) -> list[types.Tool]:
-        """Return the tools that the server lists. Raises ToolError as `open` does."""
+        """Return the tools that the server lists. Raises ToolError as `begun` does."""
+        client = await self.begun()
 
         async def pages() -> list[types.Tool]:
-            found: list[types.Tool] = []
-            cursor: str | None = None
-            while True:
-                page = await self._client.result().session.list_tools(params=types.PaginatedRequestParams(cursor=cursor))
-                found += page.tools
-                if (cursor := page.next_cursor) is None:
-                    return found
+            found, cursor, first = list[types.Tool](), None, True
+            async with asyncio.timeout(self._section.start_timeout_s):
+                while first or cursor is not None:
+                    page = await client.session.list_tools(params=types.PaginatedRequestParams(cursor=cursor))
+                    found, cursor, first = found + page.tools, page.next_cursor, False
+            return found
 
-        return await self._answered(pages(), "list its tools", self._section.start_timeout_s)
+        return await self._answered(pages(), "list its tools")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
         """Call a tool and return its answer as text. The caller limits the time.
@@ -80,12 +83,8 @@ class McpSession:
                 with a tool's result.
         """
         request = types.CallToolRequest(params=types.CallToolRequestParams(name=tool, arguments=arguments))
-        try:
-            request.model_dump_json(by_alias=True)
-        except ValueError as error:  # nested too deeply for the SDK, which would end the session
-            raise ToolError(ERROR, f"error: the arguments of {tool} cannot be sent: {error}") from error
         # Not `call_tool`, which lists all tools once a session to compare the result with a schema that only a program could use.
-        asked = self._client.result().session.send_request(request, types.CallToolResult)
+        asked = (await self.begun()).session.send_request(request, types.CallToolResult)
         result = await self._answered(asked, f"answer a call of {tool}")
         text = "\n".join(map(_shown, result.content))
         if not result.content and result.structured_content is not None:
@@ -95,24 +94,22 @@ class McpSession:
         return text
 
     async def close(self) -> None:
-        """End the session, and the server's processes if it has some.
-
-        Raises:
-            WaitTimeout: the session did not end.
-        """
+        """End the session, and the server's processes if it has some. One that does not end is only logged."""
         self._closing.set()
         if self._task is not None:
-            if not self._client.done():
+            if self._client.cancel():  # it has not begun
                 self._task.cancel()
             for seconds in (_LEAVE_S, _CLOSE_S):
                 if (await asyncio.wait([self._task], timeout=seconds))[0]:
                     return self._stderr.close()
                 self._task.cancel()  # a server that runs elsewhere need not answer the goodbye
-            raise WaitTimeout(f"the MCP server {self._name}", "end its session", _CLOSE_S)
+            log.error("the MCP server %s has not ended its session within %g s", self._name, _CLOSE_S)
 
     async def _live(self) -> None:
         try:
-            async with Client(self._transport(), mode=self._mode, cache=None) as client:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(self._section.start_timeout_s):
+                    client = await stack.enter_async_context(Client(self._transport(), mode=self._mode, cache=None))
                 self._client.set_result(client)
                 await self._closing.wait()
         except Exception as error:  # noqa: BLE001  whatever the SDK raises is the server's failure, told to those who wait
@@ -130,22 +127,22 @@ class McpSession:
                 yield streams
             return
         assert section.command is not None
-        program, *arguments = reaped.ending_all((section.command, *section.args))
         environment = {name: os.environ[name] for name in section.env_from} | section.env
-        started = StdioServerParameters(command=program, args=arguments, env=environment, cwd=section.cwd)
+        started = StdioServerParameters(command=section.command, args=list(section.args), env=environment, cwd=section.cwd)
         async with stdio_client(started, self._stderr) as streams:
             yield streams
 
-    async def _answered(self, request: Awaitable[T], what: str, seconds: float | None = None) -> T:
+    async def _answered(self, request: Awaitable[T], what: str) -> T:
         """Return the answer to a request. Raises ToolError by whose fault there is none."""
         try:
-            async with asyncio.timeout(seconds):
-                return await request
+            return await request
         except Exception as error:  # whatever the SDK raises is the server's failure
             if isinstance(error, MCPError) and (error.code == types.INVALID_PARAMS or error.code not in _RESERVED):
                 raise ToolError(ERROR, f"error: {error.message}") from error
             late = isinstance(error, TimeoutError)
-            told = f"took longer than {seconds:g} s to {what}" if late else f"did not {what}: {error or type(error).__name__}"
+            told = f"did not {what}: {error or type(error).__name__}"
+            if late:
+                told = f"took longer than {self._section.start_timeout_s:g} s to {what}"
             await asyncio.sleep(_LAST_WORDS_S)  # they come another way
             if not self._stderr.closed:
                 self._stderr.seek(0)

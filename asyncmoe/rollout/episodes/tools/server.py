@@ -1,0 +1,67 @@
+"""Programs of the tool "python" on a server of the user's own. docs/guides/environment.md has the protocol.
+
+A program is posted again only if no program has begun (`Later`). A connection that breaks later is not tried again, because the program
+may be running.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay, wait_random_exponential
+
+from asyncmoe.errors import ConfigError, TrajectoryRejected
+from asyncmoe.rollout.episodes.tools.sandbox import Ended, PythonLimits, Sandbox
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
+from asyncmoe.rollout.scoring.http import Poster
+from asyncmoe.rollout.scoring.types import Later
+
+_GRACE_S = 10.0
+"""Seconds of a request in addition to the program's own; as long is a program posted again."""
+_ESCAPED = 6
+"""Bytes that JSON may need for one byte of output: \\u0001."""
+_REST_BYTES = 4096
+_TOLD = {"wall_s", "cpu_s", "memory_bytes", "file_bytes", "open_files", "output_bytes"}
+_backoff = wait_random_exponential(multiplier=0.5, max=10.0)
+
+
+class Server(Sandbox):
+    """See `Sandbox`.
+
+    Raises:
+        ConfigError: the variable with the token is not set.
+    """
+
+    hint = "start the server, or correct environment.sandbox.url and environment.sandbox.token_env"
+
+    def __init__(self, limits: PythonLimits, url: str, token_env: str | None) -> None:
+        super().__init__(limits)
+        self.name, self._token = url, "" if token_env is None else os.environ.get(token_env, "")
+        if token_env is not None and not self._token:
+            got = f"no variable {token_env} in the environment"
+            raise ConfigError("environment.sandbox.token_env", got=got, expected="it to be set", hint="export it")
+
+    async def run(self, program: bytes) -> Ended:
+        """See `Sandbox`."""
+        most, seconds = self.limits.output_bytes, self.limits.wall_s + _GRACE_S
+        body = msgspec.json.encode({"program": program.decode(), "limits": self.limits.model_dump(include=_TOLD)})
+        again = AsyncRetrying(retry=retry_if_exception_type(Later), wait=_pause, stop=stop_before_delay(seconds), reraise=True)
+        poster = Poster(self.name, seconds, self._token)
+        try:
+            ended = msgspec.json.decode(await again(poster.post, body, most * _ESCAPED + _REST_BYTES), type=Ended)
+        except TrajectoryRejected as rejected:
+            raise ToolError(CRASH, f"error: {str(rejected).partition(': ')[2]}") from rejected
+        except (ValueError, RecursionError) as error:
+            raise ToolError(CRASH, f"error: {self.name}: an answer that is not of the protocol: {error}") from error
+        finally:
+            await poster.close()
+        output = ended.output.encode(errors="replace")
+        flooded = ended.flooded or len(output) > most
+        return msgspec.structs.replace(ended, output=output[:most].decode(errors="replace"), flooded=flooded)
+
+
+def _pause(state: RetryCallState) -> float:
+    """Return the seconds until the next request: as the server asks, else more from time to time."""
+    later = state.outcome.exception() if state.outcome is not None else None
+    return max(later.after_s if isinstance(later, Later) else 0.0, _backoff(state))

@@ -14,7 +14,6 @@
 #include "cuda_bindings.h"
 #include "delta_bindings.h"
 #include "digest.h"
-#include "dlpack.h"
 #include "plan_bindings.h"
 #include "program.h"
 #include "scales_bindings.h"
@@ -57,31 +56,6 @@ uint64_t digest(uintptr_t address, int64_t nbytes, int threads) {
     if (nbytes < 0) throw std::invalid_argument("nbytes: got " + std::to_string(nbytes) + ", expected at least 0");
     py::gil_scoped_release released;
     return asyncmoe::digest(reinterpret_cast<const std::byte*>(address), nbytes, threads);
-}
-
-bool is_row_major(const asyncmoe::dlpack::Tensor& tensor) {
-    if (!tensor.strides) return true;
-    int64_t step = 1;
-    for (int k = tensor.ndim - 1; k >= 0; --k) {
-        if (tensor.shape[k] == 0) return true;
-        if (tensor.shape[k] != 1 && tensor.strides[k] != step) return false;
-        step *= tensor.shape[k];
-    }
-    return true;
-}
-
-// Returns (address, elements, device type, device id, type code, bits of an element, row-major).
-py::tuple inspect(const py::capsule& capsule) {
-    const std::string name = capsule.name() ? capsule.name() : "no name";
-    if (name != "dltensor")
-        throw std::invalid_argument("DLPack capsule: got " + name +
-                                    ", expected dltensor, a capsule that is not used yet");
-    const auto& tensor = capsule.get_pointer<asyncmoe::dlpack::ManagedTensor>()->tensor;
-    int64_t elements = 1;
-    for (int k = 0; k < tensor.ndim; ++k) elements *= tensor.shape[k];
-    const auto address = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
-    return py::make_tuple(address, elements, tensor.device.type, tensor.device.id, tensor.dtype.code,
-                          tensor.dtype.bits * tensor.dtype.lanes, is_row_major(tensor));
 }
 
 asyncmoe::Program make_program(const Int64Array& rows, const Int64Array& firsts, const std::string& wire,
@@ -163,8 +137,6 @@ PYBIND11_MODULE(_C, module) {
     define_ring(module);
     module.def("digest", &digest, py::arg("address"), py::arg("nbytes"), py::arg("threads") = 0,
                "64-bit digest of a buffer, as defined in csrc/digest.h.");
-    module.def("inspect", &inspect, py::arg("capsule"),
-               "(address, elements, device type, device id, type code, bits, row-major) of a DLPack capsule.");
     asyncmoe::bind_cuda(module);
     asyncmoe::bind_nccl(module);
 }

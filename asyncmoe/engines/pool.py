@@ -132,11 +132,6 @@ class Pool:
         return min((member.version for member in self.serving), default=0)
 
     @property
-    def requests(self) -> int:
-        """Requests of this process that are at engines or wait for one."""
-        return self._gate.present
-
-    @property
     def awaited(self) -> bool:
         """Whether no engine is left, but one will come back."""
         if any(not member.leaving for member in self.present):

@@ -211,8 +211,6 @@ class WorkerNews(Message, frozen=True):
     uses: tuple[EngineUse, ...]
     busy: tuple[Busy, ...]
     """Since the news before."""
-    requests: Count
-    """At engines or waiting for one."""
     tokens: dict[str, int]
     """Since the news before, by the attribute of `asyncmoe.engines.pool.Pool` that counts them."""
     figures: Figures

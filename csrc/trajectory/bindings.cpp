@@ -3,9 +3,7 @@
 
 #include <stdexcept>
 #include <string>
-#include <string_view>
 
-#include "answer_bindings.h"
 #include "crc32c.h"
 #include "masks.h"
 #include "routes.h"
@@ -161,7 +159,6 @@ PYBIND11_MODULE(_C, module) {
                py::arg("experts"), py::arg("count"));
     module.def("digest_routes", &digest_routes, py::arg("planes").noconvert(), py::arg("rows"), py::arg("top_k"),
                py::arg("experts"), py::arg("layers"));
-    asyncmoe::trajectory::bind_answer(module);
     module.def("encode_masks", &encode_masks, py::arg("offsets").noconvert(), py::arg("ids").noconvert(),
                py::arg("vocabulary"));
     module.def("decode_masks", &decode_masks, py::arg("bytes").noconvert(), py::arg("rows"), py::arg("count"),

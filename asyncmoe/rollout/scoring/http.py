@@ -24,11 +24,10 @@ class Poster:
         url: complete URL; redirects are not followed.
         timeout_s: limit for one call, up to the last byte of its answer.
         key: sent as a bearer token, if not empty.
-        reuse: keep connections for later calls. One that the server closes meanwhile fails like a call that has begun.
     """
 
-    def __init__(self, url: str, timeout_s: float, key: str = "", *, reuse: bool = True) -> None:
-        self.url, self._timeout_s, self._reuse = url, timeout_s, reuse
+    def __init__(self, url: str, timeout_s: float, key: str = "") -> None:
+        self.url, self._timeout_s = url, timeout_s
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._session: aiohttp.ClientSession | None = None
 
@@ -42,8 +41,7 @@ class Poster:
         """
         if self._session is None:
             # `LimitedScorer` limits the calls in flight. We close idle connections before the server does (uvicorn: after 5 s).
-            keep_alive = {"keepalive_timeout": _KEEP_ALIVE_S} if self._reuse else {"force_close": True}
-            connector = aiohttp.TCPConnector(limit=0, **keep_alive)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, proxy=proxy_for(self.url))
         bound = aiohttp.ClientTimeout(self._timeout_s)
         try:

@@ -137,11 +137,6 @@ class WorkerFleet:
         gone = [worker.joined.rendezvous for worker in self._workers.values() if worker.gone]
         return {(one.host, one.pid) for one in gone}
 
-    @property
-    def requests(self) -> int:
-        """Requests that are at engines or wait for one."""
-        return sum(worker.requests for worker in self._alive())
-
     def figures(self) -> Figures:
         """Return the statistics of all workers, those included that are lost."""
         return added(self._figures.values())
@@ -274,7 +269,6 @@ class WorkerFleet:
             self._generated(*busy)
         for name, count in news.tokens.items():
             setattr(self._pool, name, getattr(self._pool, name) + count)
-        worker.requests = news.requests
         self._gates.note(worker, news.uses)
 
     def _lost(self, worker: RemoteWorker) -> None:

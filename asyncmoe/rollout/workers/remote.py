@@ -44,7 +44,6 @@ class RemoteWorker:
         engines: what it was told last.
         telling: what tells it of engines, until it does what it was told.
         uses: what it said of the engines, by their serial numbers.
-        requests: at engines or waiting for one.
         running: number of episodes that run there.
         ended: the episodes that have ended there and are not yet part of a group.
     """
@@ -55,7 +54,7 @@ class RemoteWorker:
         self.engines: WorkerEngines | None = None
         self.telling: set[asyncio.Task[None]] = set()
         self.uses: dict[int, EngineUse] = {}
-        self.requests = self.running = 0
+        self.running = 0
         self.ended: set[EpisodeId] = set()
         self._client = AsyncClient(joined.rendezvous, self.name)
         self._asking: set[asyncio.Task[None]] = set()

@@ -196,7 +196,7 @@ class WorkerService:
         tokens = {name: getattr(pool, name) for name in _TOKENS}
         for name in _TOKENS:
             setattr(pool, name, 0)
-        return WorkerNews(self._engines.uses(), busy, pool.requests, tokens, figures_of(loaded))
+        return WorkerNews(self._engines.uses(), busy, tokens, figures_of(loaded))
 
 
 def _place(told: EpisodeKey) -> EpisodeId:

@@ -41,7 +41,7 @@ def test_counts_by_reason_survive(tmp_path: Path) -> None:
 
 
 def test_figures_of_several_processes_add_up() -> None:
-    sent = [decode_reply(encode(WorkerNews((), (), 0, {}, one))) for one in (figures(), figures(), Figures())]
+    sent = [decode_reply(encode(WorkerNews((), (), {}, one))) for one in (figures(), figures(), Figures())]
     whole = added(one.figures for one in sent if isinstance(one, WorkerNews))
     assert whole.scoring["scorer"] == Scoring(in_flight=2, waiting=4, scored=6, retried=8, failed={"scorer_timeout": 10}, seconds=12.0)
     assert whole.tools["python"] == Calls(calls=14, seconds=3.0, failures={"tool_timeout": 4, "tool_crash": 2})

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.network.hosts import Wire, missing
 from benchmarks.network.whole_run import measured, table
 from tests.system.runs import metrics, provide
-from tests.system.test_log import WARM, ledger_adds_up, told_by_log
+from tests.system.trained_once import WARM, ledger_adds_up, told_by_log
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough, pytest.mark.skipif(bool(why := missing()), reason=why)]
 STEPS = 4

@@ -1,10 +1,9 @@
-"""Another user of the machine tries every port, file and process of a run, and nothing is answered or written."""
+"""Another user of the machine tries every port and file of a run, and nothing is answered or written."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -29,12 +28,6 @@ pytestmark = [
 ]
 _LISTENS = "0A"
 _UNAUTHORIZED = b'{"error": {"message": "Unauthorized"}}'
-WORLD_READABLE = {
-    *("arch_status", "autogroup", "cgroup", "cmdline", "comm", "coredump_filter", "cpu_resctrl_groups", "cpuset", "gid_map", "limits"),
-    *("loginuid", "mountinfo", "mounts", "oom_adj", "oom_score", "oom_score_adj", "projid_map", "sched", "schedstat", "sessionid"),
-    *("setgroups", "stat", "statm", "status", "timens_offsets", "uid_map", "wchan", "dev_snmp6"),
-}
-"""Files of /proc/PID that Linux lets every user read (proc(5)); of these only cmdline says what the process chose."""
 
 
 @pytest.fixture
@@ -153,8 +146,8 @@ def test_another_user_gets_and_changes_nothing(place: Path, monkeypatch: pytest.
     check_targets(targets)
     check_sockets(found)
     assert found["files"] == []
-    check_read(found["read"], targets)
-    assert found["processes"] == []
+    assert found["read"] == {}
+    assert not [secret for secret in targets.secrets if any(secret in (line or "") for line in found["commands"].values())]
     assert "resumes from" in error or status == 0, error
     assert (json.loads((run_dir / "summary.json").read_text()))["max_abs_logprob_diff_same_version"] <= 1e-5
     assert command.gone(), command.alive()
@@ -187,11 +180,3 @@ def check_sockets(found: dict[str, Any]) -> None:
     told = {(reply.split(b" ")[1], reply.partition(b"\r\n\r\n")[2]) for reply in answers}
     assert (b"401", _UNAUTHORIZED) in told
     assert told <= {(b"401", _UNAUTHORIZED), (b"400", b"Invalid HTTP request received.")}, told
-
-
-def check_read(read: dict[str, str], targets: Exposed) -> None:
-    """Nothing but what Linux tells every user of every process."""
-    names = {re.sub(r"^/proc/\d+/", "", path) for path in read}
-    assert not {name for name in names if not name.startswith("net/")} - WORLD_READABLE
-    text = "\0".join(read.values())
-    assert not [secret for secret in targets.secrets if secret in text]

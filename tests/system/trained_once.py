@@ -1,38 +1,22 @@
-"""A run that is killed again and again trains every group once, in the batches of the first pass, and asks prompts in their order."""
+"""Proof from a run's records that every group was trained once, whatever was lost meanwhile."""
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import signal
-import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncmoe.log.files import scan
 from asyncmoe.queue import records
 from asyncmoe.queue.fold import LogState, fold
-from tests.system.runs import ONE_RANK, Command, logs, marked_pids, metrics, start, wait_for
+from asyncmoe.telemetry import processes
+from tests.system.runs import json_lines, metrics
 
-# By default tests/unit/test_chaos.py resumes a run that ends at seeded moments, with light engines and ranks, and cuts no response by more
-# than a piece; test_controller_restarts and test_restarts lose controller, supervisor, engine and rank of a real run, and `check` it.
-pytestmark = [pytest.mark.system, pytest.mark.thorough]
 SHAPE = ("run.steps=9", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9", "scoring.scorer=tests.unit.scorers:length")
-ENDS = ("trainer.max_restarts=0", "run.controller_restarts=0", "engines.orphan_s=5")
-"""Of a run that ends as a whole when one of its processes is lost."""
 WARM = 4
-TARGETS = {"supervisor": "asyncmoe run", "controller": "asyncmoe rollout", "rank": "asyncmoe.trainer"}
-
-
-def kill(command: Command, target: str) -> None:
-    """Send SIGKILL to one process of a run, and wait until all have ended."""
-    os.kill(marked_pids(command.mark, TARGETS[target])[0], signal.SIGKILL)
-    assert command.gone(60), command.alive()
 
 
 def trained(directory: Path, before: int, step: int) -> bool:
@@ -40,10 +24,17 @@ def trained(directory: Path, before: int, step: int) -> bool:
     return any(one["step"] >= step for one in metrics(directory)[before:])
 
 
+def process(directory: Path, role: str, part: str = "") -> psutil.Process:
+    """A process that the run has recorded, and that runs; with `part`, that process among those it started whose command line has it."""
+    (found,) = [one for one in processes.read(directory) if one.role == role]
+    assert processes.runs(found), f"{role} does not run"
+    family = psutil.Process(found.pid)
+    return next(one for one in family.children(recursive=True) if part in " ".join(one.cmdline())) if part else family
+
+
 def passes(directory: Path) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
     """Of each start of the trainer: the step it began at, and what it trained, by step: loss and (key, digest) of the trajectories."""
-    told = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().split("\n") if line.endswith("}")]
-    sampled = [json.loads(line) for line in (directory / "samples" / "trainer.jsonl").read_text().split("\n") if line.endswith("}")]
+    told, sampled = json_lines(directory / "metrics.jsonl"), json_lines(directory / "samples" / "trainer.jsonl")
     losses: list[tuple[int, dict[int, dict[str, float]]]] = []
     for one in told:
         if "resumed_at" in one:
@@ -61,54 +52,9 @@ def passes(directory: Path) -> Iterator[tuple[int, dict[int, dict[str, Any]]]]:
 
 
 def ledger_adds_up(directory: Path) -> None:
-    for line in (directory / "rollout.jsonl").read_text().splitlines():
-        if not line.endswith("}"):
-            continue
-        one = json.loads(line)
+    for one in json_lines(directory / "rollout.jsonl"):
         ended = sum(sum(one[name].values()) for name in ("dropped", "rejected", "requeued"))
         assert one["started"] == one["running"] + one["accepted"] + ended, one
-
-
-@pytest.mark.parametrize(
-    ("targets", "every"),
-    [(("controller",), 0), (("rank", "supervisor", "controller"), 5)],
-)
-def test_a_run_killed_at_seeded_moments_trains_everything_once(tmp_path: Path, targets: tuple[str, ...], every: int) -> None:
-    draw, at = random.Random(len(targets)), WARM + 1
-    directory, shape = tmp_path / "run", (*SHAPE, f"trainer.checkpoint_every={every}")
-    for target in targets:
-        command = start(directory, *shape, *ENDS)
-        at = min(at + draw.randrange(1, 3), WARM + 8)
-        assert wait_for(partial(trained, directory, len(metrics(directory)), at), 150), logs(directory)
-        kill(command, target)
-    command = start(directory, *shape)
-    status, _, error = command.finish()
-    assert status == 0, error[-3000:] + logs(directory)
-    check(directory)
-
-
-def test_unfinished_responses_go_on_from_their_last_piece(tmp_path: Path) -> None:
-    """Responses of 120 tokens in pieces of 20, on an engine with room for few: most are under way at the kill."""
-    directory = tmp_path / "run"
-    untaught = ("warmup.lr=1e-9", "run.steps=3")  # a random model hardly ever ends a response
-    few = ("rollout.max_new_tokens=120", "log.piece_tokens=20", "rollout.max_concurrent=8")
-    shape = (*SHAPE, *ENDS, *ONE_RANK, *untaught, *few)
-    command = start(directory, *shape)
-
-    def recorded() -> bool:
-        return trained(directory, 0, WARM + 1) and sum(path.stat().st_size for path in (directory / "log" / "1.turns").iterdir()) > 3e4
-
-    assert wait_for(recorded, 150), logs(directory)
-    time.sleep(2.0)  # an answer is on disk a second after it came
-    kill(command, "controller")
-    assert command.finish()[0] != 0
-    command = start(directory, *shape)
-    status, _, error = command.finish()
-    assert status == 0, error[-3000:] + logs(directory)
-    told = [json.loads(line) for line in (directory / "rollout.jsonl").read_text().split("\n") if line.endswith("}")]
-    assert told[-1]["recalled_tokens"] > 100, told[-1]
-    assert told[-1]["rejected"] == {}, told[-1]
-    check(directory, count=3)
 
 
 def told_by_log(directory: Path) -> LogState:
@@ -151,7 +97,7 @@ def check(directory: Path, count: int = 9, known: LogState | None = None, *, aga
     known = known or told_by_log(directory)
     leased = {number for lease in known.leases.values() for number in lease.numbers}
     assert leased >= {int(key[1:].split(".")[0]) for key in every_key}
-    told = [json.loads(line) for line in (directory / "samples" / "rollout.jsonl").read_text().split("\n") if line.endswith("}")]
+    told = json_lines(directory / "samples" / "rollout.jsonl")
     ended = {one["group"] for one in told if one["record"] in ("group", "stale") and one["fate"] in ("dropped", "rejected")}
     assert set(known.groups) | ended == set(range(known.next)), "no prompt is passed over, and each that was asked is in one state"
     asked = [(one["group"], one.get("attempt", 0)) for one in told if one["record"] == "group"]

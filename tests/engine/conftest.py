@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncmoe import config as configuration
@@ -18,8 +20,12 @@ from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.messages import Reply, Request
+from asyncmoe.rpc.server import Server
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.engine.sender import Sender
+from tests.system.runs import wait_for
 
 KEY = "key-of-the-tests"
 """API key of the servers that tests talk to without the client."""
@@ -77,19 +83,14 @@ def make_rig(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempP
     """Starts a rig of so many engines, numbered from the second argument on."""
     started: list[SGLangProcess] = []
 
-    async def start(count: int, first: int) -> Rig:
+    def start(count: int, first: int = 0) -> Rig:
         config = settings(model, tmp_path_factory.mktemp("run"), count=count)
-        engines = [SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=KEY) for index in range(count)]
-        started.extend(engines)
-        rig = await make(config, engines, runner.run)
-        await asyncio.gather(*(engine.wait_ready() for engine in engines))
-        rig.coordinator.engines_started()
-        return rig
+        return begin(config, runner, started, first, key=KEY)
 
     async def stop() -> None:
         await asyncio.gather(*(engine.stop() for engine in started))
 
-    yield lambda count, first=0: runner.run(start(count, first))
+    yield start
     runner.run(stop())
 
 
@@ -103,6 +104,66 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
 def untouched(make_rig: Callable[..., Rig]) -> Rig:
     """An engine that nobody publishes to: it keeps the checkpoint's weights. It can be in a pool with that of `rig`."""
     return make_rig(1, 1)
+
+
+def begin(config: Config, runner: asyncio.Runner, every: list[SGLangProcess], first: int = 0, key: str | None = None) -> Rig:
+    """A rig of engines that are ready; they are added to `every`, even if one of them does not get so far."""
+
+    async def started() -> Rig:
+        engines = [SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=key) for index in range(config.engines.count)]
+        every.extend(engines)
+        rig = await make(config, engines, runner.run)
+        await asyncio.gather(*(engine.wait_ready() for engine in engines))
+        rig.coordinator.engines_started()
+        return rig
+
+    rig: Rig = runner.run(started())
+    return rig
+
+
+@contextmanager
+def running(config: Config, runner: asyncio.Runner) -> Iterator[Rig]:
+    """A rig of engines that are ready, until its use is over."""
+    started: list[SGLangProcess] = []
+
+    async def stop() -> None:
+        await asyncio.gather(*(engine.stop() for engine in started))
+
+    try:
+        yield begin(config, runner, started)
+    finally:
+        runner.run(stop())
+
+
+@asynccontextmanager
+async def reachable(rig: Rig, answer: Callable[[Request], Awaitable[Reply]]) -> AsyncIterator[None]:
+    """Answers a trainer of the rig's run directory over the wire."""
+    async with Server(answer) as server:
+        keys.write(rig.config.run.dir, rendezvous := await server.start())
+        serving = asyncio.create_task(server.serve())
+        try:
+            yield
+        finally:
+            serving.cancel()
+            keys.remove(rig.config.run.dir, rendezvous)
+
+
+def family(engine: SGLangProcess, part: str = "") -> list[psutil.Process]:
+    """The processes of a server, or those with `part` in their command line or title."""
+    main = psutil.Process(engine._child.pid)
+    return [one for one in (main, *main.children(recursive=True)) if part in " ".join(one.cmdline())]
+
+
+def ended(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
+    """Whether all of them end in time."""
+
+    def lives(one: psutil.Process) -> bool:
+        try:
+            return bool(one.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    return wait_for(lambda: not any(map(lives, processes)), within_s)
 
 
 async def make(config: Config, engines: list[SGLangProcess], run: Callable[..., Any], timeout_s: float = 30.0) -> Rig:

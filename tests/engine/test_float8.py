@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,9 @@ import pytest
 from asyncmoe.models import load_hf_config
 from tests import float8
 from tests.checksums import engine_checksums
-from tests.engine.conftest import settings
+from tests.engine.conftest import running, settings
 from tests.engine.oracle import Oracle, perturbed
 from tests.engine.test_direct import Checksums, Stage, difference, generate, wrong
-from tests.engine.test_families import start
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -40,7 +37,9 @@ def test_an_engine_holds_what_sglang_would_have_quantised(kind: str, tp: int, ru
     """Under every layout of the trainer, and by the other path too; and it computes with them what transformers does."""
     first = Oracle(float8.plain_model(tmp_path / "plain", kind))
     float8.write(first.path, tmp_path / "served")
-    with started(tmp_path / "served", runner, tmp_path, tp, first) as stage:
+    with running(settings(tmp_path / "served", tmp_path / "run", max_total_tokens=4096, tp=tp), runner) as rig:
+        checkpoints = [first, perturbed(first, tmp_path / "a", 1), perturbed(first, tmp_path / "b", 2)]
+        stage = Stage(rig, checkpoints, tmp_path, runner.run(rig.engine.client.checksums(30.0)))
         kept = [Quantised(one, tmp_path / "served", tmp_path / f"back-{n}") for n, one in enumerate(stage.checkpoints)]
         assert wrong(stage.loaded, kept[0].expected(stage)) == [[]] * tp
         assert difference(runner.run(generate(stage)), kept[0].oracle) < 1e-5
@@ -55,14 +54,3 @@ def test_an_engine_holds_what_sglang_would_have_quantised(kind: str, tp: int, ru
         assert difference(runner.run(generate(stage)), kept[1].oracle) < 1e-5
         runner.run(stage.rig.sender.publish(6, kept[2].weights, kept[2].expected(stage), buckets=1))
         assert difference(runner.run(generate(stage)), kept[2].oracle) < 1e-5
-
-
-@contextmanager
-def started(served: Path, runner: asyncio.Runner, folder: Path, tp: int, first: Oracle) -> Iterator[Stage]:
-    """One engine."""
-    rig = start(runner, settings(served, folder / "run", max_total_tokens=4096, tp=tp))
-    try:
-        checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
-        yield Stage(rig, checkpoints, folder, runner.run(rig.engine.client.checksums(30.0)))
-    finally:
-        runner.run(rig.engine.stop())

@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from report_pages import NASTY, write_samples
 from telemetry_runs import write_run
 
-from asyncmoe.telemetry.records import JsonLines, Tail, read_steps
+from asyncmoe.telemetry.records import JsonLines, Tail
 from asyncmoe.telemetry.report import command
 from asyncmoe.telemetry.rollout_schema import Rollout
-from asyncmoe.telemetry.schema import METRICS, ROLLOUT
+from asyncmoe.telemetry.schema import ROLLOUT
 from asyncmoe.telemetry.versions import VERSIONS
 
 FLAGS = (
@@ -60,26 +60,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     made = Chrome(options=options, service=Service(shutil.which("chromedriver")))
     yield made
     made.quit()
-
-
-def _uneven(run: Path) -> None:
-    """A run whose rewards are few and at uneven distances, as those of a scorer with partial credit."""
-    write_run(run, warmup=1, rl=2)
-    steps = read_steps(run / METRICS)
-    (run / METRICS).unlink()
-    with JsonLines(run / METRICS) as metrics:
-        for step in steps:
-            metrics.write(msgspec.structs.replace(step, rewards={0.0: 5, 0.05: 3, 1.0: 2}))
-
-
-def test_rows_of_rewards_at_uneven_distances_are_of_one_height(browser: Chrome, tmp_path: Path) -> None:
-    _uneven(tmp_path / "run")
-    _open(browser, command.report(tmp_path / "run").as_uri())
-    card = _card(browser, "Distribution of rewards")
-    ticks = [(one.text, one.location["y"]) for one in card.find_elements(By.CSS_SELECTOR, ".ytick text")]
-    assert [text for text, _ in ticks] == ["0", "0.05", "1"]
-    assert ticks[0][1] - ticks[1][1] == pytest.approx(ticks[1][1] - ticks[2][1], abs=2)
-    assert "reward 0.05: 30 %" in _hover(browser, card)
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def marked(mark: str) -> list[str]:
     return [line for line in _marked(mark).values() if line]
 
 
-def marked_pids(mark: str, words: str) -> list[int]:
+def marked_pids(mark: str, words: str = "") -> list[int]:
     """Ids of the marked processes whose command lines contain some words, the oldest first."""
     return sorted(pid for pid, line in _marked(mark).items() if words in line)
 

@@ -57,8 +57,16 @@ def test_a_checkpoint_with_python_of_its_own(tmp_path: Path, monkeypatch: pytest
     (model / "configuration_kimi.py").write_text(CONFIGURATION)
     (model / "tokenization_kimi.py").write_text(TOKENIZATION)
     changes = {
-        "config.json": {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "auto_map": {"AutoConfig": "configuration_kimi.KimiConfig"}},
-        "tokenizer_config.json": {"tokenizer_class": "KimiTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_kimi.KimiTokenizer"]}},
+        "config.json": {
+            "model_type": "kimi_k2",
+            "n_group": 1,
+            "topk_group": 1,
+            "auto_map": {"AutoConfig": "configuration_kimi.KimiConfig"},
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "KimiTokenizer",
+            "auto_map": {"AutoTokenizer": [None, "tokenization_kimi.KimiTokenizer"]},
+        },
     }
     for name, change in changes.items():
         said = json.loads((model / name).read_text())

@@ -6,12 +6,11 @@ import json
 import os
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
 ]
-_LISTENS = "0A"
 _UNAUTHORIZED = b'{"error": {"message": "Unauthorized"}}'
 
 
@@ -63,51 +61,30 @@ class Exposed:
 def exposed(run_dir: Path, temporary: Path, supervisor: int) -> Exposed:
     """What a run has now, as the kernel knows it."""
     parent = psutil.Process(supervisor)
-    pids = [supervisor, *(child.pid for child in parent.children(recursive=True))]
-    inodes, files, secrets = set(), set(), []
-    for pid in pids:
-        for link in _links(pid):
-            if link.startswith("socket:["):
-                inodes.add(link[8:-1])
-            elif link.startswith((str(run_dir), str(temporary), "/dev/shm/")):
-                files.add(link.removesuffix(" (deleted)"))
-        environment = psutil.Process(pid).environ() if psutil.pid_exists(pid) else {}
-        secrets += [environment[API_KEY]] if API_KEY in environment else []
+    run = [parent, *parent.children(recursive=True)]
+    files, secrets = set[str](), list[str]()
+    for one in run:
+        with suppress(psutil.NoSuchProcess):
+            held = (*(file.path for file in one.open_files()), *(mapped.path for mapped in one.memory_maps()))
+            files |= {path for path in held if path.startswith((str(run_dir), str(temporary), "/dev/shm/"))}
+            secrets += [one.environ()[API_KEY]] if API_KEY in one.environ() else []
     for root in (run_dir, *temporary.iterdir()):
         files |= {str(root), *(str(path) for path in root.rglob("*"))}
     rendezvous = json.loads((run_dir / "rendezvous.json").read_text())
     secrets += [rendezvous["client_secret"], rendezvous["local_secret"]]
     assert all(len(secret) >= 32 for secret in secrets)
-    tcp = _table("tcp", inodes, _LISTENS)
-    assert not _table("tcp6", inodes, _LISTENS)
-    unix = [line.split(None, 7) for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return Exposed(
-        pids, tcp, _table("udp", inodes), sorted({row[7] for row in unix if row[6] in inodes and len(row) > 7}), sorted(files), secrets
-    )
+    tcp, udp, unix = (_sockets(run, kind) for kind in ("tcp", "udp", "unix"))
+    places = [sorted((one.laddr.ip, one.laddr.port) for one in found) for found in (tcp, udp)]
+    return Exposed([one.pid for one in run], *places, sorted({one.laddr for one in unix if one.laddr}), sorted(files), secrets)
 
 
-def _links(pid: int) -> Iterator[str]:
-    for folder in ("fd", "map_files"):
-        try:
-            entries = list(Path(f"/proc/{pid}/{folder}").iterdir())
-        except OSError:  # it has ended
-            return
-        for entry in entries:
-            try:
-                yield os.readlink(entry)
-            except OSError:
-                continue
-
-
-def _table(name: str, inodes: set[str], state: str = "") -> list[tuple[str, int]]:
+def _sockets(run: list[psutil.Process], kind: str) -> list[Any]:
+    """Those of one kind that a run has; of TCP, those that it listens on."""
     found = []
-    for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-        row = line.split()
-        if row[9] in inodes and state in ("", row[3]):
-            address, port = row[1].split(":")
-            assert len(address) == 8, "an address of IPv6"
-            found.append((socket.inet_ntoa(struct.pack("=I", int(address, 16))), int(port, 16)))
-    return found
+    for one in run:
+        with suppress(psutil.NoSuchProcess):
+            found += one.net_connections(kind)
+    return [one for one in found if kind != "tcp" or one.status == psutil.CONN_LISTEN]
 
 
 def attacked(stranger: subprocess.Popen[str], targets: Exposed) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import pytest
 
 from asyncmoe.errors import InvariantBroken, TransferError
 from benchmarks.network import run
-from benchmarks.network.cases import HEADERS, Case, sized
-from benchmarks.network.hosts import INTERFACE, Host, Wire, missing, network
+from benchmarks.network.cases import Case, sized
+from benchmarks.network.hosts import Host, Wire, missing, network
 from benchmarks.network.rank import DIRECT
 from tests.system.runs import REPOSITORY, wait_for
 

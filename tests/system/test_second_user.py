@@ -74,7 +74,7 @@ def exposed(run_dir: Path, temporary: Path, supervisor: int) -> Exposed:
     secrets += [rendezvous["client_secret"], rendezvous["local_secret"]]
     assert all(len(secret) >= 32 for secret in secrets)
     tcp, udp, unix = (_sockets(run, kind) for kind in ("tcp", "udp", "unix"))
-    places = [sorted((one.laddr.ip, one.laddr.port) for one in found) for found in (tcp, udp)]
+    places = [sorted({(one.laddr.ip, one.laddr.port) for one in found}) for found in (tcp, udp)]
     return Exposed([one.pid for one in run], *places, sorted({one.laddr for one in unix if one.laddr}), sorted(files), secrets)
 
 

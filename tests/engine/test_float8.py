@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.models import load_hf_config
-from tests import float8
+from tests import families, float8
 from tests.checksums import engine_checksums
 from tests.engine.conftest import running, settings
 from tests.engine.oracle import Oracle, perturbed
@@ -23,7 +23,7 @@ class Quantised:
     def __init__(self, plain: Oracle, served: Path, folder: Path) -> None:
         self.path, self._hf = plain.path, load_hf_config(served)
         self.weights = float8.quantised_weights(self._hf, plain.weights)
-        self.oracle = Oracle(float8.write_plain(plain.path, folder, float8.dequantised_weights(self.weights)))
+        self.oracle = Oracle(families.rewrite(plain.path, folder, float8.dequantised_weights(self.weights)))
 
     def expected(self, stage: Stage) -> Checksums:
         return engine_checksums(self._hf, stage.rig.config.engines, self.weights)

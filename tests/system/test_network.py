@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,19 +13,10 @@ from benchmarks.network import run
 from benchmarks.network.cases import Case, sized
 from benchmarks.network.hosts import Host, Wire, missing, network
 from benchmarks.network.rank import DIRECT
-from tests.system.runs import REPOSITORY, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(why := missing()), reason=why)]
 WIRE = Wire(rate=100_000_000)
 SMALL = {**sized(55, 2), "hidden_size": 256, "vocab_size": 1024, "num_experts": 4, "num_experts_per_tok": 2}
-KEPT = """
-import sys, time
-from benchmarks.network.hosts import Wire, network
-with network(2, Wire(rate=10_000_000)) as hosts:
-    child = hosts[1].start(["sleep", "600"])
-    print(hosts[0].keeper.pid, hosts[1].keeper.pid, child.pid, flush=True)
-    time.sleep(600)
-"""
 
 
 def said(host: Host, *command: str) -> str:
@@ -65,19 +54,6 @@ def test_hosts_are_apart_and_leave_nothing() -> None:
         assert said(one[0], "sh", "-c", f"ping -c 1 -W 1 {one[1].address} >&2 || echo gone") in ("gone", "")
         assert said(other[0], "hostname") == "host0"
     assert not networks() & spaces
-
-
-def test_the_kernel_removes_a_network_whose_owner_was_killed() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    owner = subprocess.Popen([sys.executable, "-c", KEPT], env=environment, stdout=subprocess.PIPE)
-    assert owner.stdout is not None
-    pids = [int(word) for word in owner.stdout.readline().split()]
-    spaces = {space(keeper) for keeper in pids[:2]}
-    assert len(spaces - {space(os.getpid())}) == 2
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
-    assert wait_for(lambda: not any(Path("/proc", str(pid)).exists() for pid in pids), 30.0)
-    assert wait_for(lambda: not networks() & spaces, 30.0)
 
 
 def test_weights_and_deltas_travel_as_planned() -> None:

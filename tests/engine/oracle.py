@@ -71,6 +71,11 @@ def perturbed(oracle: Oracle, path: Path, seed: int, scale: float = 0.05, share:
     return Oracle(families.rewrite(oracle.path, path, weights))
 
 
+def with_others(first: Oracle, folder: Path) -> list[Oracle]:
+    """A model, and two others of its shape."""
+    return [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
+
+
 def routes(model: Any, tokens: np.ndarray) -> np.ndarray:
     """The experts that the layers of a transformers model choose for each of the tokens but the last, [layers, tokens - 1, top_k]."""
     return np.stack([chosen.numpy() for _, chosen in _routed(model, tokens)])

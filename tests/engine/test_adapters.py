@@ -25,7 +25,7 @@ from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, decode_routes, validate
-from tests.engine.conftest import settings
+from tests.engine.conftest import running, settings
 from tests.engine.oracle import TIE, Merged, gaps, routes
 from tests.unit.adapters import ALL, random_adapter
 from tests.unit.test_adapters_slots import engine, publish
@@ -65,17 +65,11 @@ def rig(request: pytest.FixtureRequest, model: Path, runner: asyncio.Runner, tmp
     experts, tp = request.param
     told = flags(Kind(ALL, 4, 8.0, experts), LIMIT)
 
-    async def start() -> SGLangProcess:
-        config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp)
-        # As for a run with adapters, but none is installed.
-        config = config.model_copy(update={"engines": config.engines.model_copy(update={"args": tuple(told)})})
-        engine = SGLangProcess("engine.0", config, 0, config.run.dir)
-        await engine.wait_ready()
-        return engine
-
-    engine = runner.run(start())
-    yield Rig(engine, experts, qwen3_moe.FAMILY.shape_of(load_hf_config(model)), runner.run)
-    runner.run(engine.stop())
+    config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp)
+    # As for a run with adapters, but none is installed.
+    config = config.model_copy(update={"engines": config.engines.model_copy(update={"args": tuple(told)})})
+    with running(config, runner) as made:
+        yield Rig(made.engine, experts, qwen3_moe.FAMILY.shape_of(load_hf_config(model)), runner.run)
 
 
 def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path, tmp_path: Path) -> None:

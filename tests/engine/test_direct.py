@@ -26,7 +26,7 @@ from asyncmoe.rpc.messages import Reply, Request, WeightsAbort, WeightsCommit, W
 from tests.checksums import engine_checksums
 from tests.disks import mounted
 from tests.engine.conftest import Rig, begin, family, reachable, settings
-from tests.engine.oracle import Oracle, largest_difference, perturbed
+from tests.engine.oracle import Oracle, largest_difference, perturbed, with_others
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
@@ -70,6 +70,17 @@ class Stage:
     def held(self) -> Checksums:
         """What engine 0 holds now."""
         found: Checksums = self.rig.run(self.rig.engine.client.checksums(30.0))
+        return found
+
+    def published(self, ranks: int, publications: Mapping[str, Sequence[tuple[Oracle, int]]], *faults: Any, **how: Any) -> Published:
+        """See `publish`; everything arrives as SGLang's own loader would have it."""
+        found: Published = self.rig.run(self.publish(ranks, publications, *faults, **how))
+        everything = [each for several in publications.values() for each in several]
+        assert not found.failed, found.failed
+        assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * len(everything)
+        assert list(found.arrived) == [version for _, version in everything]
+        want = {oracle: self.expected(oracle) for oracle, _ in everything}
+        assert not any(names for oracle, version in everything for names in wrong(found.arrived[version], want[oracle]))
         return found
 
     async def publish(
@@ -129,8 +140,7 @@ class Stages:
     def __init__(self, model: Path, folder: Path, runner: asyncio.Runner) -> None:
         self._model, self._folder, self._runner = model, folder, runner
         self._started: list[SGLangProcess] = []
-        first = Oracle(model)
-        self._checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
+        self._checkpoints = with_others(Oracle(model), folder)
 
     @cached_property
     def one(self) -> Stage:
@@ -197,17 +207,11 @@ def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(
     publications = {layout: list(zip((a, b, a, first), stage.versions(4), strict=True)) for layout in LAYOUTS[ranks]}
     transport, _, place = how.partition(" ")
     sync = {"default": {}, "disk": on_disk(tmp_path)}.get(how, {"transport": transport})
-    found = stage.rig.run(stage.publish(ranks, publications, in_place=place == "in place", sync=sync))
-    assert not found.failed, found.failed
-    everything = [each for several in publications.values() for each in several]
-    assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * len(everything)
-    assert list(found.arrived) == [version for _, version in everything]
-    want = {oracle: stage.expected(oracle) for oracle in (first, a, b)}
-    assert not any(names for oracle, version in everything for names in wrong(found.arrived[version], want[oracle]))
-    assert want[a] != want[b] != want[first]
+    found = stage.published(ranks, publications, in_place=place == "in place", sync=sync)
+    assert stage.expected(a) != stage.expected(b) != stage.expected(first)
     held = [stage.rig.run(member.engine.client.checksums(30.0)) for member in stage.rig.pool.members]
     assert all(engine_held == stage.loaded for engine_held in held)
-    answer, (_, last) = stage.rig.run(generate(stage)), everything[-1]
+    answer, last = stage.rig.run(generate(stage)), list(found.arrived)[-1]
     assert difference(answer, first) < 1e-4
     assert [span.version for span in answer.generation.spans] == [str(last)]
     assert [path.name for path in tmp_path.glob("*/*")] == ([f"version_{last}"] if how == "disk" else [])
@@ -226,13 +230,9 @@ def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, in_pl
     several = list(zip((a, few[0], few[1], a, few[0], few[0]), versions, strict=True))
     sync = {"delta": "auto", "verify_every": 1}
     layouts = {"tp=2,ep=2": several[:3], "pp=2,ep=2": several[3:]}
-    found = stage.rig.run(stage.publish(4, layouts, {2: (1, "damaged")}, sync=sync, in_place=in_place))
-    assert not found.failed, found.failed
-    assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 6
-    want = {oracle: stage.expected(oracle) for oracle in (a, *few)}
-    assert not any(names for oracle, version in several for names in wrong(found.arrived[version], want[oracle]))
+    found = stage.published(4, layouts, {2: (1, "damaged")}, sync=sync, in_place=in_place)
     held = [stage.rig.run(member.engine.client.checksums(30.0)) for member in stage.rig.pool.members]
-    assert not any(names for engine_held in held for names in wrong(engine_held, want[few[0]]))
+    assert not any(names for engine_held in held for names in wrong(engine_held, stage.expected(few[0])))
     assert difference(stage.rig.run(generate(stage)), few[0]) < 1e-4
     (whole, _), (_, sparse), resent, again, (nbytes, _), (nothing, none) = [outcome["traffic"] for outcome in found.outcomes[0]]
     assert resent == [whole, None]
@@ -349,8 +349,7 @@ def test_a_killed_trainer_leaves_the_engine_with_the_version_it_serves(stages: S
     answer = stage.rig.run(generate(stage))
     assert [span.version for span in answer.generation.spans] == [str(kept)]
     assert difference(answer, a) < 1e-4
-    found = stage.rig.run(stage.publish(2, {"tp=2": [(b, again)]}, sync=sync))
-    assert not found.failed, found.failed
+    stage.published(2, {"tp=2": [(b, again)]}, sync=sync)
     assert not any(wrong(stage.held(), stage.expected(b)))
     assert [path.name for path in tmp_path.glob("*/*")] == ([f"version_{again}"] if how == "disk" else [])
 
@@ -385,8 +384,7 @@ def test_a_full_disk_leaves_the_engine_with_the_version_it_serves(stages: Stages
     assert f"weights of version {lost}: cannot write {tmp_path}" in found.outcomes[0][1]["error"]
     assert "No space left on device" in found.outcomes[0][1]["error"]
     assert not any(wrong(stage.held(), stage.expected(a)))
-    found = stage.rig.run(stage.publish(1, {"tp=1": [(b, again)]}, sync=on_disk(tmp_path)))
-    assert not found.failed, found.failed
+    stage.published(1, {"tp=1": [(b, again)]}, sync=on_disk(tmp_path))
     assert not any(wrong(stage.held(), stage.expected(b)))
 
 

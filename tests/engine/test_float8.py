@@ -11,7 +11,7 @@ from asyncmoe.models import load_hf_config
 from tests import families, float8
 from tests.checksums import engine_checksums
 from tests.engine.conftest import running, settings
-from tests.engine.oracle import Oracle, perturbed
+from tests.engine.oracle import Oracle, with_others
 from tests.engine.test_direct import Checksums, Stage, difference, generate, wrong
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
@@ -38,8 +38,7 @@ def test_an_engine_holds_what_sglang_would_have_quantised(kind: str, tp: int, ru
     first = Oracle(float8.plain_model(tmp_path / "plain", kind))
     float8.write(first.path, tmp_path / "served")
     with running(settings(tmp_path / "served", tmp_path / "run", max_total_tokens=4096, tp=tp), runner) as rig:
-        checkpoints = [first, perturbed(first, tmp_path / "a", 1), perturbed(first, tmp_path / "b", 2)]
-        stage = Stage(rig, checkpoints, tmp_path, runner.run(rig.engine.client.checksums(30.0)))
+        stage = Stage(rig, with_others(first, tmp_path), tmp_path, runner.run(rig.engine.client.checksums(30.0)))
         kept = [Quantised(one, tmp_path / "served", tmp_path / f"back-{n}") for n, one in enumerate(stage.checkpoints)]
         assert wrong(stage.loaded, kept[0].expected(stage)) == [[]] * tp
         assert difference(runner.run(generate(stage)), kept[0].oracle) < 1e-5

@@ -19,7 +19,7 @@ from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, Weight
 from asyncmoe.trajectory import Recording, Trajectory
 from tests.checksums import engine_checksums
 from tests.engine.conftest import Rig, ended, family, make
-from tests.engine.oracle import Oracle, largest_difference, perturbed
+from tests.engine.oracle import Oracle, largest_difference, with_others
 
 pytestmark = pytest.mark.engine
 PROMPT = (30, 40, 50, 60, 70)
@@ -27,10 +27,7 @@ PROMPT = (30, 40, 50, 60, 70)
 
 @pytest.fixture(scope="module")
 def checkpoints(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Oracle]:
-    """The model, and two others of its shape."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    first = Oracle(model)
-    return [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
+    return with_others(Oracle(model), tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")

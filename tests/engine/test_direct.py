@@ -190,8 +190,8 @@ def on_disk(folder: Path) -> dict[str, Any]:
 
 
 def ways() -> list[Any]:
-    """An engine, the number of ranks that send to it, and how they send; by default a run of tests/system/test_second_user.py sends to an
-    engine of two ranks."""
+    """An engine, the number of ranks that send to it, and how they send; by default tests/engine/test_nodes.py sends to an engine of
+    two ranks."""
     few = [("one", 1, "default"), ("pair", 4, "shm in place"), ("pair", 4, "disk")]
     every = [(engine, ranks, "default") for engine in ("one", "two", "pair") for ranks in LAYOUTS]
     every += [(engine, 4, how) for engine in ("two", "pair") for how in ("gloo", "gloo in place", "shm in place")]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from asyncmoe import checkpoints
 from tests.system.runs import SMALL, Command, json_lines, logs, metrics, refused, run, silent_engines, start, wait_for
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.thorough]
 
 LORA = ("train=lora", "lora.rank=4", "lora.alpha=8")
 
@@ -40,7 +40,6 @@ def learn(base: Path, directory: Path, *overrides: str) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.thorough
 def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_path: Path) -> None:
     """The exported adapter is small, PEFT loads it, and merged into the weights it is what the run's own export has."""
     from peft import PeftModel
@@ -75,7 +74,6 @@ def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_pat
     assert first["logprob_diff_max_same_version"] < 1e-3
 
 
-@pytest.mark.thorough
 def test_adapters_as_files_take_two_slots_in_turn(tmp_path: Path) -> None:
     """The way for engines whose memory cannot be written, and the reference policy, which is the model without the adapter."""
     directory = tmp_path / "run"

@@ -14,7 +14,7 @@ from benchmarks.network.cases import Case, sized
 from benchmarks.network.hosts import Host, Wire, missing, network
 from benchmarks.network.rank import DIRECT
 
-pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(why := missing()), reason=why)]
+pytestmark = [pytest.mark.system, pytest.mark.thorough, pytest.mark.skipif(bool(why := missing()), reason=why)]
 WIRE = Wire(rate=100_000_000)
 SMALL = {**sized(55, 2), "hidden_size": 256, "vocab_size": 1024, "num_experts": 4, "num_experts_per_tok": 2}
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, nccl_settings, provide, refused, silent_engines, start, wait_for
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.thorough]
 HEAD, *OTHERS = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 ON_RAY = ("launch=ray", "cluster.trainer_nodes=2")
 
@@ -136,7 +136,6 @@ def rank(number: int, command: Command) -> int:
     return next(process.pid for process in psutil.process_iter() if is_it(process))
 
 
-@pytest.mark.thorough
 def test_a_trainer_and_a_controller_start_again_on_their_nodes_and_ctrl_c_reaches_them(cluster: Nodes, tmp_path: Path) -> None:
     command, directory = start(tmp_path / "run", *ON_RAY, "run.steps=2000"), tmp_path / "run"
     assert wait_for(lambda: len(metrics(directory)) > 6, 240), logs(directory)
@@ -159,7 +158,6 @@ def test_a_trainer_and_a_controller_start_again_on_their_nodes_and_ctrl_c_reache
     assert command.gone(), command.alive()
 
 
-@pytest.mark.thorough
 def test_a_node_that_is_lost_is_the_cause(cluster: Nodes, tmp_path: Path) -> None:
     command = start(tmp_path / "run", *ON_RAY, "run.steps=2000", "cluster.heartbeat_timeout_s=20")
     assert wait_for(lambda: len(metrics(tmp_path / "run")) > 4, 240), logs(tmp_path / "run")

@@ -23,6 +23,7 @@ from tests.system.runs import REPOSITORY, logs, metrics, start, wait_for
 
 pytestmark = [
     pytest.mark.system,
+    pytest.mark.thorough,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
 ]
 _UNAUTHORIZED = b'{"error": {"message": "Unauthorized"}}'

@@ -110,7 +110,9 @@ def begin(config: Config, runner: asyncio.Runner, every: list[SGLangProcess], fi
     """A rig of engines that are ready; they are added to `every`, even if one of them does not get so far."""
 
     async def started() -> Rig:
-        engines = [SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=key) for index in range(config.engines.count)]
+        engines = [
+            SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=key) for index in range(config.engines.count)
+        ]
         every.extend(engines)
         rig = await make(config, engines, runner.run)
         await asyncio.gather(*(engine.wait_ready() for engine in engines))

@@ -113,15 +113,6 @@ def test_a_run_on_three_nodes_is_the_run_on_one(cluster: Nodes, tmp_path: Path) 
     assert (tmp_path / "ray" / "report.html").exists()
 
 
-def test_a_node_with_a_setting_of_nccl_of_its_own_is_named(cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NCCL_P2P_LEVEL")
-    arguments = ("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={provide(tmp_path / 'model')}", *SMALL)
-    line = refused(*arguments, *ON_RAY, silent_engines(tmp_path))
-    assert re.search(r"trainer\.[01] on .*: got NCCL_P2P_LEVEL (SYS|unset), expected NCCL_P2P_LEVEL (SYS|unset) as controller", line), line
-    assert "export the same before both start" in line
-    assert not metrics(tmp_path / "run")
-
-
 def rank(number: int, command: Command) -> int:
     """Process of a trainer's rank, on whichever node it is."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,10 @@ class Rig:
     """Runs a coroutine to its end."""
     published: list[int]
     pauses: list[tuple[str, float, float]]
-    busy: list[tuple[str, float, float]]
 
     @property
     def engine(self) -> SGLangProcess:
         return self.engines[0]
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(engine.stop() for engine in self.engines))
 
 
 def settings(model: Path, run_dir: Path, **engines: object) -> Config:
@@ -81,17 +77,13 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="session")
 def make_rig(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
     """Starts a rig of so many engines, numbered from the second argument on."""
-    started: list[SGLangProcess] = []
+    with ExitStack() as stack:
 
-    def start(count: int, first: int = 0) -> Rig:
-        config = settings(model, tmp_path_factory.mktemp("run"), count=count)
-        return begin(config, runner, started, first, key=KEY)
+        def start(count: int, first: int = 0) -> Rig:
+            config = settings(model, tmp_path_factory.mktemp("run"), count=count)
+            return stack.enter_context(running(config, runner, first, KEY))
 
-    async def stop() -> None:
-        await asyncio.gather(*(engine.stop() for engine in started))
-
-    yield start
-    runner.run(stop())
+        yield start
 
 
 @pytest.fixture(scope="session")
@@ -106,33 +98,24 @@ def untouched(make_rig: Callable[..., Rig]) -> Rig:
     return make_rig(1, 1)
 
 
-def begin(config: Config, runner: asyncio.Runner, every: list[SGLangProcess], first: int = 0, key: str | None = None) -> Rig:
-    """A rig of engines that are ready; they are added to `every`, even if one of them does not get so far."""
+@contextmanager
+def running(config: Config, runner: asyncio.Runner, first: int = 0, key: str | None = None) -> Iterator[Rig]:
+    """A rig of engines that are ready, until its use is over."""
+    engines: list[SGLangProcess] = []
 
-    async def started() -> Rig:
-        engines = [
-            SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=key) for index in range(config.engines.count)
-        ]
-        every.extend(engines)
+    async def start() -> Rig:
+        for index in range(config.engines.count):
+            engines.append(SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=key))
         rig = await make(config, engines, runner.run)
         await asyncio.gather(*(engine.wait_ready() for engine in engines))
         rig.coordinator.engines_started()
         return rig
 
-    rig: Rig = runner.run(started())
-    return rig
-
-
-@contextmanager
-def running(config: Config, runner: asyncio.Runner) -> Iterator[Rig]:
-    """A rig of engines that are ready, until its use is over."""
-    started: list[SGLangProcess] = []
-
     async def stop() -> None:
-        await asyncio.gather(*(engine.stop() for engine in started))
+        await asyncio.gather(*(engine.stop() for engine in engines))
 
     try:
-        yield begin(config, runner, started)
+        yield runner.run(start())
     finally:
         runner.run(stop())
 
@@ -172,11 +155,10 @@ async def make(config: Config, engines: list[SGLangProcess], run: Callable[..., 
     """A pool and a coordinator, waiting `timeout_s`, over engines that run."""
     published: list[int] = []
     pauses: list[tuple[str, float, float]] = []
-    busy: list[tuple[str, float, float]] = []
 
     async def publish(version: int) -> None:
         published.append(version)
 
-    pool = Pool(engines, 64, 60.0, lambda *span: busy.append(span), **asked(config))
+    pool = Pool(engines, 64, 60.0, lambda *span: None, **asked(config))
     coordinator = WeightUpdateCoordinator(pool, timeout_s, publish, lambda *span: pauses.append(span))
-    return Rig(config, engines, pool, coordinator, Sender(coordinator), run, published, pauses, busy)
+    return Rig(config, engines, pool, coordinator, Sender(coordinator), run, published, pauses)

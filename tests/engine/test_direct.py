@@ -9,6 +9,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from asyncmoe.models.make import make_model
 from asyncmoe.rpc.messages import Reply, Request, WeightsAbort, WeightsCommit, WeightsFiles, WeightsJoin, WeightsStage
 from tests.checksums import engine_checksums
 from tests.disks import mounted
-from tests.engine.conftest import Rig, begin, family, reachable, settings
+from tests.engine.conftest import Rig, family, reachable, running, settings
 from tests.engine.oracle import Oracle, largest_difference, perturbed, with_others
 from tests.ranks import launch
 
@@ -137,9 +138,8 @@ class Stage:
 class Stages:
     """One engine of one rank, one of two ranks, and two engines; each is started when a test first asks for it."""
 
-    def __init__(self, model: Path, folder: Path, runner: asyncio.Runner) -> None:
-        self._model, self._folder, self._runner = model, folder, runner
-        self._started: list[SGLangProcess] = []
+    def __init__(self, model: Path, folder: Path, runner: asyncio.Runner, stack: ExitStack) -> None:
+        self._model, self._folder, self._runner, self._stack = model, folder, runner, stack
         self._checkpoints = with_others(Oracle(model), folder)
 
     @cached_property
@@ -156,20 +156,14 @@ class Stages:
 
     def _stage(self, name: str, **sizes: int) -> Stage:
         config = settings(self._model, self._folder / f"run-{name}", max_total_tokens=8192, **sizes)
-        rig = begin(config, self._runner, self._started)
+        rig = self._stack.enter_context(running(config, self._runner))
         return Stage(rig, self._checkpoints, self._folder, self._runner.run(rig.engine.client.checksums(30.0)))
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(engine.stop() for engine in self._started))
 
 
 @pytest.fixture(scope="module")
 def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    made = Stages(model, tmp_path_factory.mktemp("direct"), runner)
-    try:
-        yield made
-    finally:
-        runner.run(made.stop())
+    with ExitStack() as stack:
+        yield Stages(model, tmp_path_factory.mktemp("direct"), runner, stack)
 
 
 async def generate(stage: Stage, tokens: int = 8) -> PooledGeneration:

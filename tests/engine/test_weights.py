@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,9 @@ def checkpoints(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[O
 
 
 @pytest.fixture(scope="module")
-def pair(make_rig: Callable[..., Rig]) -> Iterator[Rig]:
+def pair(make_rig: Callable[..., Rig]) -> Rig:
     """Two engines, for tests that end with dead ones."""
-    rig = make_rig(2)
-    yield rig
-    rig.run(rig.stop())
+    return make_rig(2)
 
 
 def expected(rig: Rig, oracle: Oracle) -> tuple[dict[str, str], ...]:

@@ -1,6 +1,6 @@
 """Agent frameworks with their defaults: the OpenAI Agents SDK and LangGraph. make test-integrations ONLY=frameworks
 
-Each agent is what a user writes for `environment.agent`, as docs/guides/agents.md has it. Anthropic's and OpenAI's other dialects: test_clients.
+Each agent is what a user writes for `environment.agent`, as docs/guides/agents.md has it. Other dialects: test_clients.
 """
 
 from __future__ import annotations

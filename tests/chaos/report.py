@@ -28,9 +28,13 @@ def _of_tier(records: Sequence[Record]) -> dict[str, Any]:
     return {
         "faults": len(met),
         "by_kind": dict(Counter(one["kind"] for one in met).most_common()),
-        "by_target": dict(Counter(_sort(one["target"]) for one in met).most_common()),
+        "by_target": dict(Counter(_part(one["target"]) for one in met).most_common()),
         "by_moment": dict(Counter(one["moment"] for one in met).most_common()),
         "recovery_s": {"all": _seconds(met), **{kind: _seconds(one for one in met if one["kind"] == kind) for kind in kinds}},
+        "lost_s": {
+            part: {kind: _seconds(one for one in met if (_part(one["target"]), one["kind"]) == (part, kind)) for kind in ("kill", "hang")}
+            for part in sorted({_part(one["target"]) for one in met if one["kind"] in ("kill", "hang")})
+        },
         "finished_groups_lost": sum("was finished" in text for one in records for text in one["violations"]),
         "unfinished_tokens_cut": {
             "most_of_one_response": max((one["most_cut"] for one in met), default=0),
@@ -54,6 +58,6 @@ def _seconds(records: Iterable[Record]) -> dict[str, float]:
     return {"median": median(every), "worst": every[-1]} if every else {}
 
 
-def _sort(target: str) -> str:
+def _part(target: str) -> str:
     role, _, number = target.partition(".")
     return role if number.isdigit() and role in ("engine", *ENGINE_PARTS) else target.partition("/")[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncmoe.telemetry import processes
 from tests.system.runs import (
     ONE_RANK,
     Command,
@@ -41,6 +42,11 @@ QUICK = ("trainer.timeout_s=20", "watch.beat_s=1", "watch.stacks_after_s=8", "wa
 """To see that a process hangs."""
 
 
+def runs_anew(directory: Path, role: str, before: int) -> bool:
+    """Whether a process runs in the place of one that was lost."""
+    return any(one.role == role and one.pid != before and processes.runs(one) for one in processes.read(directory))
+
+
 def lose(directory: Path, role: str, part: str, number: signal.Signals) -> None:
     """Send a process a signal just after a step, when its version goes to the engine, and wait for two more steps."""
     last = metrics(directory)[-1]["step"]
@@ -52,7 +58,7 @@ def lose(directory: Path, role: str, part: str, number: signal.Signals) -> None:
     assert wait_for(partial(trained, directory, lines, last + 2), 150), logs(directory)
     print(json.dumps({"lost": f"{role} {part}", "by": number.name, "two_steps_s": round(time.monotonic() - begin, 2)}))
     assert [process(directory, one) for one in others] == before, "they were left alone"
-    assert part or process(directory, role) != lost
+    assert part or wait_for(partial(runs_anew, directory, role, lost.pid), 60), f"{role} does not come again"
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,18 @@ def write(folder: Path, name: str) -> Path:
     return folder
 
 
+def rewrite(like: Path, folder: Path, weights: Mapping[str, Any]) -> Path:
+    """Write a checkpoint of other weights, all in one file, with the other files of one that is there."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    for file in like.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def write_dense(folder: Path, name: str, **changes: Any) -> Path:
     """Write a dense model of `MODELS` with changed settings, and unscaled rotary frequencies, as Mixtral's and GLM's always are."""
     write(folder, name)

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncmoe.models import family_of
 from asyncmoe.models.make import VOCAB, write_tokenizer
 from asyncmoe.models.quantised import quantised
 from benchmarks.published import FLOAT8 as CONFIG
+from tests import families
 
 QUANTISATION = Path(__file__).parents[1] / ".venv-engine/lib/python3.11/site-packages/sglang/srt/layers/quantization"
 SCALE = "_scale_inv"
@@ -95,25 +96,11 @@ def dequantised_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 def write(plain: Path, folder: Path) -> dict[str, torch.Tensor]:
     """A checkpoint of float8 of a plain one; its tensors."""
-    folder.mkdir()
     hf = json.loads((plain / "config.json").read_text())
     weights = quantised_weights(hf, load_file(plain / "model.safetensors"))
-    for file in plain.iterdir():
-        if file.suffix != ".safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
+    families.rewrite(plain, folder, weights)
     (folder / "config.json").write_text(json.dumps({**hf, "quantization_config": CONFIG}))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return weights
-
-
-def write_plain(like: Path, folder: Path, weights: Mapping[str, torch.Tensor]) -> Path:
-    """A checkpoint of other weights."""
-    folder.mkdir()
-    for file in like.iterdir():
-        if file.suffix != ".safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
-    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:

@@ -11,13 +11,10 @@ import pytest
 import torch
 
 from asyncmoe import models
-from asyncmoe.config import parse
-from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
-from asyncmoe.models.make import make_model
 from asyncmoe.platform.megatron import any_layout
 from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
-from tests.saving import save
+from tests.saving import save, small
 
 
 def group(expert: bool, decay: float, **more: Any) -> dict[str, Any]:
@@ -67,9 +64,7 @@ def test_a_group_that_nothing_is_known_of() -> None:
 
 
 def test_a_checkpoint_without_a_part_of_the_state_is_one_line(tmp_path: Path) -> None:
-    make_model(tmp_path / "model", MadeModel(), seed=0)
-    run = {"run": {"dir": str(tmp_path / "run"), "steps": 1}, "model": {"path": str(tmp_path / "model")}, "task": {"kind": "arithmetic"}}
-    config = parse({**run, "trainer": {"optimizer": {"distributed": True}}})
+    config = small(tmp_path, optimizer={"distributed": True})
     place = mesh.start(config.trainer)
     try:
         built = gpt.build(models.load_hf_config(tmp_path / "model"), config, place)

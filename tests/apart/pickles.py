@@ -13,13 +13,10 @@ import pytest
 import torch
 
 from asyncmoe import models
-from asyncmoe.config import parse
-from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
-from asyncmoe.models.make import make_model
 from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from tests.hostile import Hostile
-from tests.saving import save
+from tests.saving import save, small
 
 Load = Callable[[Path], int]
 
@@ -28,9 +25,7 @@ Load = Callable[[Path], int]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Load]]:
     """A checkpoint, and what loads one."""
     path = tmp_path_factory.mktemp("pickles")
-    make_model(path / "model", MadeModel(), seed=0)
-    run = {"run": {"dir": str(path / "run"), "steps": 1}, "model": {"path": str(path / "model")}, "task": {"kind": "arithmetic"}}
-    config = parse(run)
+    config = small(path)
     built = gpt.build(models.load_hf_config(path / "model"), config, mesh.start(config.trainer))
     adam = optimizer.build(config, built)
     yield save(config, 1, built, adam), lambda folder: checkpoint.load(folder, config, built, None)

@@ -11,25 +11,20 @@ import torch
 
 from asyncmoe import checkpoints, models
 from asyncmoe.checkpoints import intact
-from asyncmoe.config import parse
-from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import AsyncmoeError, StorageError
-from asyncmoe.models.make import make_model
 from asyncmoe.platform.megatron.writer import Planned
 from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from tests.disks import mounted
+from tests.saving import small
 
 
 class Rank:
     """A rank with a small model, whose parameters are all set to a number."""
 
     def __init__(self, path: Path) -> None:
-        make_model(path / "model", MadeModel(), seed=0)
         self.run = path / "run"
-        run = {"run": {"dir": str(self.run), "steps": 1}, "model": {"path": str(path / "model")}, "task": {"kind": "arithmetic"}}
-        trainer = {"async_save": True, "timeout_s": 1, "optimizer": {"distributed": True}, "keep_checkpoints": 9}
-        self.config = parse({**run, "trainer": trainer})
+        self.config = small(path, async_save=True, timeout_s=1, optimizer={"distributed": True}, keep_checkpoints=9)
         self.built = gpt.build(models.load_hf_config(path / "model"), self.config, mesh.start(self.config.trainer))
         self.adam = optimizer.build(self.config, self.built)
         self.saver = Saver(self.config, self.built, self.adam)

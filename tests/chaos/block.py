@@ -14,8 +14,8 @@ from tests.chaos import faults, invariants
 from tests.chaos.faults import Done
 from tests.chaos.invariants import Said
 from tests.chaos.schedule import Fault
-from tests.chaos.world import World, marked_pids
-from tests.system.runs import wait_for
+from tests.chaos.world import World
+from tests.system.runs import json_lines, marked_pids, wait_for
 
 _ORPHAN_S = 40.0
 _POLL_S = 0.1
@@ -146,7 +146,7 @@ class Block:
     def _holds(self, pending: Sequence[Pending], causes: Sequence[str]) -> list[str]:
         """Return what is wrong while the run goes on."""
         world = self._world
-        found = [*invariants.trained_once(self._world.trained()), *invariants.ledger_exact(world.lines(world.run_dir / "rollout.jsonl"))]
+        found = [*invariants.trained_once(self._world.trained()), *invariants.ledger_exact(json_lines(world.run_dir / "rollout.jsonl"))]
         return found + world.wrongs()[:3] + list(invariants.cause_named(causes, self._said(pending[0])))
 
     def _stopped(self, pending: Sequence[Pending], causes: Sequence[str], *, blame: bool = True) -> list[str]:
@@ -166,7 +166,7 @@ class Block:
 
     def _log_holds(self, damaged: bool = False) -> list[str]:
         now, world = self._world.log_state(), self._world
-        ended = self._lost | invariants.ended_of(world.lines(world.run_dir / "samples" / "rollout.jsonl"))
+        ended = self._lost | invariants.ended_of(json_lines(world.run_dir / "samples" / "rollout.jsonl"))
         if damaged:
             self._lost |= set(range(now.next)) - set(now.groups) - ended - invariants.groups_of(world.trained())
         found = [] if damaged else list(invariants.nothing_lost(self._log, now, world.trained(), ended, world.warm))
@@ -197,7 +197,7 @@ class Block:
 
     def _rejected(self) -> int:
         """Responses that were given up so far, with the others of their groups, as the ledger counts them."""
-        told = self._world.lines(self._world.run_dir / "rollout.jsonl")
+        told = json_lines(self._world.run_dir / "rollout.jsonl")
         return sum(told[-1]["rejected"].values()) if told else 0
 
     def _said_now(self) -> tuple[int, int, dict[Path, int]]:

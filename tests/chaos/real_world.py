@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, TRAINER_SPANS
 from tests.chaos.schedule import KINDS, Kind, Moment
 from tests.chaos.world import World, sizes
-from tests.system.runs import Command, metrics
+from tests.system.runs import Command, json_lines, metrics
 
 WARM, BATCH = 4, 16
 SHAPE = (
@@ -59,18 +60,7 @@ class RealWorld(World):
         return Command("run", "examples/demo.yaml", *places, *SHAPE, log=self.said, **environment)
 
     def trained(self) -> list[dict[str, Any]]:
-        """Steps are counted from the end of the warm-up; one that was broken off is none."""
-        found: list[dict[str, Any]] = []
-        steps: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
-        for one in [*self.lines(self.run_dir / "samples" / "trainer.jsonl"), {"record": "begin", "step": -1}]:
-            if one["record"] == "trained" and one["step"] > WARM:
-                steps[one["step"] - WARM].append((one["key"], one["digest"]))
-            elif one["record"] == "begin":
-                found += [_step(step, sorted(held), len(found)) for step, held in sorted(steps.items()) if len(held) == BATCH]
-                steps.clear()
-                if one["step"] >= 0:
-                    found.append({"resumed_at": max(0, one["step"] - WARM)})
-        return found
+        return trained(self.run_dir)
 
     def best(self) -> int:
         return max((one["step"] - WARM for one in metrics(self.run_dir)), default=0)
@@ -89,6 +79,22 @@ class RealWorld(World):
                 return sizes(self.run_dir, CONTROLLER_SPANS)
             case _:
                 return super().sign(moment)
+
+
+def trained(run_dir: Path) -> list[dict[str, Any]]:
+    """What each start of a real trainer has trained, as `invariants.newest` takes it. Steps are counted from the end of the warm-up; one
+    that was broken off is none."""
+    found: list[dict[str, Any]] = []
+    steps: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+    for one in [*json_lines(run_dir / "samples" / "trainer.jsonl"), {"record": "begin", "step": -1}]:
+        if one["record"] == "trained" and one["step"] > WARM:
+            steps[one["step"] - WARM].append((one["key"], one["digest"]))
+        elif one["record"] == "begin":
+            found += [_step(step, sorted(held), len(found)) for step, held in sorted(steps.items()) if len(held) == BATCH]
+            steps.clear()
+            if one["step"] >= 0:
+                found.append({"resumed_at": max(0, one["step"] - WARM)})
+    return found
 
 
 def _step(step: int, held: list[tuple[str, int]], start: int) -> dict[str, Any]:

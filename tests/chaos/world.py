@@ -27,7 +27,7 @@ from asyncmoe.queue import records
 from asyncmoe.queue.fold import LogState, fold
 from tests.chaos.schedule import Moment
 from tests.redis_server import LocalRedis
-from tests.system.runs import MARK, Command
+from tests.system.runs import MARK, Command, json_lines, marked_pids
 
 STAND = Path(__file__).parent / "stand"
 ENGINE_PARTS = ("scheduler", "detokenizer")
@@ -214,7 +214,7 @@ class World:
 
     def trained(self) -> list[dict[str, Any]]:
         """Return what each start of the trainer has trained, as `invariants.newest` takes it."""
-        return self.lines(self.notes / "trained.jsonl")
+        return json_lines(self.notes / "trained.jsonl")
 
     def log_state(self) -> LogState:
         """Return what the log of a run tells that does not run."""
@@ -237,12 +237,12 @@ class World:
 
     def wrongs(self) -> list[str]:
         """Return what engines and ranks have seen that must not be."""
-        engines = [one for path in self.notes.glob("wrong-*.jsonl") for one in self.lines(path)]
-        return [f"an engine: {one['what']}" for one in engines] + [one["fault"] for one in self.lines(self.notes / "mixed.jsonl")]
+        engines = [one for path in self.notes.glob("wrong-*.jsonl") for one in json_lines(path)]
+        return [f"an engine: {one['what']}" for one in engines] + [one["fault"] for one in json_lines(self.notes / "mixed.jsonl")]
 
     def cuts(self) -> list[int]:
         """Return the tokens of each response that was cut off."""
-        return [one["tokens"] for path in sorted(self.notes.glob("engine-*.jsonl")) for one in self.lines(path) if one["what"] == "cut"]
+        return [one["tokens"] for path in sorted(self.notes.glob("engine-*.jsonl")) for one in json_lines(path) if one["what"] == "cut"]
 
     def sign(self, moment: Moment) -> object:
         """Return what changes when a moment comes; None: it is not there at the moment."""
@@ -255,13 +255,6 @@ class World:
                 return sizes(self.run_dir / "log" / "1", "*")
             case _:
                 return sizes(self.run_dir / "log" / "0", "*")
-
-    def lines(self, path: Path) -> list[dict[str, Any]]:
-        """Return the records of a file of JSON lines, without a line that is not whole. Sampled texts hold every sort of line break."""
-        try:
-            return [json.loads(line) for line in path.read_text().split("\n") if line.endswith("}")]
-        except FileNotFoundError:
-            return []
 
     def leftovers(self) -> list[str]:
         """Return temporary files of processes that have ended, which the next one would not remove."""
@@ -308,13 +301,3 @@ def role_of(words: Sequence[str], environ: Sequence[str]) -> str:
     if text.startswith("sglang::"):
         return text[8:].split()[0].partition("_")[0]
     return ""
-
-
-def marked_pids(mark: str) -> list[int]:
-    """Return all processes that inherited a mark."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncmoe import config as configuration
@@ -18,8 +20,12 @@ from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rpc import keys
+from asyncmoe.rpc.messages import Reply, Request
+from asyncmoe.rpc.server import Server
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.engine.sender import Sender
+from tests.system.runs import wait_for
 
 KEY = "key-of-the-tests"
 """API key of the servers that tests talk to without the client."""
@@ -38,14 +44,10 @@ class Rig:
     """Runs a coroutine to its end."""
     published: list[int]
     pauses: list[tuple[str, float, float]]
-    busy: list[tuple[str, float, float]]
 
     @property
     def engine(self) -> SGLangProcess:
         return self.engines[0]
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(engine.stop() for engine in self.engines))
 
 
 def settings(model: Path, run_dir: Path, **engines: object) -> Config:
@@ -75,22 +77,13 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="session")
 def make_rig(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
     """Starts a rig of so many engines, numbered from the second argument on."""
-    started: list[SGLangProcess] = []
+    with ExitStack() as stack:
 
-    async def start(count: int, first: int) -> Rig:
-        config = settings(model, tmp_path_factory.mktemp("run"), count=count)
-        engines = [SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=KEY) for index in range(count)]
-        started.extend(engines)
-        rig = await make(config, engines, runner.run)
-        await asyncio.gather(*(engine.wait_ready() for engine in engines))
-        rig.coordinator.engines_started()
-        return rig
+        def start(count: int, first: int = 0) -> Rig:
+            config = settings(model, tmp_path_factory.mktemp("run"), count=count)
+            return stack.enter_context(running(config, runner, first, KEY))
 
-    async def stop() -> None:
-        await asyncio.gather(*(engine.stop() for engine in started))
-
-    yield lambda count, first=0: runner.run(start(count, first))
-    runner.run(stop())
+        yield start
 
 
 @pytest.fixture(scope="session")
@@ -105,15 +98,67 @@ def untouched(make_rig: Callable[..., Rig]) -> Rig:
     return make_rig(1, 1)
 
 
+@contextmanager
+def running(config: Config, runner: asyncio.Runner, first: int = 0, key: str | None = None) -> Iterator[Rig]:
+    """A rig of engines that are ready, until its use is over."""
+    engines: list[SGLangProcess] = []
+
+    async def start() -> Rig:
+        for index in range(config.engines.count):
+            engines.append(SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=key))
+        rig = await make(config, engines, runner.run)
+        await asyncio.gather(*(engine.wait_ready() for engine in engines))
+        rig.coordinator.engines_started()
+        return rig
+
+    async def stop() -> None:
+        await asyncio.gather(*(engine.stop() for engine in engines))
+
+    try:
+        yield runner.run(start())
+    finally:
+        runner.run(stop())
+
+
+@asynccontextmanager
+async def reachable(rig: Rig, answer: Callable[[Request], Awaitable[Reply]]) -> AsyncIterator[None]:
+    """Answers a trainer of the rig's run directory over the wire."""
+    async with Server(answer) as server:
+        keys.write(rig.config.run.dir, rendezvous := await server.start())
+        serving = asyncio.create_task(server.serve())
+        try:
+            yield
+        finally:
+            serving.cancel()
+            keys.remove(rig.config.run.dir, rendezvous)
+
+
+def family(engine: SGLangProcess, part: str = "") -> list[psutil.Process]:
+    """The processes of a server, or those with `part` in their command line or title."""
+    main = psutil.Process(engine._child.pid)
+    return [one for one in (main, *main.children(recursive=True)) if part in " ".join(one.cmdline())]
+
+
+def ended(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
+    """Whether all of them end in time."""
+
+    def lives(one: psutil.Process) -> bool:
+        try:
+            return bool(one.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    return wait_for(lambda: not any(map(lives, processes)), within_s)
+
+
 async def make(config: Config, engines: list[SGLangProcess], run: Callable[..., Any], timeout_s: float = 30.0) -> Rig:
     """A pool and a coordinator, waiting `timeout_s`, over engines that run."""
     published: list[int] = []
     pauses: list[tuple[str, float, float]] = []
-    busy: list[tuple[str, float, float]] = []
 
     async def publish(version: int) -> None:
         published.append(version)
 
-    pool = Pool(engines, 64, 60.0, lambda *span: busy.append(span), **asked(config))
+    pool = Pool(engines, 64, 60.0, lambda *span: None, **asked(config))
     coordinator = WeightUpdateCoordinator(pool, timeout_s, publish, lambda *span: pauses.append(span))
-    return Rig(config, engines, pool, coordinator, Sender(coordinator), run, published, pauses, busy)
+    return Rig(config, engines, pool, coordinator, Sender(coordinator), run, published, pauses)

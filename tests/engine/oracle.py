@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncmoe.models.lora.adapter import Adapter
@@ -68,12 +68,12 @@ def perturbed(oracle: Oracle, path: Path, seed: int, scale: float = 0.05, share:
         name: w + scale * torch.randn(w.shape, generator=generator) * (torch.rand(w.shape, generator=chosen) < share)
         for name, w in oracle.weights.items()
     }
-    path.mkdir()
-    for file in oracle.path.iterdir():
-        if file.suffix != ".safetensors":
-            (path / file.name).write_bytes(file.read_bytes())
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return Oracle(path)
+    return Oracle(families.rewrite(oracle.path, path, weights))
+
+
+def with_others(first: Oracle, folder: Path) -> list[Oracle]:
+    """A model, and two others of its shape."""
+    return [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
 
 
 def routes(model: Any, tokens: np.ndarray) -> np.ndarray:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from asyncmoe import config as configuration
-from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.engines.types import Sampling
 from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.models.lora.adapter import Adapter, Kind
@@ -24,12 +23,10 @@ from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit
-from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Recording, Trajectory, decode_routes, encode, validate
 from tests import families
-from tests.engine.conftest import Rig, make, settings
+from tests.engine.conftest import Rig, reachable, running, settings
 from tests.engine.oracle import Merged, comparable
 from tests.prompts import arithmetic
 from tests.ranks import launch
@@ -96,14 +93,8 @@ class Dock:
         listed = {layout: [(str(self.files[which]), version) for which, version in several] for layout, several in publications.items()}
         job = {"config": self.rig.config.model_dump(mode="json"), "layouts": list(publications), "publications": listed}
         (out / "job.json").write_text(json.dumps(job))
-        async with Server(answer) as server:
-            keys.write(self.rig.config.run.dir, rendezvous := await server.start())
-            serving = asyncio.create_task(server.serve())
-            try:
-                outcomes = await asyncio.to_thread(launch.run, "adapted", ranks, out, str(out / "job.json"), timeout_s=200.0)
-            finally:
-                serving.cancel()
-                keys.remove(self.rig.config.run.dir, rendezvous)
+        async with reachable(self.rig, answer):
+            outcomes = await asyncio.to_thread(launch.run, "adapted", ranks, out, str(out / "job.json"), timeout_s=200.0)
         return outcomes, seen
 
 
@@ -132,18 +123,9 @@ def dock(
     for file, adapter in zip(files, adapters, strict=True):
         torch.save({name: torch.from_numpy(value) for name, value in adapter.values.items()}, file)
 
-    async def start() -> Rig:
-        rig = await make(config, [SGLangProcess("engine.0", config, 0, config.run.dir)], runner.run)
-        await rig.engine.wait_ready()
-        rig.coordinator.engines_started()
-        return rig
-
-    rig = runner.run(start())
-    try:
+    with running(config, runner) as rig:
         layouts = OF_OTHERS if family != QWEN else LAYOUTS if thorough else FEW
         yield Dock(rig, model, m, recording, tokenizer, adapters, files, folder, layouts)
-    finally:
-        runner.run(rig.engine.stop())
 
 
 def test_engine_trainer_and_merged_weights_agree(dock: Dock) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, decode_routes, validate
-from tests.engine.conftest import settings
+from tests.engine.conftest import running, settings
 from tests.engine.oracle import TIE, Merged, gaps, routes
 from tests.unit.adapters import ALL, random_adapter
 from tests.unit.test_adapters_slots import engine, publish
@@ -66,17 +65,11 @@ def rig(request: pytest.FixtureRequest, model: Path, runner: asyncio.Runner, tmp
     experts, tp = request.param
     told = flags(Kind(ALL, 4, 8.0, experts), LIMIT)
 
-    async def start() -> SGLangProcess:
-        config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp)
-        # As for a run with adapters, but none is installed.
-        config = config.model_copy(update={"engines": config.engines.model_copy(update={"args": tuple(told)})})
-        engine = SGLangProcess("engine.0", config, 0, config.run.dir)
-        await engine.wait_ready()
-        return engine
-
-    engine = runner.run(start())
-    yield Rig(engine, experts, qwen3_moe.FAMILY.shape_of(load_hf_config(model)), runner.run)
-    runner.run(engine.stop())
+    config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp)
+    # As for a run with adapters, but none is installed.
+    config = config.model_copy(update={"engines": config.engines.model_copy(update={"args": tuple(told)})})
+    with running(config, runner) as made:
+        yield Rig(made.engine, experts, qwen3_moe.FAMILY.shape_of(load_hf_config(model)), runner.run)
 
 
 def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path, tmp_path: Path) -> None:
@@ -155,38 +148,27 @@ def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, mode
     assert (with_it != without).any()
 
 
-def test_what_an_engine_cannot_hold_it_refuses_in_its_own_words(rig: Rig, tmp_path: Path) -> None:
-    large = rig.write(tmp_path / "large", random_adapter(rig.m, rig.kind(rank=LIMIT + 1), 1))
-    with pytest.raises(EngineError, match=rf"engine\.0: /load_lora_adapter: .*rank {LIMIT + 1} is incompatible"):
-        rig.run(rig.engine.client.load_adapter("large", large, 60.0))
-
-
 def test_swaps_under_load(rig: Rig, model: Path, tmp_path: Path, thorough: bool) -> None:
     """More than there are slots: each is used again."""
     newest = 20 if thorough else 6
     made = {version: random_adapter(rig.m, rig.kind(), 100 + version) for version in range(1, newest + 1)}
     answers: list[tuple[tuple[int, ...], ServedBy, Generation, bool]] = []
-    seconds: list[float] = []
-    swaps: list[float] = []
 
     async def load(slots: Member, worker: int, done: asyncio.Event) -> None:
         turn, last = 0, False
         while not last:
             # One more after the last version is there.
             last = done.is_set()
-            prompt, turn, begin = (9, worker, turn % 50), turn + 1, time.perf_counter()
+            prompt, turn = (9, worker, turn % 50), turn + 1
             with slots.serving() as serving:
                 generation = await rig.generate(prompt, serving.adapter, 8 + 8 * worker)
-            seconds.append(time.perf_counter() - begin)
             answers.append((prompt, serving, attributed(generation, serving), slots.served != serving))
 
     async def swap(slots: Member, done: asyncio.Event) -> None:
         for version, adapter in made.items():
-            begin = time.perf_counter()
             folder = rig.write(tmp_path / str(version), adapter)
             await publish(slots, version, folder)
             shutil.rmtree(folder)
-            swaps.append(time.perf_counter() - begin)
             await asyncio.sleep(0.1)
         done.set()
 
@@ -202,7 +184,7 @@ def test_swaps_under_load(rig: Rig, model: Path, tmp_path: Path, thorough: bool)
     versions = {serving.version for _, serving, _, _ in answers}
     overtaken = sum(late for *_, late in answers)
     worst = apart = 0.0
-    ties: list[float] = []
+    ties = 0
     for version in sorted(versions):
         merged = Merged(model, rig.m, made.get(version))
         for prompt, serving, generation, _ in answers:
@@ -211,20 +193,13 @@ def test_swaps_under_load(rig: Rig, model: Path, tmp_path: Path, thorough: bool)
                 found = merged.difference(prompt, generation.tokens, generation.logprobs, 0.8)
                 gap = 1.0 if found < 1e-4 else float(gaps(merged.model, np.array([*prompt, *generation.tokens])).min())
                 if gap < TIE:  # a router may decide it either way, and what follows differs
-                    ties.append(gap)
+                    ties += 1
                 else:
                     worst = max(worst, found)
             elif serving.version == version + 1 and not apart:
                 apart = merged.difference(prompt, generation.tokens, generation.logprobs, 0.8)
-    seconds.sort()
-    print(
-        f"{len(answers)} responses of {len(versions)} versions, {overtaken} ended after the next was there; at most {worst:.1e} from their "
-        f"version's merged weights ({apart:.2f} from the one before), {len(ties)} with ties of routers; a response took "
-        f"{seconds[len(seconds) // 2]:.3f} s, at most {seconds[-1]:.3f} s; a swap {sorted(swaps)[len(swaps) // 2]:.3f} s, at most "
-        f"{max(swaps):.3f} s"
-    )
     assert versions >= made.keys()
     assert overtaken >= newest
     assert worst < 1e-4
-    assert len(ties) <= len(answers) // 50, ties
+    assert ties <= len(answers) // 50
     assert apart > 0.05

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from asyncmoe.models import load_hf_config
-from tests import float8
+from tests import families, float8
 from tests.checksums import engine_checksums
-from tests.engine.conftest import settings
-from tests.engine.oracle import Oracle, perturbed
+from tests.engine.conftest import running, settings
+from tests.engine.oracle import Oracle, with_others
 from tests.engine.test_direct import Checksums, Stage, difference, generate, wrong
-from tests.engine.test_families import start
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -26,7 +23,7 @@ class Quantised:
     def __init__(self, plain: Oracle, served: Path, folder: Path) -> None:
         self.path, self._hf = plain.path, load_hf_config(served)
         self.weights = float8.quantised_weights(self._hf, plain.weights)
-        self.oracle = Oracle(float8.write_plain(plain.path, folder, float8.dequantised_weights(self.weights)))
+        self.oracle = Oracle(families.rewrite(plain.path, folder, float8.dequantised_weights(self.weights)))
 
     def expected(self, stage: Stage) -> Checksums:
         return engine_checksums(self._hf, stage.rig.config.engines, self.weights)
@@ -40,7 +37,8 @@ def test_an_engine_holds_what_sglang_would_have_quantised(kind: str, tp: int, ru
     """Under every layout of the trainer, and by the other path too; and it computes with them what transformers does."""
     first = Oracle(float8.plain_model(tmp_path / "plain", kind))
     float8.write(first.path, tmp_path / "served")
-    with started(tmp_path / "served", runner, tmp_path, tp, first) as stage:
+    with running(settings(tmp_path / "served", tmp_path / "run", max_total_tokens=4096, tp=tp), runner) as rig:
+        stage = Stage(rig, with_others(first, tmp_path), tmp_path, runner.run(rig.engine.client.checksums(30.0)))
         kept = [Quantised(one, tmp_path / "served", tmp_path / f"back-{n}") for n, one in enumerate(stage.checkpoints)]
         assert wrong(stage.loaded, kept[0].expected(stage)) == [[]] * tp
         assert difference(runner.run(generate(stage)), kept[0].oracle) < 1e-5
@@ -55,14 +53,3 @@ def test_an_engine_holds_what_sglang_would_have_quantised(kind: str, tp: int, ru
         assert difference(runner.run(generate(stage)), kept[1].oracle) < 1e-5
         runner.run(stage.rig.sender.publish(6, kept[2].weights, kept[2].expected(stage), buckets=1))
         assert difference(runner.run(generate(stage)), kept[2].oracle) < 1e-5
-
-
-@contextmanager
-def started(served: Path, runner: asyncio.Runner, folder: Path, tp: int, first: Oracle) -> Iterator[Stage]:
-    """One engine."""
-    rig = start(runner, settings(served, folder / "run", max_total_tokens=4096, tp=tp))
-    try:
-        checkpoints = [first, perturbed(first, folder / "a", 1), perturbed(first, folder / "b", 2)]
-        yield Stage(rig, checkpoints, folder, runner.run(rig.engine.client.checksums(30.0)))
-    finally:
-        runner.run(rig.engine.stop())

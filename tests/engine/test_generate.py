@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from asyncmoe.config.scoring import ScoringSection
-from asyncmoe.config.task import TaskSection
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import EngineError, TrajectoryRejected
-from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.producer import Producer
-from asyncmoe.rollout.scoring import loading
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Recording, Trajectory, validate
 from tests.engine.conftest import Rig
 from tests.engine.oracle import Oracle, largest_difference
@@ -86,46 +78,3 @@ def test_a_prefix_is_shared_under_its_salt_only(rig: Rig) -> None:
         return (await rig.engine.client.generate(prompt, Sampling(1.0, 1, ()), salt, 30.0)).cached_tokens
 
     assert [rig.run(cached(salt)) for salt in ("a", "a", "b")] == [0, len(prompt) - 1, 0]
-
-
-def test_a_scorer_that_fails_costs_its_groups_and_nothing_else(rig: Rig, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    section = ScoringSection(scorer="tests.unit.scorers:moody", retries=0)
-    task, scorer = arithmetic(tokenizer, ("+",), 1, seed=0), loading.load(section, TaskSection(kind="arithmetic"), tokenizer.decode)
-    sampling = Sampling(1.0, 4, (tokenizer.eos,))
-
-    play = partial(episode.run, RolloutContext(rig.pool, sampling, tokenizer, scorer))
-
-    async def run() -> BoundedQueue:
-        queue = BoundedQueue(capacity=32, batch=16, group_size=4, max_staleness=1)
-        producing = asyncio.create_task(Producer(queue, task, Worker(play, 4), 4).run())
-        async with asyncio.timeout(60):
-            while queue.stats().depth < 32:
-                await asyncio.sleep(0.01)
-        producing.cancel()
-        await asyncio.gather(producing, return_exceptions=True)
-        await scorer.close()
-        return queue
-
-    stats = rig.run(run()).stats()
-    odd = [g for g in range(100) if int(task.prompt(g).answer) % 2]
-    lost = len([g for g in odd if g <= (stats.started // 4) - 1])
-    assert stats.rejected == {"scorer_error": 4 * lost}
-    assert stats.started == 32 + 4 * lost
-    assert lost > 0
-
-
-def test_sixty_four_short_answers_at_once(rig: Rig) -> None:
-    async def ask() -> float:
-        begin = time.perf_counter()
-        answers = await asyncio.gather(*(rig.pool.generate([20, 30, i], Sampling(1.0, 5, ())) for i in range(64)))
-        seconds = time.perf_counter() - begin
-        tokens = sum(len(answer.generation.tokens) for answer in answers)
-        print(f"{64 / seconds:.0f} requests/s, {tokens / seconds:.0f} tokens/s")
-        return seconds
-
-    rig.busy.clear()
-    seconds = min(rig.run(ask()) for _ in range(3))
-    assert seconds < 30
-    assert rig.busy
-    assert all(name == "engine.0" and begin < end for name, begin, end in rig.busy)

@@ -121,32 +121,21 @@ def check(played: Played, models: Sequence[Any], keep: bool) -> None:
     assert excess.max() < TIE
 
 
-def test_in_place_nothing_is_lost_and_keys_and_values_live_on(rig: Rig, oracles: list[Oracle]) -> None:
-    played = Played(rig, oracles, "in_place")
-    assert (played.turns, played.lost, played.recomputed, played.versions) == (1, 0, 0, [0, 1, 2])
-    check(played, [oracle.model for oracle in oracles], keep=True)
-
-
-def test_abort_resume_loses_nothing_and_computes_prefixes_again(rig: Rig, oracles: list[Oracle]) -> None:
-    played = Played(rig, oracles, "abort_resume")
-    assert (played.turns, played.lost, played.versions) == (3, 0, [0, 1, 2])
-    assert played.recomputed == sum(played.bounds[1:])
-    check(played, [oracle.model for oracle in oracles], keep=False)
-
-
-def test_abort_retry_starts_again(rig: Rig, oracles: list[Oracle]) -> None:
-    played = Played(rig, oracles, "abort_retry")
-    assert (played.turns, played.versions) == (1, [2])
-    assert played.lost > 0
-    assert played.record.is_pure
-    check(played, [oracles[2].model], keep=False)
-
-
-def test_drain_finishes_under_the_version_it_began_with(rig: Rig, oracles: list[Oracle]) -> None:
-    played = Played(rig, oracles, "drain")
-    assert (played.turns, played.lost, played.versions) == (1, 0, [0])
-    assert played.record.is_pure
-    check(played, [oracles[0].model], keep=False)
+@pytest.mark.parametrize(
+    ("interruption", "turns", "versions"),
+    [("in_place", 1, [0, 1, 2]), ("abort_resume", 3, [0, 1, 2]), ("abort_retry", 1, [2]), ("drain", 1, [0])],
+)
+def test_a_response_has_the_versions_of_its_mode(
+    rig: Rig, oracles: list[Oracle], interruption: Interruption, turns: int, versions: list[int]
+) -> None:
+    """In place keys and values live on; a response that is resumed computes its prefixes again, one that is retried is lost."""
+    played = Played(rig, oracles, interruption)
+    assert (played.turns, played.versions) == (turns, versions)
+    assert (played.lost > 0) == (interruption == "abort_retry")
+    if len(versions) > 1:
+        assert played.recomputed == (0 if interruption == "in_place" else sum(played.bounds[1:]))
+    assert played.record.is_pure == (len(versions) == 1)
+    check(played, [oracles[version].model for version in versions], keep=interruption == "in_place")
 
 
 def test_retract_computes_keys_and_values_again(rig: Rig, oracles: list[Oracle]) -> None:

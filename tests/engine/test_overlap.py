@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,16 +25,14 @@ from transformers import AutoModelForCausalLM
 from asyncmoe.config.model import MadeModel
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.sglang import process as engines
-from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.engines.types import ABORTED, Generation, Sampling
-from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.make import VOCAB, make_model
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rpc.messages import WeightsCommit, WeightsStage
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
 from tests.engine.certain import FIRST, head, token_of
-from tests.engine.conftest import Rig, make, settings
+from tests.engine.conftest import Rig, running, settings
 from tests.engine.oracle import routes
 from tests.engine.overlap_server import CASES
 
@@ -196,38 +194,20 @@ def check_record(record: Trajectory, reference: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def start(certain: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Load]]:
-    """Starts an engine of `overlap_server`, settled, plain, unordered or naive."""
-    started: list[SGLangProcess] = []
+def load(certain: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
+    """An engine of `overlap_server`."""
+    folder = tmp_path_factory.mktemp("load")
+    config = settings(certain, folder, max_running=RUNNING, max_total_tokens=4096, args=ARGUMENTS)
+    real = engines.command
 
-    async def begin(how: str) -> Load:
-        folder = tmp_path_factory.mktemp(how)
-        config = settings(certain, folder, max_running=RUNNING, max_total_tokens=4096, args=ARGUMENTS)
-        real = engines.command
-        module = ("-m", "tests.engine.overlap_server", str(folder / "pauses"), how)
+    def command(*arguments: Any) -> list[str]:
+        python, _, _, *rest = real(*arguments)
+        return [python, "-m", "tests.engine.overlap_server", str(folder / "pauses"), *rest, "--enable-return-routed-experts"]
 
-        def command(*arguments: Any) -> list[str]:
-            python, _, _, *rest = real(*arguments)
-            return [python, *module, *rest, "--enable-return-routed-experts"]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engines, "command", command)
-            started.append(SGLangProcess("engine.0", config, 0, config.run.dir))
-        rig = await make(config, started[-1:], runner.run)
-        await started[-1].wait_ready()
-        rig.coordinator.engines_started()
-        return Load(rig, folder / "pauses")
-
-    async def stop() -> None:
-        await asyncio.gather(*(engine.stop() for engine in started))
-
-    yield lambda how: runner.run(begin(how))
-    runner.run(stop())
-
-
-@pytest.fixture(scope="module")
-def load(start: Callable[[str], Load]) -> Load:
-    return start("settled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "command", command)
+        with running(config, runner) as rig:
+            yield Load(rig, folder / "pauses")
 
 
 def alive(load: Load) -> bool:
@@ -275,26 +255,3 @@ def test_so_it_has_when_responses_are_aborted_in_the_pause_and_clients_leave(loa
     load.rig.run(load.updates(40 if thorough else 3, aborts=True))
     assert load.aborted > before
     assert alive(load)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("at_once", [False, True], ids=["in a pause", "at once"])
-def test_as_sglang_is_a_token_goes_to_the_version_after_its_own(start: Callable[[str], Load], at_once: bool) -> None:
-    load = start("plain")
-    with pytest.raises(AssertionError, match="Span"):
-        load.rig.run(load.updates(10, at_once=at_once))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("how", ["unordered", "naive"])
-def test_a_write_during_a_step_and_a_step_processed_unnoticed_end_the_server(start: Callable[[str], Load], how: str) -> None:
-    load = start(how)
-
-    def use() -> None:
-        load.rig.run(load.updates(5))
-        alive(load)
-
-    with pytest.raises((AsyncmoeError, RuntimeError)):  # of the engine, or of the broadcast to it
-        use()
-    log = (load.rig.config.run.dir / "logs" / "engine-0.log").read_text()
-    assert {"unordered": "weights are written while a step that reads them is in flight", "naive": "pop from an empty deque"}[how] in log

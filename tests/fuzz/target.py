@@ -52,10 +52,6 @@ def config(folder: Path) -> Config:
     )
 
 
-class _Engine(FakeHandle):
-    """Serves at once; samples what a small model might."""
-
-
 class Vitals:
     """Measures the event loop and this process.
 
@@ -91,10 +87,7 @@ class Vitals:
 
     def _write(self) -> None:
         line = {
-            "time": time.time(),
-            "rss_bytes": rss_bytes(os.getpid()),
             "descriptors": len(os.listdir("/proc/self/fd")),
-            "tasks": len(asyncio.all_tasks()),
             "worst_lag_s": round(self._worst, 4),
             "worst_turn_cpu_s": round(self._busiest, 4),
             "ended": self.ended,
@@ -132,7 +125,7 @@ def main(folder: Path) -> None:
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             for index in range(made.engines.count):
-                self._pool.join(_Engine(f"engine.{index}")).waiting = False
+                self._pool.join(FakeHandle(f"engine.{index}")).waiting = False
             watching.clear()
             watching.update(map(asyncio.get_running_loop().create_task, (vitals.watch(), self._work())))
 

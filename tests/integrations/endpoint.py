@@ -21,17 +21,11 @@ Client = Callable[[str, str], Awaitable[None]]
 """Gets a base URL and a key."""
 
 
-def served(
-    policy: Policy,
-    known: Tokenizer,
-    client: Client,
-    bounds: Bounds | None = None,
-    timeout_s: float = 60,
-) -> Episode:
+def served(policy: Policy, known: Tokenizer, client: Client, timeout_s: float = 60) -> Episode:
     """Let a client speak to an episode; return the episode."""
     sampling = replace(SAMPLING, max_new_tokens=MAX_NEW_TOKENS)
     prompt = Prompt("1+1=", known.encode("1+1="), "2")
-    episode = Episode(prompt, EpisodeId(0, 0, 0), known, Random(0), sampling, bounds or BOUNDS, policy.speak)
+    episode = Episode(prompt, EpisodeId(0, 0, 0), known, Random(0), sampling, BOUNDS, policy.speak)
 
     async def run() -> None:
         endpoint = OpenAIEndpoint()

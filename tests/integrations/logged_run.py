@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from asyncmoe.telemetry.schema import EVALUATION, METRICS
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from telemetry_runs import write_run
 
-__all__ = ["config_of", "figures", "recorded", "sent", "write_run"]
+__all__ = ["config_of", "figures", "sent", "write_run"]
 
 
 def config_of(run_dir: Path, **telemetry: Any) -> Config:
@@ -36,18 +35,6 @@ def config_of(run_dir: Path, **telemetry: Any) -> Config:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json")))
     return made
-
-
-def recorded(run_dir: Path) -> Path:
-    """The folder of a real run where ASYNCMOE_RUN names one, else of a made-up one."""
-    if (real := os.environ.get("ASYNCMOE_RUN")) is None:
-        write_run(run_dir, warmup=2, rl=8)
-        return run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for name in (METRICS, EVALUATION, "rollout.jsonl"):
-        if (Path(real) / name).exists():
-            (run_dir / name).write_bytes((Path(real) / name).read_bytes())
-    return run_dir
 
 
 def sent(config: Config, name: str) -> LoggerState:

@@ -5,15 +5,12 @@ make test-integrations ONLY=clients
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
-from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.integrations.endpoint import one_conversation, served
 from tests.unit import openai_policy
 from tests.unit.openai_policy import IM_END, Policy
 
@@ -31,37 +28,18 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return made
 
 
-def served(policy: Policy, known: Tokenizer, client: Callable[[str, Session], Awaitable[None]]) -> None:
-    async def run() -> None:
-        endpoint = OpenAIEndpoint()
-        try:
-            session, url = await endpoint.open(policy.episode(known))
-            async with asyncio.timeout(60):
-                await client(url, session)
-        finally:
-            await endpoint.close()
-
-    asyncio.run(run())
-
-
 def calls_then_answers(known: Tokenizer) -> Policy:
     """A policy that calls the tool until it has seen its answer."""
     return Policy(lambda seen: (*known.encode("it is 42" if "42" in known.decode(seen) else CALL), IM_END))
-
-
-def one_conversation(policy: Policy, known: Tokenizer) -> None:
-    """Every request continued the same conversation, and gave only what was new: nothing sampled was tokenized again."""
-    assert {name for name, _, _ in policy.asked} == {"policy"}
-    assert "let me see" not in "".join(known.decode(given) for _, given, _ in policy.asked)
 
 
 @pytest.mark.parametrize("suffix", ["/v1", ""])
 def test_anthropics_client_calls_tools(known: Tokenizer, suffix: str) -> None:
     policy = calls_then_answers(known)
 
-    async def client(url: str, session: Session) -> None:
+    async def client(url: str, key: str) -> None:
         base = url.removesuffix("/v1") + suffix
-        async with anthropic.AsyncAnthropic(base_url=base, api_key=session.key) as client:
+        async with anthropic.AsyncAnthropic(base_url=base, api_key=key) as client:
             asked: Any = {"model": "claude", "max_tokens": 90, "system": "be brief", "tools": [TOOL]}
             messages: list[Any] = [{"role": "user", "content": "twice 21?"}]
             raw = await client.messages.with_raw_response.create(**asked, messages=messages, extra_body={"temperature": 0.0})
@@ -86,8 +64,8 @@ def test_anthropics_client_calls_tools(known: Tokenizer, suffix: str) -> None:
 def test_anthropics_client_streams_calls_and_gets_errors_as_its_own(known: Tokenizer) -> None:
     policy = calls_then_answers(known)
 
-    async def client(url: str, session: Session) -> None:
-        async with anthropic.AsyncAnthropic(base_url=url, api_key=session.key) as client:
+    async def client(url: str, key: str) -> None:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as client:
             asked: Any = {"model": "claude", "max_tokens": 90, "messages": [{"role": "user", "content": "twice 21?"}]}
             async with client.messages.stream(**asked, tools=[TOOL]) as stream:
                 told = await stream.get_final_message()
@@ -119,8 +97,8 @@ def test_the_agents_sdk_runs_its_loop(known: Tokenizer, api: str, streamed: bool
         seen.append(x)
         return str(2 * x)
 
-    async def client(url: str, session: Session) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
+    async def client(url: str, key: str) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
             kind = agents.OpenAIResponsesModel if api == "responses" else agents.OpenAIChatCompletionsModel
             agent = agents.Agent(name="a", instructions="be brief", model=kind(model="policy", openai_client=client), tools=[double])
             if streamed:

@@ -1,6 +1,6 @@
 """Coding agents from npm work against the endpoint, and cost no token twice: make test-integrations ONLY=coding
 
-The policy's words are a script; tokenizer, endpoint and sessions are those of a run. `ASYNCMOE_COUNTS=FILE` writes the counts there.
+The policy's words are a script; tokenizer, endpoint and sessions are those of a run.
 """
 
 from __future__ import annotations
@@ -8,24 +8,26 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import platform
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.integrations.endpoint import call, served
-from tests.integrations.traffic import Counts, Exchange, Recorder, Script, as_record
 from tests.unit import doc_pages
+from tests.unit.openai_policy import IM_END, Policy
 
 PROGRAMS = Path(sys.prefix) / "node_modules"
 CLIENT_S = 120
+NUMBER = re.compile(r"#(\d+) ")
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class Agent:
     argument: str
     another: str
     """A call of another tool of its own."""
-    refused: str = ""
-    """What the endpoint refuses; the client then does without."""
+    rewrites: bool = False
+    """Whether it changes the beginning of a conversation when it goes on, so that what was said comes back as text."""
 
 
 _CODEX = (
@@ -80,7 +82,6 @@ AGENTS = (
         "Bash",
         "command",
         call("Glob", '{"pattern": "*.txt"}'),
-        "defer_loading is not supported",
     ),
     Agent(
         "@qwen-code/qwen-code",
@@ -91,6 +92,7 @@ AGENTS = (
         "run_shell_command",
         "command",
         call("list_directory", '{"path": "/proc/sys"}'),
+        rewrites=True,
     ),
 )
 
@@ -139,41 +141,48 @@ async def ran(program: Path, arguments: Sequence[str], environment: Mapping[str,
     return told.decode(errors="replace")
 
 
-def worked(agent: Agent, known: Tokenizer, folder: Path) -> tuple[Counts, list[str], list[Exchange]]:
-    """Let a client do its task and go on with it."""
-    script = Script(known, steps(agent))
+def scripted(known: Tokenizer, said: Sequence[str]) -> Policy:
+    """A policy that answers step by step: the step of a conversation follows from what the policy sees of it. Each response begins with its
+    number ("#7 "), by which it is found again."""
+    numbers = count(1)
+
+    def say(seen: tuple[int, ...]) -> tuple[int, ...]:
+        done = len({*NUMBER.findall(known.decode(seen))})
+        return (*known.encode(f"#{next(numbers)} {said[min(done, len(said) - 1)]}"), IM_END)
+
+    return Policy(say)
+
+
+def worked(agent: Agent, policy: Policy, known: Tokenizer, folder: Path) -> tuple[Episode, list[str]]:
+    """Let a client do its task and go on with it; the episode, and what the client printed."""
     told: list[str] = []
-    recorders: list[Recorder] = []
+    home, work = folder / "home", folder / "work"
+    home.mkdir()
+    work.mkdir()
 
     async def client(url: str, key: str) -> None:
-        home, work = folder / "home", folder / "work"
-        home.mkdir()
-        work.mkdir()
-        async with Recorder(url) as recorder:
-            recorders.append(recorder)
-            filled = {name: value.format(url=recorder.url, key=key) for name, value in agent.environment.items()}
-            environment = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_COLOR": "1", **filled}
-            for arguments in (agent.first, agent.again):
-                given = [argument.format(url=recorder.url, folder=work) for argument in arguments]
-                told.append(await ran(PROGRAMS / ".bin" / agent.program, given, environment, work))
+        filled = {name: value.format(url=url, key=key) for name, value in agent.environment.items()}
+        environment = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_COLOR": "1", **filled}
+        for arguments in (agent.first, agent.again):
+            given = [argument.format(url=url, folder=work) for argument in arguments]
+            told.append(await ran(PROGRAMS / ".bin" / agent.program, given, environment, work))
 
-    episode = served(script.policy, known, client, timeout_s=2 * CLIENT_S + 30)
-    return recorders[0].counts(script.policy, episode, known), told, recorders[0].exchanges
+    return served(policy, known, client, timeout_s=2 * CLIENT_S + 30), told
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.program)
 def test_a_coding_agents_conversation_is_one_trajectory(agent: Agent, known: Tokenizer, tmp_path: Path) -> None:
     if not (PROGRAMS / ".bin" / agent.program).exists() or shutil.which("node") is None:
         pytest.skip("needs npm: make test-integrations ONLY=coding")
-    counts, told, _ = worked(agent, known, tmp_path)
-    version = json.loads((PROGRAMS / agent.package / "package.json").read_text())["version"]
-    record(agent.package, version, counts)
+    policy = scripted(known, steps(agent))
+    episode, told = worked(agent, policy, known, tmp_path)
     assert "all done" in told[1], told
-    assert all(agent.refused and agent.refused in error for error in counts.errors), counts
     assert (tmp_path / "work" / "one.txt").read_text() == "one\nthree\n"
-    assert counts.responses >= len(steps(agent))
-    assert counts.conversations == counts.responses - counts.continuing
-    assert (counts.false_forks, counts.retokenised, counts.lost_tokens) == (0, 0, 0), counts
+    assert len(policy.asked) >= len(steps(agent))
+    sampled = sum(len(said) for _, _, said in policy.asked)
+    assert sum(sum(one.sampled) for one in episode.agents.values()) == sampled, "every sampled token is in a trajectory"
+    again = [known.decode(given) for _, given, _ in policy.asked if NUMBER.search(known.decode(given))]
+    assert agent.rewrites or not again, "what was sampled came back as text"
 
 
 def test_the_coding_agent_of_the_page_is_rewarded(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,24 +191,12 @@ def test_the_coding_agent_of_the_page_is_rewarded(known: Tokenizer, monkeypatch:
     monkeypatch.setenv("PATH", f"{PROGRAMS / '.bin'}{os.pathsep}{os.environ['PATH']}")
     page: dict[str, Any] = {}
     exec(doc_pages.files(doc_pages.read("guides/agents.md"))["my_coder.py"], page)
-    script = Script(known, [call("exec_command", '{"cmd": "echo 42 > answer.txt"}'), "done"])
+    policy = scripted(known, [call("exec_command", '{"cmd": "echo 42 > answer.txt"}'), "done"])
     rewards: list[float] = []
 
     async def client(url: str, key: str) -> None:
         rewards.append(await page["codex"](url, key, "Write the answer into answer.txt.", "42"))
 
-    served(script.policy, known, client, timeout_s=CLIENT_S)
+    served(policy, known, client, timeout_s=CLIENT_S)
     assert rewards == [1.0]
-    assert {name for name, _, _ in script.policy.asked} == {"policy"}
-
-
-def record(package: str, version: str, counts: Counts) -> None:
-    """Add counts to the file of `ASYNCMOE_COUNTS`."""
-    if (name := os.environ.get("ASYNCMOE_COUNTS")) is None:
-        return
-    path = Path(name)
-    before = json.loads(path.read_text())["cases"] if path.exists() else []
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
-    cases = [*(one for one in before if one["client"] != package), {"client": package, "version": version, **as_record(counts)}]
-    known = {"date": date.today().isoformat(), "machine": machine, "cases": cases}
-    path.write_text(json.dumps(known, indent=2) + "\n")
+    assert {name for name, _, _ in policy.asked} == {"policy"}

@@ -97,6 +97,8 @@ def test_splits_of_a_saved_data_set(tmp_path: Path, tokenizer: Tokenizer) -> Non
     assert {task.prompt(n).text for n in range(6)} == {"q0", "q1", "q2"}
     with pytest.raises(DataError, match=r"task\.split: got validation, expected one of train, test, which .*saved has"):
         tasks.load(config(path, split="validation"), tokenizer)
+    with pytest.raises(DataError, match=r"task\.path .*d\.parquet: got ValueError: Unknown split \"test\""):
+        tasks.load(config(written(tmp_path / "d.parquet"), split="test"), tokenizer)
 
 
 def test_an_evaluation_set_is_another_split(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -116,20 +118,13 @@ def test_an_evaluation_set_is_another_split(tmp_path: Path, tokenizer: Tokenizer
             {},
             r"row 0, question: got nothing, .*its columns are problem, answer; name yours in task\.columns",
         ),
-        ([{"question": "q", "answer": "1"}, {"question": None, "answer": "2"}], {}, r"row 1, question: got None, expected text"),
         ([{"question": "q", "answer": "1"}, {"question": "q", "answer": None}], {}, r"row 1, answer: got None, expected non-empty text"),
-        ([{"question": "q", "answer": True}], {}, r"row 0, answer: got True"),
         (
             [{"question": "q", "answer": "1", "image": b"\xff"}],
             {},
             r"row 0, column image: got Object of type bytes .*leave it out of task",
         ),
         ([{"question": "q", "answer": "1"}], {"where": {"answer": "2"}}, r"d\.parquet: got no row left( of \d+)?, expected at least"),
-        (
-            [{"question": "q", "answer": 1}, {"question": "q", "answer": None}],
-            {},
-            r"answer: got (nan|None), expected non-empty text or a number",
-        ),
         (
             [{"question": "q", "answer": "1"}],
             {"filter": "tests.unit.task_sources:easy"},
@@ -157,9 +152,7 @@ def test_columns_that_nothing_reads_may_be_anything(tmp_path: Path, tokenizer: T
     ("name", "content", "said"),
     [
         ("d.parquet", b"no parquet", r"task\.path .*d\.parquet: got ArrowInvalid: "),
-        ("d.parquet", b"", r"d\.parquet: got an empty file"),
         ("d.csv", b"question,answer\n", r"d\.csv: got .*no data!, expected a data set of rows"),
-        ("d.json", b"[{", r"d\.json: got "),
         ("d.txt", b"x", r"d\.txt: got the suffix '\.txt', expected \.jsonl, \.json, \.csv"),
         (None, None, r"none\.parquet: got no such file or directory"),
     ],
@@ -174,25 +167,6 @@ def test_files_that_cannot_be_read_are_named(
         tasks.load(config(path), tokenizer)
     assert re.search(said, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_data_set_without_a_kept_row_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    datasets.Dataset.from_dict({"question": [], "answer": []}).save_to_disk(str(tmp_path / "empty"))
-    with pytest.raises(DataError, match=r"empty: got .*expected a data set of rows"):
-        tasks.load(config(tmp_path / "empty"), tokenizer)
-    path = written(tmp_path / "d.parquet")
-    with pytest.raises(DataError, match="got no row left of 20"):
-        tasks.load(config(path, where={"level": "grim"}), tokenizer)
-
-
-def test_a_suffix_may_be_written_in_capitals(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    (tmp_path / "d.CSV").write_bytes(b"question,answer\nq,1\n")
-    assert tasks.load(config(tmp_path / "d.CSV"), tokenizer).training.prompt(0).answer == "1"
-
-
-def test_a_split_that_does_not_exist_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match=r"task\.path .*d\.parquet: got ValueError: Unknown split \"test\"\. Should be one of \['train'\]"):
-        tasks.load(config(written(tmp_path / "d.parquet"), split="test"), tokenizer)
 
 
 def test_an_id_on_the_hub_without_a_network_is_refused_at_once(

@@ -1,6 +1,6 @@
 """Agent frameworks with their defaults: the OpenAI Agents SDK and LangGraph. make test-integrations ONLY=frameworks
 
-Each agent is what a user writes for `environment.agent`; two of them are those of docs/guides/agents.md.
+Each agent is what a user writes for `environment.agent`, as docs/guides/agents.md has it. Other dialects: test_clients.
 """
 
 from __future__ import annotations
@@ -36,17 +36,6 @@ def played(policy: Policy, known: Tokenizer, agent: Any) -> tuple[float, Episode
     return rewards[0], episode
 
 
-async def default_client(base_url: str, api_key: str, prompt: str, answer: str) -> float:
-    """The Agents SDK with its defaults and one client of the process."""
-    import openai
-    from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
-
-    set_default_openai_client(openai.AsyncOpenAI(base_url=base_url, api_key=api_key), use_for_tracing=False)
-    set_tracing_disabled(True)
-    result = await Runner.run(Agent(name="solver", instructions="be brief", tools=[function_tool(double)]), prompt)
-    return float(result.final_output.split()[-1] == answer)
-
-
 async def hand_off(base_url: str, api_key: str, prompt: str, answer: str) -> float:
     """Two agents, the first of which hands over to the second. A provider belongs to this episode; a default client, to the process."""
     import openai
@@ -60,39 +49,7 @@ async def hand_off(base_url: str, api_key: str, prompt: str, answer: str) -> flo
         return float(result.last_agent.name == "calculator" and result.final_output.split()[-1] == answer)
 
 
-async def langgraph_prebuilt(base_url: str, api_key: str, prompt: str, answer: str) -> float:
-    """The same by its older name, streamed."""
-    from langchain_openai import ChatOpenAI
-    from langgraph.prebuilt import create_react_agent
-
-    agent = create_react_agent(ChatOpenAI(model="policy", base_url=base_url, api_key=api_key), tools=[double])
-    pieces = [part[0].text async for part in agent.astream({"messages": [("user", prompt)]}, stream_mode="messages")]
-    assert len(pieces) > 5
-    return float("".join(pieces).split()[-1] == answer)
-
-
-async def langgraph_anthropic(base_url: str, api_key: str, prompt: str, answer: str) -> float:
-    """LangGraph's agent with Anthropic's client."""
-    from langchain.agents import create_agent
-    from langchain_anthropic import ChatAnthropic
-
-    model = ChatAnthropic(model="policy", base_url=base_url, api_key=api_key, max_tokens=100)
-    state = await create_agent(model, tools=[double], system_prompt="be brief").ainvoke({"messages": [("user", prompt)]})
-    return float(state["messages"][-1].text.split()[-1] == answer)
-
-
-async def langgraph_responses(base_url: str, api_key: str, prompt: str, answer: str) -> float:
-    """LangGraph's agent with the Responses API."""
-    from langchain.agents import create_agent
-    from langchain_openai import ChatOpenAI
-
-    model = ChatOpenAI(model="policy", base_url=base_url, api_key=api_key, use_responses_api=True)
-    state = await create_agent(model, tools=[double], system_prompt="be brief").ainvoke({"messages": [("user", prompt)]})
-    return float(state["messages"][-1].text.split()[-1] == answer)
-
-
-@pytest.mark.filterwarnings("ignore:create_react_agent")
-@pytest.mark.parametrize("agent", [solve, default_client, graph, langgraph_prebuilt, langgraph_anthropic, langgraph_responses])
+@pytest.mark.parametrize("agent", [solve, graph])
 def test_an_agent_with_a_tool_is_one_trajectory(known: Tokenizer, agent: Any) -> None:
     policy = in_turn(known, "let me see " + call("double", '{"x": 21}'), "it is 42")
     reward, episode = played(policy, known, agent)

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.models.hf_checkpoint import HFCheckpoint
-from tests.disks import mounted
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "real" / "from_gguf.py"
@@ -159,14 +158,10 @@ def test_a_model_that_transformers_would_change_is_refused(tmp_path: Path) -> No
     file, out = tmp_path / "model.gguf", tmp_path / "out"
     for changes, line in (
         ({"without": "blk.1.ffn_up"}, "tensor blk.1.ffn_up.weight: got nothing, expected a tensor, as llama with 2 blocks has it"),
-        ({"further": {"rope_freqs": 8}}, "got scaled rotary frequencies (rope_freqs.weight), which transformers drops"),
         ({"keys": {"rope.scaling.type": "yarn"}}, "got scaled rotary frequencies (yarn), which transformers drops"),
         ({"keys": {"expert_count": 8}}, "got a mixture of 8 experts, expected a dense Llama"),
-        ({"further": {"blk.0.attn_sinks": 4}}, "tensor blk.0.attn_sinks.weight: got a tensor that transformers drops"),
-        ({"keys": {"block_count": 1}}, "tensor blk.1.attn_k.weight: got a tensor that transformers drops"),
         ({"keys": {"rope.dimension_count": 8}}, "8 of 16 dimensions of a head are rotated"),
         ({"tokens": False}, "got no tokenizer, expected one in tokenizer.ggml.tokens"),
-        ({"head": 32, "keys": {"attention.key_length": 16}}, "expected a model of llama that transformers reads"),
     ):
         small(file, **changes)
         assert line in refused(file, out)
@@ -190,26 +185,5 @@ def test_heads_and_experts_of_any_size_are_read(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_short_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     small(file)
-    whole = file.read_bytes()
-    for size in (20, 300, len(whole) // 2, len(whole) - 32):
-        file.write_bytes(whole[:size])
-        assert "the file is cut short or damaged" in refused(file, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
-
-
-def test_a_place_that_cannot_be_written_is_one_line_and_stays_free(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    small(file)
-    assert "choose a path with no file among its parts" in refused(file, file / "out")
-    with mounted(tmp_path / "disk", "128k") as disk:
-        assert "No space left on device (ENOSPC)" in refused(file, disk / "out")
-        assert list(disk.iterdir()) == []
-
-
-def test_the_package_that_it_needs_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_text("GGUF")
-    code = f"import runpy, sys; sys.modules['gguf'] = None; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "model.gguf", "out"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert "the package gguf: got nothing, expected an installed one; pip install gguf==0.19.0" in said(done)
+    file.write_bytes(file.read_bytes()[:-32])
+    assert "the file is cut short or damaged" in refused(file, tmp_path / "out")

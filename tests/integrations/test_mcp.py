@@ -6,7 +6,6 @@ make test-integrations ONLY=mcp
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from tests.unit.test_environment_tools import play as play_episode
 pytest.importorskip("mcp", reason="make test-integrations ONLY=mcp installs mcp")
 ROGUE = str(Path(__file__).with_name("rogue_mcp.py"))
 BIN = Path(sys.executable).parent
-EVERYTHING = "@modelcontextprotocol/server-everything@2026.8.31"
 
 
 tokenizer = episodes.tokenizer
@@ -102,35 +100,6 @@ def test_a_published_server_answers_in_a_session(tmp_path: Path) -> None:
     tools = play(servers, then)
     counts = tools.runners["get_current_time"].counts
     assert (counts.calls, dict(counts.failures)) == (3, {"tool_error": 2})
-
-
-def test_the_reference_server_with_every_feature(tmp_path: Path) -> None:
-    """MCP's own server for tests of clients, of another SDK and language."""
-    if shutil.which("npm") is None:
-        pytest.skip("no npm")
-    command = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(tmp_path), EVERYTHING]
-    if subprocess.run(command, timeout=300, check=False, stdin=subprocess.DEVNULL).returncode:
-        pytest.skip(f"npm cannot install {EVERYTHING}")
-    program = str(tmp_path / "node_modules" / ".bin" / "mcp-server-everything")
-
-    async def then(runners: dict[str, Runner]) -> None:
-        assert await runners["echo"].call('{"message": "hé"}') == "Echo: hé"
-        assert await runners["get-sum"].call('{"a": 2, "b": 40}') == "The sum of 2 and 40 is 42."
-        assert (await told(runners["get-sum"], '{"a": "x"}')).startswith("tool_error: MCP error -32602: Input validation error")
-        assert "[image/png]" in await runners["get-tiny-image"].call("{}")
-        assert '"humidity":82' in await runners["get-structured-content"].call('{"location": "New York"}')
-        assert "demo://resource/dynamic/blob/1]" in await runners["get-resource-links"].call("{}")
-        slow = runners["trigger-long-running-operation"]
-        assert (await slow.call('{"duration": 1, "steps": 3}')).startswith("Long running operation completed")
-        assert (await told(slow, '{"duration": 60, "steps": 3}')).endswith("took longer than 5 s")
-
-    tools = play({"every": McpServer(command=program, timeout_s=5.0)}, then)
-    assert dict(tools.runners["trigger-long-running-operation"].counts.failures) == {"tool_timeout": 1}
-
-
-def test_options_of_a_servers_tool_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"options\.act: got no such tool"):
-        WithTools([], mcp=rogue(), options={"act": {"timeout_s": 5}})
 
 
 def test_a_session_lasts_an_episode() -> None:
@@ -412,21 +381,3 @@ def test_a_url_that_is_no_mcp_server(reply: bytes, match: str, monkeypatch: pyte
 
     asyncio.run(run())
     assert b"uthorization: Bearer xyzzy\r\n" in asked[0]
-
-
-def test_a_url_is_reached_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bytes] = []
-
-    async def run() -> None:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            asked.append(await reader.readline())
-            writer.close()
-
-        proxy = await asyncio.start_server(serve, "127.0.0.1", 0)
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
-        with pytest.raises(ConfigError):
-            await asyncio.to_thread(McpTools, {"far": McpServer(url="http://far.invalid/mcp")})
-        proxy.close()
-
-    asyncio.run(run())
-    assert asked[0] == b"POST http://far.invalid/mcp HTTP/1.1\r\n"

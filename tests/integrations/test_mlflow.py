@@ -24,7 +24,7 @@ mlflow = pytest.importorskip("mlflow", reason="run: make test-integrations ONLY=
 from asyncmoe.telemetry.live import LiveView  # noqa: E402
 from asyncmoe.telemetry.loggers.mlflow_client import metric_name  # noqa: E402
 from asyncmoe.telemetry.loggers.sink import FOLDER, read  # noqa: E402
-from tests.integrations.logged_run import config_of, figures, recorded, sent, write_run  # noqa: E402
+from tests.integrations.logged_run import config_of, figures, sent, write_run  # noqa: E402
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def _of_records(run_dir: Path) -> dict[tuple[str, int], float]:
 def test_a_server_that_comes_late_and_goes_away_ends_up_with_the_figures_of_the_records(tmp_path: Path, port: int) -> None:
     run_dir, out = tmp_path / "run", io.StringIO()
     config = config_of(run_dir, mlflow={"uri": f"http://127.0.0.1:{port}", "experiment": "e"}, tensorboard=False)
-    recorded(run_dir)
+    write_run(run_dir, warmup=2, rl=8)
     total = max(step for _, step in figures(run_dir))
     with ExitStack() as servers, LiveView(config, Console(file=out, width=300)) as view:
         view.refresh()

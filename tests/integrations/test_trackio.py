@@ -16,7 +16,7 @@ if find_spec("trackio") is None:
     pytest.skip("run: make test-integrations ONLY=trackio", allow_module_level=True)
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")  # read when the package is imported
 
-from tests.integrations.logged_run import config_of, figures, recorded, sent, write_run
+from tests.integrations.logged_run import config_of, figures, sent, write_run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +47,7 @@ def test_a_run_and_its_resume_are_one_run_with_the_figures_of_the_records(tmp_pa
 
     run_dir = tmp_path / "run"
     config = config_of(run_dir, trackio={"project": "p"})
-    recorded(run_dir)
+    write_run(run_dir, warmup=2, rl=8)
     state = sent(config, "trackio")
     assert state.id is not None
     assert _by_step(_rows(state.id)) == pytest.approx(figures(run_dir))

@@ -11,7 +11,7 @@ import pytest
 
 wandb = pytest.importorskip("wandb", reason="run: make test-integrations ONLY=wandb")
 
-from tests.integrations.logged_run import config_of, figures, recorded, sent, write_run  # noqa: E402
+from tests.integrations.logged_run import config_of, figures, sent, write_run  # noqa: E402
 
 
 def _records(run_dir: Path, kind: str) -> list[Any]:
@@ -57,7 +57,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_and_its_resume_are_one_run_with_the_figures_of_the_records(tmp_path: Path) -> None:
     run_dir = tmp_path / "löss 1"
     config = config_of(run_dir, wandb={"project": "p"})
-    recorded(run_dir)
+    write_run(run_dir, warmup=2, rl=8)
     state = sent(config, "wandb")
     first = _rows(run_dir)
     assert _by_step(first) == pytest.approx(figures(run_dir))
@@ -83,7 +83,7 @@ def test_no_source_code_is_kept(tmp_path: Path) -> None:
     """In a checkout with changes: W&B would keep a patch of them."""
     run_dir = tmp_path / "run"
     config = config_of(run_dir, wandb={})
-    recorded(run_dir)
+    write_run(run_dir, warmup=2, rl=8)
     sent(config, "wandb")
     kept = {path.name for path in (run_dir / "loggers").rglob("*") if path.is_file()}
     assert not [name for name in kept if name.endswith((".patch", ".py", ".ipynb"))]

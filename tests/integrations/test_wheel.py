@@ -126,11 +126,3 @@ def test_the_sdist_has_what_a_build_needs_and_the_wheel_no_leftovers(built: Path
         assert line in metadata
     assert not [name for name in inside if not name.startswith(("asyncmoe/", "asyncmoe-"))]
     assert len([name for name in inside if "/_C." in name and name.endswith(".so")]) == 2
-
-
-def test_what_the_wheel_asks_of_a_machine(built: Path) -> None:
-    """It is tagged for this platform only; auditwheel says which machines it would run on."""
-    assert wheel(built).name.endswith("-linux_x86_64.whl")
-    told = " ".join(done(sys.executable, "-m", "auditwheel", "show", wheel(built), cwd=built).split())
-    assert re.search(r'consistent with the following platform tag: "manylinux_2_\d+_x86_64"', told), told
-    print(told)

@@ -12,6 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ SMALL = (
 )
 ONE_RANK = ("trainer.ranks=1", "trainer.ep=1")
 """Where the number of ranks does not matter: each takes as long to start as all of a small run's steps."""
+AGREES = "verify.max_logprob_diff=1.0e-3"
+"""The run ends where engine and trainer do not agree on a token of the same version."""
 
 
 class Command:
@@ -75,29 +78,22 @@ class Command:
 
 def marked(mark: str) -> list[str]:
     """Command lines of running processes that inherited a mark in the variable `MARK`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if mark.encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:
-            continue
-    return [line for line in found if line]
+    return [line for line in _marked(mark).values() if line]
 
 
-def marked_pids(mark: str, words: str) -> list[int]:
+def marked_pids(mark: str, words: str = "") -> list[int]:
     """Ids of the marked processes whose command lines contain some words, the oldest first."""
-    found = []
+    return sorted(pid for pid, line in _marked(mark).items() if words in line)
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """Ids and command lines of the other processes that inherited a mark. Whoever gives itself a title has none any more."""
+    found = {}
     for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found += [int(entry.name)] if words in line else []
-        except OSError:
-            continue
-    return sorted(found)
+        with suppress(OSError):  # it has ended
+            if entry.name.isdigit() and int(entry.name) != os.getpid() and mark.encode() in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return found
 
 
 def nccl_settings(directory: Path, mark: str) -> dict[str, str]:
@@ -179,18 +175,19 @@ def refused(*arguments: str) -> str:
     return lines[0].removeprefix("error: ")
 
 
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole records of a file that may still be written; none if it does not exist."""
+    return [json.loads(line) for line in path.read_text().split("\n") if line.endswith("}")] if path.exists() else []
+
+
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """The step records written so far."""
-    path = directory / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-    return [record for record in records if "step" in record]
+    return [record for record in json_lines(directory / "metrics.jsonl") if "step" in record]
 
 
 def generated(directory: Path) -> set[str]:
     """Engines of a run that have generated."""
-    path = directory / "spans-controller.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {json.loads(line)["who"] for line in lines if line.endswith("}")}
+    return {one["who"] for one in json_lines(directory / "spans-controller.jsonl")}
 
 
 def logs(directory: Path) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.system.runs import ONE_RANK, metrics, provide, refused, run
+from tests.system.runs import AGREES, ONE_RANK, REPOSITORY, json_lines, metrics, provide, refused, run
 from tests.unit.report_pages import data_of
 
 pytestmark = pytest.mark.system
@@ -16,13 +15,57 @@ pytestmark = pytest.mark.system
 MIXTURE = "model.make={layers: 4, hidden: 128, experts: 32, experts_per_token: 4, expert_hidden: 128}"
 STILL = ("warmup.steps=0", "run.steps=3", "trainer.optimizer.lr=1e-12")
 """The weights stay what they are: whatever differs is not staleness."""
+GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+def test_ranks_that_share_sequences_train_what_the_engine_computes(tmp_path: Path) -> None:
+    """GSM8K, where it is, one batch after the other, with masks, routes, a reference policy, two updates a batch and a way of weight sync
+    that is not the default. With fewer places at the engine than a batch has responses: a version that lands must not cut a batch in two.
+    """
+    gsm8k = ("task.kind=jsonl", f"task.path={GSM8K}", "task.chat_template=true")
+    directory = tmp_path / "run"
+    summary = run(
+        directory,
+        *("trainer.cp=2", AGREES),
+        *(gsm8k if GSM8K.is_file() else ()),
+        "scoring.scorer=tests.unit.scorers:length",
+        *("run.steps=3", "warmup.steps=0", "run.mode=sync", "queue.staleness.max_staleness=0"),
+        *("rollout.max_new_tokens=32", "rollout.max_concurrent=6", "rollout.top_p=0.9", "rollout.top_k=50"),
+        *("objective.updates_per_batch=2", "objective.correction={token_band: [0.5, 5.0]}"),
+        *("objective.kl={coefficient: 0.01, estimator: unbiased}",),
+        *("sync.transport=gloo", "sync.verify_every=1"),
+    )
+    assert (summary["steps"], summary["max_staleness_seen"]) == (3, 0)
+    assert 0 < summary["max_abs_logprob_diff_same_version"] <= 1e-4
+    assert summary["routing_mismatch_mean"] is not None
+    assert 0 < summary["pause_ms_median"] <= 1e3 * summary["sync_seconds_median"]
+    steps = metrics(directory)
+    assert [list(step["ages"]) for step in steps] == [["0"]] * 3
+    assert min(step["grad_norm"] for step in steps) > 0, "every step changed the weights"
+    assert 0 < steps[0]["kl_reference"] < steps[-1]["kl_reference"], "of step 0 only the second update is away from the reference"
+    assert steps[-1]["kl_reference"] > 1e-6
+    assert all(0 <= share <= 1 for step in steps for share in step["routing_mismatch"].values())
+    *_, last = json_lines(directory / "rollout.jsonl")
+    assert (last["dropped"], last["rejected"]) == ({}, {})
+
+
+@pytest.mark.thorough
+def test_one_batch_ahead_the_batch_is_of_the_version_before(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    ahead = ("run.mode=one_step_off", "queue.staleness.max_staleness=1", "warmup.steps=0", "run.steps=5", "sync.method=broadcast")
+    summary = run(directory, *ahead, "rollout.max_concurrent=6", "rollout.max_new_tokens=24", "sync.verify_every=1")
+    assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
+    *_, last = json_lines(directory / "rollout.jsonl")
+    assert (last["dropped"], last["rejected"]) == ({}, {})
+    # The first batch is sampled by the weights it is trained from.
+    assert [list(step["ages"]) for step in metrics(directory)] == [["0"]] + [["1"]] * 4
 
 
 @pytest.mark.thorough
 def test_keeping_routes_closes_most_of_the_gap_between_half_and_full_precision(tmp_path: Path) -> None:
     found: dict[str, dict[str, Any]] = {}
     for keep in ("on", "off"):
-        settings = ("rollout.max_new_tokens=48", "engines.dtype=bfloat16", "trainer.ranks=1", "trainer.ep=1", f"keep.routing={keep}")
+        settings = ("rollout.max_new_tokens=48", "engines.dtype=bfloat16", *ONE_RANK, f"keep.routing={keep}")
         found[keep] = run(tmp_path / keep, MIXTURE, *STILL, *settings)
         (page,) = data_of(tmp_path / keep / "report.html")
         assert "train infer kl mean" in [row[0] for row in page["summary"]]
@@ -32,25 +75,6 @@ def test_keeping_routes_closes_most_of_the_gap_between_half_and_full_precision(t
     assert found["off"]["routing_mismatch_mean"] is None
 
 
-@pytest.mark.thorough  # of ranks that share sequences, and one after the other: test_context; without masks and ahead: test_runs
-def test_a_run_with_masks_a_reference_and_checks_agrees_from_step_to_step(tmp_path: Path) -> None:
-    summary = run(
-        tmp_path / "run",
-        "warmup.steps=0",
-        "run.steps=4",
-        "rollout.top_p=0.9",
-        "rollout.top_k=20",
-        "objective.updates_per_batch=2",
-        "objective.kl={coefficient: 0.01, estimator: unbiased}",
-        "objective.correction={token_band: [0.5, 5.0]}",
-        "verify.max_logprob_diff=1.0e-3",
-    )
-    assert summary["max_abs_logprob_diff_same_version"] <= 1e-4
-    steps = metrics(tmp_path / "run")
-    assert steps[0]["kl_reference"] < 1e-6 < steps[-1]["kl_reference"]  # the second update's share of step 0 is small
-    assert all(0 <= share <= 1 for step in steps for share in step["routing_mismatch"].values())
-
-
 @pytest.mark.thorough
 def test_interleaved_stages_and_resumed_responses_agree_too(tmp_path: Path) -> None:
     summary = run(
@@ -58,20 +82,19 @@ def test_interleaved_stages_and_resumed_responses_agree_too(tmp_path: Path) -> N
         MIXTURE,
         *("warmup.steps=2", "run.steps=4", "sync.method=reshard", "sync.verify_every=1"),
         *("trainer.ep=1", "trainer.pp=2", "trainer.vpp=2", "trainer.recompute=full", "trainer.tokens_per_microbatch=64"),
-        *("rollout.max_new_tokens=40", "rollout.interruption=abort_resume", "verify.max_logprob_diff=1.0e-3"),
+        *("rollout.max_new_tokens=40", "rollout.interruption=abort_resume", AGREES),
     )
     assert summary["steps"] == 4
     assert summary["routing_mismatch_mean"] is not None
-    rollout = [json.loads(line) for line in (tmp_path / "run" / "rollout.jsonl").read_text().splitlines()]
-    assert rollout[-1]["lost_tokens"] == 0
+    assert json_lines(tmp_path / "run" / "rollout.jsonl")[-1]["lost_tokens"] == 0
 
 
 def test_too_large_a_mismatch_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     model = f"model.path={provide(tmp_path / 'model')}"
-    verify = "verify.max_logprob_diff=1.0e-12"
+    verify = AGREES.replace("1.0e-3", "1.0e-12")
     small = ("rollout.groups_per_step=4", "rollout.group_size=4")
     line = refused("run", "examples/demo.yaml", f"run.dir={run_dir}", model, *small, *ONE_RANK, *STILL, "engines.dtype=bfloat16", verify)
     assert "max_logprob_diff is" in line
     assert not metrics(run_dir)
-    assert not json.loads((run_dir / "rollout.jsonl").read_text().splitlines()[-1])["dropped"]
+    assert not json_lines(run_dir / "rollout.jsonl")[-1]["dropped"]

@@ -22,46 +22,25 @@ def arguments(tmp_path: Path, *overrides: str, model: Path | None = None) -> tup
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("overrides", "words"),
     [
-        ("trainer.tpp=2", ["trainer.tpp", "unknown key", "tp, pp, ep"]),
-        pytest.param("trainer.tp=two", ["trainer.tp", "'two'", "whole number"], marks=pytest.mark.thorough),
-        pytest.param("trainer.ranks=3", ["trainer.ranks", "got 3", "multiple of"], marks=pytest.mark.thorough),
-        pytest.param("rollout.group_size=1", ["rollout.group_size", "got 1", "at least 2"], marks=pytest.mark.thorough),
-        ("task.kind=poetry", ["task.kind", "'poetry'", "arithmetic"]),
-        ("scoring.scorer=nowhere.module:reward", ["scoring.scorer", "no module nowhere", "PYTHONPATH"]),
+        (["trainer.tpp=2"], ["trainer.tpp", "unknown key", "tp, pp, ep"]),
+        (["scoring.scorer=nowhere.module:reward"], ["scoring.scorer", "no module nowhere", "PYTHONPATH"]),
+        (["model.make=null"], ["/model", "expected"]),
+        pytest.param(["log.redis=unix:///absent"], ["log.redis: unix:///absent (", "does not answer: bring it back"], marks=needed()),
     ],
 )
-def test_a_wrong_key_value_or_combination_is_named(tmp_path: Path, override: str, words: list[str]) -> None:
+def test_what_is_wrong_is_named_before_anything_starts(tmp_path: Path, overrides: list[str], words: list[str]) -> None:
     """Each takes a process; values and combinations are those of tests/unit/test_config.py."""
-    line = refused(*arguments(tmp_path, override, model=tmp_path / "model"))
+    line = refused(*arguments(tmp_path, *overrides, model=tmp_path / "model"))
     assert all(word in line for word in words), line
     assert not (tmp_path / "model").exists()
-
-
-@needed()
-def test_a_redis_server_that_does_not_answer_is_named_before_anything_starts(tmp_path: Path) -> None:
-    line = refused(*arguments(tmp_path, f"log.redis=unix://{tmp_path}/absent", model=tmp_path / "model"))
-    assert line.startswith(f"log.redis: unix://{tmp_path}/absent ("), line
-    assert "does not answer: bring it back, or name another one" in line
     assert not (tmp_path / "run" / "logs").exists()
 
 
-def test_tensor_parallelism_must_divide_the_heads(tmp_path: Path) -> None:
-    line = refused(*arguments(tmp_path, "trainer.tp=3", "trainer.ranks=3", "trainer.ep=1"))
-    assert "trainer.tp" in line
-    assert "got 3" in line
-    assert "heads" in line
-
-
-def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    line = refused(*arguments(tmp_path, "model.make=null", model=tmp_path / "model"))
-    assert str(tmp_path / "model") in line
-    assert "expected" in line
-
-
-def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
+def test_a_wrong_argument_is_named(tmp_path: Path) -> None:
     assert "no such file" in refused("run", str(tmp_path / "none.yaml"))
+    assert "1 to 1, because rollout.workers is 1" in refused("worker", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", "--number", "2")
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
@@ -99,22 +78,11 @@ def test_a_full_disk_names_role_node_reason_and_cure_and_leaves_the_checkpoint_b
         assert all((path / "asyncmoe.json").is_file() for path in complete)
 
 
-@pytest.mark.parametrize("command", ["run", "make-model"])
-def test_a_path_below_a_file_is_named(tmp_path: Path, command: str) -> None:
+def test_a_path_below_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    place = str(tmp_path / "file" / "x")
-    line = refused(command, place) if command == "make-model" else refused(*arguments(tmp_path, f"run.dir={place}"))
-    assert f"cannot write {place} on {socket.gethostname()}: " in line
-    assert "choose a path with no file among its parts" in line
-
-
-@pytest.mark.thorough  # the line: tests/unit/test_tasks_own.py; what the controller refuses: below
-def test_a_broken_line_of_a_data_file_is_named(tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "broken\n')
-    line = refused(*arguments(tmp_path, "task.kind=jsonl", f"task.path={data}"))
-    assert "data.jsonl" in line
-    assert "line 2" in line
+    place = tmp_path / "file" / "x"
+    for line in (refused("make-model", str(place)), refused(*arguments(tmp_path, f"run.dir={place}"))):
+        assert f"cannot write {place} on {socket.gethostname()}: " in line
 
 
 def test_an_unknown_reward_function_is_named(tmp_path: Path) -> None:

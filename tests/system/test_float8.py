@@ -8,7 +8,7 @@ import pytest
 
 from asyncmoe.models import load_hf_config
 from tests import float8
-from tests.system.runs import Command, metrics, refused, run
+from tests.system.runs import Command, metrics, run
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 TRAINER = ("trainer.ranks=1", "trainer.ep=1", "warmup.steps=2", "warmup.lr=1e-3", "sync.verify_every=1")
@@ -35,9 +35,3 @@ def test_a_model_of_float8_is_trained_resumed_exported_and_trained_again(kind: s
     assert all(float8.same(found[name], value) for name, value in wanted.items())
     again = ("warmup.steps=0", "run.steps=1", f"model.path={tmp_path / 'model-again'}")
     assert run(tmp_path / "again", *TRAINER, *again)["steps"] == 1
-
-
-def test_a_run_of_a_plain_model_has_nothing_in_float8(tmp_path: Path) -> None:
-    run(tmp_path / "run", "warmup.steps=1", "run.steps=1")
-    assert "without quantization_config" in refused("export", str(tmp_path / "run"), str(tmp_path / "out"), "--float8")
-    assert "one of them" in refused("export", str(tmp_path / "run"), str(tmp_path / "out"), "--float8", "--adapter")

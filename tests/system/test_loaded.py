@@ -12,7 +12,7 @@ from tests import float8
 from tests.system.runs import ENGINES, ONE_RANK, SMALL, engine_python, provide, refused
 
 pytestmark = pytest.mark.system
-HOW = [("sync.verify_every=1",), ("train=lora",), ("sync.method=disk",), ("sync.method=broadcast", "train=lora")]
+HOW = [("sync.verify_every=1",), *(pytest.param(one, marks=pytest.mark.thorough) for one in (("train=lora",), ("sync.method=disk",)))]
 
 
 def other_weights(folder: Path, model: Path) -> str:

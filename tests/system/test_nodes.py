@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -71,9 +70,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     made.end()
 
 
-@pytest.mark.parametrize("third", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_two_agents_train_with_engines_that_join_die_and_leave(nodes: Nodes, third: bool) -> None:
-    """`third`: one more engine joins, and dies while the trainer meets it, or soon after."""
+def test_two_agents_train_with_engines_that_join_die_and_leave(nodes: Nodes) -> None:
     port = free_port("127.0.0.1")
     # In an order that no launcher would choose: everybody waits for who is not there yet.
     agents = [nodes.agent(1, port), nodes.agent(0, port)]
@@ -87,37 +84,14 @@ def test_two_agents_train_with_engines_that_join_die_and_leave(nodes: Nodes, thi
     nodes.wait("the end of the first engine", 60, lambda: "engine.a is fenced" in nodes.said("controller"))
     steps = len(metrics(nodes.run))
     nodes.wait("steps with the second engine alone", 60, lambda: len(metrics(nodes.run)) > steps + 5)
-    dead = [first]
-    if third:
-        dead.append(nodes.start("c", "engine", options=("--name", "engine.c")))
-        nodes.wait("the third engine", 120, lambda: "engine.c has joined" in nodes.said("controller"))
-        dead[-1].process.send_signal(signal.SIGKILL)
-        nodes.wait("the end of the third engine", 60, lambda: "engine.c is fenced" in nodes.said("controller"))
-        steps = len(metrics(nodes.run))
-        nodes.wait("steps without it", 60, lambda: len(metrics(nodes.run)) > steps + 5)
     controller.process.send_signal(signal.SIGINT)
     for command in (controller, *agents, second):
         assert command.process.wait(60) == 0, logs(nodes.run)
-        assert command.gone(), command.alive()
-    for command in dead:
+    for command in (controller, *agents, second, first):
         assert command.gone(), command.alive()
     steps = len(metrics(nodes.run))
     assert [record["step"] for record in metrics(nodes.run)] == list(range(1, steps + 1))
-    assert {"engine.a", "engine.b"} <= generated(nodes.run) <= {"engine.a", "engine.b", "engine.c"}
-
-
-@pytest.mark.thorough  # engines that do not come: tests/unit/test_membership.py
-def test_what_does_not_come_is_named(nodes: Nodes) -> None:
-    options = ("engines.start_timeout_s=4", "engines.count=2")
-    engine, controller = nodes.start("a", "engine", options=options), nodes.start("controller", "rollout", options=options)
-    assert (engine.process.wait(60), controller.process.wait(60)) == (1, 1)
-    host = socket.gethostname()
-    name = f"engine.{host.partition('.')[0]}.0"
-    # Whichever takes longer than that: its own server, or the controller's answer.
-    assert re.search(rf"error: {name} on {host}: waited [\d.]+ s for (the controller|{name}): ", nodes.said("a")), nodes.said("a")
-    assert "for engines: 2 of 2 have not joined; joined: none" in nodes.said("controller")
-    assert engine.gone()
-    assert controller.gone()
+    assert generated(nodes.run) == {"engine.a", "engine.b"}
 
 
 @pytest.mark.thorough
@@ -130,15 +104,8 @@ def test_an_engine_over_two_nodes_is_lost_with_one_of_them_and_comes_again(nodes
     head = nodes.start("a0", "engine", options=(*options, *named))
     plain = nodes.start("b", "engine", options=(*options, "engines.nodes=1", "--name", "engine.b"))
     controller = nodes.start("controller", "rollout", options=options)
-    torchrun = (
-        "--nnodes=1",
-        "--nproc-per-node=2",
-        "--master-addr=127.0.0.1",
-        f"--master-port={free_port('127.0.0.1')}",
-        "-m",
-        "asyncmoe.trainer",
-    )
-    trainer = nodes.start("trainer", *torchrun, module="torch.distributed.run", options=options)
+    place = ("--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port('127.0.0.1')}")
+    trainer = nodes.start("trainer", *place, "-m", "asyncmoe.trainer", module="torch.distributed.run", options=options)
     nodes.wait("a step with both engines", 600, lambda: len(metrics(nodes.run)) > 4 and generated(nodes.run) == {"engine.a", "engine.b"})
 
     (server,) = marked_pids(other.mark, "-m asyncmoe.platform.sglang")[:1]

@@ -13,7 +13,7 @@ from asyncmoe.queue.fold import LogState
 from asyncmoe.queue.queue_log import CONTROLLER, QueueLog
 from tests.redis_server import LocalRedis, needed
 from tests.system.runs import logs, metrics, start, wait_for
-from tests.system.test_log import ENDS, SHAPE, WARM, check, kill, trained
+from tests.system.trained_once import SHAPE, WARM, check, process, trained
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough, needed()]
 
@@ -29,10 +29,9 @@ def recorded(server: LocalRedis, directory: Path) -> LogState:
     return log.state
 
 
-@pytest.mark.parametrize("every", [0, 5])
-def test_a_run_that_is_killed_with_its_server_trains_everything_once(tmp_path: Path, every: int) -> None:
+def test_a_run_that_is_killed_with_its_server_trains_everything_once(tmp_path: Path) -> None:
     server, directory = LocalRedis(tmp_path / "redis"), tmp_path / "run"
-    shape = (*SHAPE, f"trainer.checkpoint_every={every}", f"log.redis={server.url}", *ENDS)
+    shape = (*SHAPE, "trainer.checkpoint_every=5", f"log.redis={server.url}", "run.controller_restarts=0", "engines.orphan_s=5")
     try:
         command = start(directory, *shape)
         assert wait_for(partial(trained, directory, 0, WARM + 2), 150), logs(directory)
@@ -41,7 +40,8 @@ def test_a_run_that_is_killed_with_its_server_trains_everything_once(tmp_path: P
         server.start()
         before = len(metrics(directory))
         assert wait_for(partial(trained, directory, before, WARM + 4), 150), logs(directory)
-        kill(command, "controller")
+        process(directory, "controller").kill()
+        assert command.gone(60), command.alive()
         server.kill()
         server.start()
         status, _, error = start(directory, *shape).finish()

@@ -12,7 +12,20 @@ from pathlib import Path
 import pytest
 
 from asyncmoe import checkpoints
-from tests.system.runs import MARK, REPOSITORY, SMALL, generated, logs, marked, metrics, nccl_settings, provide, silent_engines, wait_for
+from tests.system.runs import (
+    MARK,
+    REPOSITORY,
+    SMALL,
+    generated,
+    json_lines,
+    logs,
+    marked,
+    metrics,
+    nccl_settings,
+    provide,
+    silent_engines,
+    wait_for,
+)
 from tests.system.slurm_cluster import Cluster, cluster, missing
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
@@ -77,8 +90,7 @@ class Jobs:
     def sessions(self) -> list[tuple[int, list[int]]]:
         """For each start of the trainer: the step it began at, and the steps it recorded."""
         found: list[tuple[int, list[int]]] = []
-        for line in (self.run / "metrics.jsonl").read_text().splitlines():
-            record = json.loads(line)
+        for record in json_lines(self.run / "metrics.jsonl"):
             if "resumed_at" in record:
                 found.append((record["resumed_at"], []))
             else:
@@ -96,7 +108,7 @@ def jobs(slurm: Cluster, model: Path, tmp_path: Path) -> Jobs:
     return Jobs(slurm, model, tmp_path)
 
 
-@pytest.mark.thorough  # a requeue: below
+@pytest.mark.thorough
 def test_a_job_that_loses_a_node_is_requeued_and_resumes_on_the_others(jobs: Jobs) -> None:
     steps = 40
     job = jobs.train(2, f"run.steps={steps}", "trainer.checkpoint_every=10")
@@ -147,6 +159,7 @@ def test_a_run_over_three_nodes_outlives_its_trainer_and_its_controller_in_the_s
     assert "controller on n1; engines on n1 (1); 1 trainer rank(s) on each of n2, n3" in jobs.story(job)
 
 
+@pytest.mark.thorough
 def test_engines_of_another_job_join_and_leave_and_time_limit_and_preemption_requeue(jobs: Jobs) -> None:
     job = jobs.train(2, "run.steps=4000")
     jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > 4)
@@ -187,6 +200,7 @@ HOSTILE = (
 """Variables by which srun would do something else."""
 
 
+@pytest.mark.thorough
 def test_steps_have_what_the_batch_script_has_and_nothing_else_changes_them(jobs: Jobs) -> None:
     """A site's own script, whose output has no room, submitted without the user's environment."""
     script = jobs.tmp / "own.sh"
@@ -204,17 +218,7 @@ def test_steps_have_what_the_batch_script_has_and_nothing_else_changes_them(jobs
     assert json.loads((jobs.run / "summary.json").read_text())["steps"] == 20
 
 
-def test_too_few_nodes_are_named_and_the_job_fails(jobs: Jobs) -> None:
-    job = jobs.train(2, *OVER_THREE)
-    assert jobs.ended(job) == "FAILED"
-    assert jobs.slurm.fact(job, "ExitCode") == "2:0"
-    assert jobs.errors(job) == [
-        f"nodes of job {job}: got 2 (n1, n2), expected at least 3 = cluster.engine_nodes 1 + cluster.trainer_nodes 2; sbatch --nodes=3 "
-        "..., or lower cluster.engine_nodes or cluster.trainer_nodes"
-    ]
-    assert not jobs.run.exists()
-
-
+@pytest.mark.thorough  # its line: test_bad_input
 def test_a_mistake_that_only_a_part_can_see_is_named_with_its_node_and_never_requeued(jobs: Jobs) -> None:
     """Here a node whose tasks have a setting of NCCL of their own."""
     exports = jobs.slurm.directory / "n3.exports"
@@ -229,9 +233,3 @@ def test_a_mistake_that_only_a_part_can_see_is_named_with_its_node_and_never_req
     assert ": got NCCL_CUMEM_ENABLE 1, expected NCCL_CUMEM_ENABLE 0 as controller on " in line
     assert "export the same before both start" in line
     assert not metrics(jobs.run)
-
-
-def test_a_wrong_partition_is_refused_by_slurm(jobs: Jobs) -> None:
-    done = jobs.slurm.call("sbatch", "--partition=nowhere", TRAIN, "examples/demo.yaml", check=False)
-    assert done.returncode != 0
-    assert "invalid partition specified: nowhere" in done.stderr

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,13 +26,11 @@ class Reader:
 
     Attributes:
         said: standard output of each command.
-        seconds: how long each command took.
     """
 
     def __init__(self, here: Path) -> None:
         self.here = here
         self.said: dict[str, str] = {}
-        self.seconds: dict[str, float] = {}
 
     def follow(self, block: Block) -> None:
         if block.word in ("python", "yaml"):
@@ -46,7 +42,6 @@ class Reader:
     def call(self, line: str) -> None:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
-        begin = time.monotonic()
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", line],
             cwd=self.here,
@@ -56,7 +51,6 @@ class Reader:
             timeout=600,
             check=False,
         )
-        self.seconds[line] = time.monotonic() - begin
         assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}\n{logs(self.here / 'runs/tutorial')}"
         self.said[line] = done.stdout
 
@@ -66,10 +60,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     found = Reader(tmp_path_factory.mktemp("tutorial"))
     for block in PAGE:
         found.follow(block)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    for line, seconds in found.seconds.items():
-        print(f"{seconds:6.1f} s  {line}")
-    print(f"{sum(found.seconds.values()):6.1f} s in all, {used.ru_utime + used.ru_stime:.0f} s of CPU time")
     return found
 
 

@@ -1,4 +1,5 @@
-"""A user who may do nothing: no capability, no entry in passwd, no home, a dead proxy, no reader, nothing but a checkout and a TMPDIR."""
+"""A user who may do nothing: no capability, no entry in passwd, no home, a dead proxy, no reader, nothing but a checkout, a TMPDIR, and a
+task and a scorer of their own."""
 
 from __future__ import annotations
 
@@ -17,6 +18,10 @@ from tests.system.runs import ENGINES, MARK, REPOSITORY, SMALL, logs, marked, wa
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")]
 UID = 54321
+OWN = (
+    *("task={kind: tests.unit.task_sources:Capitals, chat_template: false}", "warmup={steps: 4, batch: 16}"),
+    "scoring.scorer=tests.unit.scorers:length",
+)
 PRIVILEGES = ("--clear-groups", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all")
 
 
@@ -42,7 +47,7 @@ def test_a_run_needs_no_privilege_no_name_no_home_and_no_proxy() -> None:
         environment = {"PATH": os.environ["PATH"], "TMPDIR": place, "PYTHONPATH": str(REPOSITORY), MARK: mark, **proxies}
         places = (f"run.dir={place}/run", f"model.path={place}/run/model")
         user = ("setpriv", f"--reuid={UID}", f"--regid={UID}", *PRIVILEGES, sys.executable, "-m", "tests.system.refusing")
-        run = (sys.executable, "-m", "asyncmoe", "run", "examples/demo.yaml", *places, *SMALL)
+        run = (sys.executable, "-m", "asyncmoe", "run", "examples/demo.yaml", *places, *SMALL, *OWN)
         words = ["unshare", "--mount", "sh", "-c", opened(Path(place)), "sh", *user, *run]
         told: Any = {"cwd": REPOSITORY, "env": environment, "stdout": full, "stderr": subprocess.PIPE, "text": True}
         done = subprocess.run(words, timeout=300.0, check=False, **told)

@@ -6,7 +6,8 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +79,11 @@ class Collective:
             raise ConnectionError
         return json.loads(line)
 
-    def _bounded(self, who: str) -> Any:
-        return _Bounded(who, self._timeout_s)
-
-
-class _Bounded:
-    def __init__(self, who: str, timeout_s: float) -> None:
-        self._text = f"{who} took no part in a collective for {timeout_s:g} s"
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, TimeoutError):
-            raise AsyncmoeError(self._text) from error
-        if isinstance(error, OSError):
+    @contextmanager
+    def _bounded(self, who: str) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise AsyncmoeError(f"{who} took no part in a collective for {self._timeout_s:g} s") from error
+        except OSError as error:
             raise AsyncmoeError("a rank took no part in a collective: it is gone") from error

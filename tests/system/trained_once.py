@@ -1,0 +1,67 @@
+"""Proof from a run's records that every group was trained once, whatever was lost meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncmoe.log.files import scan
+from asyncmoe.queue import records
+from asyncmoe.queue.fold import LogState, fold
+from asyncmoe.telemetry import processes
+from tests.chaos import invariants, real_world
+from tests.system.runs import json_lines, metrics
+
+SHAPE = ("run.steps=9", "telemetry.samples.groups=4", "trainer.keep_checkpoints=9", "scoring.scorer=tests.unit.scorers:length")
+WARM = 4
+
+
+def trained(directory: Path, before: int, step: int) -> bool:
+    """Whether a step was trained after the first `before` records."""
+    return any(one["step"] >= step for one in metrics(directory)[before:])
+
+
+def process(directory: Path, role: str, part: str = "") -> psutil.Process:
+    """A process that the run has recorded, and that runs; with `part`, that process among those it started whose command line has it."""
+    (found,) = [one for one in processes.read(directory) if one.role == role]
+    assert processes.runs(found), f"{role} does not run"
+    family = psutil.Process(found.pid)
+    return next(one for one in family.children(recursive=True) if part in " ".join(one.cmdline())) if part else family
+
+
+def told_by_log(directory: Path) -> LogState:
+    """What the log of a run tells, which is not damaged."""
+    found = list(scan(directory / "log" / "0"))
+    assert not [begin for begin, _, data in found if data is None]
+    return fold((at, records.entry(data)) for at, _, data in found if data is not None)
+
+
+def check(directory: Path, count: int = 9, known: LogState | None = None, *, again: bool = True) -> None:
+    """Prove from the records that everything was trained once.
+
+    Args:
+        known: what the log tells; None: it is in the run's folder.
+        again: whether some steps must have been trained again.
+    """
+    batches, told = real_world.trained(directory), json_lines(directory / "samples" / "rollout.jsonl")
+    ended = invariants.ended_of(told)
+    found = [*invariants.trained_once(batches), *invariants.ledger_exact(json_lines(directory / "rollout.jsonl"))]
+    found += invariants.nothing_lost(None, known or told_by_log(directory), batches, ended, WARM)
+    assert not found, found
+    assert sorted(invariants.newest(batches)) == list(range(1, 1 + count))
+    asked = [(one["group"], one.get("attempt", 0)) for one in told if one["record"] == "group"]
+    assert len(asked) == len(set(asked)), "no group is sampled to its end twice"
+    steps = [step for step in metrics(directory) if step["phase"] == "rl"]
+    first: dict[int, dict[str, Any]] = {}
+    for step in steps:
+        before = first.setdefault(step["step"], step)
+        assert step["loss"] == pytest.approx(before["loss"], abs=1e-6)
+        assert step["entropy"] == pytest.approx(before["entropy"], abs=1e-5)
+    assert (len(steps) > len(first)) == again, "steps that were trained again"
+    assert min(step["grad_norm"] for step in steps) > 0, "every step changed the weights"
+    lineages = [step["lineage"] for step in steps]
+    assert lineages == sorted(lineages)
+    assert (lineages[-1] >= 1) == again

@@ -70,7 +70,7 @@ def test_a_configuration_is_checked_as_config_validate_does(tmp_path: Path, monk
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     config, found = run.configuration([str(DEMO), "scoring.scorer=nothere:y"])
     assert config is not None
-    assert found.found.startswith("scoring.scorer: got nothere:y, and no module nothere, expected a module in this directory")
+    assert found.found.startswith("scoring.scorer: got nothere:y: ModuleNotFoundError")
     monkeypatch.setattr(run, "_VALIDATE_S", 0.01)
     config, found = run.configuration([str(DEMO)])
     assert (config, "did not end within" in found.found, found.state) == (None, True, "error")

@@ -31,7 +31,7 @@ def importers(files: dict[str, Path]) -> set[str]:
 def test_one_module_knows_which_engine_it_is() -> None:
     assert importers(modules()) == {"asyncmoe.engines.backend"}
     benchmarks = {path.stem: path for path in (ROOT / "benchmarks").glob("*.py")}
-    assert importers(benchmarks) == {"recording", "intake_case"}, "they measure how long SGLang's answers take to read"
+    assert importers(benchmarks) == {"intake_case"}, "it measures how long SGLang's answers take to read"
 
 
 def ask(engines: list[EngineHandle], before: tuple[Turn, ...] = ()) -> tuple[Pool, Trajectory]:

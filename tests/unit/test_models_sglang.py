@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from recorded import QUANTISED, Recorded, cases, read
 from reshard_ranks import Arrays, blank, filled, numbered
 
-from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, family_of
 from asyncmoe.models.quantised import quantised
 from asyncmoe.models.shape import Shapes
@@ -77,15 +74,3 @@ def test_a_shared_output_layer_has_one_name() -> None:
     assert known.document["ranks"][0]["params"]["lm_head.weight"]["alias_of"] == "model.embed_tokens.weight"
     layout = family_of(known.hf).sglang_layout(known.hf, EngineParallel(2), 0, "bfloat16")
     assert "lm_head.weight" not in layout.storages
-
-
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ({"tp": 4, "ep": 3}, "ep 3 with tp 4"),
-        ({"tp": 0}, "ep 1 with tp 0"),
-    ],
-)
-def test_sizes_that_cannot_be(sizes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        EngineParallel(**sizes)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_record_answer import MASKED, PLAIN, by_msgspec, numbers, plain, rendered, reply
+from test_record_answer import MASKED, PLAIN, numbers, read, reply
 
 from asyncmoe.engines.sglang.answer import packed_answer, response
 from asyncmoe.engines.types import Generation
@@ -30,8 +30,8 @@ def whole(answer: Mapping[str, Any]) -> bytes:
 
 def as_plain(given: Generation) -> list[Any]:
     routes = None if given.routes is None else bytes(given.routes)
-    spans, finish, cached, _, *arrays = plain(given)
-    return [spans, finish, cached, routes, *arrays]
+    arrays = given.tokens, given.logprobs, *(() if given.masks is None else (given.masks.counts, given.masks.ids))
+    return [given.spans, given.finish, given.cached_tokens, routes, *((array.dtype.str, array.tobytes()) for array in arrays)]
 
 
 @settings(deadline=None, max_examples=examples(150))
@@ -45,7 +45,7 @@ def test_any_answer(entries: list[tuple[int, float]], routes: bytes | None, mask
     answer, recording = reply(tokens, logprobs, routes, **more), MASKED if masked else PLAIN
     with np.errstate(over="ignore"):
         body = whole(answer)
-    assert as_plain(response("e", packed_answer(body), recording)) == as_plain(by_msgspec(rendered(answer, spaces=False), recording))
+    assert as_plain(response("e", packed_answer(body), recording)) == as_plain(read(answer, recording))
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def test_a_wait_of_a_user_s_code_ends_and_the_alarm_is_as_before() -> None:
 
 
 STUBBORN = """
-import threading, time
+import sys, threading, time
 print("noise on standard output")
 threading.Thread(target=time.sleep, args=(600,)).start()  # the interpreter's own end would wait for it
 

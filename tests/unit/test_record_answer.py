@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kept_trajectory import distinct
 
 from asyncmoe.engines.sglang.answer import answer, response
-from asyncmoe.engines.types import VersionSpan
+from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import EngineError
 from asyncmoe.trajectory import _C, Recording, Routing, encode_routes
 from tests.unit.example_counts import examples
@@ -21,8 +21,11 @@ from tests.unit.example_counts import examples
 PLAIN, MASKED = Recording(vocabulary=1 << 20), Recording(masks=True, vocabulary=1 << 20)
 
 
-def reply(tokens: list[int], logprobs: list[Any], **more: Any) -> bytes:
-    """An answer as SGLang sends it."""
+numbers = st.floats(-1e300, 0, allow_nan=False)
+
+
+def reply(tokens: list[int], logprobs: list[Any], routes: bytes | None = None, **more: Any) -> dict[str, Any]:
+    """An answer as SGLang makes it."""
     size = len(tokens)
     meta = {
         "id": "r",
@@ -31,22 +34,27 @@ def reply(tokens: list[int], logprobs: list[Any], **more: Any) -> bytes:
         "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)],
         "cached_tokens": 7,
         "weight_versions": [{"version": "3", "start": 0, "end": size}],
+        **({} if routes is None else {"routed_experts": base64.b64encode(routes).decode()}),
         **more,
     }
-    return json.dumps({"output_ids": tokens, "meta_info": meta}).encode()
+    return {"output_ids": tokens, "meta_info": meta}
+
+
+def read(given: dict[str, Any], recording: Recording) -> Generation:
+    """The response that comes of an answer in JSON."""
+    return response("e", answer(json.dumps(given).encode()), recording)
 
 
 @settings(deadline=None, max_examples=examples(100))
-@given(st.lists(st.tuples(st.integers(0, (1 << 31) - 1), st.floats(-1e300, 0, allow_nan=False))), st.binary(max_size=40) | st.none())
+@given(st.lists(st.tuples(st.integers(0, (1 << 31) - 1), numbers)), st.binary(max_size=40) | st.none())
 def test_any_answer(entries: list[tuple[int, float]], routes: bytes | None) -> None:
     tokens, logprobs = [token for token, _ in entries], [value for _, value in entries]
     lists = [[token, 1, 5][: 1 + token % 3] for token in tokens]
-    sent = None if routes is None else base64.b64encode(routes).decode()
     more = {"output_token_sampling_mask": lists, "output_token_sampling_logprobs": [2.0 * value for value in logprobs]}
     with np.errstate(over="ignore"):
         wanted = np.array(logprobs, np.float64).astype(np.float32), (2.0 * np.array(logprobs, np.float64)).astype(np.float32)
     for recording, values in zip((PLAIN, MASKED), wanted, strict=True):
-        got = response("e", answer(reply(tokens, logprobs, routed_experts=sent, **more)), recording)
+        got = read(reply(tokens, logprobs, routes, **more), recording)
         assert got.tokens.tolist() == tokens
         assert got.logprobs.tobytes() == values.tobytes()
         assert (got.finish, got.cached_tokens, got.routes) == ("length", 7, routes)
@@ -70,13 +78,13 @@ def test_any_answer(entries: list[tuple[int, float]], routes: bytes | None) -> N
 )
 def test_parts_that_contradict_each_other(recording: Recording, wrong: dict[str, Any]) -> None:
     with pytest.raises(EngineError):
-        response("e", answer(reply([1, 2], [-0.5, -0.25], **wrong)), recording)
+        read(reply([1, 2], [-0.5, -0.25], **wrong), recording)
 
 
 @pytest.mark.parametrize("wrong", [[[-0.5, 1099511627776, None]], [[-0.5, 1.5, None]], [[-0.5, 1]], None])
 def test_what_is_no_answer(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"bits|Expected"):
-        answer(reply([1], [-0.5], output_token_logprobs=wrong))
+        read(reply([1], [-0.5], output_token_logprobs=wrong), PLAIN)
 
 
 @settings(deadline=None, max_examples=examples(150))

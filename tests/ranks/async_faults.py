@@ -34,7 +34,8 @@ def main(result: Path, path: Path) -> None:
     saver = Saver(config, built, adam)
     saver.save(1)
     saver.settle()
-    (run / "checkpoints" / "step-00000007.writing").mkdir(exist_ok=True)  # as a killed save leaves it
+    if place.rank == 0:
+        (run / "checkpoints" / "step-00000007.writing").mkdir()  # as a killed save leaves it
     failures: dict[str, Any] = {}
     trainer_section = config.trainer.model_copy(update={"async_save": False})
     standing = Saver(config.model_copy(update={"trainer": trainer_section}), built, adam)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import aiohttp
@@ -49,10 +50,14 @@ class SGLangConnection:
 
     def __init__(self, name: str, url: str, key: str = "", timeout_s: float = 60.0) -> None:
         self.name, self.url, self.key, self._timeout_s = name, url, key, timeout_s
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        """Made by the first call, because it belongs to that call's event loop."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         # The engine queues requests it cannot run yet, so a limit on connections would only hide requests from it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(headers=headers, connector=connector, read_bufsize=_READ_BYTES)
+        return aiohttp.ClientSession(headers=headers, connector=connector, read_bufsize=_READ_BYTES)
 
     async def close(self) -> None:
         """Close the connections; the engine cancels the requests in flight."""

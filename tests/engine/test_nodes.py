@@ -34,10 +34,12 @@ def parted(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
     checkpoints = with_others(Oracle(model), folder)
     sizes = {"max_total_tokens": 8192, "tp": 2, "ep": 2, "nodes": 2, "start_timeout_s": 600}
     config = settings(model, folder / "run", **sizes, args=ROOM)
-    engines = [backend.start("engine.0", config, 0, config.run.dir, place=NodePlace(node, meeting.url)) for node in range(2)]
-    beside.append(engines[1])
+    engines = list[EngineProcess]()
 
     async def begin() -> Stage:
+        for node in range(2):
+            engines.append(backend.start("engine.0", config, 0, config.run.dir, place=NodePlace(node, meeting.url)))
+        beside.append(engines[1])
         rig = await make(config, engines[:1], runner.run)
         await engines[0].wait_ready()
         rig.coordinator.engines_started()

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from asyncmoe.platform.sglang.lifetime import API_KEY
-from tests.system.runs import REPOSITORY, logs, metrics, start, wait_for
+from tests.system.runs import REPOSITORY, logs, metrics, provide, start, wait_for
 
 pytestmark = [
     pytest.mark.system,
@@ -96,6 +96,7 @@ def attacked(stranger: subprocess.Popen[str], targets: Exposed) -> dict[str, Any
 
 
 def test_another_user_gets_and_changes_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    provide(place / "model")  # what makes it may leave a folder of torch's among temporary files, which is not the run's
     monkeypatch.setenv("TMPDIR", str(place / "t"))
     run_dir = place / "run"
     stranger = subprocess.Popen(

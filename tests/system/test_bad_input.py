@@ -25,7 +25,6 @@ def arguments(tmp_path: Path, *overrides: str, model: Path | None = None) -> tup
     ("overrides", "words"),
     [
         (["trainer.tpp=2"], ["trainer.tpp", "unknown key", "tp, pp, ep"]),
-        (["scoring.scorer=nowhere.module:reward"], ["scoring.scorer", "no module nowhere", "PYTHONPATH"]),
         (["model.make=null"], ["/model", "expected"]),
         pytest.param(["log.redis=unix:///absent"], ["log.redis: unix:///absent (", "does not answer: bring it back"], marks=needed()),
     ],

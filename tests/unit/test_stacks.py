@@ -21,12 +21,12 @@ import sys, time
 from pathlib import Path
 from asyncmoe.telemetry import heartbeats, processes
 def hangs_here():
+    print(flush=True)
     time.sleep(600)
 run = Path(sys.argv[1])
 processes.record(run, "trainer.0")
 heartbeats.start(run, "trainer.0", 1.0)
 heartbeats.beat("trains")
-print(flush=True)
 hangs_here()
 """
 

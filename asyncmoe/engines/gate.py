@@ -26,11 +26,6 @@ class Gate:
         self._open = asyncio.Event()
         self._open.set()
 
-    @property
-    def present(self) -> int:
-        """Number of requests that are inside or wait."""
-        return self.inside + len(self._waiting)
-
     def close(self) -> None:
         """Admit no request until `open`; requests inside stay."""
         self._open.clear()

@@ -73,7 +73,7 @@ class RunParts:
 
 
 @dataclass
-class Processes:
+class RunProcesses:
     """The processes of a run, by part; those of a part that waits for its next start, or without which the run goes on, are left out."""
 
     by_part: dict[str, tuple[Process, ...]] = field(default_factory=dict)

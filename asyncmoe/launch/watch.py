@@ -21,7 +21,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.launch.failures import certain, explained, failure, only_lost
 from asyncmoe.launch.rule import CONTROLLER, TRAINER, EndRun, Failure, LetGo, StartAgain, decide, titled
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, Processes, RunParts
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts, RunProcesses
 from asyncmoe.launch.stop_signals import StopOnSignal
 from asyncmoe.launch.watching import ProcessSilent, Watcher
 from asyncmoe.process import wait_until
@@ -221,7 +221,7 @@ class _Supervision:
     """
 
     def __init__(self, config: Config, table: RunParts, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
-        self.processes, self.view, self.stop = Processes(), view, stop
+        self.processes, self.view, self.stop = RunProcesses(), view, stop
         self._config, self._watcher, self._table, self._parts = config, watcher, table, dict(table.parts)
         self._history: list[Failure] = []
         self._starts = dict.fromkeys(table.parts, 0)
@@ -290,7 +290,7 @@ class _Supervision:
         return told
 
 
-def _controller_ends(processes: Processes) -> bool:
+def _controller_ends(processes: RunProcesses) -> bool:
     """Return whether failures follow from the end of a controller that was asked to stop, which only the next look at it will show."""
     controller = processes.controller
     if controller is None:
@@ -311,7 +311,7 @@ def _wait(processes: Sequence[Process], seconds: float, stop: Stopping) -> None:
     wait_until(ended, seconds)
 
 
-def _settled(processes: Processes, settle_s: float) -> AsyncmoeError:
+def _settled(processes: RunProcesses, settle_s: float) -> AsyncmoeError:
     """Wait for the reasons of failures, and return the root cause."""
     begin = time.monotonic()
     while (waited := time.monotonic() - begin) < max(_UNEXPLAINED_S, settle_s):

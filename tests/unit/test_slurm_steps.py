@@ -111,7 +111,7 @@ class Started:
 
 def steps_of(where: Allocation, options: Config, monkeypatch: pytest.MonkeyPatch, before: int = 0) -> list[Started]:
     """What a job starts, each with `before` starts before it."""
-    monkeypatch.setattr(supervise, "Part", Started)
+    monkeypatch.setattr(supervise, "SlurmPart", Started)
     made: list[Any] = []
     with ExitStack() as ending:
         file = Path("/runs/mine/config.yaml")
@@ -163,9 +163,9 @@ def test_engines_that_join_are_tasks_of_one_step() -> None:
 
 
 def test_slurm_says_why_a_step_has_no_word_of_its_own(tmp_path: Path) -> None:
-    def ended(text: str, status: int) -> parts.Part:
+    def ended(text: str, status: int) -> parts.SlurmPart:
         command = ("sh", "-c", 'printf "%s" "$1"; exit $2', "sh", text, str(status))
-        made = parts.Part(steps.JobStep("trainer.1", "12", "n3", command, tmp_path / "log"), {})
+        made = parts.SlurmPart(steps.JobStep("trainer.1", "12", "n3", command, tmp_path / "log"), {})
         assert made.wait(20)
         return made
 

@@ -31,7 +31,7 @@ _ENDED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: ")
 """How srun reports the status of a task, which is its own."""
 
 
-class Part(Child):
+class SlurmPart(Child):
     """A step and the `srun` that runs it, as a `Process` of the run. What its task writes comes through srun into the log."""
 
     def __init__(self, step: JobStep, environment: Mapping[str, str]) -> None:
@@ -62,7 +62,7 @@ class Part(Child):
         return f"{self.name}: {how}; look at `sacct -j` for the job's memory, the node's dmesg, and {self.log}"
 
 
-def ask_to_stop(parts: Sequence[Part]) -> bool:
+def ask_to_stop(parts: Sequence[SlurmPart]) -> bool:
     """Ask steps to stop by themselves; return false, after a while, if SLURM does not know all of them yet or does not answer."""
     try:
         known = _numbers(parts)
@@ -77,7 +77,7 @@ def ask_to_stop(parts: Sequence[Part]) -> bool:
     return False
 
 
-def end_all(parts: Sequence[Part]) -> None:
+def end_all(parts: Sequence[SlurmPart]) -> None:
     """End the steps that still run, with SIGHUP first; other steps of the job are left alone."""
     running = [part for part in parts if part.returncode is None]
     try:
@@ -90,7 +90,7 @@ def end_all(parts: Sequence[Part]) -> None:
         part.end(_FORCED_S)
 
 
-def _numbers(parts: Sequence[Part]) -> list[str]:
+def _numbers(parts: Sequence[SlurmPart]) -> list[str]:
     """Return SLURM's step numbers of the parts that SLURM knows."""
     known = control.steps(parts[0].step.job) if parts else {}
     return [known[part.step.name] for part in parts if part.step.name in known]

@@ -20,7 +20,7 @@ from asyncmoe.launch.run_processes import RunParts
 from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
 from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
-from asyncmoe.launch.slurm.parts import Part
+from asyncmoe.launch.slurm.parts import SlurmPart
 from asyncmoe.launch.watch import Stopping
 from asyncmoe.models.hub import with_local_model
 
@@ -47,7 +47,7 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
     placed = steps.place(where, config)
     if (gpus := os.environ.get("SLURM_GPUS_ON_NODE", "")).isdecimal():
         steps.check_gpus(placed, config, int(gpus))
-    address, started = control.address(placed.trainers[0]), list[Part]()
+    address, started = control.address(placed.trainers[0]), list[SlurmPart]()
     with local.claim(config.run.dir):
         table = partial(_table, where, placed, config, local.prepare(config), address, started)
         before = checkpoints.newest(config.run.dir)
@@ -73,14 +73,14 @@ def _describe(where: Allocation, placed: steps.Placement, config: Config, newest
 
 
 def _table(
-    where: Allocation, placed: steps.Placement, config: Config, file: Path, address: str, started: list[Part], ending: ExitStack
+    where: Allocation, placed: steps.Placement, config: Config, file: Path, address: str, started: list[SlurmPart], ending: ExitStack
 ) -> RunParts:
     """Return the parts, whose processes are steps; each is appended to `started` so that those are known if a later one fails to start."""
     ending.callback(parts.end_all, started)
     program = steps.program(os.environ, sys.executable)
 
-    def start(node: str, launch: Launch) -> Part:
-        started.append(Part(steps.step(where, node, launch, program), launch.environment))
+    def start(node: str, launch: Launch) -> SlurmPart:
+        started.append(SlurmPart(steps.step(where, node, launch, program), launch.environment))
         return started[-1]
 
     def end(name: str) -> None:
@@ -94,7 +94,7 @@ def _table(
     return commands.table(config, file, Launcher(placed.engines, placed.trainers, start, end, master, settle_s=parts.SETTLE_S))
 
 
-def _stopping(where: Allocation, stop: Stop, started: Sequence[Part]) -> Stopping:
+def _stopping(where: Allocation, stop: Stop, started: Sequence[SlurmPart]) -> Stopping:
     return Stopping(
         asked=lambda: stop.save or stop.now,
         hurried=lambda: int(stop.now),

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Part:
+class TaskPart:
     """A source of a task, with its name for messages.
 
     Attributes:
@@ -37,7 +37,7 @@ def identities(source: Finite, name: str) -> list[bytes]:
     return [identity(example_at(source, index, name).prompt) for index in range(len(source))]
 
 
-def divide(parts: Sequence[Part], held: int, asked: frozenset[bytes], seed: int) -> Sequence[Part]:
+def divide(parts: Sequence[TaskPart], held: int, asked: frozenset[bytes], seed: int) -> Sequence[TaskPart]:
     """Divide the questions of a task's parts between training and evaluation; an endless part draws its own.
 
     Args:

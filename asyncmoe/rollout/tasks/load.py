@@ -14,7 +14,7 @@ from asyncmoe.errors import DataError
 from asyncmoe.rollout.tasks import datasets_reader, jsonl, own
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tasks.encode import Encoder
-from asyncmoe.rollout.tasks.held_out import Part, divide, identities
+from asyncmoe.rollout.tasks.held_out import TaskPart, divide, identities
 from asyncmoe.rollout.tasks.order import EVALUATION, DrawnTask, ListedTask, MixedTask
 from asyncmoe.rollout.tasks.rows import keeps
 from asyncmoe.rollout.tasks.types import Prompt, Task
@@ -94,30 +94,30 @@ def _key(name: str) -> str:
     return f"evaluation.sets.{name}" if name else "evaluation"
 
 
-def _open(section: TaskSection, key: str, wrong_share: float = 0.0) -> Sequence[Part]:
+def _open(section: TaskSection, key: str, wrong_share: float = 0.0) -> Sequence[TaskPart]:
     """Open the sources of a task, one for each part of a mixture."""
     if section.kind == "arithmetic":
-        return [Part(Arithmetic(section.operations, section.difficulty, wrong_share), f"{key}.kind arithmetic")]
+        return [TaskPart(Arithmetic(section.operations, section.difficulty, wrong_share), f"{key}.kind arithmetic")]
     if section.kind not in READ:
-        return [Part(own.load(section.kind, section.options, key), f"{key}.kind {section.kind}")]
+        return [TaskPart(own.load(section.kind, section.options, key), f"{key}.kind {section.kind}")]
     keys = [f"{key}.sources.{index}" for index in range(len(section.sources))] or [key]
     return [_read(section.kind, source, at) for source, at in zip(section.mixture, keys, strict=True)]
 
 
-def _read(kind: str, source: WeightedSource, key: str) -> Part:
+def _read(kind: str, source: WeightedSource, key: str) -> TaskPart:
     path, name = cast(Path, source.path), f"{key}.path {source.path}"
     if kind == "jsonl" or (path.suffix.lower() == ".jsonl" and source.split is None):
-        return Part(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key)), name, source.weight)
-    return Part(datasets_reader.read(source, key), name, source.weight)
+        return TaskPart(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key)), name, source.weight)
+    return TaskPart(datasets_reader.read(source, key), name, source.weight)
 
 
-def _task(section: TaskSection, parts: Sequence[Part], tokenizer: Tokenizer, seed: int) -> Task:
+def _task(section: TaskSection, parts: Sequence[TaskPart], tokenizer: Tokenizer, seed: int) -> Task:
     encoder = Encoder(tokenizer, chat=section.chats, system=section.system_prompt, ending="\n" if section.kind in READ else "")
     found = [_numbered(part, encoder, seed, f" {index}" if len(parts) > 1 else "") for index, part in enumerate(parts)]
     return found[0] if len(found) == 1 else MixedTask(found, [part.weight for part in parts], seed)
 
 
-def _numbered(part: Part, encoder: Encoder, seed: int, order: str) -> Task:
+def _numbered(part: TaskPart, encoder: Encoder, seed: int, order: str) -> Task:
     if isinstance(part.source, Sized):
         return ListedTask(part.source, encoder, seed, part.name, trained=part.trained, held=part.held, part=order)
     return DrawnTask(part.source, encoder, seed, part.name)

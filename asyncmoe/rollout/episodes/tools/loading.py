@@ -79,9 +79,9 @@ def python_tool(limits: PythonLimits, where: SandboxSection) -> function.AsyncFu
 
 def _sandbox(limits: PythonLimits, where: SandboxSection) -> Sandbox:
     if where.url is not None:
-        from asyncmoe.rollout.episodes.tools.server import Server
+        from asyncmoe.rollout.episodes.tools.server import ServerSandbox
 
-        return Server(limits, where.url, where.token_env)
+        return ServerSandbox(limits, where.url, where.token_env)
     if where.image is not None:
         return Container(limits, where.image)
     return Bubblewrap(limits)

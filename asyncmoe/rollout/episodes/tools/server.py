@@ -26,7 +26,7 @@ _TOLD = {"wall_s", "cpu_s", "memory_bytes", "file_bytes", "open_files", "output_
 _backoff = wait_random_exponential(multiplier=0.5, max=10.0)
 
 
-class Server(Sandbox):
+class ServerSandbox(Sandbox):
     """See `Sandbox`.
 
     Raises:

@@ -28,9 +28,9 @@ The records of a run, in its directory `run.dir`: one JSON object a line. A numb
 figure of `report.html` that draws it; metrics without one are drawn in its last section. How to add one:
 [CONTRIBUTING](../CONTRIBUTING.md#a-new-metric).
 
-TensorBoard has every number as `rl/<field>`, `warmup/<field>` (steps of the warm-up), `rollout/<field>` or `evaluation/<field>`;
+TensorBoard has every number as `step/<field>`, `rollout/<field>` or `evaluation/<field>`;
 Prometheus as `asyncmoe_step_<field>`, `asyncmoe_rollout_<field>` or `asyncmoe_evaluation_<field>`. A field with an entry below *by* is a
-mapping: in TensorBoard, each key is a tag of its own (`rl/ages/0`), in Prometheus a label (`asyncmoe_step_ages{age="0"}`).
+mapping: in TensorBoard, each key is a tag of its own (`step/ages/0`), in Prometheus a label (`asyncmoe_step_ages{age="0"}`).
 `scoring` and `tools` map names to objects; `scoring_failed` is their field `failed`, in TensorBoard and Prometheus the sum over reasons.
 """
 

@@ -24,7 +24,7 @@ class ClusterSection(Section):
     trainer_nodes: Positive = Field(1, description="Nodes of the trainer; each runs the same number of trainer.ranks.")
     engine_nodes: Positive = Field(1, description="Nodes over which engines.count are spread; the controller runs on the first.")
     heartbeat_timeout_s: Seconds = Field(
-        30.0, description="Seconds without a heartbeat after which an engine counts as dead and its responses start again elsewhere."
+        30.0, description="Seconds without a heartbeat after which an engine counts as dead and its responses continue elsewhere."
     )
     max_clock_skew_s: Seconds = Field(10.0, description="Largest accepted difference between the clocks of two machines, in seconds.")
     requeues: NonNegative = Field(3, description="How often a SLURM job may requeue itself after it lost a process.")

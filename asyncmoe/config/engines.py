@@ -57,7 +57,7 @@ class EngineSection(Section):
         60.0,
         ge=12.0,
         description="Seconds after its last token, of a request or a probe, within which an engine that hangs is killed; its responses "
-        "start over elsewhere. Long before, it gets no new requests. Raise it if one forward pass can take a third of it.",
+        "continue elsewhere. Long before, it gets no new requests. Raise it if one forward pass can take a third of it.",
     )
     restarts: NonNegative = Field(
         3,

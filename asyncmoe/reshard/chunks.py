@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,6 +113,17 @@ def _filled(limit: int) -> int:
     """Return the bytes of boxes that always fit into a message of `limit` bytes, given that parts are not cut further."""
     room = limit - TRAILER_BYTES
     return max(1, room - room // _PARTS_PER_CHUNK)
+
+
+def joined(sizes: Sequence[int], slot_bytes: int) -> list[range]:
+    """Return which coded messages, one after the other, travel as one: as many as fit into a slot. Both ends of a lane find the same."""
+    found, first, filled = [], 0, 0
+    for number, nbytes in enumerate(sizes):
+        if filled + nbytes > slot_bytes and number > first:
+            found.append(range(first, number))
+            first, filled = number, 0
+        filled += nbytes
+    return [*found, range(first, len(sizes))]
 
 
 def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1, *, most: int | None = None) -> Chunks:

@@ -124,9 +124,11 @@ class DeltaDecoder:
         """Return the bytes of the messages that are expected from a source rank, in order."""
         return tuple(nbytes for _, nbytes in self._sources[source].coded)
 
-    def take(self, source: int, number: int, address: int) -> None:
-        """Keep a copy of a message that lies at an address on the same device, without waiting."""
-        self._there.copy(self._sources[source].coded[number][0], address, self._sources[source].coded[number][1])
+    def take(self, source: int, number: int, address: int) -> int:
+        """Keep a copy of a message that lies at an address on the same device, without waiting; return its bytes."""
+        kept, nbytes = self._sources[source].coded[number]
+        self._there.copy(kept, address, nbytes)
+        return nbytes
 
     def prove(self, digests: Mapping[int, int]) -> None:
         """Check that what came, applied to what lies in memory now, gives what the senders have. Writes nothing.

@@ -159,11 +159,12 @@ class DeltaEncoder:
         """Return the bytes of the latest delta's messages to a destination, in order."""
         return tuple(nbytes for stream in self._streams if destination in stream.destinations for _, nbytes in stream.coded)
 
-    def put(self, destination: int, number: int, address: int) -> None:
-        """Copy a message of the latest delta to an address on the same device, without waiting."""
+    def put(self, destination: int, number: int, address: int) -> int:
+        """Copy a message of the latest delta to an address on the same device, without waiting; return its bytes."""
         assert self._work is not None
         coded = next(stream.coded for stream in self._streams if destination in stream.destinations)
         self._work.copy(address, *coded[number])
+        return coded[number][1]
 
     def _coded(self, work: Work, limit_bytes: int) -> DeltaSize | None:
         nbytes = changed = 0

@@ -14,7 +14,7 @@ import numpy as np
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
-from asyncmoe.reshard.chunks import BUCKET_BYTES, Chunks, cut_transfer, cuts_of, trailer_offset
+from asyncmoe.reshard.chunks import BUCKET_BYTES, Chunks, cut_transfer, cuts_of, joined, trailer_offset
 from asyncmoe.reshard.delta_decoder import DeltaDecoder
 from asyncmoe.reshard.delta_encoder import DeltaEncoder
 from asyncmoe.reshard.delta_lanes import BLOCK_BYTES
@@ -39,7 +39,7 @@ class Exchanger:
     Python handles messages, not tensors.
 
     With `delta`, a run may move coded messages instead (`DeltaEncoder`, `DeltaDecoder`), in the same order through the same buffers; each
-    is as large as what changed in its boxes.
+    is as large as what changed in its boxes, and as many as fit into a buffer travel as one.
 
     Args:
         transport: the transport of the messages.
@@ -101,6 +101,7 @@ class Exchanger:
         """Bytes of this rank's message buffers."""
         self._link = self._connect(transport, out, into)
         self._whole = self._lanes = out, into
+        self._sent_as = self._received_as = list[list[range]]()  # by lane and message, the coded messages in it
 
     def bind(self, source_arrays: Mapping[str, Array] | None = None, destination_arrays: Mapping[str, Array] | None = None) -> None:
         """Set the arrays of the storages for all following runs. They are kept alive until the next `bind`.
@@ -152,7 +153,7 @@ class Exchanger:
         self._broken = True
         moved = Moved()
         self._resize(encoder, decoder)
-        rounds = max((len(c) for c in (*self._outgoing, *self._incoming)), default=0)
+        rounds = max((len(lane.message_bytes) for lane in (*self._lanes[0], *self._lanes[1])), default=0)
         ahead = min(self._buffers - 1, rounds)
         for number in range(max(1, rounds + ahead)):
             if number < rounds:
@@ -198,26 +199,36 @@ class Exchanger:
         """Set the sizes of a run's messages."""
         out, into = self._whole
         if encoder is not None:
-            out = [replace(lane, message_bytes=encoder.sizes(lane.peer)) for lane in out]
+            out, self._sent_as = self._coded(out, encoder)
         if decoder is not None:
-            into = [replace(lane, message_bytes=decoder.sizes(lane.peer)) for lane in into]
-        coded = zip((*out, *into), (*self._whole[0], *self._whole[1]), strict=True)
-        if any(len(lane.message_bytes) != len(whole.message_bytes) or max(lane.message_bytes) > lane.slot_bytes for lane, whole in coded):
-            raise InvariantBroken(f"rank {self.rank}: got coded messages of another plan or other buckets, expected the exchange's")
+            into, self._received_as = self._coded(into, decoder)
         if self._lanes != (out, into):
             self._lanes = out, into
             self._link.resize(out, into)
 
+    def _coded(self, lanes: list[Lane], codec: DeltaEncoder | DeltaDecoder) -> tuple[list[Lane], list[list[range]]]:
+        """Return the lanes of coded messages, and which of these each message of a lane joins."""
+        found, parts = [], []
+        for lane in lanes:
+            sizes = codec.sizes(lane.peer)
+            if len(sizes) != len(lane.message_bytes) or max(sizes) > lane.slot_bytes:
+                raise InvariantBroken(f"rank {self.rank}: got coded messages of another plan or other buckets, expected the exchange's")
+            parts.append(joined(sizes, lane.slot_bytes))
+            found.append(replace(lane, message_bytes=tuple(sum(sizes[part.start : part.stop]) for part in parts[-1])))
+        return found, parts
+
     def _pack_round(self, number: int, moved: Moved, encoder: DeltaEncoder | None) -> None:
         for lane, (chunks, program) in enumerate(zip(self._outgoing, self._packs, strict=True)):
-            if number >= len(chunks):
+            if number >= len(self._lanes[0][lane].message_bytes):
                 continue
             with moved.timed("wire"):
                 buffer = self._link.pack_into(lane, number, self._patience())
             with moved.timed("pack"):
                 message = _address(buffer)
                 if encoder is not None:
-                    encoder.put(chunks.destination, number, int(message[0]))
+                    address = int(message[0])
+                    for part in self._sent_as[lane][number]:
+                        address += encoder.put(chunks.destination, part, address)
                 elif (digest := self._copy(program, number, self._sources, message)) is not None:
                     _trailer(message, chunks.nbytes[number]).value = self._sealed(digest, number)
             self._link.post(lane, number)
@@ -227,14 +238,16 @@ class Exchanger:
 
     def _unpack_round(self, number: int, moved: Moved, decoder: DeltaDecoder | None) -> None:
         for lane, (chunks, program) in enumerate(zip(self._incoming, self._unpacks, strict=True)):
-            if number >= len(chunks):
+            if number >= len(self._lanes[1][lane].message_bytes):
                 continue
             with moved.timed("wire"):
                 buffer = self._link.unpack_from(lane, number, self._patience())
             with moved.timed("unpack"):
                 message = _address(buffer)
                 if decoder is not None:
-                    decoder.take(chunks.source, number, int(message[0]))
+                    address = int(message[0])
+                    for part in self._received_as[lane][number]:
+                        address += decoder.take(chunks.source, part, address)
                 else:
                     digest = self._copy(program, number, message, self._destinations)
                     if digest is not None and _trailer(message, chunks.nbytes[number]).value != self._sealed(digest, number):

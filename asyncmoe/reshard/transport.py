@@ -119,7 +119,7 @@ class Link(Protocol):
     """Of all slots: "cpu", or "cuda:0"."""
 
     def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
-        """Set the sizes of the messages of the runs that follow: of the same lanes, as many as before, each at most as large as a slot."""
+        """Set the sizes of the messages of the runs that follow: of the same lanes, at most as many, each at most as large as a slot."""
 
     def pack_into(self, lane: int, number: int, timeout_s: float) -> Buffer:
         """Wait until the slot's previous message is gone; return the buffer for message `number` of an outgoing lane."""

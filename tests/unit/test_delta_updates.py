@@ -99,11 +99,12 @@ def test_an_engine_that_missed_a_version_gets_everything(rig: Rig) -> None:
 def test_a_damaged_delta_is_followed_by_everything(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     real = DeltaDecoder.take
 
-    def damaged(self: DeltaDecoder, source: int, number: int, address: int) -> None:
-        real(self, source, number, address)
+    def damaged(self: DeltaDecoder, source: int, number: int, address: int) -> int:
+        taken = real(self, source, number, address)
         if self is decoder_of(rig, 4) and number == 0:
             place, nbytes = self._sources[source].coded[0]
             ctypes.c_uint8.from_address(place + nbytes // 2).value ^= 4
+        return taken
 
     monkeypatch.setattr(DeltaDecoder, "take", damaged)
     assert re.match("from trainer rank .* to engine.1 rank 0: ", str(rig.send(2)[0]))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import Plan, plan
-from asyncmoe.reshard.chunks import cut_transfer, cuts_of
+from asyncmoe.reshard.chunks import cut_transfer, cuts_of, joined
 from benchmarks.published import REAL
 from benchmarks.rounds import ideal_seconds, lock_step_seconds, planned_messages
 
@@ -44,3 +46,12 @@ def test_lock_step_costs_at_most_a_twentieth(count: int, tp: int, pairs: int, id
         assert abs(real - expected).max() <= expected[0] / 16
         received[: len(real)] += real
     assert received.max() <= 1.04 * received.mean()  # the rows of boxes that cannot be cut, over the rank's lanes
+
+
+@given(st.lists(st.integers(0, 100), min_size=1))
+def test_coded_messages_fill_a_slot_before_another_begins(sizes: list[int]) -> None:
+    parts = joined(sizes, 100)
+    assert [number for part in parts for number in part] == list(range(len(sizes)))
+    filled = [sum(sizes[number] for number in part) for part in parts]
+    assert all(len(part) > 0 and nbytes <= 100 for part, nbytes in zip(parts, filled, strict=True))
+    assert all(nbytes + sizes[after.start] > 100 for nbytes, after in zip(filled, parts[1:], strict=False))

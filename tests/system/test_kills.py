@@ -128,7 +128,7 @@ def test_what_is_left_of_a_lost_supervisor_ends_in_time(tmp_path: Path) -> None:
     assert command.gone(), command.alive()
 
 
-@pytest.mark.thorough  # of a stand-in for the engine, at seeded moments: tests/unit/test_chaos.py
+@pytest.mark.thorough  # of a stand-in for the engine, at seeded moments: tests/system/test_chaos.py
 def test_unfinished_responses_go_on_from_their_last_piece(tmp_path: Path) -> None:
     """Responses of 120 tokens in pieces of 20, on an engine with room for few: most are under way when the controller is lost, and with it
     the run."""

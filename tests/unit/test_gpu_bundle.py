@@ -26,8 +26,8 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def local_file(module: str) -> Path | None:
-    """The file of a module of this tree; tests/unit is on the path of tests/gpu."""
-    for base in (ROOT, ROOT / "tests" / "unit"):
+    """The file of a module of this tree; tests/unit and tests/native are on the path of tests/gpu."""
+    for base in (ROOT, ROOT / "tests" / "unit", ROOT / "tests" / "native"):
         place = base.joinpath(*module.split("."))
         for file in (place.with_suffix(".py"), place / "__init__.py"):
             if file.exists():

@@ -15,7 +15,7 @@ from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import EngineError, WeightSyncError
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
-from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
+from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsCommit
 from asyncmoe.trajectory import Recording, Trajectory
 from tests.checksums import engine_checksums
 from tests.engine.conftest import Rig, ended, family, make
@@ -124,33 +124,6 @@ def test_a_sender_that_fails_before_the_first_bucket_costs_nothing(rig: Rig, che
     assert rig.pool.version == version
     assert difference(rig.run(generate(rig)), checkpoints[1]) < 1e-4
     rig.run(rig.sender.publish(version + 1, checkpoints[1].weights))
-
-
-def test_a_sender_that_falls_silent_before_the_first_bucket_costs_nothing(rig: Rig) -> None:
-    version = rig.pool.version
-
-    async def fall_silent() -> PooledGeneration:
-        hasty = await make(rig.config, rig.engines, rig.run, timeout_s=0.5)
-        await hasty.coordinator.handle(WeightsBegin(version + 1))
-        asking = asyncio.create_task(hasty.pool.generate((9, 9, 9), Sampling(1.0, 4, ())))
-        await asyncio.sleep(0.2)
-        assert not asking.done()
-        return await asyncio.wait_for(asking, 10)
-
-    assert [span.version for span in rig.run(fall_silent()).generation.spans] == [str(version)]
-
-
-def test_requests_out_of_turn_are_refused(rig: Rig, checkpoints: list[Oracle]) -> None:
-    version = next_version(rig)
-    with pytest.raises(WeightSyncError, match=rf"version {version} is not open \(open: none\)"):
-        rig.run(rig.coordinator.handle(WeightsCommit(version)))
-    rig.run(rig.sender.begin(version))
-    with pytest.raises(WeightSyncError, match=f"cannot begin version {version + 1}: version {version} is still open"):
-        rig.run(rig.coordinator.handle(WeightsBegin(version + 1)))
-    with pytest.raises(WeightSyncError, match=rf"version {version + 1} is not open \(open: version {version}\)"):
-        rig.run(rig.coordinator.handle(WeightsCommit(version + 1)))
-    rig.run(rig.coordinator.handle(WeightsAbort(version, "enough")))
-    assert rig.pool.serving
 
 
 def test_two_engines_are_updated_at_once_and_one_may_die(pair: Rig, checkpoints: list[Oracle]) -> None:

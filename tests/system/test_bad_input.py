@@ -77,13 +77,6 @@ def test_a_full_disk_names_role_node_reason_and_cure_and_leaves_the_checkpoint_b
         assert all((path / "asyncmoe.json").is_file() for path in complete)
 
 
-def test_a_path_below_a_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    place = tmp_path / "file" / "x"
-    for line in (refused("make-model", str(place)), refused(*arguments(tmp_path, f"run.dir={place}"))):
-        assert f"cannot write {place} on {socket.gethostname()}: " in line
-
-
 def test_an_unknown_reward_function_is_named(tmp_path: Path) -> None:
     line = refused(*arguments(tmp_path, "scoring.scorer=json:reward", *ONE_RANK))
     assert line.startswith("controller on "), "only running the module tells"

@@ -94,7 +94,7 @@ class Dock:
         job = {"config": self.rig.config.model_dump(mode="json"), "layouts": list(publications), "publications": listed}
         (out / "job.json").write_text(json.dumps(job))
         async with reachable(self.rig, answer):
-            outcomes = await asyncio.to_thread(launch.run, "adapted", ranks, out, str(out / "job.json"), timeout_s=200.0)
+            outcomes = await asyncio.to_thread(launch.run, "publish", ranks, out, str(out / "job.json"), timeout_s=200.0)
         return outcomes, seen
 
 

@@ -43,7 +43,6 @@ PARTS = (
     _tests("ipc", 35, "tests/gpu/test_reshard_gpu.py", "-k", "ipc or damaged"),
     _tests("nccl", 20, "tests/gpu/test_reshard_gpu.py", "-k", "nccl"),
     Part("graph", 20, f"{_HERE}.graph_commit"),
-    Part("threads", 10, f"{_HERE}.other_device"),
     Part("experts", 35, f"{_HERE}.triton_experts", gpu=False),
     Part("tiny-run", 85, f"{_HERE}.tiny_run", gpu=False),
     Part("checksums", 35, f"{_HERE}.checksums"),

@@ -21,9 +21,12 @@ from asyncmoe.errors import EngineError
 from asyncmoe.models import load_hf_config, qwen3_moe
 from asyncmoe.models.lora.adapter import Adapter, Experts, Kind
 from asyncmoe.models.lora.peft import write_served
+from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
+from asyncmoe.trajectory import Recording, Routing, decode_routes, validate
 from tests.engine.conftest import running, settings
-from tests.engine.oracle import TIE, Merged, gaps
+from tests.engine.oracle import TIE, Merged, gaps, routes
 from tests.unit.adapters import ALL, random_adapter
 from tests.unit.test_adapters_slots import engine, publish
 
@@ -120,6 +123,29 @@ def test_many_prompts_of_one_adapter_may_come_at_once(rig: Rig, model: Path, tmp
     merged = Merged(model, rig.m, adapter)
     found = rig.run(use())
     assert max(merged.difference(p, g.tokens, g.logprobs, 0.8) for p, g in zip(prompts, found, strict=True)) < 1e-4
+
+
+def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, model: Path, tmp_path: Path) -> None:
+    adapter = random_adapter(rig.m, rig.kind(), 4)
+    recording, prompt = Recording(Routing(4, (0, 1, 2, 3), 2, 8), vocabulary=VOCAB), (20, 30, 40)
+
+    async def use() -> Generation:
+        slots = engine(rig.engine.client, 60.0)
+        await publish(slots, 7, rig.write(tmp_path / "7", adapter))
+        with slots.serving() as serving:
+            sampling = Sampling(0.8, 16, (), recording=recording)
+            generation = await rig.engine.client.generate(prompt, sampling, "7", 60.0, adapter=serving.adapter)
+        await rig.engine.client.unload_adapter("v7", 60.0)
+        return attributed(generation, serving)
+
+    record = assemble([Turn(prompt, rig.run(use()), 7)], EpisodeId(0, 0, 0), recording, 0.0, {})
+    validate(record, recording, newest_version=7)
+    assert set(record.versions[record.loss_mask].tolist()) == {7}
+    assert record.is_pure
+    assert record.routes is not None
+    with_it, without = (routes(Merged(model, rig.m, one).model, record.tokens) for one in (adapter, None))
+    np.testing.assert_array_equal(decode_routes(record.routes, "g0"), with_it)
+    assert (with_it != without).any()
 
 
 def test_swaps_under_load(rig: Rig, model: Path, tmp_path: Path, thorough: bool) -> None:

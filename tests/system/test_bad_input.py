@@ -53,7 +53,8 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_dies_at_start_says_why(tmp_path: Path) -> None:
-    line = refused(*arguments(tmp_path, "engines.args=['--page-size', 'nonsense']", *ONE_RANK))
+    """In one line, though two ranks wait for it."""
+    line = refused(*arguments(tmp_path, "engines.args=['--page-size', 'nonsense']"))
     assert "--page-size" in line
     assert "engine" in line
 

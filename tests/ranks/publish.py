@@ -3,8 +3,9 @@
 `publish.py RESULT JOB`. JOB is JSON:
     config          values of a configuration but for the trainer's section
     layouts         as in kept.py
-    publications    [directory of a checkpoint, version], all of them under every layout in turn; with train: lora a file of an adapter's
-                    halves, and what the engines sampled with the version is in RESULT's folder, in VERSION.msgpack, once it is published
+    publications    [directory of a checkpoint, version], all of them under every layout in turn
+    halves          optional: by version, a file of an adapter's halves, which are published instead; what the engines sampled with the
+                    version is in RESULT's folder, in VERSION.msgpack, once it is published
     in_place        optional: engines pause and receive into their parameters, as on a GPU without room for staging memory
     faults          optional: what goes wrong at the n-th publication of all, {"n": [rank, kind]}; kinds are methods of `Faulty`
 Every rank writes what came of each publication to RESULT.RANK, of adapters with what `replay.compare` returns; rank 0 also to RESULT.
@@ -117,7 +118,6 @@ def main(result: Path, job: dict[str, Any]) -> None:
         config = configuration.parse({**job["config"], "trainer": {"ranks": world, "dtype": "float32", **settings_of(layout)}})
         hf = load_hf_config(config.model.path)
         built = gpt.build(hf, config, mesh.start(config.trainer))
-        gpt.load_hf(built, config.model.path)
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
             sender = publisher(config, built, client)
             for path, version in job["publications"][layout]:
@@ -125,12 +125,11 @@ def main(result: Path, job: dict[str, Any]) -> None:
                 Faulty.fault = kind if faulty == rank else None
                 if Faulty.fault == "killed" and config.sync.method == "disk":
                     hf_files.write_index = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-                if built.adapter is None:
-                    gpt.load_hf(built, Path(path))
-                else:
-                    canonical.write(built, torch.load(path))
+                gpt.load_hf(built, Path(path))
+                if halves := job.get("halves", {}).get(str(version)):
+                    canonical.write(built, torch.load(halves))
                 outcome = {"layout": layout, "version": version, **publish(sender, version)}
-                if built.adapter is not None and outcome["error"] is None:
+                if halves and outcome["error"] is None:
                     outcome |= compare(config, built, read(result.parent / f"{version}.msgpack"), config.rollout.temperature)
                 found.append(outcome)
                 written = Path(f"{result}.{rank}.partial")  # a kill leaves the one before whole

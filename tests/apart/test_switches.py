@@ -38,10 +38,10 @@ MACHINES = {
     "no GPU": NOTHING,
     "bare": BARE,
     "Volta": replace(BARE, capability=(7, 0)),
-    "Ampere": replace(ENGINE, capability=(8, 0)),
     "apex": replace(BARE, apex=True),
     "old engine": replace(BARE, transformer_engine=(1, 13)),
     "engine 2.1": replace(BARE, transformer_engine=(2, 1)),
+    "Ampere": replace(ENGINE, capability=(8, 0)),
     "engine": ENGINE,
     "all": replace(ENGINE, apex=True, deep_ep=True),
 }

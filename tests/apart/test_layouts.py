@@ -1,4 +1,4 @@
-"""What all ranks have in common of an optimizer's state, put as another layout has it (tests/ranks/test_any_layout.py tries real ones); and a
+"""What all ranks have in common of an optimizer's state, put as another layout has it (real ones: tests/ranks/test_any_layout.py); and a
 checkpoint that lacks a part of the state."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Worker: saves that fail on one rank, asynchronous or not, and checkpoints that something damages later. `async_faults.py RESULT MODEL`, on two
-ranks."""
+"""Worker: saves that fail on one rank, asynchronous or not, and checkpoints that are damaged later. `async_faults.py RESULT MODEL`, on two ranks."""
 
 from __future__ import annotations
 

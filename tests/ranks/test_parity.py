@@ -62,8 +62,9 @@ FEW = {
     ("cp2xtp2xep2", "plain"): ("packed", "distributed"),
     **{one: every_check(*one) for one in OTHERS},
 }
-"""Otherwise: each way of splitting a model with packed rows and an optimizer, each other check where it meets what others compute (all tokens
-on other ranks: guard, rejected, credited; other stages: recompute; other shards: bfloat16), and each variant where it is something else."""
+"""Otherwise: each way of splitting a model with packed rows and an optimizer, each other check where it meets what others compute (all
+tokens on other ranks: guard, rejected, credited; other stages: recompute; other shards: bfloat16), and each variant where it is something
+else."""
 EVERY = {
     (layout, variant): every_check(layout, variant) for layout in LAYOUTS for variant in case.variants(case.sizes_of(LAYOUTS[layout][1]))
 }

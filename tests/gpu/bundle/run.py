@@ -120,7 +120,9 @@ def start(part: Part, left_s: float, work: Path, logs: Path, environment: Mappin
     seconds, said = round(time.monotonic() - begin, 1), last_line(log)
     told = {"skipped": "", "figures": {}} if tests or not result.exists() else json.loads(result.read_text())
     if tests:
-        told["figures"] = {what: {"value": int(count), "unit": "tests"} for count, what in re.findall(r"(\d+) (passed|failed|skipped)", said)}
+        told["figures"] = {
+            what: {"value": int(count), "unit": "tests"} for count, what in re.findall(r"(\d+) (passed|failed|skipped)", said)
+        }
         told["skipped"] = said if status == _NOTHING_RAN else ""
     if status is None:
         return Outcome("failed", f"still running after {left_s:.0f} s", seconds, part.limit_s, told["figures"])

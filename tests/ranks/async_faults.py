@@ -1,4 +1,4 @@
-"""Worker: saves that fail on one rank, asynchronous or not, and checkpoints that are damaged later. `async_faults.py RESULT MODEL`, on two ranks."""
+"""Worker, on two ranks: saves that fail on one of them, asynchronous or not, and checkpoints that are damaged. `async_faults.py RESULT MODEL`"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker, on two ranks: saves that fail on one of them, asynchronous or not, and checkpoints that are damaged. `async_faults.py RESULT MODEL`"""
+"""Worker, on two ranks: saves that fail on one of them, and checkpoints that are damaged. `async_faults.py RESULT MODEL`"""
 
 from __future__ import annotations
 

@@ -77,25 +77,30 @@ PAIRED   := -n 2 --dist loadfile
 UNIT     := -n 3 --dist loadfile
 COMPUTED := $(if $(filter 0,$(GPU)),$(PAIRED) --no-loadscope-reorder)
 
-test: setup lint $(TRAIN)/.system
-	$(TRAIN)/bin/python -m pytest $(UNIT) tests/unit
-	$(TRAIN)/bin/python -m pytest $(COMPUTED) tests/ranks tests/gpu tests/engine
-	$(TRAIN)/bin/python -m pytest $(PAIRED) tests/system
+# A stage: its name and the arguments of pytest; prints how long it took.
+stage     = @begin=$$(date +%s); $(TRAIN)/bin/python -m pytest $(THOROUGH) $(2) && date -ud @$$(($$(date +%s) - begin)) "+== $(1): %T"
+
+test: test-unit
+	$(call stage,ranks,$(COMPUTED) tests/ranks)
+	$(call stage,engine,$(COMPUTED) tests/engine)
+	$(call stage,system,$(PAIRED) tests/system)
+	$(if $(filter 1,$(GPU)),$(call stage,gpu,tests/gpu))
 
 # Test every combination of layouts, with new random cases in every run; for changes to the trainer's parallelism or to resharding.
-test-thorough: setup lint $(TRAIN)/.system
-	$(TRAIN)/bin/python -m pytest --thorough $(UNIT) tests/unit
-	$(TRAIN)/bin/python -m pytest --thorough tests/ranks tests/gpu tests/engine
-	$(TRAIN)/bin/python -m pytest --thorough $(PAIRED) tests/system
+test-thorough: THOROUGH := --thorough
+test-thorough: COMPUTED :=
+test-thorough: test
 
 test-unit: setup lint $(TRAIN)/.system
-	$(TRAIN)/bin/python -m pytest $(UNIT) tests/unit
+	$(call stage,unit,$(UNIT) tests/unit)
+	$(call stage,native,$(PAIRED) tests/native tests/apart)
 
 # Run the unit tests on another Python, without GPUs and without engines: make test-python PYTHON=python3.12
 test-python:
 	@$(PYTHON) requirements/check_python.py
 	@$(MAKE) --no-print-directory $(OTHERS)/.installed
 	$(OTHERS)/bin/python -m pytest $(UNIT) tests/unit
+	$(OTHERS)/bin/python -m pytest $(PAIRED) tests/native tests/apart
 
 # Test against real packages, each file of tests/integrations in an environment of its own; ONLY="wandb mlflow" runs these two.
 test-integrations: setup

@@ -39,7 +39,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Tests compare with transformers, which in one process with what is patched for Megatron computes something else."""
     compared = any(item.get_closest_marker("ranks") or "unit" in item.path.parts for item in session.items)
     if "megatron.core" in sys.modules and compared:
-        raise pytest.UsageError("a test module imports Megatron; only the scripts of tests/ranks and the modules of tests/apart may")
+        raise pytest.UsageError("a test module imports Megatron; only the scripts of tests/ranks, tests/apart and tests/gpu may")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import socketserver
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,14 +98,6 @@ class LocalRedis:
     def close(self) -> None:
         """End the server."""
         self.kill()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRedis]:
-    """A server of a module's tests."""
-    made = LocalRedis(tmp_path_factory.mktemp("redis"))
-    yield made
-    made.close()
 
 
 class LossyLink:

@@ -36,8 +36,7 @@ export LD_PRELOAD="$preload"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS="exitcode=66 report_signal_unsafe=0"
 export OMP_NUM_THREADS=1 PYTHONPATH="$folder"
 "$python" -c 'import asyncmoe.reshard._C as c, os; assert c.__file__.startswith(os.getcwd()), c.__file__'
-cd tests/unit
 files=()
-for name in $tests; do files+=("test_$name.py"); done
-"$python" -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir ../.. "${files[@]}"
+for name in $tests; do files+=(tests/*/"test_$name.py"); done
+"$python" -m pytest -q -p no:cacheprovider "${files[@]}"
 echo "$kind: clean"

@@ -38,7 +38,7 @@ exec {python} -m tests.chaos.stand.engine "$@"
 """
 
 
-def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
+def configuration(folder: Path, seed: int) -> dict[str, Any]:
     """Return the configuration of a run that takes a step in a fraction of a second, and all limits of which are seconds."""
     return {
         "run": {"dir": str(folder / "disk" / "run"), "steps": 1_000_000, "seed": seed},
@@ -62,7 +62,6 @@ def configuration(folder: Path, seed: int, **engines: Any) -> dict[str, Any]:
             "restarts": 1000,
             "orphan_s": 20.0,
             "max_total_tokens": 4096,
-            **engines,
         },
         "log": {"piece_tokens": 12},
         "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 25.0, "max_restarts": 5},

@@ -151,8 +151,8 @@ def ended(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
     return wait_for(lambda: not any(map(lives, processes)), within_s)
 
 
-async def make(config: Config, engines: list[SGLangProcess], run: Callable[..., Any], timeout_s: float = 30.0) -> Rig:
-    """A pool and a coordinator, waiting `timeout_s`, over engines that run."""
+async def make(config: Config, engines: list[SGLangProcess], run: Callable[..., Any]) -> Rig:
+    """A pool and a coordinator over engines that run."""
     published: list[int] = []
     pauses: list[tuple[str, float, float]] = []
 
@@ -160,5 +160,5 @@ async def make(config: Config, engines: list[SGLangProcess], run: Callable[..., 
         published.append(version)
 
     pool = Pool(engines, 64, 60.0, lambda *span: None, **asked(config))
-    coordinator = WeightUpdateCoordinator(pool, timeout_s, publish, lambda *span: pauses.append(span))
+    coordinator = WeightUpdateCoordinator(pool, 30.0, publish, lambda *span: pauses.append(span))
     return Rig(config, engines, pool, coordinator, Sender(coordinator), run, published, pauses)

@@ -90,11 +90,15 @@ class Dock:
                 (out / f"{request.version}.msgpack").write_bytes(msgspec.msgpack.encode(frames))
             return reply
 
-        listed = {layout: [(str(self.files[which]), version) for which, version in several] for layout, several in publications.items()}
-        job = {"config": self.rig.config.model_dump(mode="json"), "layouts": list(publications), "publications": listed}
+        job = {
+            "config": self.rig.config.model_dump(mode="json"),
+            "layouts": list(publications),
+            "publications": {layout: [(str(self.model), version) for _, version in several] for layout, several in publications.items()},
+            "halves": {str(version): str(self.files[which]) for several in publications.values() for which, version in several},
+        }
         (out / "job.json").write_text(json.dumps(job))
         async with reachable(self.rig, answer):
-            outcomes = await asyncio.to_thread(launch.run, "adapted", ranks, out, str(out / "job.json"), timeout_s=200.0)
+            outcomes = await asyncio.to_thread(launch.run, "publish", ranks, out, str(out / "job.json"), timeout_s=200.0)
         return outcomes, seen
 
 

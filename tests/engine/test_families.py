@@ -16,7 +16,7 @@ from asyncmoe.trajectory import Recording, decode_routes
 from asyncmoe.trajectory.sent_routes import MAGIC
 from tests import families
 from tests.engine.conftest import running, settings
-from tests.engine.oracle import Oracle, perturbed, routes, with_others
+from tests.engine.oracle import Oracle, routes, with_others
 from tests.engine.test_direct import PROMPT, Stage, difference, generate, wrong
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
@@ -59,29 +59,3 @@ def check_routes(stage: Stage, oracle: Oracle) -> None:
     assert bytes(answer.routes[: len(MAGIC)]) == MAGIC, "the engine did not pack its routes"
     reported = decode_routes(routed_experts(answer.routes, routing, tokens=len(seen), routed=0, key="x"), "x")
     np.testing.assert_array_equal(np.sort(reported), np.sort(routes(oracle.model, seen)))
-
-
-PARALLEL = ("tp2xep2-bfloat16", 2, 2, "bfloat16"), ("tp4", 4, 1, "float32"), ("tp4xep4", 4, 4, "float32")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("family", "tp", "ep", "dtype"),
-    [pytest.param(name, *how, id=f"{name}-{where}") for name in families.MODELS for where, *how in PARALLEL],
-)
-def test_engines_of_several_ranks(family: str, tp: int, ep: int, dtype: str, runner: asyncio.Runner, tmp_path: Path) -> None:
-    """From a float32 trainer of two ranks; to a bfloat16 engine, tensors that are float32 all the same go unrounded."""
-    first = Oracle(families.write(tmp_path / "first", family))
-    if family_of(hf := load_hf_config(first.path)).routing(hf) is None:
-        ep = 1
-    with running(settings(first.path, tmp_path / "run", max_total_tokens=4096, tp=tp, ep=ep, dtype=dtype), runner) as rig:
-        a = perturbed(first, tmp_path / "a", 1)
-        stage = Stage(rig, [first, a], tmp_path, runner.run(rig.engine.client.checksums(30.0)))
-        assert wrong(stage.loaded, stage.expected(first)) == [[]] * tp
-        layouts = {"tp=2": [(a, 1)], "pp=2,first_stage_layers=1": [(first, 2)], **({"ep=2": [(a, 3)]} if ep > 1 else {})}
-        stage.published(2, layouts)
-        oracle = a if ep > 1 else first
-        # In bfloat16 routers choose otherwise where two experts are almost as good.
-        assert difference(runner.run(generate(stage)), oracle) < (1e-5 if dtype == "float32" else 0.5)
-        if dtype == "float32":
-            check_routes(stage, oracle)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.engines.types import Sampling
-from asyncmoe.errors import EngineError, TrajectoryRejected
+from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -64,11 +64,6 @@ def test_a_prompt_too_long_is_rejected_in_the_engines_words(rig: Rig) -> None:
     with pytest.raises(TrajectoryRejected, match=r"engine_error.*engine\.0: /generate: .*context length"):
         rig.run(rig.pool.generate([5] * 5000, Sampling(1.0, 4, ())))
     assert rig.pool.serving
-
-
-def test_a_request_out_of_turn_is_refused_in_the_engines_words(rig: Rig) -> None:
-    with pytest.raises(EngineError, match=r"engine\.0: /end_weight_update: no weight-update session is open"):
-        rig.run(rig.engine.client.end_update())
 
 
 def test_a_prefix_is_shared_under_its_salt_only(rig: Rig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -164,19 +163,3 @@ def test_a_response_in_pieces_is_one_response(rig: Rig, oracles: list[Oracle]) -
     for earlier, turn in pairwise(turns):
         before += len(earlier.generation.tokens)
         assert turn.generation.cached_tokens >= before - 2, "the engine still has the keys and values"
-
-
-def test_many_responses_at_once_are_resumed(rig: Rig, oracles: list[Oracle]) -> None:
-    async def play() -> list[int]:
-        short = replace(SAMPLING, max_new_tokens=150)
-        before = rig.pool.version
-        rig.coordinator.driver.interruption = "abort_resume"
-        asking = [asyncio.create_task(respond(rig.pool, (*PROMPT, i), (), short, "abort_resume")) for i in range(12)]
-        for number in (1, 2, 3):
-            await asyncio.sleep(0.3)
-            await rig.sender.publish(before + number, oracles[number % 3].weights)
-        done = await asyncio.gather(*asking)
-        rig.coordinator.driver.interruption = "in_place"
-        return [sum(len(turn.generation.tokens) for turn in turns) for turns in done]
-
-    assert rig.run(play()) == [150] * 12

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from asyncmoe.engines.liveness import Liveness
 from asyncmoe.engines.types import Sampling
 from tests.engine.conftest import Rig, family
 
@@ -44,20 +43,3 @@ def test_a_server_whose_scheduler_hangs_is_not(rig: Rig) -> None:
         assert rig.run(client.ready())
         assert not rig.run(client.alive(3.0))
     assert rig.run(client.alive(10.0))
-
-
-def test_a_pool_suspects_it_and_trusts_it_again(rig: Rig) -> None:
-    async def run() -> list[bool]:
-        member, seen = rig.pool.members[0], []
-        watch = asyncio.create_task(Liveness(rig.pool, 24.0, lambda member: False).run())
-        with stopped(rig, "sglang::scheduler"):
-            await asyncio.sleep(6.0)
-            seen.append(member.suspect)
-        await rig.pool.generate((5, 6, 7), Sampling(1.0, 4, ()))
-        seen.append(member.suspect)
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-        return seen
-
-    assert rig.run(run()) == [True, False]
-    assert rig.pool.members[0].fenced is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import pytest
 from asyncmoe import models
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Sampling
-from asyncmoe.errors import EngineError, WeightSyncError
+from asyncmoe.errors import EngineError
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
-from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit
+from asyncmoe.rpc.messages import WeightsAbort, WeightsCommit
 from asyncmoe.trajectory import Recording, Trajectory
 from tests.checksums import engine_checksums
-from tests.engine.conftest import Rig, ended, family, make
+from tests.engine.conftest import Rig, ended, family
 from tests.engine.oracle import Oracle, largest_difference, with_others
 
 pytestmark = pytest.mark.engine
@@ -30,12 +29,6 @@ def checkpoints(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[O
     return with_others(Oracle(model), tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.fixture(scope="module")
-def pair(make_rig: Callable[..., Rig]) -> Rig:
-    """Two engines, for tests that end with dead ones."""
-    return make_rig(2)
-
-
 def expected(rig: Rig, oracle: Oracle) -> tuple[dict[str, str], ...]:
     return engine_checksums(models.load_hf_config(oracle.path), rig.config.engines, oracle.weights)
 
@@ -44,8 +37,8 @@ def next_version(rig: Rig) -> int:
     return rig.pool.version + 1
 
 
-async def generate(rig: Rig, tokens: int = 8, prompt: tuple[int, ...] = PROMPT) -> PooledGeneration:
-    return await rig.pool.generate(prompt, Sampling(1.0, tokens, ()))
+async def generate(rig: Rig, tokens: int = 8) -> PooledGeneration:
+    return await rig.pool.generate(PROMPT, Sampling(1.0, tokens, ()))
 
 
 def record(answer: PooledGeneration) -> Trajectory:
@@ -124,88 +117,6 @@ def test_a_sender_that_fails_before_the_first_bucket_costs_nothing(rig: Rig, che
     assert rig.pool.version == version
     assert difference(rig.run(generate(rig)), checkpoints[1]) < 1e-4
     rig.run(rig.sender.publish(version + 1, checkpoints[1].weights))
-
-
-def test_a_sender_that_falls_silent_before_the_first_bucket_costs_nothing(rig: Rig) -> None:
-    version = rig.pool.version
-
-    async def fall_silent() -> PooledGeneration:
-        hasty = await make(rig.config, rig.engines, rig.run, timeout_s=0.5)
-        await hasty.coordinator.handle(WeightsBegin(version + 1))
-        asking = asyncio.create_task(hasty.pool.generate((9, 9, 9), Sampling(1.0, 4, ())))
-        await asyncio.sleep(0.2)
-        assert not asking.done()
-        return await asyncio.wait_for(asking, 10)
-
-    assert [span.version for span in rig.run(fall_silent()).generation.spans] == [str(version)]
-
-
-def test_requests_out_of_turn_are_refused(rig: Rig, checkpoints: list[Oracle]) -> None:
-    version = next_version(rig)
-    with pytest.raises(WeightSyncError, match=rf"version {version} is not open \(open: none\)"):
-        rig.run(rig.coordinator.handle(WeightsCommit(version)))
-    rig.run(rig.sender.begin(version))
-    with pytest.raises(WeightSyncError, match=f"cannot begin version {version + 1}: version {version} is still open"):
-        rig.run(rig.coordinator.handle(WeightsBegin(version + 1)))
-    with pytest.raises(WeightSyncError, match=rf"version {version + 1} is not open \(open: version {version}\)"):
-        rig.run(rig.coordinator.handle(WeightsCommit(version + 1)))
-    rig.run(rig.coordinator.handle(WeightsAbort(version, "enough")))
-    assert rig.pool.serving
-
-
-def test_two_engines_are_updated_at_once_and_one_may_die(pair: Rig, checkpoints: list[Oracle]) -> None:
-    rig = pair
-    committed = rig.run(rig.sender.publish(1, checkpoints[1].weights, expected(rig, checkpoints[1])))
-    assert len(committed.pause_ms) == 2
-    assert [member.version for member in rig.pool.members] == [1, 1]
-    server = family(rig.engines[1])
-    (scheduler,) = family(rig.engines[1], "sglang::scheduler")
-
-    async def kill_in_the_middle() -> list[Any]:
-        asking = [asyncio.create_task(generate(rig, 500, (*PROMPT, i))) for i in range(4)]
-        await asyncio.sleep(0.3)
-        assert [member.in_flight for member in rig.pool.members] == [2, 2]
-        watching = asyncio.create_task(rig.pool.watch())
-        scheduler.kill()
-        found = await asyncio.gather(*asking, return_exceptions=True)
-        watching.cancel()
-        return found
-
-    found = rig.run(kill_in_the_middle())
-    assert [type(answer) for answer in found] == [PooledGeneration] * 4, "the other engine answers what this one had"
-    assert [member.fenced is None for member in rig.pool.members] == [True, False]
-    assert ended(server)
-    assert "crash diagnostics" not in rig.engines[1]._child.log.read_text(), "SGLang waited before it ended"
-    assert len(rig.run(generate(rig)).generation.tokens)
-    left = rig.run(rig.coordinator.handle(EnginesAsk(1.0)))
-    assert [engine.name for engine in left.engines] == ["engine.0"]
-
-
-def test_an_engine_that_differs_is_fenced_and_the_parameters_named(pair: Rig, checkpoints: list[Oracle]) -> None:
-    """After the one before it: the engine that is left, as a rig of its own."""
-    rig = pair.run(make(pair.config, pair.engines[:1], pair.run))
-    rig.coordinator.engines_started()
-    server = family(rig.engine)
-    wrong = expected(rig, checkpoints[1])[0] | {"lm_head.weight": "0" * 16, "model.norm.weight": "1" * 16}
-
-    async def publish() -> list[Any]:
-        asking = asyncio.create_task(generate(rig, 1000))
-        await asyncio.sleep(0.2)
-        publishing = rig.sender.publish(2, checkpoints[1].weights, (wrong,))
-        return await asyncio.gather(publishing, asking, return_exceptions=True)
-
-    assert len(server) >= 3
-    refused, spoiled = rig.run(publish())
-    assert isinstance(refused, WeightSyncError)
-    assert "model.norm.weight of rank 0, lm_head.weight of rank 0" in str(refused)
-    assert isinstance(spoiled, EngineError)
-    assert "no engine is left" in str(spoiled)
-    assert rig.published == []
-    assert ended(server), "the fenced engine's processes are killed without a wait"
-    with pytest.raises(EngineError, match=r"no engine is left.*checksums differ"):
-        rig.run(generate(rig))
-    with pytest.raises(EngineError, match="no engine is left"):
-        rig.run(asyncio.wait_for(rig.pool.watch(), 5))
 
 
 def test_a_sender_that_fails_after_a_bucket_leaves_no_mixed_engine(rig: Rig, checkpoints: list[Oracle]) -> None:

@@ -1,1 +1,1 @@
-"""Fuzzing of the controller's sockets, of the endpoints of episodes and of what scorers answer: `make fuzz`."""
+"""Fuzzing of the controller's sockets, and of the endpoints of episodes: `make fuzz`."""

@@ -44,7 +44,6 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         attacked = frames.Attacked(Path(folder))
         try:
-            frames.wrong_key(attacked)
             for name, (part, count) in _parts(attacked, asked.frames, asked.bodies).items():
                 if asked.only in (None, name):
                     _run(name, part, count, result, asked, attacked)
@@ -57,7 +56,6 @@ def _parts(attacked: frames.Attacked, count: int, bodies: int) -> dict[str, tupl
         "member": (partial(frames.member, attacked), count),
         "stranger": (partial(frames.stranger, attacked), count),
         **{f"openai {path}": (partial(endpoints.openai, path), bodies) for path in endpoints.BODIES},
-        "judge": (endpoints.judge, bodies),
     }
 
 

@@ -1,4 +1,4 @@
-"""Bodies to our HTTP endpoints, and hostile answers to our HTTP clients."""
+"""Bodies to our HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import asyncio
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
-from asyncmoe.config.scoring import ScoringSection
-from asyncmoe.config.task import TaskSection
-from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
-from asyncmoe.rollout.scoring import Sample, Scorer, loading
 from tests.fuzz import mutate
 from tests.unit import openai_policy
 
@@ -110,54 +104,3 @@ async def _openai(path: str, random: Random, count: int) -> dict[str, int]:
     finally:
         await endpoint.close()
     return dict(statuses)
-
-
-_SAMPLE = Sample("1+1=", "2", "2", (10, 11, 12, 10, 13), (False, True, True, False, True), "solver", {})
-_ANSWERS = [json.dumps(one).encode() for one in ({"reward": 0.5, "steps": [1, -0.25]}, {"reward": 1}, {"reward": 0, "tokens": [0.0] * 5})]
-
-
-def judge(random: Random, count: int) -> dict[str, int]:
-    """Have a scorer behind HTTP answer `count` times with mutated scores; return what became of them. Afterwards a right one is read."""
-    return asyncio.run(_judge(random, count))
-
-
-async def _judge(random: Random, count: int) -> dict[str, int]:
-    found, answer = Counter[str](), b""
-
-    async def handler(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=answer, status=200 if random.random() < 0.9 else random.choice((204, 302, 404, 429, 500, 599)))
-
-    async def call(made: Scorer) -> str:
-        try:
-            score = await made.score(_SAMPLE)
-        except TrajectoryRejected as rejected:
-            return rejected.reason
-        assert abs(score.reward) < float("inf"), answer
-        return "scored"
-
-    made = await _served(handler)
-    try:
-        for _ in range(count):
-            answer = mutate.jsons(random, _ANSWERS)
-            found[await call(made[0])] += 1
-        random.seed(0)
-        answer = _ANSWERS[0]
-        assert "scored" in [await call(made[0]) for _ in range(20)]
-    finally:
-        await made[0].close()
-        await made[1].cleanup()
-    return dict(found)
-
-
-async def _served(handler: Callable[[web.Request], Awaitable[web.Response]]) -> tuple[Scorer, web.AppRunner]:
-    app = web.Application()
-    app.router.add_post("/judge", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    values = {"retries": 0, "backoff_s": 0.0, "scorer": f"http://127.0.0.1:{port}/judge"}
-    section = ScoringSection.model_validate(values)
-    return loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: ""), runner

@@ -14,7 +14,6 @@ from random import Random
 from typing import Any
 
 import msgspec
-import pytest
 import zmq
 
 from asyncmoe.config import Config
@@ -267,18 +266,6 @@ def _framed(payload: bytes) -> bytes:
 
 def _command(name: bytes) -> bytes:
     return b"\x04" + bytes([1 + len(name) + 190]) + bytes([len(name)]) + name + b"\x00" * 190
-
-
-def wrong_key(attacked: Attacked) -> None:
-    """A client with another key is refused, over TCP and over the Unix socket."""
-    to = attacked.rendezvous()
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    for other in (
-        msgspec.structs.replace(to, client_public=public, client_secret=secret, local_dir=""),
-        msgspec.structs.replace(to, local_secret="x" * 40),
-    ):
-        with Client(other, "stranger") as client, pytest.raises(AsyncmoeError, match=r"rejected our key|no connection"):
-            client.ask(EnginesAsk(0.0), 5.0)
 
 
 def works(attacked: Attacked) -> None:

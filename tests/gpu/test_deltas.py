@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from delta_ranks import Ranks, change  # noqa: E402
 from test_reshard_delta import DENSITIES, ITEMS, large  # noqa: E402

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path += [str(Path(__file__).parents[1] / "unit"), str(Path(__file__).parents[1] / "native")]
 
 from reshard_ranks import filled, numbered  # noqa: E402
 from test_reshard_copy import check_box  # noqa: E402

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ from asyncmoe.telemetry.loggers.sink import FOLDER, LoggerSink, LoggerState, cli
 from asyncmoe.telemetry.metric import numbers
 from asyncmoe.telemetry.records import read_evaluations, read_steps
 from asyncmoe.telemetry.schema import EVALUATION, METRICS
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from telemetry_runs import write_run
+from tests.unit.telemetry_runs import write_run
 
 __all__ = ["config_of", "figures", "sent", "write_run"]
 

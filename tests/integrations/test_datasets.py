@@ -113,18 +113,10 @@ def test_an_evaluation_set_is_another_split(tmp_path: Path, tokenizer: Tokenizer
 @pytest.mark.parametrize(
     ("rows", "keys", "said"),
     [
-        (
-            [{"problem": "q", "answer": "1"}],
-            {},
-            r"row 0, question: got nothing, .*its columns are problem, answer; name yours in task\.columns",
-        ),
-        ([{"question": "q", "answer": "1"}, {"question": "q", "answer": None}], {}, r"row 1, answer: got None, expected non-empty text"),
-        (
-            [{"question": "q", "answer": "1", "image": b"\xff"}],
-            {},
-            r"row 0, column image: got Object of type bytes .*leave it out of task",
-        ),
-        ([{"question": "q", "answer": "1"}], {"where": {"answer": "2"}}, r"d\.parquet: got no row left( of \d+)?, expected at least"),
+        ([{"problem": "q", "answer": "1"}], {}, r"row 0, question: got nothing, .*its columns are problem, answer"),
+        ([{"question": "q", "answer": "1"}, {"question": "q", "answer": None}], {}, r"row 1, answer: got None"),
+        ([{"question": "q", "answer": "1", "image": b"\xff"}], {}, r"row 0, column image: got Object of type bytes"),
+        ([{"question": "q", "answer": "1"}], {"where": {"answer": "2"}}, r"d\.parquet: got no row left"),
         (
             [{"question": "q", "answer": "1"}],
             {"filter": "tests.unit.task_sources:easy"},
@@ -135,11 +127,14 @@ def test_an_evaluation_set_is_another_split(tmp_path: Path, tokenizer: Tokenizer
 def test_rows_that_cannot_be_used_are_named(
     tmp_path: Path, tokenizer: Tokenizer, rows: list[dict[str, Any]], keys: dict[str, Any], said: str
 ) -> None:
-    made = config(written(tmp_path / "d.parquet", rows), **keys)
+    assert re.search(said, refused(config(written(tmp_path / "d.parquet", rows), **keys), tokenizer))
+
+
+def refused(made: Config, tokenizer: Tokenizer) -> str:
     with pytest.raises(DataError) as caught:
         tasks.load(made, tokenizer)
-    assert re.search(said, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_columns_that_nothing_reads_may_be_anything(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -152,21 +147,14 @@ def test_columns_that_nothing_reads_may_be_anything(tmp_path: Path, tokenizer: T
     ("name", "content", "said"),
     [
         ("d.parquet", b"no parquet", r"task\.path .*d\.parquet: got ArrowInvalid: "),
-        ("d.csv", b"question,answer\n", r"d\.csv: got .*no data!, expected a data set of rows"),
+        ("d.csv", b"question,answer\n", r"d\.csv: got .*expected a data set of rows"),
         ("d.txt", b"x", r"d\.txt: got the suffix '\.txt', expected \.jsonl, \.json, \.csv"),
-        (None, None, r"none\.parquet: got no such file or directory"),
     ],
 )
-def test_files_that_cannot_be_read_are_named(
-    tmp_path: Path, tokenizer: Tokenizer, name: str | None, content: bytes | None, said: str
-) -> None:
-    path = tmp_path / (name or "none.parquet")
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        tasks.load(config(path), tokenizer)
-    assert re.search(said, str(caught.value)), str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, tokenizer: Tokenizer, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert re.search(said, refused(config(tmp_path / name), tokenizer))
+    assert "none.parquet: got no such file or directory" in refused(config(tmp_path / "none.parquet"), tokenizer)
 
 
 def test_an_id_on_the_hub_without_a_network_is_refused_at_once(

@@ -78,36 +78,3 @@ def test_agents_of_one_process_at_once(known: Tokenizer) -> None:
         return await asyncio.gather(asyncio.to_thread(reward, 42), asyncio.to_thread(reward, 43))
 
     assert asyncio.run(run()) == [1, 0]
-
-
-TOOL: Any = {"type": "function", "function": {"name": "double", "parameters": {"type": "object"}}}
-
-
-@pytest.mark.parametrize(
-    ("parameter", "value", "overridden"),
-    [
-        ("temperature", 0.2, True),
-        ("temperature", 0.7, False),
-        ("seed", 3, True),
-        ("stop", ["2"], False),
-        ("logprobs", True, True),
-        ("response_format", {"type": "json_object"}, True),
-        ("tool_choice", "required", True),
-    ],
-)
-def test_parameters_that_users_send_do_not_fail(known: Tokenizer, parameter: str, value: Any, overridden: bool) -> None:
-    import openai
-
-    async def client(url: str, key: str) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
-            asked: Any = {"model": "m", "messages": [{"role": "user", "content": "twice 21?"}], "tools": [TOOL], parameter: value}
-            raw = await client.chat.completions.with_raw_response.create(**asked)
-            # This policy's chat template writes no tools.
-            assert raw.headers["asyncmoe-overridden"] == ", ".join([parameter, "tools"] if overridden else ["tools"])
-            told = raw.parse()
-            assert told.choices[0].message.content == ("it is 4" if parameter == "stop" else "it is 42")
-            parts = [part async for part in await client.chat.completions.create(**asked, stream=True)]
-            said = [choice.delta.content or "" for part in parts for choice in part.choices]
-            assert "".join(said) == told.choices[0].message.content
-
-    served(in_turn(known, "it is 42"), known, client)

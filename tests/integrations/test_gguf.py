@@ -30,50 +30,32 @@ def converted(file: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), str(file), str(out)], capture_output=True, text=True, timeout=600, check=False)
 
 
-def small(
-    file: Path,
-    name: str = "llama",
-    *,
-    head: int = 16,
-    without: str = "",
-    further: dict[str, int] | None = None,
-    tokens: bool = True,
-    keys: dict[str, int | str] | None = None,
-) -> dict[str, np.ndarray]:
-    """Write a random model of two blocks, hidden size 64 and four heads. Return its tensors."""
-    writer = gguf.GGUFWriter(file, name)
+def small(file: Path, without: str = "", tokens: bool = True, keys: dict[str, int | str] | None = None) -> None:
+    """Write a random Llama of two blocks, hidden size 64 and four heads."""
+    writer = gguf.GGUFWriter(file, "llama")
     for key, value in {
         "context_length": 64, "block_count": 2, "feed_forward_length": 96, "embedding_length": 64, "attention.head_count": 4,
-        "attention.head_count_kv": 2, "attention.key_length": head, **(keys or {}),
+        "attention.head_count_kv": 2, "attention.key_length": 16, **(keys or {}),
     }.items():  # fmt: skip
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(f"{name}.{key}", value)
-    writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-5)
-    texts = [chr(256 + n) if n < 33 or 126 < n < 161 else chr(n) for n in range(256)] + ["ab", "<s>", "</s>"]
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    texts = [chr(256 + n) if n < 33 or 126 < n < 161 else chr(n) for n in range(256)]
     if tokens:
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list(texts)
-        writer.add_token_types([1] * 257 + [3] * 2)
+        writer.add_token_types([1] * len(texts))
         writer.add_token_merges(["a b"])
-        writer.add_bos_token_id(257)
-        writer.add_eos_token_id(258)
     shapes: dict[str, tuple[int, ...]] = {"token_embd": (len(texts), 64), "output_norm": (64,)}
-    sizes: dict[str, tuple[int, ...]] = {"attn_norm": (64,), "attn_q": (4 * head, 64), "attn_k": (2 * head, 64), "attn_v": (2 * head, 64)}
-    sizes |= {"attn_output": (64, 4 * head), "ffn_norm": (64,), "ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
-    sizes |= {"attn_q_norm": (head,), "attn_k_norm": (head,)} if name != "llama" else {}
-    if name == "qwen3moe":
-        sizes = {part: size for part, size in sizes.items() if part not in ("ffn_gate", "ffn_up", "ffn_down")}
-        sizes |= {"ffn_gate_inp": (4, 64), "ffn_gate_exps": (4, 48, 64), "ffn_up_exps": (4, 48, 64), "ffn_down_exps": (4, 64, 48)}
+    sizes: dict[str, tuple[int, ...]] = {"attn_norm": (64,), "attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64)}
+    sizes |= {"attn_output": (64, 64), "ffn_norm": (64,), "ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
     shapes |= {f"blk.{block}.{part}": size for block in (0, 1) for part, size in sizes.items()}
-    shapes |= {tensor: (size,) for tensor, size in (further or {}).items()}
-    drawn = np.random.default_rng(0)
-    made = {f"{tensor}.weight": drawn.standard_normal(shape, np.float32) for tensor, shape in shapes.items() if tensor != without}
-    for tensor, values in made.items():
-        writer.add_tensor(tensor, values)
+    for tensor, shape in shapes.items():
+        if tensor != without:
+            writer.add_tensor(f"{tensor}.weight", np.ones(shape, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return made
 
 
 CONVERT = run_path(str(SCRIPT))["convert"]
@@ -85,13 +67,6 @@ def refused(file: Path, out: Path) -> str:
         CONVERT(file, out)
     line = str(caught.value)
     assert "\n" not in line
-    return line
-
-
-def said(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    (line,) = [one for one in done.stderr.splitlines() if one.startswith("error: ")]
     return line
 
 
@@ -141,18 +116,6 @@ def test_a_mixture_of_it_computes_the_same(dense: Path, tmp_path: Path) -> None:
     assert torch.allclose(*both, atol=1e-5 * float(both[0].abs().max()), rtol=0)
 
 
-def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "bert.gguf", "bert")
-    writer.add_block_count(1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    (tmp_path / "text.gguf").write_text("no")
-    for name, line in (("bert.gguf", "bert"), ("text.gguf", "begins with b'no'"), ("none.gguf", "got no file, expected a GGUF file")):
-        assert line in said(converted(tmp_path / name, tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_model_that_transformers_would_change_is_refused(tmp_path: Path) -> None:
     """It fills in what a file lacks and drops what it does not know, with status 0."""
     file, out = tmp_path / "model.gguf", tmp_path / "out"
@@ -165,25 +128,8 @@ def test_a_model_that_transformers_would_change_is_refused(tmp_path: Path) -> No
     ):
         small(file, **changes)
         assert line in refused(file, out)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
-
-
-def test_heads_and_experts_of_any_size_are_read(tmp_path: Path) -> None:
-    moe = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
-    for name, keys in (("qwen3", {}), ("llama", {}), ("qwen3moe", moe)):
-        wanted = small(tmp_path / f"{name}.gguf", name, head=32, keys=keys)
-        CONVERT(tmp_path / f"{name}.gguf", tmp_path / name)
-        checkpoint, model = HFCheckpoint(tmp_path / name), AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert model.config.head_dim == 32
-        got = checkpoint.read("model.layers.1.self_attn.v_proj.weight", (64, 64), torch.bfloat16)
-        assert torch.equal(got, torch.from_numpy(wanted["blk.1.attn_v.weight"]).bfloat16())
-    for part, shape in (("gate", (48, 64)), ("up", (48, 64)), ("down", (64, 48))):
-        got = checkpoint.read(f"model.layers.1.mlp.experts.3.{part}_proj.weight", shape, torch.bfloat16)
-        assert torch.equal(got, torch.from_numpy(wanted[f"blk.1.ffn_{part}_exps.weight"][3]).bfloat16())
-
-
-def test_a_file_that_is_cut_short_is_one_line(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
     small(file)
     file.write_bytes(file.read_bytes()[:-32])
-    assert "the file is cut short or damaged" in refused(file, tmp_path / "out")
+    assert "the file is cut short or damaged" in refused(file, out)
+    assert "got no file, expected a GGUF file" in refused(tmp_path / "none.gguf", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

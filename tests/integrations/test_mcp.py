@@ -118,15 +118,6 @@ def test_a_session_lasts_an_episode() -> None:
     asyncio.run(run())
 
 
-def test_arguments_that_cannot_be_sent_leave_the_session_alive() -> None:
-    async def then(runners: dict[str, Runner]) -> None:
-        for bad in ('{"how": "\\ud800"}', '{"how": NaN}', '{"how": 1e400}'):
-            assert (await told(runners["act"], bad)).startswith("tool_error: error: ")
-        assert await runners["count"].call("{}") == "1"
-
-    play(rogue(timeout_s=2.0), then)
-
-
 CALLS = {
     "refuse": "tool_error: error: not like this",
     "fail": "tool_error: it failed",
@@ -171,16 +162,9 @@ def test_a_server_that_does_not_begin_is_refused_before_the_run(how: str, match:
     assert gone(tmp_path / "file")
 
 
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"command": "/nowhere/server"}, "No such file or directory: '/nowhere/server'"),
-        ({"command": "sh", "cwd": "/nowhere"}, "No such file or directory"),
-    ],
-)
-def test_a_command_that_cannot_be_started_is_refused(given: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=rf"mcp\.s: got the MCP server s did not begin a session: .*{match}"):
-        McpTools({"s": given})
+def test_a_command_that_cannot_be_started_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"mcp\.s: got the MCP server s did not begin a session: .*'/nowhere/server'"):
+        McpTools({"s": {"command": "/nowhere/server"}})
 
 
 def test_a_server_that_fails_later_costs_the_episodes_call(tmp_path: Path) -> None:

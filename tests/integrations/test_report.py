@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,15 +23,13 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from report_pages import NASTY, write_samples
-from telemetry_runs import write_run
-
 from asyncmoe.telemetry.records import JsonLines, Tail
 from asyncmoe.telemetry.report import command
 from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import ROLLOUT
 from asyncmoe.telemetry.versions import VERSIONS
+from tests.unit.report_pages import NASTY, write_samples
+from tests.unit.telemetry_runs import write_run
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),

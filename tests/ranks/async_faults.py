@@ -1,4 +1,4 @@
-"""Worker: saves that fail on one rank, asynchronous or not. `async_faults.py RESULT MODEL`, on two ranks."""
+"""Worker, on two ranks: saves that fail on one of them, and checkpoints that are damaged. `async_faults.py RESULT MODEL`"""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from asyncmoe import checkpoints, models
 from asyncmoe.config import parse
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, DataError
 from asyncmoe.platform.megatron.writer import Planned
-from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from tests.ranks import group
 
@@ -26,7 +26,7 @@ def main(result: Path, path: Path) -> None:
     group.begin()
     logging.disable(logging.ERROR)
     run = result.parent / "run"
-    trainer = {"ranks": 2, "ep": 2, "dtype": "float32", "optimizer": {"distributed": True}, "keep_checkpoints": 1, "async_save": True}
+    trainer = {"ranks": 2, "ep": 2, "dtype": "float32", "optimizer": {"distributed": True}, "keep_checkpoints": 2, "async_save": True}
     config = parse({"run": {"dir": str(run), "steps": 9}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}, "trainer": trainer})
     place = mesh.start(config.trainer)
     built = gpt.build(models.load_hf_config(path), config, place)
@@ -46,13 +46,38 @@ def main(result: Path, path: Path) -> None:
     Planned.write = _write  # type: ignore[method-assign]
     kept = names(run)
     loaded = checkpoint.load(checkpoints.directory(run, 1), config, built, adam)
-    saver.save(5)
-    saver.save(6)  # waits for the one before
+    for step in (5, 6):  # of which the second waits for the first
+        for parameter in built.weights().values():
+            parameter.data.fill_(step)
+        saver.save(step)
     waited = saver.stood().waited > 0
     saver.settle()
     told = [step for step, _ in saver.saved()]
     saved = names(run)
-    group.end(result, {"failures": failures, "kept": kept, "loaded": loaded, "saved": saved, "told": told, "waited": waited})
+    found = {"failures": failures, "kept": kept, "loaded": loaded, "saved": saved, "told": told, "waited": waited}
+    flip(checkpoints.directory(run, 6) / "__1_0.distcp")
+    chosen = checkpoint_choice.choose(run, place)
+    assert chosen is not None
+    step = checkpoint.load(chosen, config, built, adam)
+    values = sorted({float(value) for parameter in built.weights().values() for value in parameter.unique()})
+    found["resumed"] = group.everyone([step, values, names(run)])
+    flip(checkpoints.directory(run, 5) / "__0_0.distcp")
+    try:
+        checkpoint_choice.choose(run, place)
+    except DataError as error:
+        found["refused"] = group.everyone(str(error))
+    group.end(result, found)
+
+
+def flip(path: Path) -> None:
+    """Change a bit of a file, on rank 0."""
+    if dist.get_rank() == 0:
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 16]))
+    dist.barrier()
 
 
 def broken(*_: Any) -> Any:

@@ -97,28 +97,15 @@ def different(one: Path, other: Path) -> list[str]:
     """What differs between two checkpoints: tensors by their bits, common state."""
     if dist.get_rank() != 0:
         return []
-    found = []
-    ours, theirs = (pieces(path) for path in (one, other))
-    found += [f"{one.name}: only in one: {name}" for name in sorted(ours.keys() ^ theirs.keys())]
-    if suspects := {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}:  # or the same, written in other pieces
-        tensors = [contents(path, suspects) for path in (one, other)]
-        for name, (a, b) in ((name, [one[name] for one in tensors]) for name in sorted(suspects)):
-            if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-                found.append(f"{one.name}: {name}")
+    ours, theirs = (contents(path) for path in (one, other))
+    assert len(ours) > 10
+    found = [f"{one.name}: only in one: {name}" for name in sorted(ours.keys() ^ theirs.keys())]
+    for name in sorted(ours.keys() & theirs.keys()):
+        a, b = ours[name], theirs[name]
+        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            found.append(f"{one.name}: {name}")
     common = [torch.load(path / "common.pt", weights_only=True) for path in (one, other)]
-    if not same(*common):
-        found.append(f"{one.name}: common")
-    if not ours:
-        found.append("nothing is compared")
-    return found
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    return found if common[0] == common[1] else [*found, f"{one.name}: common"]
 
 
 def memory(built: gpt.Model, adam: Any) -> list[torch.Tensor]:
@@ -131,31 +118,10 @@ def memory(built: gpt.Model, adam: Any) -> list[torch.Tensor]:
     return found
 
 
-def pieces(path: Path) -> dict[str, list[Any]]:
-    """By name, the size and dtype of every tensor of a checkpoint, and where each piece of it begins, with the bytes it was written as:
-    to load thousands of small tensors takes as long as to train."""
-    metadata = FileSystemReader(path).read_metadata()
-    found: dict[str, list[Any]] = {
-        name: [one.size, one.properties.dtype]
-        for name, one in metadata.state_dict_metadata.items()
-        if isinstance(one, TensorStorageMetadata)
-    }
-    files = {info.relative_path: (path / info.relative_path).read_bytes() for info in metadata.storage_data.values()}
-    for index, info in sorted(metadata.storage_data.items(), key=lambda item: (item[0].fqn, item[0].offset or ())):
-        if index.fqn in found:
-            found[index.fqn].append((index.offset, files[info.relative_path][info.offset : info.offset + info.length]))
-    assert all(len(one) > 2 for one in found.values())
-    return found
-
-
-def contents(path: Path, names: set[str]) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint, whole."""
-    metadata = FileSystemReader(path).read_metadata()
-    state = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in metadata.state_dict_metadata.items()
-        if isinstance(one, TensorStorageMetadata) and name in names
-    }
+def contents(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, whole."""
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata.items()
+    state = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in saved if isinstance(one, TensorStorageMetadata)}
     loader.load(state, storage_reader=FileSystemReader(path), no_dist=True)
     return state
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+
+
+Checks = Mapping[tuple[str, ...], Sequence[str]]
+"""By what is tried, such as a layout and a variant of the model: its checks."""
+
+
+def marked(every: Checks, few: Checks) -> list[Any]:
+    """Parameters of a test, one for each check; all but a few are for a thorough test."""
+    several = [(one, how) for one, checks in every.items() for how in checks]
+    return [pytest.param(*one, how, marks=() if how in few.get(one, ()) else pytest.mark.thorough) for one, how in several]
 
 
 def run(worker: str, ranks: int, out: Path, *arguments: str, timeout_s: float = 600.0) -> Any:

@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from asyncmoe import models
 from asyncmoe.config import Config, parse
-from asyncmoe.errors import AnomalyFound
+from asyncmoe.errors import AsyncmoeError, WaitTimeout
 from asyncmoe.log.log import Place
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.rpc.messages import Fetched, FindWorker, Leased, WorkerFound
 from asyncmoe.trainer import loop
 from asyncmoe.trainer.batch_trainer import Learner
+from asyncmoe.trainer.data import held, shared_fetch
 from asyncmoe.trainer.model import gpt, mesh, optimizer
 from asyncmoe.trainer.objective import NO_PLUGINS
 from asyncmoe.trainer.samples import TrainerSamples
@@ -32,10 +33,11 @@ VERSION = 3
 
 
 class Controller:
-    """A client that answers itself, also for the worker that holds the batch."""
+    """A client that answers itself, also for the worker that holds the batch, unless that is gone."""
 
     def __init__(self) -> None:
         self.batch: dict[str, Trajectory] = {}
+        self.asked, self.gone = 0, False
 
     def beside(self, *_: object) -> Controller:
         return self
@@ -44,6 +46,9 @@ class Controller:
         if isinstance(request, FindWorker):
             here: Any = "here"
             return WorkerFound(here), []
+        self.asked += 1
+        if self.gone:
+            raise WaitTimeout("rollout worker 1", "an answer", timeout_s)
         return Fetched(), [frame for key in request.keys for frame in encode(self.batch[key])]
 
     def lease(self, routing: Any, logprob: float, replayed: bool = False) -> Leased:
@@ -60,6 +65,8 @@ class Controller:
 def main(result: Path, path: Path, layout: str) -> None:
     group.begin()
     controller: Any = Controller()
+    shared_fetch.PART_BYTES = 100  # many parts
+    held._AGAIN_S, held._TRIES = 0.0, 1
     config = configuration(path, layout, {"anomalies": {"skips": 1}})
     built = gpt.build(models.load_hf_config(path / "hf"), config, mesh.start(config.trainer))
     gpt.load_hf(built, path / "hf")
@@ -70,8 +77,8 @@ def main(result: Path, path: Path, layout: str) -> None:
         before = snapshot(built)
         try:
             found = learner.learn(controller.lease(routing, logprob, replayed), "rl", VERSION, lambda: None)
-        except AnomalyFound as error:
-            return [str(error)]
+        except AsyncmoeError as error:
+            return [f"{type(error).__name__}: {error}"]
         changed = any(not torch.equal(a, b) for a, b in zip(before, snapshot(built), strict=True))
         figures = [[one.updated, one.refused, one.figures["kl_reference"], one.figures["clip_fraction"]] for one in found.updates]
         return [figures, list(found.anomalies), found.untrained, changed]
@@ -87,7 +94,9 @@ def main(result: Path, path: Path, layout: str) -> None:
         "replayed": learned(strict, -1.0, replayed=True),
         "apart": learned(strict, -1.0),
     }
-    group.end(result, group.everyone(found))
+    controller.gone = True
+    gone = learned(first, -1.0)[0]
+    group.end(result, group.everyone([found, built.mesh.tp_rank, controller.asked > 0, gone]))
 
 
 def configuration(path: Path, layout: str, verify: dict[str, Any]) -> Config:

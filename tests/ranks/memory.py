@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncmoe.config import Config, parse
 from asyncmoe.models import family_of, trainer_parallel
@@ -80,7 +79,7 @@ def configured(layout: str, ranks: int) -> tuple[Config, dict[str, Any]]:
 
 def compare(config: Config, hf: dict[str, Any]) -> dict[str, Any]:
     """Bytes of this rank: {"held": by what they are for, "said": the same as planned for}; and of a pass of one micro-batch {"kept":
-    for the backward pass, "angles": of these the rotary ones, "foreseen": what is planned for, "operand": see `operand`}."""
+    for the backward pass, "angles": of these the rotary ones, "foreseen": what is planned for}."""
     place = mesh.start(config.trainer)
     built = model.build(hf, config, place)
     stepped = optimizer.build(config, built)
@@ -94,7 +93,6 @@ def compare(config: Config, hf: dict[str, Any]) -> dict[str, Any]:
         m = family_of(hf).shape_of(hf)
         angles = None if isinstance(m.attention, Latent) else built.chunks[0].rotary_pos_emb(ROWS)  # type: ignore[operator]
         foreseen = activations.kept(m, parallel, 0, training.microbatch)
-        found["operand"] = operand(built)
         found |= {"kept": kept(built, angles), "angles": 0 if angles is None else angles.nbytes, "foreseen": foreseen}
     leave()
     return found
@@ -140,29 +138,6 @@ def kept(built: model.Model, angles: torch.Tensor | None) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed)
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-
-
-class _Largest(TorchDispatchMode):
-    """Elements of the largest operand that any operation is given, an expanded one counted in full."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        for one in arguments:
-            if isinstance(one, torch.Tensor):
-                self.elements = max(self.elements, one.numel())
-        return function(*arguments, **(keywords or {}))
-
-
-def operand(built: model.Model) -> int:
-    """Elements of the largest operand of the forward and backward passes of a packed micro-batch."""
-    starts = torch.tensor([0, ROWS // 2, ROWS], dtype=torch.int32)
-    packed = PackedSequences(starts, starts.tolist(), ROWS // 2)
-    tokens, positions = torch.zeros(1, ROWS, dtype=torch.int64), torch.arange(ROWS)[None]
-    with _Largest() as seen:
-        logits = built.chunks[0](tokens, positions, None, packed_seq_params=packed)
-        logits[0].logsumexp(-1).sum().backward()
-    return seen.elements
 
 
 if __name__ == "__main__":

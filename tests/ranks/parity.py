@@ -1,8 +1,8 @@
 """Worker: what layouts of this world size make of the case, against the oracle. `parity.py RESULT REFERENCES LAYOUT:VARIANTS...`,
 with one folder of references a variant of the model
 
-A layout is a list of sizes, such as "tp=2,pp=2", under their names in the trainer's configuration; variants are joined by "+". A variant
-may be followed by its checks, such as "plain/packed/guard".
+A layout is a list of sizes, such as "tp=2,pp=2", under their names in the trainer's configuration; variants are joined by "+", each
+followed by its checks: "plain/packed/guard".
 Errors are maxima over all ranks; of gradients and weights, relative to the tensor's largest element.
 """
 
@@ -125,8 +125,7 @@ def try_layout(path: Path, layout: str, chosen: list[str]) -> dict[str, Any]:
     def job(place: mesh.Mesh = place, sizes: dict[str, int] = sizes, **trainer: Any) -> Job:
         return Job(path, case.config(path, **sizes, **trainer), place, reference)
 
-    few = ["packed", "plain", "balanced"] if reference["experts"] else ["packed", "plain"]
-    found = {name: worst(checks[name](job)) for name in chosen or few}
+    found = {name: worst(checks[name](job)) for name in chosen}
     leave()
     return found
 

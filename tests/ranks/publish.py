@@ -4,9 +4,11 @@
     config          values of a configuration but for the trainer's section
     layouts         as in kept.py
     publications    [directory of a checkpoint, version], all of them under every layout in turn
-    in_place        engines pause and receive into their parameters, as on a GPU without room for staging memory
+    halves          optional: by version, a file of an adapter's halves, which are published instead; what the engines sampled with the
+                    version is in RESULT's folder, in VERSION.msgpack, once it is published
+    in_place        optional: engines pause and receive into their parameters, as on a GPU without room for staging memory
     faults          optional: what goes wrong at the n-th publication of all, {"n": [rank, kind]}; kinds are methods of `Faulty`
-Every rank writes what came of each publication to RESULT.RANK; rank 0 also to RESULT.
+Every rank writes what came of each publication to RESULT.RANK, of adapters with what `replay.compare` returns; rank 0 also to RESULT.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 
 from asyncmoe import config as configuration
@@ -29,6 +32,7 @@ from asyncmoe.reshard import DeltaEncoder, Exchanger
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.trainer.loop import publisher
+from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.weights.receiver import cards
 from asyncmoe.weights.sender import hf_files, reshard
@@ -37,6 +41,7 @@ from asyncmoe.weights.sender.sender import Sender
 from tests.ranks import group
 from tests.ranks.kept import settings_of
 from tests.ranks.leaving import leave
+from tests.ranks.replay import compare, read
 
 
 class Faulty(Sender):
@@ -105,7 +110,7 @@ class Faulty(Sender):
 def main(result: Path, job: dict[str, Any]) -> None:
     group.begin()
     reshard.Sender = Faulty  # type: ignore[misc]
-    if job["in_place"]:
+    if job.get("in_place"):
         cards.in_place = lambda _: True
     rank, world = dist.get_rank(), dist.get_world_size()
     found: list[dict[str, Any]] = []
@@ -121,7 +126,12 @@ def main(result: Path, job: dict[str, Any]) -> None:
                 if Faulty.fault == "killed" and config.sync.method == "disk":
                     hf_files.write_index = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
                 gpt.load_hf(built, Path(path))
-                found.append({"layout": layout, "version": version, **publish(sender, version)})
+                if halves := job.get("halves", {}).get(str(version)):
+                    canonical.write(built, torch.load(halves))
+                outcome = {"layout": layout, "version": version, **publish(sender, version)}
+                if halves and outcome["error"] is None:
+                    outcome |= compare(config, built, read(result.parent / f"{version}.msgpack"), config.rollout.temperature)
+                found.append(outcome)
                 written = Path(f"{result}.{rank}.partial")  # a kill leaves the one before whole
                 written.write_text(json.dumps(found))
                 written.replace(f"{result}.{rank}")

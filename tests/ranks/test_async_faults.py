@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written."""
+"""Checkpoints that cannot be written, or are damaged later."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ def test_a_fault_that_is_not_storages_is_told_with_its_rank(found: dict[str, Any
 def test_the_checkpoint_before_stays_whole_and_later_saves_go_on(found: dict[str, Any]) -> None:
     assert found["kept"] == ["step-00000001"]
     assert found["loaded"] == 1
-    assert found["saved"] == ["step-00000006"]
+    assert found["saved"] == ["step-00000005", "step-00000006"]
+
+
+def test_both_ranks_go_on_from_the_checkpoint_before_a_damaged_one(found: dict[str, Any]) -> None:
+    assert found["resumed"] == [[5, [5.0], ["step-00000005", "step-00000006.damaged"]]] * 2
+    first, second = found["refused"]
+    assert first == second
+    assert "step-00000005 is damaged: __0_0.distcp has other content" in first
 
 
 def test_a_save_waits_for_the_one_before_and_both_are_told(found: dict[str, Any]) -> None:

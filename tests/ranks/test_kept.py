@@ -12,19 +12,21 @@ from tests.ranks import kept_oracle, launch
 
 pytestmark = pytest.mark.ranks
 
-LAYOUTS = {
-    1: ["tp=1"],
-    2: ["tp=2,recompute=full", "pp=2,vpp=2,recompute=full", "ep=2,recompute=selective"],
-    4: ["tp=2,cp=2,ep=2"],
+RANKS = {
+    **dict.fromkeys(("tp=1", "tp=1,recompute=full"), 1),
+    **dict.fromkeys(("tp=2", "pp=2", "pp=2,recompute=full", "pp=2,vpp=2", "cp=2,recompute=full"), 2),
+    **dict.fromkeys(("tp=2,recompute=full", "pp=2,vpp=2,recompute=full", "ep=2,recompute=selective"), 2),
+    **dict.fromkeys(("tp=2,ep=2", "pp=2,ep=2,recompute=full", "pp=2,ep=2", "cp=4", "cp=2,pp=2", "tp=2,cp=2,ep=2"), 4),
+    **dict.fromkeys(("tp=2,pp=2,recompute=full", "tp=2,pp=2,vpp=2"), 4),
 }
-COMBINED = {
-    1: ["tp=1,recompute=full"],
-    2: ["tp=2", "pp=2", "pp=2,recompute=full", "pp=2,vpp=2", "cp=2,recompute=full"],
-    4: ["tp=2,ep=2", "pp=2,ep=2,recompute=full", "pp=2,ep=2", "cp=4", "cp=2,pp=2", "tp=2,pp=2,recompute=full", "tp=2,pp=2,vpp=2"],
+BOTH = ("packed", "single")
+"""single: each trajectory in a micro-batch of its own."""
+FEW = {
+    ("tp=1",): BOTH,
+    ("pp=2,vpp=2,recompute=full",): BOTH,
+    **{(layout,): ("packed",) for layout in ("tp=2,recompute=full", "ep=2,recompute=selective", "tp=2,cp=2,ep=2")},
 }
-"""Of parts that the others have too."""
-SINGLE = {"tp=1", "pp=2,vpp=2,recompute=full"}
-"""Layouts that are tried also with each trajectory in a micro-batch of its own; in a thorough test all are."""
+EVERY = {(layout,): BOTH for layout in RANKS}
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +39,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(references: Path, thorough: bool) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
-    for ranks, layouts in LAYOUTS.items():
-        wanted = [*layouts, *(COMBINED[ranks] if thorough else ())]
-        tried = [f"{layout}:packed+single" if thorough or layout in SINGLE else f"{layout}:packed" for layout in wanted]
+    for ranks in (1, 2, 4):
+        tried = [f"{layout}:{'+'.join(ways)}" for (layout,), ways in (EVERY if thorough else FEW).items() if RANKS[layout] == ranks]
         results |= launch.run("kept", ranks, references, str(references), *tried)
     return results
 
@@ -50,15 +51,7 @@ def test_most_layers_would_choose_other_experts_for_many_tokens(references: Path
     assert max(differ) < 1.0
 
 
-def marked() -> list[Any]:
-    few = [layout for layouts in LAYOUTS.values() for layout in layouts]
-    every = [*few, *(layout for layouts in COMBINED.values() for layout in layouts)]
-    tried = {*((layout, "packed") for layout in few), *((layout, "single") for layout in SINGLE)}
-    both = [(layout, how) for layout in every for how in ("packed", "single")]
-    return [pytest.param(*one, marks=() if one in tried else pytest.mark.thorough) for one in both]
-
-
-@pytest.mark.parametrize(("layout", "how"), marked())
+@pytest.mark.parametrize(("layout", "how"), launch.marked(EVERY, FEW))
 def test_what_was_sampled_is_what_is_trained(found: dict[str, dict[str, Any]], layout: str, how: str) -> None:
     check(found[layout][how])
     assert found[layout][how]["microbatches"] >= (4 if "pp=2" in layout and "ep" not in layout else 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ LAYOUTS = {
     "ep2xetp2": (4, "ep=2,etp=2"),
     "pp2xep2": (4, "pp=2,ep=2"),
 }
-CHECKS = {
+FEW = {
     ("1", "per-expert"): ("packed", "plain"),
     ("1", "shared-outer"): ("packed", "recompute", "bfloat16"),
     ("1", "dense"): ("packed",),
@@ -46,33 +47,15 @@ CHECKS = {
     ("tp2xep2", "shared-outer"): ("packed", "distributed", "gathered"),
 }
 """By layout and adapter, where each is something else; all others in a thorough test."""
-
-
-def checks(layout: str, adapter: str, thorough: bool) -> tuple[str, ...]:
-    return lora_case.checks(adapter) if thorough else CHECKS.get((layout, adapter), ())
-
-
-def tried(layout: str) -> list[str]:
-    return lora_case.tried(case.sizes_of(LAYOUTS[layout][1]))
-
-
-def where(*names: str, adapters: Sequence[str] = lora_case.BOTH) -> pytest.MarkDecorator:
-    """A test of these checks, by the name of each, of an adapter and of a layout."""
-    every = [(check, adapter, layout) for layout in LAYOUTS for adapter in adapters if adapter in tried(layout) for check in names]
-    return pytest.mark.parametrize(
-        ("how", "adapter", "layout"),
-        [
-            pytest.param(check, adapter, layout, marks=() if check in checks(layout, adapter, thorough=False) else pytest.mark.thorough)
-            for check, adapter, layout in every
-            if check in lora_case.checks(adapter)
-        ],
-    )
+EVERY = {
+    (layout, adapter): lora_case.checks(adapter) for layout in LAYOUTS for adapter in lora_case.tried(case.sizes_of(LAYOUTS[layout][1]))
+}
 
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path:
     path = tmp_path_factory.mktemp("lora")
-    wanted = sorted(lora_case.ADAPTERS if thorough else {*lora_case.IN_PEFT, *(name for _, name in CHECKS)})
+    wanted = sorted(lora_case.ADAPTERS if thorough else {*lora_case.IN_PEFT, *(name for _, name in FEW)})
     variants = {name: lora_case.ADAPTERS[name][0] for name in wanted}
     for variant in sorted(set(variants.values())):
         oracle.write(path / variant, variant, trained=False)
@@ -82,35 +65,25 @@ def references(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path
 
 
 @pytest.fixture(scope="session")
-def worlds() -> dict[int, Any]:
-    """Results by world size, filled as tests ask for them: one launch a size, all of its layouts in it."""
-    return {}
+def found(references: Path, thorough: bool) -> Callable[[str], dict[str, Any]]:
+    """Results by layout, adapter and check, computed when a test asks: one launch a world size, with all of its layouts."""
+    wanted = EVERY if thorough else FEW
+
+    @functools.cache
+    def launched(ranks: int) -> dict[str, Any]:
+        words = []
+        for layout in dict.fromkeys(layout for layout, _ in wanted if LAYOUTS[layout][0] == ranks):
+            given = ["/".join((adapter, *how)) for (at, adapter), how in wanted.items() if at == layout]
+            words.append(f"{LAYOUTS[layout][1]}:{'+'.join(given)}")
+        made: dict[str, Any] = launch.run("lora", ranks, references, str(references), *words, timeout_s=1800.0 if thorough else 600.0)
+        return made
+
+    return lambda layout: launched(LAYOUTS[layout][0])[LAYOUTS[layout][1]]
 
 
-@pytest.fixture
-def found(layout: str, adapter: str, worlds: dict[int, Any], references: Path, thorough: bool) -> dict[str, dict[str, Any]]:
-    """What a layout made of an adapter, by check."""
-    ranks, sizes = LAYOUTS[layout]
-    if ranks not in worlds:
-        wanted = []
-        for name in (name for name, (count, _) in LAYOUTS.items() if count == ranks):
-            chosen = {each: checks(name, each, thorough) for each in tried(name)}
-            if given := ["/".join((each, *some)) for each, some in chosen.items() if some]:
-                wanted.append(f"{LAYOUTS[name][1]}:{'+'.join(given)}")
-        worlds[ranks] = launch.run("lora", ranks, references, str(references), *wanted, timeout_s=1800.0 if thorough else 600.0)
-    result: dict[str, dict[str, Any]] = worlds[ranks][sizes][adapter]
-    return result
-
-
-@where("packed", "recompute")
-def test_logits_and_gradients(found: dict[str, dict[str, Any]], how: str) -> None:
-    check_parity(found[how])
-
-
-@where("packed", "distributed", adapters=[name for name in lora_case.ADAPTERS if name not in lora_case.BOTH])
-def test_some_targets_and_other_models(found: dict[str, dict[str, Any]], how: str) -> None:
-    check = check_parity if how == "packed" else check_training
-    check(found[how])
+@pytest.mark.parametrize(("layout", "adapter", "how"), launch.marked(EVERY, FEW))
+def test_a_layout_computes_what_one_process_does(found: Callable[[str], dict[str, Any]], layout: str, adapter: str, how: str) -> None:
+    CHECKS[how](found(layout)[adapter][how])
 
 
 def check_parity(errors: dict[str, Any]) -> None:
@@ -123,40 +96,39 @@ def check_parity(errors: dict[str, Any]) -> None:
         assert errors[f"{loss}_gradients"] < 1e-4
 
 
-@where("plain", "distributed")
-def test_halves_after_three_steps(found: dict[str, dict[str, Any]], how: str) -> None:
-    check_training(found[how])
-    assert found[how].get("state", True)
-
-
 def check_training(errors: dict[str, Any]) -> None:
+    """Three steps."""
     assert errors["halves"] < 2e-5
     assert errors["losses"] < 1e-5
     assert errors["norms"] < 1e-4
     assert errors["frozen"]
+    assert errors.get("state", True)
 
 
-@where("start")
-def test_training_starts_from_the_same_values_and_from_the_base_model(found: dict[str, dict[str, Any]], how: str) -> None:
-    begun = found[how]
-    assert begun["equal"]
-    assert begun["distinct"]
-    assert begun["b"] == 0
-    assert begun["a"] < 0.1  # the largest of many uniform draws is near the bound
-    assert begun["logits"] < 1e-4
+def check_start(errors: dict[str, Any]) -> None:
+    """Training starts from the same values, and from the base model."""
+    assert errors["equal"]
+    assert errors["distinct"]
+    assert errors["b"] == 0
+    assert errors["a"] < 0.1  # the largest of many uniform draws is near the bound
+    assert errors["logits"] < 1e-4
 
 
-@where("gathered")
-def test_the_adapter_is_gathered_whole(found: dict[str, dict[str, Any]], how: str) -> None:
-    assert found[how]["right"]
-    assert found[how]["bytes"]
-    assert found[how]["buckets"] > 3
+def check_gathered(errors: dict[str, Any]) -> None:
+    assert errors["right"]
+    assert errors["bytes"]
+    assert errors["buckets"] > 3
 
 
-@where("bfloat16")
-def test_bfloat16_follows_float32(found: dict[str, dict[str, Any]], how: str) -> None:
-    assert found[how]["plain"] < 0.1
-    assert found[how]["distributed"] == pytest.approx(found[how]["plain"], abs=0.02)
+def check_half(errors: dict[str, Any]) -> None:
+    assert errors["plain"] < 0.1
+    assert errors["distributed"] == pytest.approx(errors["plain"], abs=0.02)
+
+
+CHECKS = {
+    **{"packed": check_parity, "recompute": check_parity, "plain": check_training, "distributed": check_training},
+    **{"start": check_start, "gathered": check_gathered, "bfloat16": check_half},
+}
 
 
 @pytest.mark.parametrize(

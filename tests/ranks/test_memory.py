@@ -53,8 +53,6 @@ def test_what_is_kept_for_the_backward_pass(tmp_path: Path, thorough: bool) -> N
     found = {layout: one for layout, (one,) in launch.run("memory", 1, tmp_path, *layouts).items()}
     for layout in (*others, *adapted, half):
         assert found[layout]["held"] == found[layout]["said"], layout
-    for layout, one in found.items():
-        assert one["operand"] < 10 * 512 * 256, f"{layout}: a copy of the output layer's weight for each row"
     for layout in (*others, *parts):
         assert found[layout]["kept"] == pytest.approx(found[layout]["foreseen"], rel=0.01), layout
     assert found[plain]["kept"] == pytest.approx(found[plain]["foreseen"], rel=0.01)

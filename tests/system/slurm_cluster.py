@@ -38,7 +38,7 @@ class Cluster:
     """A cluster that runs. Jobs are submitted from the checkout's root.
 
     Attributes:
-        directory: of everything that its daemons write. A file NODE.exports in it has lines "export NAME=VALUE" for tasks on that node.
+        directory: of everything that its daemons write.
         nodes: their names: n1, n2, ...
     """
 
@@ -107,8 +107,6 @@ def cluster(directory: Path, nodes: int = 3) -> Iterator[Cluster]:
     directory.mkdir(parents=True)
     daemons = ExitStack()
     made = Cluster(directory, nodes, daemons)
-    (directory / "prolog").write_text(f"#!/bin/sh\ncat {directory}/$SLURMD_NODENAME.exports 2> /dev/null || true\n")
-    (directory / "prolog").chmod(0o755)
     (directory / "slurm.conf").write_text(configuration(directory, made.nodes, free_ports(nodes + 1)))
     with daemons:
         daemons.enter_context(_munged(directory))
@@ -146,7 +144,6 @@ def configuration(directory: Path, nodes: tuple[str, ...], ports: list[int]) -> 
         "CredType": "cred/munge",
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
-        "TaskProlog": directory / "prolog",
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core",
         "SchedulerType": "sched/backfill",

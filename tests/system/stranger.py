@@ -14,11 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from typing import Any
-
-import torch.distributed as dist
 
 NOBODY = 65534
 PATIENCE_S = 1.0
@@ -59,18 +56,18 @@ def open_to_us(places: list[Any], family: socket.AddressFamily) -> list[Any]:
     return found
 
 
-def ask_all(places: list[Any], family: socket.AddressFamily, kind: socket.SocketKind) -> dict[str, list[str]]:
+def ask_all(places: list[Any], family: socket.AddressFamily) -> dict[str, list[str]]:
     """Say everything to everyone; what each connection was answered, or why it was not."""
     asked = [(place, said) for place in places for said in requests()]
     with ThreadPoolExecutor(128) as threads:
-        answers = list(threads.map(lambda one: answer(one[0], one[1], family, kind), asked))
+        answers = list(threads.map(lambda one: answer(one[0], one[1], family), asked))
     return {repr(place): [told for (to, _), told in zip(asked, answers, strict=True) if to == place] for place in places}
 
 
-def answer(place: Any, said: bytes, family: socket.AddressFamily, kind: socket.SocketKind) -> str:
+def answer(place: Any, said: bytes, family: socket.AddressFamily) -> str:
     """The whole of what a connection is answered until its end, or why it is not."""
     got = b""
-    with socket.socket(family, kind) as one:
+    with socket.socket(family) as one:
         one.settimeout(PATIENCE_S)
         try:
             one.connect(place)
@@ -80,19 +77,6 @@ def answer(place: Any, said: bytes, family: socket.AddressFamily, kind: socket.S
         except OSError as error:  # a time-out too
             return got.decode("latin1") or f"! {error.strerror}"
     return got.decode("latin1")
-
-
-def stores(places: list[Any]) -> list[str]:
-    """The ports that torch takes for a store."""
-    found = []
-    for host, port in places:
-        try:
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False)  # type: ignore[attr-defined]
-            store.set("stranger", "was here")
-            found.append(f"{host}:{port} {store.num_keys()}")
-        except Exception:  # noqa: BLE001  whatever torch raises for what is no store
-            continue
-    return found
 
 
 def try_files(paths: list[str], read: dict[str, str]) -> list[str]:
@@ -141,17 +125,12 @@ def main() -> None:
     read: dict[str, str] = {}
     sockets = [name.replace("@", "\0", 1) if name.startswith("@") else name for name in targets["unix"]]
     opened = open_to_us([tuple(place) for place in targets["tcp"]], socket.AF_INET)
-    told = ask_all(opened, socket.AF_INET, socket.SOCK_STREAM)
-    # A port that never answers, as gloo's, would hold torch for ever.
-    answering = [place for place in opened if any(answer and not answer.startswith("!") for answer in told.get(repr(place), []))]
     result = {
         "opened": opened,
-        "tcp": told,
-        "udp": ask_all([tuple(place) for place in targets["udp"]], socket.AF_INET, socket.SOCK_DGRAM),
-        "unix": ask_all(sockets, socket.AF_UNIX, socket.SOCK_STREAM),
+        "tcp": ask_all(opened, socket.AF_INET),
+        "unix": ask_all(sockets, socket.AF_UNIX),
         "files": try_files(targets["files"], read),
         "commands": {pid: contents(f"/proc/{pid}/cmdline") for pid in targets["pids"]},
-        "stores": stores(answering),
         "read": read,
     }
     print(json.dumps(result), flush=True)

@@ -75,20 +75,6 @@ def test_keeping_routes_closes_most_of_the_gap_between_half_and_full_precision(t
     assert found["off"]["routing_mismatch_mean"] is None
 
 
-@pytest.mark.thorough
-def test_interleaved_stages_and_resumed_responses_agree_too(tmp_path: Path) -> None:
-    summary = run(
-        tmp_path / "run",
-        MIXTURE,
-        *("warmup.steps=2", "run.steps=4", "sync.method=reshard", "sync.verify_every=1"),
-        *("trainer.ep=1", "trainer.pp=2", "trainer.vpp=2", "trainer.recompute=full", "trainer.tokens_per_microbatch=64"),
-        *("rollout.max_new_tokens=40", "rollout.interruption=abort_resume", AGREES),
-    )
-    assert summary["steps"] == 4
-    assert summary["routing_mismatch_mean"] is not None
-    assert json_lines(tmp_path / "run" / "rollout.jsonl")[-1]["lost_tokens"] == 0
-
-
 def test_too_large_a_mismatch_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     model = f"model.path={provide(tmp_path / 'model')}"

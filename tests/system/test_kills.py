@@ -16,18 +16,7 @@ import psutil
 import pytest
 
 from asyncmoe.telemetry import processes
-from tests.system.runs import (
-    ONE_RANK,
-    Command,
-    json_lines,
-    logs,
-    marked_pids,
-    metrics,
-    nccl_settings,
-    provide,
-    start,
-    wait_for,
-)
+from tests.system.runs import Command, logs, marked_pids, metrics, nccl_settings, provide, start, wait_for
 from tests.system.trained_once import SHAPE, WARM, check, process, trained
 
 pytestmark = pytest.mark.system
@@ -126,32 +115,6 @@ def test_what_is_left_of_a_lost_supervisor_ends_in_time(tmp_path: Path) -> None:
     for pid in marked_pids(command.mark, "asyncmoe rollout"):
         os.kill(pid, KILL)
     assert command.gone(), command.alive()
-
-
-@pytest.mark.thorough  # of a stand-in for the engine, at seeded moments: tests/unit/test_chaos.py
-def test_unfinished_responses_go_on_from_their_last_piece(tmp_path: Path) -> None:
-    """Responses of 120 tokens in pieces of 20, on an engine with room for few: most are under way when the controller is lost, and with it
-    the run."""
-    directory = tmp_path / "run"
-    untaught = ("warmup.lr=1e-9", "run.steps=3")  # a random model hardly ever ends a response
-    few = ("rollout.max_new_tokens=120", "log.piece_tokens=20", "rollout.max_concurrent=8")
-    shape = (*SHAPE, "run.controller_restarts=0", "engines.orphan_s=5", *ONE_RANK, *untaught, *few)
-    command = start(directory, *shape)
-
-    def recorded() -> bool:
-        return trained(directory, 0, WARM + 1) and sum(path.stat().st_size for path in (directory / "log" / "1.turns").iterdir()) > 3e4
-
-    assert wait_for(recorded, 150), logs(directory)
-    time.sleep(2.0)  # an answer is on disk a second after it came
-    process(directory, "controller").kill()
-    assert command.finish()[0] != 0
-    assert command.gone(60), command.alive()
-    status, _, error = start(directory, *shape).finish()
-    assert status == 0, error[-3000:] + logs(directory)
-    *_, last = json_lines(directory / "rollout.jsonl")
-    assert last["recalled_tokens"] > 100, last
-    assert last["rejected"] == {}, last
-    check(directory, count=3)
 
 
 def test_a_worker_without_a_controller_ends_when_it_is_asked_to(tmp_path: Path) -> None:

@@ -12,20 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe import checkpoints
-from tests.system.runs import (
-    MARK,
-    REPOSITORY,
-    SMALL,
-    generated,
-    json_lines,
-    logs,
-    marked,
-    metrics,
-    nccl_settings,
-    provide,
-    silent_engines,
-    wait_for,
-)
+from tests.system.runs import MARK, REPOSITORY, SMALL, generated, json_lines, logs, marked, metrics, nccl_settings, provide, wait_for
 from tests.system.slurm_cluster import Cluster, cluster, missing
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
@@ -216,20 +203,3 @@ def test_steps_have_what_the_batch_script_has_and_nothing_else_changes_them(jobs
     assert nccl_settings(jobs.run, jobs.mark) == {"NCCL_CUMEM_ENABLE": "1"}
     assert jobs.ended(job) == "COMPLETED", jobs.everything()
     assert json.loads((jobs.run / "summary.json").read_text())["steps"] == 20
-
-
-@pytest.mark.thorough  # its line: test_bad_input
-def test_a_mistake_that_only_a_part_can_see_is_named_with_its_node_and_never_requeued(jobs: Jobs) -> None:
-    """Here a node whose tasks have a setting of NCCL of their own."""
-    exports = jobs.slurm.directory / "n3.exports"
-    exports.write_text("export NCCL_CUMEM_ENABLE=1\n")
-    job = jobs.train(3, *OVER_THREE, silent_engines(jobs.tmp))
-    assert jobs.ended(job) == "FAILED"
-    assert jobs.slurm.fact(job, "ExitCode") == "2:0"
-    assert jobs.slurm.fact(job, "Restarts") == "0"
-    [line] = jobs.errors(job)
-    exports.unlink()
-    assert line.startswith("trainer.1 on n3: "), line
-    assert ": got NCCL_CUMEM_ENABLE 1, expected NCCL_CUMEM_ENABLE 0 as controller on " in line
-    assert "export the same before both start" in line
-    assert not metrics(jobs.run)

@@ -1,4 +1,4 @@
-"""What `.metadata` of a checkpoint may name. That nothing of a whole checkpoint is run: tests/apart/pickles.py."""
+"""What `.metadata` of a checkpoint may name. That nothing of a whole checkpoint is run: tests/apart/test_pickles.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The real SGLang server where its kernel wheels are missing: `python -m tests.gpu.bundle.bare_server <arguments of the server>`.
 
-What carries it on a CPU (`asyncmoe.platform.sglang.cpu`) carries it here. `servers.MODE` in the environment says how far: every layer with
-torch's own operators, attention too; or the experts, or experts and attention, as SGLang's Triton kernels, with CUDA graphs where asked.
-With a card all tensors are on it, so weights, staging memory and updates are as on any GPU.
+What carries it on a CPU (`asyncmoe.platform.sglang.cpu`) carries it here. On a card experts and attention are SGLang's Triton kernels, with
+CUDA graphs, and all else torch's operators; all tensors are on the card, so weights, staging memory and updates are as on any GPU.
 Multiprocessing executes this module again in every child, by its name.
 """
 
@@ -18,12 +17,17 @@ end_with_parent()
 import torch  # noqa: E402
 
 from asyncmoe.platform.sglang import cpu, overlap  # noqa: E402
-from tests.gpu.bundle import servers, without_kernels  # noqa: E402
+from tests.gpu.bundle import without_kernels  # noqa: E402
 
 CARD = torch.cuda.is_available()
-SERVER = servers.KNOWN[os.environ.get(servers.MODE, servers.PLAIN.name)]
+ON_CARD = (
+    *("--device", "cuda", "--mem-fraction-static", "0.3"),
+    # SGLang takes no graphs with torch's attention (arg_groups/attention_hook.py). Few sizes: every one is captured before the start.
+    *("--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs-decode", "4", "16"),
+)
+"""After the defaults that a CPU needs."""
 overlap.install()
-without_kernels.prepare(SERVER.triton)
+without_kernels.prepare(triton=CARD)
 
 
 def main() -> None:
@@ -36,7 +40,8 @@ def main() -> None:
     if not CARD:
         cpu.fork_children()
     load_plugins()
-    words = [*servers.arguments(SERVER, CARD, cpu.ARGUMENTS), *sys.argv[1:], *key_arguments(os.environ)]
+    defaults = [*(word for word in cpu.ARGUMENTS if word != "--disable-cuda-graph"), *ON_CARD] if CARD else cpu.ARGUMENTS
+    words = [*defaults, *sys.argv[1:], *key_arguments(os.environ)]
     try:
         run_server(prepare_server_args(overlap.checked(words)))
     finally:

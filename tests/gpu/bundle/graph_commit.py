@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 
-from asyncmoe.weights.receiver.weight_buffers import Tensors, Weights
+from asyncmoe.weights.receiver.weight_buffers import Weights
 from tests.gpu.bundle.summary import write_outcome
-
-_SHARE = 0.2
-"""Of the card's free memory, for a shard; its staging memory and a third copy to compare with take as much each."""
-_SHARD_BYTES = 8 << 30
-_ROUNDS = 11
 
 
 def main() -> None:
-    """A graph sees what was committed after its capture; nothing is allocated, and nothing moves; and what a large commit takes."""
-    figures: dict[str, tuple[Any, str]] = {"graph_sees_commits": (_graph(), "updates")}
-    figures |= _cost(min(_SHARD_BYTES, int(torch.cuda.mem_get_info(0)[0] * _SHARE)))
-    write_outcome(Path(sys.argv[1]), figures)
+    """A graph sees what was committed after its capture; nothing is allocated, and nothing moves."""
+    write_outcome(Path(sys.argv[1]), {"graph_sees_commits": (_graph(), "updates")})
 
 
 def _graph(updates: int = 5) -> int:
@@ -57,59 +48,6 @@ def _graph(updates: int = 5) -> int:
     left = torch.cuda.memory_allocated() - held
     assert left == 0, f"updates left {left} bytes behind"
     return updates
-
-
-def _cost(nbytes: int) -> dict[str, tuple[Any, str]]:
-    """Milliseconds of a commit of so many bytes next to plain copies of the same, turn by turn, by the device's own clock."""
-    columns = 4096
-    rows = nbytes // 2 // columns // 16
-    layers = [torch.nn.Linear(columns, rows, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
-    model = torch.nn.Sequential(*layers).requires_grad_(False)
-    target = Weights(model)
-    staged = target.room()
-    spare = {name: torch.empty_like(tensor) for name, tensor in staged.items()}
-    moved = sum(tensor.nbytes for tensor in staged.values())
-    for tensor in staged.values():
-        tensor.normal_()
-    commits, copies = [], []
-    for turn in range(_ROUNDS + 2):
-        elapsed, staged = _commit(target, staged)
-        plain = _copy(staged, spare)
-        if turn >= 2:
-            commits.append(elapsed)
-            copies.append(plain)
-    share = median(ours / plain for ours, plain in zip(commits, copies, strict=True))
-    return {
-        "shard": (moved, "bytes"),
-        "commit": (round(median(commits), 3), "ms"),
-        "copy": (round(median(copies), 3), "ms"),
-        "commit_over_copy": (round(share, 3), "times"),
-        "copy_rate": (round(2 * moved / median(copies) / 1e9, 3), "TB/s, read and written"),
-    }
-
-
-def _commit(target: Weights, staged: Tensors) -> tuple[float, Tensors]:
-    begin, end = _events()
-    begin.record()
-    free = target.commit(staged)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)), free
-
-
-def _copy(source: Tensors, destination: Tensors) -> float:
-    begin, end = _events()
-    begin.record()
-    for name, tensor in source.items():
-        destination[name].copy_(tensor)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
-
-
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    torch.cuda.synchronize()
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 if __name__ == "__main__":

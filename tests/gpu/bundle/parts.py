@@ -11,7 +11,7 @@ _HERE = "tests.gpu.bundle"
 
 @dataclass(frozen=True)
 class Part:
-    """A process `python -m MODULE ARGUMENTS... RESULT`, where RESULT is a file it may write with `summary.write_outcome`.
+    """A process `python -m MODULE ARGUMENTS... RESULT`, where RESULT is a file it may write with `summary.write_outcome`; pytest gets none.
 
     Attributes:
         limit_s: its own time. A part may also use what those before it left.
@@ -28,7 +28,7 @@ class Part:
 
 
 def _tests(name: str, limit_s: float, *arguments: str) -> Part:
-    return Part(name, limit_s, f"{_HERE}.tested", arguments, gpu=False)
+    return Part(name, limit_s, "pytest", ("-ra", "--durations=5", *arguments), gpu=False)
 
 
 PARTS = (
@@ -43,7 +43,6 @@ PARTS = (
     _tests("ipc", 35, "tests/gpu/test_reshard_gpu.py", "-k", "ipc or damaged"),
     _tests("nccl", 20, "tests/gpu/test_reshard_gpu.py", "-k", "nccl"),
     Part("graph", 20, f"{_HERE}.graph_commit"),
-    Part("threads", 10, f"{_HERE}.other_device"),
     Part("experts", 35, f"{_HERE}.triton_experts", gpu=False),
     Part("tiny-run", 85, f"{_HERE}.tiny_run", gpu=False),
     Part("checksums", 35, f"{_HERE}.checksums"),

@@ -8,98 +8,82 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu.bundle import manifest  # noqa: E402
 from tests.gpu.bundle.parts import LIMIT_S, PARTS, Part  # noqa: E402
-from tests.gpu.bundle.summary import MACHINE, Figure, Outcome, Summary, read_outcome  # noqa: E402
+from tests.gpu.bundle.summary import MACHINE, SCHEMA  # noqa: E402
 
 _REASON_CHARACTERS = 500
+_NOTHING_RAN = 5
+"""Status of pytest where no test ran, as where all are skipped."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a part ended: ok, failed or skipped, and why the latter two."""
+
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    limit_seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def main() -> int:
     """Returns 1 when a part failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--wheels", type=Path, help="unpacked first; leave out where everything is installed")
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--work", type=Path, required=True, help="scratch")
+    parser.add_argument("--work", type=Path, required=True, help="scratch; run.sh has unpacked the wheels into its folder site")
     parser.add_argument("--only", help="names of parts, separated by commas, besides facts; default: all")
     parser.add_argument("--times", type=float, default=1.0, help="so many times the time for everything, on a slow machine")
     parser.add_argument("results", type=Path)
     given = parser.parse_args()
-    wanted = None if given.only is None else {*given.only.split(","), "facts"}
-    if unknown := sorted((wanted or set()) - {part.name for part in PARTS}):
+    wanted = {part.name for part in PARTS} if given.only is None else {*given.only.split(","), "facts"}
+    if unknown := sorted(wanted - {part.name for part in PARTS}):
         parser.error(f"--only: got {', '.join(unknown)}, expected some of {', '.join(part.name for part in PARTS)}")
-    if not given.times > 0:
-        parser.error(f"--times: got {given.times}, expected a positive number")
-    if sys.version_info[:2] != tuple(map(int, manifest.PYTHON.split("."))) and given.wheels is not None:
-        parser.error(f"Python: got {sys.version.split()[0]}, expected {manifest.PYTHON}, for which the wheels are; set PYTHON")
-    begin = time.monotonic()
-    try:
-        given.results.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"RESULTS: {error}; expected a folder that can be written")
+    begin, deadline = time.monotonic(), time.monotonic()
     logs = given.work / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    summary = Summary(datetime.datetime.now(datetime.UTC).date().isoformat(), given.commit, LIMIT_S * given.times)
-    site = given.work / "site"
-    if given.wheels is not None:
-        summary.parts["wheels"] = unpacked = unpack(given.wheels, site)
-        if unpacked.status == "failed":
-            summary.write(given.results / "summary.json")
-            print(f"wheels: {unpacked.reason}", file=sys.stderr)
-            return 1
-    environment = environment_of(site)
-    deadline = time.monotonic()  # what unpacking took is of the whole, not of the parts
+    for folder in (given.results, logs):
+        folder.mkdir(parents=True, exist_ok=True)
+    machine, outcomes = dict.fromkeys(MACHINE), dict[str, Outcome]()
+    environment = environment_of(given.work / "site")
     for part in PARTS:
         deadline += part.limit_s * given.times
-        if wanted is not None and part.name not in wanted:
+        if part.name not in wanted:
             continue
         left = min(deadline, begin + LIMIT_S * given.times) - time.monotonic()
-        outcome = reason_to_skip(part, summary) or start(part, left, given.work, logs, environment)
-        summary.parts[part.name] = outcome
-        if part.name == "facts":
-            summary.machine.update({key: outcome.figures[key].value for key in MACHINE if key in outcome.figures})
-        summary.seconds = round(time.monotonic() - begin, 1)
+        reason = reason_to_skip(part, outcomes, machine["card"])
+        outcome = Outcome("skipped", reason, 0.0, part.limit_s) if reason else start(part, left, given.work, logs, environment)
+        outcomes[part.name] = outcome
+        machine |= {key: outcome.figures[key]["value"] for key in MACHINE if part.name == "facts" and key in outcome.figures}
         print(f"{part.name:16} {outcome.status:8} {outcome.seconds:6.1f} s  {outcome.reason}", flush=True)
-        summary.write(given.results / "summary.json")
-        pack(logs, given.results / "logs.tar.gz")
-    return int(any(outcome.status == "failed" for outcome in summary.parts.values()))
+        about = {"schema": SCHEMA, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": given.commit}
+        about |= {"limit_seconds": LIMIT_S * given.times, "seconds": round(time.monotonic() - begin, 1), "machine": machine}
+        found = {**about, "parts": {name: asdict(one) for name, one in outcomes.items()}}
+        replace(given.results / "summary.json", lambda file, found=found: file.write_text(json.dumps(found, indent=1) + "\n"))
+        replace(given.results / "logs.tar.gz", lambda file: pack(logs, file))
+    return int(any(outcome.status == "failed" for outcome in outcomes.values()))
 
 
-def unpack(wheels: Path, site: Path) -> Outcome:
-    """What pip would put into a target folder, without pip: a wheel is a zip archive of it. Never anything of `manifest.ASSUMED`."""
-    begin = time.monotonic()
-    found = sorted(wheels.glob("*.whl"))
-    if not found:
-        return Outcome("failed", f"{wheels}: got no wheels, expected those of make.py; copy the whole folder")
-    assumed = [wheel.name for wheel in found if manifest.normal(wheel.name.split("-")[0]) in manifest.ASSUMED]
-    if assumed:
-        return Outcome("failed", f"wheels: got {', '.join(assumed)}, which would hide this machine's own")
-    for wheel in found:
-        if not zipfile.is_zipfile(wheel):
-            return Outcome("failed", f"{wheel.name}: got a damaged wheel, expected it as make.py wrote it; copy the folder again")
-        with zipfile.ZipFile(wheel) as archive:
-            for name in archive.namelist():
-                inside = name.split("/", 2)
-                if not inside[0].endswith(".data"):
-                    archive.extract(name, site)
-                elif inside[1] in ("purelib", "platlib"):
-                    target = site / inside[2]
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_bytes(archive.read(name))
-    return Outcome("ok", seconds=round(time.monotonic() - begin, 1), figures={"unpacked": Figure(len(found), "wheels")})
+def replace(target: Path, write: Callable[[Path], object]) -> None:
+    """Write a file whole or not at all."""
+    part = target.with_suffix(".tmp")
+    write(part)
+    part.replace(target)
 
 
 def environment_of(site: Path) -> dict[str, str]:
@@ -109,21 +93,20 @@ def environment_of(site: Path) -> dict[str, str]:
     return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def reason_to_skip(part: Part, summary: Summary) -> Outcome | None:
+def reason_to_skip(part: Part, outcomes: Mapping[str, Outcome], card: object) -> str:
+    """Why a part cannot run here, or nothing."""
     for name in part.needs:
-        if name in summary.parts and summary.parts[name].status != "ok":
-            return Outcome("skipped", f"{name} did not end well", limit_seconds=part.limit_s)
-    if part.gpu and summary.machine["card"] is None:
-        return Outcome("skipped", "no GPU here", limit_seconds=part.limit_s)
-    return None
+        if name in outcomes and outcomes[name].status != "ok":
+            return f"{name} did not end well"
+    return "no GPU here" if part.gpu and card is None else ""
 
 
 def start(part: Part, left_s: float, work: Path, logs: Path, environment: Mapping[str, str]) -> Outcome:
     """Run a part; ended with everything it started when its time is over."""
     if left_s < 1:
         return Outcome("skipped", "no time was left", limit_seconds=part.limit_s)
-    result, log = work / f"{part.name}.json", logs / f"{part.name}.log"
-    command = [sys.executable, "-m", part.module, *part.arguments, str(result)]
+    result, log, tests = work / f"{part.name}.json", logs / f"{part.name}.log", part.module == "pytest"
+    command = [sys.executable, "-m", part.module, *part.arguments, *([] if tests else [str(result)])]
     begin = time.monotonic()
     given = {**environment, "ASYNCMOE_BUNDLE_SECONDS": f"{left_s:.0f}", "ASYNCMOE_BUNDLE_LOGS": str(logs)}
     with log.open("wb") as output:
@@ -134,13 +117,18 @@ def start(part: Part, left_s: float, work: Path, logs: Path, environment: Mappin
             status = None
         finally:
             _end(process)
-    seconds = round(time.monotonic() - begin, 1)
-    skipped, figures = read_outcome(result)
+    seconds, said = round(time.monotonic() - begin, 1), last_line(log)
+    told = {"skipped": "", "figures": {}} if tests or not result.exists() else json.loads(result.read_text())
+    if tests:
+        told["figures"] = {
+            what: {"value": int(count), "unit": "tests"} for count, what in re.findall(r"(\d+) (passed|failed|skipped)", said)
+        }
+        told["skipped"] = said if status == _NOTHING_RAN else ""
     if status is None:
-        return Outcome("failed", f"still running after {left_s:.0f} s", seconds, part.limit_s, figures)
-    if status != 0:
-        return Outcome("failed", last_line(log) or f"ended with status {status}", seconds, part.limit_s, figures)
-    return Outcome("skipped" if skipped else "ok", skipped, seconds, part.limit_s, figures)
+        return Outcome("failed", f"still running after {left_s:.0f} s", seconds, part.limit_s, told["figures"])
+    if status != 0 and not told["skipped"]:
+        return Outcome("failed", said or f"ended with status {status}", seconds, part.limit_s, told["figures"])
+    return Outcome("skipped" if told["skipped"] else "ok", told["skipped"], seconds, part.limit_s, told["figures"])
 
 
 def last_line(log: Path) -> str:
@@ -149,11 +137,9 @@ def last_line(log: Path) -> str:
 
 
 def pack(logs: Path, target: Path) -> None:
-    """All logs in one file, whole or not at all."""
-    part = target.with_suffix(".tmp")
-    with tarfile.open(part, "w:gz") as archive:
+    """All logs in one file."""
+    with tarfile.open(target, "w:gz") as archive:
         archive.add(logs, arcname="logs")
-    part.replace(target)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -8,4 +8,5 @@ python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 tar -xzf "$here/asyncmoe.tar.gz" -C "$work"
-"$python" "$work/asyncmoe/tests/gpu/bundle/run.py" --wheels "$here/wheels" --commit "$(cat "$here/commit")" --work "$work" "$@"
+"$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check --target "$work/site" "$here"/wheels/*.whl
+"$python" "$work/asyncmoe/tests/gpu/bundle/run.py" --commit "$(cat "$here/commit")" --work "$work" "$@"

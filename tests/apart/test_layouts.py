@@ -1,4 +1,5 @@
-"""What all ranks have in common of an optimizer's state, put as another layout has it; and a checkpoint that lacks a part of the state."""
+"""What all ranks have in common of an optimizer's state, put as another layout has it (real ones: tests/ranks/test_any_layout.py); and a
+checkpoint that lacks a part of the state."""
 
 from __future__ import annotations
 
@@ -30,24 +31,6 @@ TWO = {
 """As saved with expert parallelism, sharded."""
 ONE = {"state": {"common_step": torch.tensor(7.0)}, "param_groups": [group(False, 1.0, step=3.0), group(False, 0.0)]}
 """As saved without, and not sharded."""
-
-
-def test_two_optimizers_become_one_and_the_step_is_where_it_counts() -> None:
-    live = {"state": {0: {}}, "param_groups": [group(False, 0.0, lr=0.1), group(False, 1.0, lr=0.1)]}
-    made = any_layout.translated(TWO, live, [ADAM])
-    assert [(one["wd_mult"], one["lr"], one["is_expert_parallel"]) for one in made["param_groups"]] == [
-        (0.0, 0.5, False),
-        (1.0, 0.5, False),
-    ]
-    assert made["state"] == {"common_step": torch.tensor(7.0)}
-    assert all("step" not in one for one in made["param_groups"])
-
-
-def test_one_optimizer_becomes_two() -> None:
-    live = {0: {"optimizer": {"param_groups": [group(False, 1.0)]}}, 1: {"optimizer": {"param_groups": [group(True, 1.0)]}}}
-    made = any_layout.translated(ONE, live, [ADAM, ADAM])
-    assert made[1]["optimizer"]["param_groups"] == [group(True, 1.0, step=7.0)], "a step beside the groups is the live one"
-    assert made[0]["optimizer"]["param_groups"] == [group(False, 1.0, step=7.0)]
 
 
 def test_an_optimizer_that_counts_in_its_groups() -> None:

@@ -1,4 +1,4 @@
-"""Saves of one rank: what is written is what was there when it began, the same memory is planned once, and a full disk is said."""
+"""Saves of one rank: what is written is what was there when it began, and a disk that hangs is not waited for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 
 from asyncmoe import checkpoints, models
 from asyncmoe.checkpoints import intact
-from asyncmoe.errors import AsyncmoeError, StorageError
+from asyncmoe.errors import AsyncmoeError
 from asyncmoe.platform.megatron.writer import Planned
 from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
-from tests.disks import mounted
 from tests.saving import small
 
 
@@ -73,11 +72,3 @@ def test_a_disk_that_hangs_ends_the_wait(rank: Rank, monkeypatch: pytest.MonkeyP
     rank.saver.save(1)
     with pytest.raises(AsyncmoeError, match="checkpoint of step 1: nothing was written for 1 s; does its disk hang"):
         rank.saver.settle()
-
-
-def test_a_full_disk_is_said_with_what_the_run_goes_on_from(rank: Rank) -> None:
-    with mounted(rank.run / "checkpoints", "1m"):
-        rank.saver.save(1)
-        with pytest.raises(StorageError, match=r"checkpoint of step 1: cannot write .*No space left on device.*starts from step 0"):
-            rank.saver.settle()
-        assert not list((rank.run / "checkpoints").iterdir())

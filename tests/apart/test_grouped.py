@@ -48,13 +48,6 @@ def test_one_row_that_is_expanded() -> None:
     assert torch.allclose(made, rows @ weights[1].t(), atol=1e-6)
 
 
-def test_frozen_weights_get_no_gradients() -> None:
-    rows, weights = torch.randn(5, 8, requires_grad=True), [torch.randn(8, 8) for _ in range(2)]
-    multiply(rows, torch.tensor([2, 5], dtype=torch.int32), *weights).square().sum().backward()
-    assert rows.grad is not None
-    assert all(weight.grad is None for weight in weights)
-
-
 def test_no_copy_of_the_weights_is_kept_for_the_backward_pass() -> None:
     rows, weights = torch.randn(5, 8, requires_grad=True), [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
     known = {tensor.data_ptr() for tensor in (rows, *weights)}

@@ -1,4 +1,4 @@
-"""What saves memory on GPUs, as Megatron is given it, and what refuses it where it cannot be."""
+"""What saves memory on GPUs, as Megatron is given it; what refuses it: test_switches.py."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import torch
 
 from asyncmoe.config import Config, parse
 from asyncmoe.config.memory import MemorySection
-from asyncmoe.config.trainer import MegatronSection
-from asyncmoe.errors import ConfigError
 from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.kernels import Kernels
-from asyncmoe.trainer.model.gpu_settings import ROWS, GpuSettings, float8_arguments, optimizer_arguments
+from asyncmoe.trainer.model.gpu_settings import ROWS, float8_arguments, optimizer_arguments
 from asyncmoe.trainer.model.mesh import Mesh
-from asyncmoe.trainer.model.switches import RunFeatures, decide
 
 megatron.prepare()
 
@@ -29,8 +26,6 @@ from megatron.core.transformer import transformer_config  # noqa: E402
 from asyncmoe.trainer.model import layers  # noqa: E402
 from tests.ranks import case  # noqa: E402
 
-HOPPER = Kernels(cuda=True, capability=(9, 0), transformer_engine=(2, 20, 2))
-PLAIN = RunFeatures(4, 4, (2048, 768), False, True, False, False, False, True, 1)
 HALF = MemorySection(optimizer_offload=0.5)
 AVERAGES = MemorySection(exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
 
@@ -59,7 +54,7 @@ def test_the_optimizers_settings_are_megatrons(monkeypatch: pytest.MonkeyPatch) 
 
 def test_float8_is_blockwise_and_leaves_weights_and_the_layers_at_the_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_, **__: True)
-    monkeypatch.setattr(layers.kernels, "detect", lambda: replace(HOPPER, transformer_engine=(2, 20)))
+    monkeypatch.setattr(layers.kernels, "detect", lambda: Kernels(cuda=True, capability=(9, 0), transformer_engine=(2, 20)))
     monkeypatch.setattr(layers, "megatron_arguments", lambda on: {})  # Transformer Engine is not installed here
     hf = case.VARIANTS["plain"]
     config = case.config(tmp_path, ranks=1, precision="fp8", dtype="auto")
@@ -84,38 +79,3 @@ def test_rows_of_float8_are_whole_blocks_on_every_rank() -> None:
     place = Mesh(rank=0, world=4, tp=2, cp=2, device=torch.device("cpu"), backend="nccl", row_block=ROWS, **sizes, **ranks)
     assert place.grid.rows % (2 * 2 * ROWS) == 0
     assert replace(place, row_block=1).grid.rows == 2 * 2 * 2
-
-
-@pytest.mark.parametrize(
-    ("gpu", "kernels", "said"),
-    [
-        (GpuSettings((("trainer.memory.optimizer_offload", "1"),)), Kernels(), "optimizer_offload: got 1, and there is no GPU"),
-        (GpuSettings((("trainer.precision", "fp8"),), float8=True), Kernels(), "trainer.precision: got fp8, and there is no GPU"),
-        (
-            GpuSettings(float8=True),
-            replace(HOPPER, capability=(8, 0)),
-            "expected null because blocks of float8 need capability 9.0 (Hopper), ",
-        ),
-        (GpuSettings(float8=True), replace(HOPPER, transformer_engine=()), "expected null because Transformer Engine is not installed"),
-        (
-            GpuSettings(float8=True),
-            replace(HOPPER, transformer_engine=(2, 2)),
-            "null because Transformer Engine is 2.2, older than 2.3",
-        ),
-        (
-            GpuSettings((("trainer.memory.exp_avg_dtype", "bfloat16"),), low_precision=True),
-            replace(HOPPER, transformer_engine=()),
-            "exp_avg_dtype: got bfloat16, expected float32 because Transformer Engine is not installed",
-        ),
-    ],
-)
-def test_what_the_machine_lacks_is_refused_in_one_line(gpu: GpuSettings, kernels: Kernels, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        decide(MegatronSection(), kernels, replace(PLAIN, gpu=gpu))
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_what_the_machine_has_is_not_refused() -> None:
-    every = GpuSettings((("trainer.precision", "fp8"), ("trainer.memory.exp_avg_dtype", "bfloat16")), low_precision=True, float8=True)
-    assert decide(MegatronSection(), HOPPER, replace(PLAIN, gpu=every)) == decide(MegatronSection(), HOPPER, PLAIN)

@@ -16,6 +16,7 @@ from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.kernels import Kernels, release
 from asyncmoe.trainer.model import switches
+from asyncmoe.trainer.model.gpu_settings import GpuSettings
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.model.switches import RunFeatures, decide
 
@@ -40,6 +41,7 @@ MACHINES = {
     "apex": replace(BARE, apex=True),
     "old engine": replace(BARE, transformer_engine=(1, 13)),
     "engine 2.1": replace(BARE, transformer_engine=(2, 1)),
+    "Ampere": replace(ENGINE, capability=(8, 0)),
     "engine": ENGINE,
     "all": replace(ENGINE, apex=True, deep_ep=True),
 }
@@ -56,6 +58,15 @@ RUNS = {
     "seldom published": replace(PLAIN, published_every=4),
     "float32": replace(PLAIN, float32=True),
 }
+OFFLOAD, FLOAT8, AVERAGE = (("trainer." + key, value) for key, value in (
+    ("memory.optimizer_offload", "1"), ("precision", "fp8"), ("memory.exp_avg_dtype", "bfloat16"),
+))  # fmt: skip
+NEEDY = {
+    "offload": replace(PLAIN, gpu=GpuSettings((OFFLOAD,))),
+    "float8": replace(PLAIN, gpu=GpuSettings((FLOAT8,), float8=True)),
+    "averages": replace(PLAIN, gpu=GpuSettings((AVERAGE,), low_precision=True)),
+}
+"""Runs of settings that save memory on GPUs."""
 AUTO = MegatronSection()
 BOOLS = [name for name, field in MegatronSection.model_fields.items() if field.annotation == bool | None]
 
@@ -109,6 +120,12 @@ def test_experts_are_grouped_by_whoever_can() -> None:
 @pytest.mark.parametrize(
     ("wanted", "machine", "run", "said"),
     [
+        ({}, "no GPU", "offload", "trainer.memory.optimizer_offload: got 1, and there is no GPU"),
+        ({}, "no GPU", "float8", "trainer.precision: got fp8, and there is no GPU"),
+        ({}, "Ampere", "float8", "capability 9.0"),
+        ({}, "bare", "float8", "Transformer Engine is not installed"),
+        ({}, "engine 2.1", "float8", "Transformer Engine is 2.1, older than 2.3"),
+        ({}, "bare", "averages", "trainer.memory.exp_avg_dtype: got bfloat16, expected float32"),
         ({"transformer_impl": "transformer_engine"}, "no GPU", "plain", "there is no GPU"),
         ({"moe_grouped_gemm": False}, "engine", "plain", "experts are grouped"),
         ({"moe_grouped_gemm": True}, "no GPU", "dense", "no experts"),
@@ -120,9 +137,17 @@ def test_experts_are_grouped_by_whoever_can() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(wanted: dict[str, Any], machine: str, run: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"trainer\.megatron\.{next(iter(wanted))}: got .*{said}.*; leave it out") as caught:
-        decide(MegatronSection(**wanted), MACHINES[machine], RUNS[run])
-    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        decide(MegatronSection(**wanted), MACHINES[machine], (RUNS | NEEDY)[run])
+    line = str(caught.value)
+    assert said in line
+    assert all(f"trainer.megatron.{name}: got " in line for name in wanted)
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("run", NEEDY.values(), ids=NEEDY)
+def test_what_the_machine_has_is_not_refused(run: RunFeatures) -> None:
+    assert decide(AUTO, ENGINE, run) == decide(AUTO, ENGINE, PLAIN)
 
 
 def test_every_combination_is_decided_or_refused() -> None:

@@ -97,12 +97,14 @@ def test_rows_see_their_own_sequence(kind: str, sizes: tuple[int, ...], scale: f
         monkeypatch.setattr(attention, "varlen", lambda: stand_in if kind == "varlen" else older)
         monkeypatch.setattr(attention, "arguments", lambda: ARGUMENTS if kind == "varlen" else {"scale", "window_size"})
     vs = vectors(*sizes)
-    made = core(scale)(*vs, packed_seq_params=sequences())
-    wanted = expected(*vs, scale)
+    check(core(scale)(*vs, packed_seq_params=sequences()), expected(*vs, scale), vs)
+
+
+def check(made: torch.Tensor, wanted: torch.Tensor, given: list[torch.Tensor]) -> None:
+    """Outputs and gradients are alike."""
     upstream = torch.randn_like(wanted)
-    for got, want in zip(
-        (made, *torch.autograd.grad(made, vs, upstream)), (wanted, *torch.autograd.grad(wanted, vs, upstream)), strict=True
-    ):
+    gradients = (torch.autograd.grad(one, given, upstream) for one in (made, wanted))
+    for got, want in zip((made, *next(gradients)), (wanted, *next(gradients)), strict=True):
         assert torch.allclose(got, want, atol=1e-5)
 
 
@@ -116,13 +118,8 @@ def test_sequences_of_all_lengths_attend_as_defined(lengths: list[int], zero: bo
     if zero:
         bounds.insert(1, 0)  # an empty sequence
     vs = vectors(2, 1, 8, 8, bounds[-1])
-    made = core()(*vs, packed_seq_params=attention.PackedSequences(torch.tensor(bounds, dtype=torch.int32), bounds, max(lengths)))
-    wanted = expected(*vs, None, bounds)
-    upstream = torch.randn_like(wanted)
-    for got, want in zip(
-        (made, *torch.autograd.grad(made, vs, upstream)), (wanted, *torch.autograd.grad(wanted, vs, upstream)), strict=True
-    ):
-        assert torch.allclose(got, want, atol=1e-5)
+    packed = attention.PackedSequences(torch.tensor(bounds, dtype=torch.int32), bounds, max(lengths))
+    check(core()(*vs, packed_seq_params=packed), expected(*vs, None, bounds), vs)
 
 
 def test_values_narrower_than_keys_keep_no_scores() -> None:

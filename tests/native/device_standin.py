@@ -7,9 +7,12 @@ finite, a device has a context in this process once anything needed one, torch e
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +32,17 @@ _MODULES = ("gpu", "memory", "device_threads", "programs", "delta_work")
 
 
 def build(folder: Path) -> Path:
-    """The shared library of the stand-in."""
-    here, library = Path(__file__).parent / "fake_cuda", folder / "fake_cuda.so"
-    # Without unique symbols: otherwise all libraries of a process, one for each module of tests, are one machine.
+    """The shared library of the stand-in: a copy for each module of tests, whose machine it is."""
+    return Path(shutil.copy(Path(_compiled().name) / "fake_cuda.so", folder))
+
+
+@cache
+def _compiled() -> tempfile.TemporaryDirectory[str]:
+    folder, here = tempfile.TemporaryDirectory(prefix="fake-cuda-"), Path(__file__).parent / "fake_cuda"
+    # Without unique symbols: otherwise all libraries of a process are one machine.
     options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{here}", f"-I{ROOT / 'csrc'}"]
-    subprocess.run(["g++", *options, "-o", str(library), str(here / "shim.cpp")], check=True, timeout=120)
-    return library
+    subprocess.run(["g++", *options, "-o", f"{folder.name}/fake_cuda.so", str(here / "shim.cpp")], check=True, timeout=120)
+    return folder
 
 
 class Machine:

@@ -14,10 +14,6 @@ from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform import collectives
 from asyncmoe.trainer.model import mesh
-from tests.unit.doc_pages import ROOT
-
-ASYNCMOE = ROOT / "asyncmoe"
-COLLECTIVES = ("all_", "barrier", "broadcast", "gather", "reduce", "scatter", "send", "recv", "isend", "irecv", "monitored_barrier")
 
 
 @pytest.fixture

@@ -111,10 +111,6 @@ def test_a_change_of_engines_leaves_nothing_of_the_former_group(controller: Cont
     for port in controller.ports[:-1]:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), 5.0)
-
-
-def test_an_engine_that_died_holds_up_nobody(controller: Controller, publisher: BroadcastPublisher) -> None:
-    assert exchanged(controller, publisher)
-    controller.kill()
+    controller.kill()  # which holds up nobody
     controller.start()
     assert exchanged(controller, publisher)

@@ -15,7 +15,7 @@ from asyncmoe.checkpoints import intact, manifest, overview
 from asyncmoe.config import Config, moved
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch import export
-from asyncmoe.models import origin, resume
+from asyncmoe.models import origin
 from tests.unit.model_cases import MODELS
 from tests.unit.test_checkpoints import flip, saved
 
@@ -144,11 +144,11 @@ def test_a_resume_that_cannot_succeed_is_refused_before_a_process_starts(
         "dtype": "float32",
         "distributed_optimizer": sharded,
         **config.checkpoint_kind,
-        **resume.facts_of(config, QWEN),
+        **origin.facts_of(config, QWEN),
     }
     (path / "asyncmoe.json").write_text(json.dumps(facts))
     asked = configuration.parse({**values, **{key: {**values[key], **one} if key in values else one for key, one in overrides.items()}})
-    found = [str(error) for error in resume.differing(path, asked, {**QWEN, **changed})]
+    found = [str(error) for error in origin.differing_kind(asked, {**QWEN, **changed}, path)]
     assert len(found) == len(lines)
     assert all(said.startswith(line) for said, line in zip(found, lines, strict=True)), found
 

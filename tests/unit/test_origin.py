@@ -83,7 +83,7 @@ def test_what_is_not_what_it_was_is_refused(
     newest = begun(tmp_path, **before).run.dir / "checkpoints" / "step-00000004"
     change()
     try:
-        said = "\n".join(map(str, origin.differing(parsed(**after), newest)))
+        said = "\n".join(map(str, origin.differing_reads(parsed(**after), newest)))
     except UserError as error:
         said = str(error)
     assert told in said
@@ -100,4 +100,4 @@ def test_large_files_are_compared_by_samples_and_nothing_that_was_not_written_do
     weights.write_bytes(bytes(50 << 20) + b"\1" * (50 << 20))
     assert origin.origin_of(config)["model.path weights"] != before["model.path weights"]
     (saved(config.run.dir, 5) / "asyncmoe.json").write_text('{"step": 5}')
-    assert not [*origin.differing(config, config.run.dir / "checkpoints" / "step-00000005")]
+    assert not [*origin.differing_reads(config, config.run.dir / "checkpoints" / "step-00000005")]

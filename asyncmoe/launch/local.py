@@ -33,7 +33,6 @@ from asyncmoe.launch.watch import supervise
 from asyncmoe.log import belonging
 from asyncmoe.models import origin
 from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
 from asyncmoe.rollout import run_log
@@ -216,6 +215,7 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
     if section is None or kind is None:
         return
     limit = sglang_arguments.number(config.engines.args, "--max-lora-rank")
-    check_rank(kind, kind.rank if limit is None else limit)
+    if limit is not None and kind.rank > limit:
+        raise ConfigError("lora.rank", got=kind.rank, expected=f"at most {limit}, the --max-lora-rank of engines.args", hint="raise that")
     if section.start is not None:
-        peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path), kind.rank)
+        peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path))

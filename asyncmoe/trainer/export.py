@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from asyncmoe.platform import megatron
@@ -20,7 +19,6 @@ from asyncmoe.config import Config  # noqa: E402
 from asyncmoe.errors import AsyncmoeError, StorageError  # noqa: E402
 from asyncmoe.models import family_of  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
-from asyncmoe.models.lora.adapter import expanded  # noqa: E402
 from asyncmoe.process import WARNING, die_with_parent, leave, named, say  # noqa: E402
 from asyncmoe.trainer.lora.files import gathered  # noqa: E402
 from asyncmoe.trainer.lora.merge import merge  # noqa: E402
@@ -78,14 +76,14 @@ def write_adapter(built: Model, origin: Path, out: Path, gatherer: Gatherer) -> 
     """
     assert built.adapter is not None
     shape, kind = family_of(built.hf).shape_of(built.hf), built.adapter
-    peft.check_expressible(shape, replace(kind, experts="per_expert"))
+    peft.check_expressible(shape, kind)
     whole = gathered(built, gatherer)
     if whole is None:
         return
     writing = unfinished(out)
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
-    peft.write(writing, peft.to_peft(shape, expanded(shape, whole), str(origin)))
+    peft.write(writing, peft.to_peft(shape, whole, str(origin)))
     writing.rename(out)
 
 

@@ -10,7 +10,7 @@ from asyncmoe.engines.adapters import NAME, SLOTS
 from asyncmoe.engines.sglang.client import SGLangClient
 from asyncmoe.engines.types import Sampling
 from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import Kind, check_rank, served_config, served_shapes, served_targets
+from asyncmoe.models.lora.adapter import Kind, served_config, served_shapes, served_targets
 from asyncmoe.models.shape import Shape
 
 _IN_MEMORY = Path("/dev/shm")
@@ -22,16 +22,11 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
 
     Args:
         limit: highest rank the server reserves memory for; None: the rank of `kind`.
-
-    Raises:
-        UserError: the rank is above the limit.
     """
-    limit = kind.rank if limit is None else limit
-    check_rank(kind, limit)
     sharing = "" if kind.experts == "shared_outer" else "no-"
     return [
         "--enable-lora",
-        *(LIMIT, str(limit)),
+        *(LIMIT, str(limit or kind.rank)),
         *("--lora-target-modules", *served_targets(kind)),
         # Requests without an adapter occupy a slot too.
         *("--max-loras-per-batch", str(SLOTS)),

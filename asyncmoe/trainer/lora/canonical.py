@@ -41,7 +41,7 @@ def start_from(model: Model, adapter: Path, base: Path) -> None:
     """
     assert model.adapter is not None
     kind = model.adapter
-    found = peft.start_from(adapter, family_of(model.hf).shape_of(model.hf), kind, str(base), kind.rank)
+    found = peft.start_from(adapter, family_of(model.hf).shape_of(model.hf), kind, str(base))
     stored = getattr(torch, found.dtype)
     write(model, {name: torch.from_numpy(np.ascontiguousarray(value)).view(stored) for name, value in found.values.items()})
 

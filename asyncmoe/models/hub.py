@@ -29,8 +29,9 @@ def is_id(path: Path) -> bool:
     return _ID.fullmatch(str(path)) is not None and path.parts[0] not in _NO_NAMES and not path.parent.exists()
 
 
-def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> None:
-    """Ask the hub for a repository, so that a missing network is reported within seconds. With HF_HUB_OFFLINE=1 nothing is asked.
+def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> Any:
+    """Ask the hub for a repository, so that a missing network is reported within seconds. Return its ModelInfo or DatasetInfo, a model's with
+    the sizes of its files; None with HF_HUB_OFFLINE=1, with which nothing is asked.
 
     Args:
         key: configuration key of the id, for messages.
@@ -39,11 +40,6 @@ def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> N
         ConfigError: huggingface_hub is not installed.
         DataError: the hub cannot be reached, does not have the repository, or does not show it.
     """
-    _asked(kind, name, key)
-
-
-def _asked(kind: Literal["model", "dataset"], name: str, key: str) -> Any:
-    """Return the hub's ModelInfo or DatasetInfo with the sizes of files; None with HF_HUB_OFFLINE=1. Raises as `check_reachable`."""
     try:
         from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import HfHubHTTPError
@@ -78,7 +74,7 @@ def with_local_model(config: Config, *, download: bool = True) -> Config:
     path = config.model.path
     if not _on_hub(config):
         return config
-    info = _asked("model", str(path), "model.path") if download else None
+    info = check_reachable("model", str(path), "model.path") if download else None
     if info is not None:
         _wanted(config, info)
     return _at(config, _snapshot(str(path), allow_patterns=_patterns(config), local_files_only=not download))
@@ -99,7 +95,7 @@ def described(config: Config, scratch: Path) -> tuple[Config, str | None]:
     if not _on_hub(config):
         return config, None
     name = str(config.model.path)
-    info = _asked("model", name, "model.path")
+    info = check_reachable("model", name, "model.path")
     if info is None:
         return with_local_model(config), None
     wanted = _wanted(config, info)

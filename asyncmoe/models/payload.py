@@ -10,8 +10,9 @@ from typing import Any
 
 from asyncmoe.models.families import family_of
 from asyncmoe.models.family import Family
-from asyncmoe.models.lora import megatron, sglang
-from asyncmoe.models.lora.adapter import Kind, halves
+from asyncmoe.models.lora import halves, sglang
+from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.models.lora.adapter import halves as halves_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.quantised import Float8, float8_of, quantised
 from asyncmoe.models.shape import Shape, Shapes
@@ -41,7 +42,7 @@ class Payload:
     def tensors(self) -> Shapes:
         """Return the canonical names and shapes."""
         if self.adapter is not None:
-            return halves(self._shape, self.adapter)
+            return halves_of(self._shape, self.adapter)
         return with_scale_tensors(self._weights, quantised) if self.float8 else self._weights
 
     def nbytes(self, dtype: str) -> int:
@@ -58,7 +59,7 @@ class Payload:
         """Return the layout of the whole payload on one rank, under the names that engines accept: Hugging Face's, or the halves'."""
         if self.adapter is None:
             return self._scaled([self._family.hf_layout(self.hf, dtype)], there=True)[0]
-        return megatron.canonical_layout(self._shape, self.adapter, dtype)
+        return halves.canonical_layout(self._shape, self.adapter, dtype)
 
     def glued(self) -> frozenset[str]:
         """Return the storages of `whole` that an engine accepts only together with the preceding storage."""
@@ -71,7 +72,7 @@ class Payload:
         """Return the layout of every trainer rank, from 0."""
         if self.adapter is None:
             return self._scaled(self._family.megatron_layouts(self.hf, parallel, dtype), there=False)
-        return megatron.rank_layouts(self._shape, self.adapter, parallel, dtype)
+        return halves.rank_layouts(self._shape, self.adapter, parallel, dtype)
 
     def weights_of_trainer(self, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
         """Return the layout of one trainer rank's weights."""

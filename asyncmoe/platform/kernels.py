@@ -62,22 +62,10 @@ def detect() -> Kernels:
     return Kernels(
         cuda=True,
         capability=torch.cuda.get_device_capability(),
-        transformer_engine=release(_version(_ENGINE)) if _installed(_ENGINE) else (),
+        transformer_engine=Version(importlib.metadata.version(_ENGINE)).release if _installed(_ENGINE) else (),
         apex=apex,
         deep_ep=_installed("deep_ep"),
     )
-
-
-def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: "2.20.2+cu13" -> (2, 20, 2)."""
-    return Version(version).release
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "0"
 
 
 def _installed(module: str) -> bool:

@@ -17,8 +17,7 @@ from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves, kind_of
-from asyncmoe.models.lora.halves import Half, check, layer_halves
-from asyncmoe.models.lora.megatron import canonical_layout, rank_layouts
+from asyncmoe.models.lora.halves import Half, canonical_layout, check, layer_halves, rank_layouts
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard import plan
 from asyncmoe.trainer.lora import values

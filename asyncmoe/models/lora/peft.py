@@ -131,8 +131,6 @@ def from_peft(m: Shape, files: Files) -> Adapter:
             expected = f"one of {', '.join(m.adapters)} of its {m.layers} layers"
             raise UserError(f"{name} in {MODEL}", got="a module that cannot have an adapter in this model", expected=expected)
     targets = tuple(target for target in TARGETS if any(name.split(".")[-2] == target for name in values))
-    if not targets:
-        raise UserError(MODEL, got="no tensors", expected="an adapter")
     kind = Kind(targets, files.config["r"], files.config["lora_alpha"])
     _check_halves(m, kind, values)
     return Adapter(kind, files.dtype, {name: np.ascontiguousarray(value) for name, value in values.items()})
@@ -144,8 +142,6 @@ def _check_halves(m: Shape, kind: Kind, values: Arrays) -> None:
     Raises:
         UserError: names the first that is missing, unexpected, or of a wrong shape.
     """
-    if other := [target for target in kind.targets if target not in m.adapters]:
-        raise UserError("adapter's targets", got=", ".join(other), expected=f"some of the model's {', '.join(m.adapters)}")
     expected = halves(m, kind)
     for name in [*expected, *(values.keys() - expected.keys())]:
         got, wanted = values[name].shape if name in values else "nothing", expected.get(name, "nothing")

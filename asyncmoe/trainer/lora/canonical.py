@@ -12,7 +12,7 @@ from asyncmoe.models import family_of
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.adapter import halves as halves_of
-from asyncmoe.models.lora.megatron import canonical_layout, rank_layout
+from asyncmoe.models.lora.halves import canonical_layout, rank_layout
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard import LocalTransport, exchange

@@ -19,7 +19,6 @@ _TIMEOUT_S = 5.0
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _CODE = ("*.py",)
 _WEIGHTS = "*.safetensors"
-_INDEX = "*.safetensors.index.json"
 _DESCRIPTION_BYTES = 256 << 20
 """Most bytes of a model's files besides its weights that `described` fetches; tokenizers have up to some 20 MB."""
 
@@ -102,7 +101,7 @@ def described(config: Config, scratch: Path) -> tuple[Config, str | None]:
     missing = [file for file in wanted if not _cached(name, file.rfilename, info.sha)]
     if not missing:
         return _at(config, _snapshot(name, revision=info.sha, allow_patterns=_patterns(config), local_files_only=True)), None
-    small = [file for file in wanted if not fnmatch(file.rfilename, _WEIGHTS) and not fnmatch(file.rfilename, _INDEX)]
+    small = [file for file in wanted if not fnmatch(file.rfilename, _WEIGHTS)]
     if (nbytes := sum(file.size or 0 for file in small)) > _DESCRIPTION_BYTES:
         expected = f"at most {size(_DESCRIPTION_BYTES)} to check it by"
         raise DataError("model.path", got=f"{name} with {size(nbytes)} besides its weights", expected=expected, hint="download it yourself")

@@ -50,9 +50,7 @@ def stop() -> None:
 
 def total(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
     """Reduce all ranks' tensors of equal shape and dtype, by default to their sum; the result is on the device."""
-    result = tensor.to(device())
-    if result is tensor:
-        result = tensor.clone()
+    result = tensor.to(device(), copy=True)
     dist.all_reduce(result, op=operation)
     return result
 

@@ -15,6 +15,7 @@ megatron.prepare()
 from asyncmoe import checkpoints, models, storage  # noqa: E402  prepare the platform before anything imports Megatron
 from asyncmoe import config as configuration  # noqa: E402
 from asyncmoe.checkpoints import intact  # noqa: E402
+from asyncmoe.checkpoints.manifest import MANIFEST  # noqa: E402
 from asyncmoe.config import Config  # noqa: E402
 from asyncmoe.errors import AsyncmoeError, StorageError  # noqa: E402
 from asyncmoe.models import family_of  # noqa: E402
@@ -45,7 +46,7 @@ def export(config: Config, step: int, out: Path, form: str = "weights", dtype: s
     if dtype:
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"dtype": dtype, "precision": None})})
     place = mesh.start(config.trainer, config.run.seed)
-    if (fault := checkpoint_choice.agreed_fault(path, place)) is not None:
+    if (path / MANIFEST).exists() and (fault := checkpoint_choice.agreed_fault(path, place)) is not None:
         raise intact.refused(path, fault)
     built = gpt.build(models.hf_config_of(config), config, place)
     checkpoint.load(path, config, built, None)

@@ -15,6 +15,7 @@ from reshard_ranks import blank, filled, numbered
 from asyncmoe import config
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError
+from asyncmoe.launch import local
 from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves, kind_of
 from asyncmoe.models.lora.halves import Half, canonical_layout, check, layer_halves, rank_layouts
@@ -42,11 +43,7 @@ CASES = {
 cases = pytest.mark.parametrize(("m", "kind"), CASES.values(), ids=CASES)
 
 
-def section_of(**values: Any) -> LoraSection:
-    """As the configuration parses it."""
-
-    base = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    return config.parse({**base, "lora": values}).lora
+BASE: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +60,7 @@ def section_of(**values: Any) -> LoraSection:
 )
 def test_what_cannot_be_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        section_of(**values)
+        config.parse({**BASE, "lora": values})
 
 
 @pytest.mark.parametrize(
@@ -80,6 +77,16 @@ def test_what_the_model_cannot_have_is_refused(section: LoraSection, shape: Shap
         check(kind_of(section, shape), shape)
     check(kind_of(section.model_copy(update={"rank": 1, "experts": "per_expert"}), shape), shape)
     assert kind_of(LoraSection(), shape).targets == shape.adapters
+
+
+def test_a_rank_that_engines_keep_no_memory_for_is_refused() -> None:
+    def check_with(limit: str) -> None:
+        given = {**BASE, "train": "lora", "lora": {"rank": 3}, "engines": {"args": ["--max-lora-rank", limit]}}
+        local._check_adapter(config.parse(given), SMALL)
+
+    check_with("3")
+    with pytest.raises(ConfigError, match=r"lora\.rank: got 3, expected at most 2"):
+        check_with("2")
 
 
 def grids() -> Iterator[MegatronParallel]:

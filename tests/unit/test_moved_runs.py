@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -99,6 +100,17 @@ def test_an_export_names_the_steps_there_are_and_what_is_damaged(tmp_path: Path)
     with pytest.raises(DataError, match=r"damaged checkpoint: common\.pt .*--step 3"):
         export.export(run, tmp_path / "out")
     assert intact.fault(run / "checkpoints/step-00000003") is None
+
+
+def test_a_checkpoint_without_a_manifest_is_exported_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path / "a")
+    (saved(tmp_path / "a", 3) / manifest.MANIFEST).unlink()
+    monkeypatch.setattr(export, "trainer_command", Mock(side_effect=NotImplementedError))  # the exporting processes would start
+    with pytest.raises(NotImplementedError):
+        export.export(tmp_path / "a", tmp_path / "out")
+    assert "step-00000003 has no manifest.json" in capsys.readouterr().err
 
 
 def test_an_adapter_is_merged_into_the_weights_it_was_trained_on_only(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Payload:
     def whole(self, dtype: str) -> RankLayout:
         """Return the layout of the whole payload on one rank, under the names that engines accept: Hugging Face's, or the halves'."""
         if self.adapter is None:
-            return self._scaled([self._family.hf_layout(self.hf, dtype)], there=True)[0]
+            return self._scaled(self._family.hf_layout(self.hf, dtype), there=True)
         return halves.canonical_layout(self._shape, self.adapter, dtype)
 
     def glued(self) -> frozenset[str]:
@@ -70,44 +70,38 @@ class Payload:
 
     def trainer(self, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
         """Return the layout of every trainer rank, from 0."""
-        if self.adapter is None:
-            return self._scaled(self._family.megatron_layouts(self.hf, parallel, dtype), there=False)
-        return halves.rank_layouts(self._shape, self.adapter, parallel, dtype)
+        if (kind := self.adapter) is None:
+            return parallel.layouts(lambda rank: self.weights_of_trainer(parallel, rank, dtype))
+        return parallel.layouts(lambda rank: halves.rank_layout(self._shape, kind, parallel, rank, dtype))
 
     def weights_of_trainer(self, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
         """Return the layout of one trainer rank's weights."""
-        return self._scaled([self._family.megatron_layout(self.hf, parallel, rank, dtype)], there=False)[0]
+        return self._scaled(self._family.megatron_layout(self.hf, parallel, rank, dtype), there=False)
 
     def weights_of_engine(self, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
         """Return the layout of the weights of one rank of an engine."""
-        return self._scaled([self._family.sglang_layout(self.hf, parallel, rank, dtype)], there=True)[0]
+        return self._scaled(self._family.sglang_layout(self.hf, parallel, rank, dtype), there=True)
 
     def engines(self, parallel: EngineParallel, dtype: str, count: int = 1, first: int = 0) -> list[RankLayout]:
         """Return the layout of every rank of equal engines, numbered from `first`: parameters, or adapter memory."""
         if self.adapter is None:
-            return self._scaled(self._family.sglang_layouts(self.hf, parallel, dtype, count, first=first), there=True)
-        made = [sglang.memory_layout(self._shape, self.adapter, parallel, rank, dtype) for rank in range(parallel.world)]
-        return [made[at % parallel.world].at(first + at) for at in range(count * parallel.world)]
+            one = [self.weights_of_engine(parallel, rank, dtype) for rank in range(parallel.world)]
+        else:
+            one = [sglang.memory_layout(self._shape, self.adapter, parallel, rank, dtype) for rank in range(parallel.world)]
+        return [one[at % parallel.world].at(first + at) for at in range(count * parallel.world)]
 
     @cached_property
     def float8(self) -> Float8 | None:
         """How the weights are quantised for the transfer; None if they are not, or if an adapter is sent."""
         return None if self.adapter is not None else float8_of(self.hf)
 
-    def _scaled(self, layouts: list[RankLayout], *, there: bool) -> list[RankLayout]:
-        """Add scales to the layouts if the weights are quantised; layouts that share their storages still share them.
+    def _scaled(self, layout: RankLayout, *, there: bool) -> RankLayout:
+        """Add scales to a layout if the weights are quantised.
 
         Args:
             there: the weights on this side are float8, too.
         """
-        if self.float8 is None:
-            return layouts
-        made: dict[tuple[int, int], RankLayout] = {}
-        for layout in layouts:
-            key = id(layout.storages), id(layout.pieces)
-            if key not in made:
-                made[key] = with_scales(layout, self._weights, quantised, quantised=there)
-        return [made[id(layout.storages), id(layout.pieces)].at(layout.rank) for layout in layouts]
+        return layout if self.float8 is None else with_scales(layout, self._weights, quantised, quantised=there)
 
     @cached_property
     def _weights(self) -> Shapes:

@@ -18,7 +18,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.launch import local
 from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves, kind_of
-from asyncmoe.models.lora.halves import Half, canonical_layout, check, layer_halves, rank_layouts
+from asyncmoe.models.lora.halves import Half, canonical_layout, check, layer_halves, rank_layout
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard import plan
 from asyncmoe.trainer.lora import values
@@ -103,7 +103,7 @@ def test_out_to_every_rank_and_back(m: Shape, kind: Kind) -> None:
     whole = canonical_layout(m, kind, "int32")
     seen = 0
     for grid in grids():
-        ranks = rank_layouts(m, kind, grid, "int32")
+        ranks = [rank_layout(m, kind, grid, rank, "int32") for rank in range(grid.world)]
         held = {one.rank: blank(one) for one in ranks}
         carry_out(plan(tensors, [whole.at(0)], ranks), {0: filled(whole, given)}, held)
         back = blank(whole)

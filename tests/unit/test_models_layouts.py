@@ -235,10 +235,8 @@ def test_layers_of_stages_are_those_megatron_builds(of_megatron: list[Any]) -> N
     ("layers", "grid"),
     [
         (8, MegatronParallel(pp=3)),
-        (8, MegatronParallel(pp=2, vpp=3)),
         (8, MegatronParallel(pp=2, first_layers=3, last_layers=3)),
         (8, MegatronParallel(pp=2, first_layers=8)),
-        (8, MegatronParallel(pp=3, first_layers=3)),
         (8, MegatronParallel(pp=2, vpp=2, first_layers=5, last_layers=3)),
     ],
     ids=str,

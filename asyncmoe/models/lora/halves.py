@@ -198,11 +198,6 @@ def rank_layout(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dty
     return builder.build()
 
 
-def rank_layouts(m: Shape, kind: Kind, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
-    """Return the layouts of all trainer ranks from 0."""
-    return parallel.layouts(lambda rank: rank_layout(m, kind, parallel, rank, dtype))
-
-
 def _layer(held: tuple[Half, ...], rank: int, dtype: str) -> RankLayout:
     builder = LayoutBuilder(rank, dtype)
     for half in held:

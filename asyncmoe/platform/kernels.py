@@ -35,11 +35,6 @@ class Kernels:
     apex: bool = False
     deep_ep: bool = False
 
-    def __str__(self) -> str:
-        engine = f"Transformer Engine {'.'.join(map(str, self.transformer_engine))}"
-        found = ((engine, self.transformer_engine), ("apex", self.apex), ("DeepEP", self.deep_ep))
-        return " and ".join(name for name, there in found if there) or "PyTorch's own kernels only"
-
 
 def detect() -> Kernels:
     """Detect all optional kernels.

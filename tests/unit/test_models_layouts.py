@@ -15,7 +15,7 @@ from reshard_ranks import filled, numbered
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel, family_of
-from asyncmoe.reshard import LocalTransport, buckets, exchange, plan
+from asyncmoe.reshard import LocalTransport, exchange, plan
 
 HF, DENSE = QWEN3_MOE, QWEN3
 FAMILY = family_of(HF)
@@ -259,19 +259,6 @@ def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, hf: dict
         written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert {name: storage.shape for name, storage in family_of(saved).hf_layout(saved, "float32").storages.items()} == written
-
-
-def test_what_an_engine_takes_only_together_is_in_one_bucket() -> None:
-    """SGLang's loader puts q_a_proj and kv_a_proj_with_mqa into one parameter, and forgets half of it when a call has only one of them."""
-    hf = MODELS["deepseek"]
-    family = family_of(hf)
-    glued = family.glued(hf)
-    assert glued == {f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight" for i in range(4)}
-    made = buckets(family.hf_layout(hf, "bfloat16"), 1, glued)
-    assert {bucket.names for bucket in made if set(bucket.names) & glued} == {
-        tuple(f"model.layers.{i}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")) for i in range(4)
-    }
-    assert all(not family_of(other).glued(other) for name, other in MODELS.items() if name not in ("deepseek", "moonlight"))
 
 
 def test_megatron_config_builds_a_transformer_config() -> None:

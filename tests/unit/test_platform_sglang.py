@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from asyncmoe.platform.sglang import cpu, cpu_experts, cpu_latent, lifetime, patching
+from asyncmoe.platform.sglang import cpu, cpu_experts, lifetime, patching
 
 
 @pytest.fixture(autouse=True)
@@ -72,16 +72,6 @@ class TopK(NamedTuple):
 
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
-
-
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "deepseek_yarn"}])
-def test_positions_that_are_not_scaled_are_plain(scaling: dict[str, str] | None) -> None:
-    module = ModuleType("factory")
-    vars(module).update(get_rope=lambda *known: ("plain", *known), get_rope_cpu=lambda *known: ("scaled", *known))
-    cpu_latent.plain_positions(module)
-    found = module.get_rope_cpu(8, 8, 512, 10000, False, scaling, device="cpu")
-    assert found[:6] == ("plain" if scaling is None else "scaled", 8, 8, 512, 10000, False)
-    assert found[6:] == ((None, None, 1.0) if scaling is None else (scaling, None, 1.0, "cpu"))
 
 
 def test_a_key_that_begins_with_a_dash_is_a_key() -> None:

@@ -16,7 +16,7 @@ def _absorbed(module: ModuleType) -> None:
     vars(module)["AttentionBackendRegistry"].register("torch_native", lambda *_: vars(module)["AttnForwardMethod"].MLA)
 
 
-def plain_positions(module: ModuleType) -> None:
+def _plain_positions(module: ModuleType) -> None:
     """Compute unscaled positions with `get_rope`, as in other models, because `get_rope_cpu` asserts DeepSeek's scaling."""
     scaled, plain = vars(module)["get_rope_cpu"], vars(module)["get_rope"]
 
@@ -74,6 +74,6 @@ def _adapters(attention: Any) -> Iterator[tuple[slice, torch.Tensor, torch.Tenso
 
 PATCHES = {
     "sglang.srt.models.deepseek_common.attention_backend_handler": _absorbed,
-    "sglang.srt.layers.rotary_embedding.factory": plain_positions,
+    "sglang.srt.layers.rotary_embedding.factory": _plain_positions,
     "sglang.srt.lora.deepseek_mla_correction": _corrections,
 }

@@ -21,10 +21,6 @@ HF, DENSE = QWEN3_MOE, QWEN3
 FAMILY = family_of(HF)
 
 
-def variant(model: dict[str, Any] = HF, **changes: object) -> dict[str, Any]:
-    return {**model, **changes}
-
-
 GRIDS = [
     MegatronParallel(),
     MegatronParallel(tp=2, etp=2),
@@ -247,7 +243,7 @@ def test_stages_that_cannot_be(layers: int, grid: MegatronParallel) -> None:
 
 
 @pytest.mark.parametrize(
-    "hf", [*MODELS.values(), variant(decoder_sparse_step=2, mlp_only_layers=[3])], ids=[*MODELS, "qwen3_moe-other-dense-layers"]
+    "hf", [*MODELS.values(), {**HF, "decoder_sparse_step": 2, "mlp_only_layers": [3]}], ids=[*MODELS, "qwen3_moe-other-dense-layers"]
 )
 def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, hf: dict[str, Any]) -> None:
     from safetensors import safe_open
@@ -266,6 +262,6 @@ def test_megatron_config_builds_a_transformer_config() -> None:
     assert transformer["moe_layer_freq"] == [1, 0, 1, 1]
     assert transformer["moe_router_pre_softmax"] is False
     assert gpt["rotary_base"] == 10000.0
-    newer = variant(rope_parameters={"rope_theta": 5e6, "rope_type": "default"})
+    newer = {**HF, "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}
     assert FAMILY.megatron_config(newer)[1]["rotary_base"] == 5e6
-    assert FAMILY.megatron_config(variant(norm_topk_prob=False))[0]["moe_router_pre_softmax"] is True
+    assert FAMILY.megatron_config({**HF, "norm_topk_prob": False})[0]["moe_router_pre_softmax"] is True

@@ -57,17 +57,6 @@ def test_engine_parameters_of_float8_and_their_scales_are_those_sglang_loads(mod
         }
 
 
-@pytest.mark.parametrize(("model", "case"), cases())
-def test_ranks_are_where_sglang_has_them(model: str, case: str) -> None:
-    known = read(model, case)
-    engine = known.engine
-    for described in known.document["ranks"]:
-        rank, places = described["rank"], described["parallel"]
-        got = (rank, engine.ep_rank(rank), engine.moe_tp_rank(rank))
-        assert got == tuple(places[key] for key in ("tp_rank", "moe_ep_rank", "moe_tp_rank"))
-        assert engine.moe_tp == places["moe_tp_size"]
-
-
 def test_a_shared_output_layer_has_one_name() -> None:
     """As `named_parameters`, which gives a parameter of two names under the first."""
     known = read("tiny_qwen3_tied", "tp2")

@@ -29,8 +29,9 @@ def is_id(path: Path) -> bool:
 
 
 def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> Any:
-    """Ask the hub for a repository, so that a missing network is reported within seconds. Return its ModelInfo or DatasetInfo, a model's with
-    the sizes of its files; None with HF_HUB_OFFLINE=1, with which nothing is asked.
+    """Ask the hub for a repository, so that a missing network is reported within seconds. With HF_HUB_OFFLINE=1 nothing is asked.
+
+    Return its ModelInfo, with the sizes of files, or DatasetInfo; None if nothing was asked.
 
     Args:
         key: configuration key of the id, for messages.

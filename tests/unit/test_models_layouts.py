@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import MODELS, QWEN3, QWEN3_MOE
+from model_cases import MODELS, QWEN3_MOE
 from reshard_ranks import filled, numbered
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.reshard import LocalTransport, exchange, plan
 
-HF, DENSE = QWEN3_MOE, QWEN3
+HF = QWEN3_MOE
 FAMILY = family_of(HF)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncmoe.config import Config
-from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.errors import DataError
 from asyncmoe.storage import size
 
 _NO_NAMES = ("models", "datasets", "spaces")
@@ -37,15 +37,11 @@ def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> A
         key: configuration key of the id, for messages.
 
     Raises:
-        ConfigError: huggingface_hub is not installed.
         DataError: the hub cannot be reached, does not have the repository, or does not show it.
     """
-    try:
-        from huggingface_hub import HfApi, constants
-        from huggingface_hub.errors import HfHubHTTPError
-    except ImportError as error:
-        hint = "pip install huggingface_hub, or give a local directory"
-        raise ConfigError(key, got=f"{name} without huggingface_hub", expected="a directory that exists", hint=hint) from error
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
     if constants.HF_HUB_OFFLINE:
         return None
     try:
@@ -69,7 +65,7 @@ def with_local_model(config: Config, *, download: bool = True) -> Config:
         download: false: only look into the cache. A trainer rank does, because all ranks of a run must not ask the hub.
 
     Raises:
-        ConfigError, DataError: see `check_reachable`; the repository has no model; the download failed; or the cache lacks part of it.
+        DataError: see `check_reachable`; the repository has no model; the download failed; or the cache lacks part of it.
     """
     path = config.model.path
     if not _on_hub(config):
@@ -90,7 +86,7 @@ def described(config: Config, scratch: Path) -> tuple[Config, str | None]:
         scratch: a directory that does not exist yet.
 
     Raises:
-        ConfigError, DataError: as `with_local_model` for the same configuration; or the files besides the weights are too large.
+        DataError: as `with_local_model` for the same configuration; or the files besides the weights are too large.
     """
     if not _on_hub(config):
         return config, None

@@ -19,8 +19,6 @@ _TIMEOUT_S = 5.0
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _CODE = ("*.py",)
 _WEIGHTS = "*.safetensors"
-_DESCRIPTION_BYTES = 256 << 20
-"""Most bytes of a model's files besides its weights that `described` fetches; tokenizers have up to some 20 MB."""
 
 
 def is_id(path: Path) -> bool:
@@ -86,7 +84,7 @@ def described(config: Config, scratch: Path) -> tuple[Config, str | None]:
         scratch: a directory that does not exist yet.
 
     Raises:
-        DataError: as `with_local_model` for the same configuration; or the files besides the weights are too large.
+        DataError: as `with_local_model` for the same configuration.
     """
     if not _on_hub(config):
         return config, None
@@ -99,9 +97,6 @@ def described(config: Config, scratch: Path) -> tuple[Config, str | None]:
     if not missing:
         return _at(config, _snapshot(name, revision=info.sha, allow_patterns=_patterns(config), local_files_only=True)), None
     small = [file for file in wanted if not fnmatch(file.rfilename, _WEIGHTS)]
-    if (nbytes := sum(file.size or 0 for file in small)) > _DESCRIPTION_BYTES:
-        expected = f"at most {size(_DESCRIPTION_BYTES)} to check it by"
-        raise DataError("model.path", got=f"{name} with {size(nbytes)} besides its weights", expected=expected, hint="download it yourself")
     found = _snapshot(name, revision=info.sha, local_dir=scratch, allow_patterns=[file.rfilename for file in small])
     total = size(sum(file.size or 0 for file in missing))
     return _at(config, found), f"a run first downloads {len(missing)} file{'s' if len(missing) > 1 else ''} of {name}, {total}"

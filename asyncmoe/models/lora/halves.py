@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from asyncmoe.errors import ConfigError
@@ -178,13 +179,11 @@ def rank_layout(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dty
         ConfigError: the parallel sizes do not divide the model.
     """
     builder = LayoutBuilder(rank, dtype)
-    layer: dict[bool, RankLayout] = {}
+    layer = cache(lambda dense: _layer(layer_halves(m, kind, parallel, rank, dense), rank, dtype))
     for chunk, layers in enumerate(parallel.chunk_layers(m.layers, rank)):
         front = chunk_prefix(chunk, parallel.vpp) + PREFIX
         for dense, run in m.runs(layers):
-            if dense not in layer:
-                layer[dense] = _layer(layer_halves(m, kind, parallel, rank, dense), rank, dtype)
-            builder.repeat(layer[dense], [(f"layers.{i}.", f"{front}{i - layers.start}.") for i in run])
+            builder.repeat(layer(dense), [(f"layers.{i}.", f"{front}{i - layers.start}.") for i in run])
     return builder.build()
 
 

@@ -6,6 +6,7 @@ Source: sglang 0.5.23 (lora/mem_pool.py, lora/layers.py, lora/lora.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 
 from asyncmoe.models.lora.adapter import OUTER, STACKS, Kind, Place, places, served_targets, sizes
 from asyncmoe.models.parallel import EngineParallel
@@ -27,15 +28,13 @@ def memory_layout(m: Shape, kind: Kind, parallel: EngineParallel, rank: int, dty
         ConfigError: the sizes do not divide the model.
     """
     builder = LayoutBuilder(rank, dtype)
-    layer: dict[bool, RankLayout] = {}
+    layer = cache(partial(_memory_layer, _Slot(m, kind, parallel, rank), dtype))
     for dense, run in m.runs(range(m.layers)):
-        if dense not in layer:
-            layer[dense] = _memory_layer(_Slot(m, kind, parallel, rank), dense, dtype)
-        builder.repeat(layer[dense], [(f"layers.{i}.", f"layers.{i}.") for i in run])
+        builder.repeat(layer(dense), [(f"layers.{i}.", f"layers.{i}.") for i in run])
     return builder.build()
 
 
-def _memory_layer(slot: _Slot, dense: bool, dtype: str) -> RankLayout:
+def _memory_layer(slot: _Slot, dtype: str, dense: bool) -> RankLayout:
     """Return the layout of one layer; halves and storages are named within the layer."""
     builder = LayoutBuilder(slot.rank, dtype)
     told = served_targets(slot.kind)

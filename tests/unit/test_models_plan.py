@@ -14,6 +14,7 @@ from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import Plan, plan
 from benchmarks.published import REAL
 
+
 def test_layouts_of_all_ranks_are_those_of_each() -> None:
     payload, trainer, engine = Payload(QWEN3_MOE), MegatronParallel(tp=2, pp=2, ep=2, etp=2, dp=4), EngineParallel(4, 2)
     for rank, layout in enumerate(payload.trainer(trainer, "int32")):

@@ -14,6 +14,7 @@ from asyncmoe.models.shape import Shape
 from asyncmoe.models.shards import shard, span
 from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, RankLayout, columns, rows, whole
 
+
 def memory_layout(m: Shape, kind: Kind, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
     """Return the layout of one slot of an engine rank's adapter memory: `LoRAMemoryPool.A_buffer[module][layer][slot]` is the storage
     "layers.{layer}.{module}.a", and B_buffer's storage ends in ".b". The engine's --max-lora-rank is the adapter's rank.

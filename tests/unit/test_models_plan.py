@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from model_cases import QWEN3_MOE
 
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import Plan, plan
 from benchmarks.published import REAL
 
+SMALL: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 68, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4, "mlp_only_layers": [1],
+}  # fmt: skip
+
+
+def small_trainers() -> Iterator[MegatronParallel]:
+    for tp, pp, ep, etp, dp, te in itertools.product((1, 2), (1, 2), (1, 2, 4), (1, 2), (1, 2, 4), (False, True)):
+        if tp * dp % (ep * etp) == 0 and tp * pp * dp <= 8:
+            yield MegatronParallel(tp, pp, ep, etp, dp, te)
+
 
 def test_layouts_of_all_ranks_are_those_of_each() -> None:
-    payload, trainer, engine = Payload(QWEN3_MOE), MegatronParallel(tp=2, pp=2, ep=2, etp=2, dp=4), EngineParallel(4, 2)
+    payload, trainer, engine = Payload(SMALL), MegatronParallel(tp=2, pp=2, ep=2, etp=2, dp=4), EngineParallel(4, 2)
     for rank, layout in enumerate(payload.trainer(trainer, "int32")):
         alone = payload.weights_of_trainer(trainer, rank, "int32")
         assert (layout.rank, dict(layout.storages), tuple(layout.pieces)) == (rank, dict(alone.storages), tuple(alone.pieces))

@@ -97,16 +97,16 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to send this process SIGTERM when its parent ends, for whatever reason.
+def die_with_parent(parent: int | None = None, how: Signals = signal.SIGTERM) -> None:
+    """Ask Linux to send this process a signal when its parent ends, for whatever reason.
 
     Args:
         parent: process id of the parent, if known: this process ends at once if that one ended before Linux was asked.
     """
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, how, 0, 0, 0) != 0:
         print("prctl(PR_SET_PDEATHSIG) is refused: this process does not end with its parent", file=sys.stderr, flush=True)
     if parent is not None and os.getppid() != parent:
-        os._exit(128 + signal.SIGTERM)
+        os._exit(128 + how)
 
 
 def freeze() -> None:

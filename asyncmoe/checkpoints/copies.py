@@ -131,7 +131,8 @@ def restore(url: str, run_dir: Path, step: int | None = None) -> Path:
         raise DataError(place.shown, got=told, expected="a copy of a checkpoint" if step is None else f"one of step {step}")
     step = steps[-1] if step is None else step
     final, written = directories.directory(run_dir, step), directories.temporary(run_dir, step)
-    listed = _asked(place, lambda: _manifest(place, step))
+    path = f"{place.folder(step)}/{MANIFEST}"
+    listed: Manifest = _asked(place, lambda: manifest.parse(place.files.cat_file(path), Path(path)))
     if final.exists():
         if intact.fault(final) is None:
             raise DataError(str(final), got="a checkpoint without damage", expected="none, or a damaged one, to bring back in its place")
@@ -162,13 +163,6 @@ def _asked(place: SecondPlace, act: Callable[[], Any]) -> Any:
         raise
     except Exception as error:
         raise AsyncmoeError(f"{place.shown}: {said(error)}") from error
-
-
-def _manifest(place: SecondPlace, step: int) -> Manifest:
-    path = f"{place.folder(step)}/{MANIFEST}"
-    if (size := int(place.files.info(path)["size"])) > manifest.MOST_BYTES:
-        raise DataError(path, got=f"{size} bytes", expected="the manifest of a checkpoint")
-    return manifest.parse(place.files.cat_file(path), Path(path))
 
 
 def _make_folder(place: SecondPlace, target: str) -> None:

@@ -11,7 +11,6 @@ from asyncmoe.checkpoints.manifest import unreadable
 from asyncmoe.errors import ConfigError, DataError
 
 FACTS = "asyncmoe.json"
-_MOST_BYTES = 1 << 20
 _KEYS = {"family": "model.family"}
 """Settings that facts call otherwise."""
 
@@ -25,13 +24,11 @@ def facts(checkpoint: Path) -> dict[str, Any]:
     """
     path, expected = checkpoint / FACTS, "the facts of a checkpoint, a mapping with the key step"
     try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise DataError(str(path), got=f"{size} bytes", expected=expected)
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(str(path), got=unreadable(path, error), expected=expected) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(str(path), got=str(error) if size else "an empty file", expected=expected) from error
+        raise DataError(str(path), got=str(error), expected=expected) from error
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         raise DataError(str(path), got=str(values)[:80], expected=expected)
     return values

@@ -18,8 +18,6 @@ from asyncmoe.errors import DataError, UserError
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
-MOST_BYTES = 256 << 20
-"""Largest manifest that is read: about two million files."""
 _PIECE_BYTES = 8 << 20
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
 """Reasons that a file cannot be read that lie in the checkpoint. Any other, such as EACCES or ESTALE, lies in the machine."""
@@ -82,8 +80,6 @@ def read(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise _damaged(path, f"{size} bytes")
         return parse(path.read_bytes(), path)
     except OSError as error:
         raise _damaged(path, unreadable(path, error)) from error

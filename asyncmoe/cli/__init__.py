@@ -49,7 +49,6 @@ for _command in (
     running.worker,
     models.make_model,
     models.export,
-    models.import_checkpoint,
     planning.doctor,
     planning.plan,
 ):

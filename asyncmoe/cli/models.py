@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -54,33 +53,3 @@ def export(
     if adapter and float8:
         raise UserError("asyncmoe export", got="--adapter and --float8", expected="one of them; an adapter is not in float8")
     launcher.export(run_dir, out, "adapter" if adapter else "float8" if float8 else "weights", step=step, dtype=dtype)
-
-
-def import_checkpoint(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Directory that Megatron saved to (--save), or an iter_NNNNNNN of it.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
-    model: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="Hugging Face directory of the same model: config.json and tokenizer; its weights are not read."),
-    ],
-    iteration: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Iteration to take; default: the one that Megatron would load.")
-    ] = None,
-    family: Annotated[str, typer.Option(help="As model.family of a run's configuration.")] = "auto",
-) -> None:
-    """Write a torch_dist checkpoint of Megatron-LM or Megatron-Bridge as a Hugging Face checkpoint, from which runs start.
-
-    The checkpoint may have been saved in any parallel layout. Megatron is not needed, and nothing that the checkpoint names is run. Its
-    arguments are compared with DIR's config.json first. The experts of a layer, and 4 GiB until they are written, are held in memory.
-
-        asyncmoe import-checkpoint /data/megatron/qwen3 runs/models/mine --model Qwen3-30B-A3B
-        asyncmoe run big.yaml model.path=runs/models/mine
-    """
-    from asyncmoe.models.importing.command import import_checkpoint as imported
-
-    found = imported(checkpoint, out, model, iteration, family, lambda line: print(line, file=sys.stderr, flush=True))
-    for note in found.notes:
-        print(f"note: {note}", file=sys.stderr)
-    print(f"{out}: {found.tensors} tensors of {found.source}, {found.nbytes / 1e9:.1f} GB, {found.dtype}")

@@ -225,6 +225,7 @@ OPTIONS: Mapping[str, str] = {
 """Removed option of a command -> what to do instead."""
 COMMANDS: Mapping[str, str] = {
     "journal": "asyncmoe log",
+    "import-checkpoint": "Megatron-Bridge's export to a Hugging Face directory, and that directory as model.path",
     "resend": "nothing: a run sends its records itself; wandb sync sends what W&B kept without a network",
     "upcycle": "examples/real/make_mixture.py, which makes a mixture of experts from a dense model",
     "bench context": _UNMEASURED,

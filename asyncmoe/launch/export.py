@@ -10,6 +10,7 @@ from typing import Literal
 from asyncmoe import checkpoints, models
 from asyncmoe import config as configuration
 from asyncmoe.checkpoints import intact
+from asyncmoe.checkpoints.manifest import MANIFEST
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch.torchrun import trainer_command, trainer_environment
 from asyncmoe.models import origin
@@ -48,7 +49,10 @@ def export(
         raise UserError("--adapter", got=f"a run with train = {config.train}", expected="one with train = lora")
     if form == "float8" and float8_of(models.load_hf_config(config.model.path)) is None:
         raise UserError("--float8", got=f"{config.model.path} without quantization_config", expected="a run of a model of float8")
-    if (fault := intact.fault(checkpoint, intact.QUICK_BYTES)) is not None:
+    if not (checkpoint / MANIFEST).exists():  # asyncmoe 0.1.0 wrote none
+        unknown = "nothing tells whether its files are as they were written"
+        print(f"{WARNING}{checkpoint} has no {MANIFEST}: {unknown}", file=sys.stderr, flush=True)
+    elif (fault := intact.fault(checkpoint, intact.QUICK_BYTES)) is not None:
         raise intact.refused(checkpoint, fault)
     if config.adapter is not None and form == "weights":
         origin.check_weights(config, checkpoint)

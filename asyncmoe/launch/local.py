@@ -26,14 +26,13 @@ from asyncmoe.config.log import LogSection
 from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.engines import succession
 from asyncmoe.engines.engine_python import check_engine_python, engine_python
-from asyncmoe.errors import ConfigError, DataError, UserError, together
+from asyncmoe.errors import ConfigError, UserError, together
 from asyncmoe.launch import plugin_probe, preflight
 from asyncmoe.launch.local_parts import end_left, table
 from asyncmoe.launch.watch import supervise
 from asyncmoe.log import belonging
-from asyncmoe.models import origin, resume
+from asyncmoe.models import origin
 from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import check_rank
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
 from asyncmoe.rollout import run_log
@@ -110,14 +109,8 @@ def check(config: Config, *, weights: bool = True) -> Survey:
 
 def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) -> None:
     """Refuse to go on as another run than the one that began in the directory, with all that differs."""
-    begun = config.model.path.exists() and belonging.has_begun(config.run.dir)  # a model that is to be made is made as it was
-    found: list[UserError] = [] if newest is None else [*resume.differing(newest, config, hf)]
-    if begun or (newest is not None and config.model.path.exists()):
-        try:
-            found += origin.differing(config, newest)
-        except DataError as error:
-            found.append(error)
-    if found:
+    begun = config.model.path.exists() and belonging.has_begun(config.run.dir)
+    if (begun or newest is not None) and (found := [*origin.differing(config, hf, newest)]):
         raise together(found)
     if newest is not None and int(checkpoints.facts(newest)["step"]) == config.warmup.steps + config.run.steps:
         taken = f"all {config.run.steps} steps are taken already; a higher number goes on from {newest}"
@@ -222,6 +215,7 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
     if section is None or kind is None:
         return
     limit = sglang_arguments.number(config.engines.args, "--max-lora-rank")
-    check_rank(kind, kind.rank if limit is None else limit)
+    if limit is not None and kind.rank > limit:
+        raise ConfigError("lora.rank", got=kind.rank, expected=f"at most {limit}, the --max-lora-rank of engines.args", hint="raise that")
     if section.start is not None:
-        peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path), kind.rank)
+        peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path))

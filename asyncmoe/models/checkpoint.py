@@ -25,31 +25,19 @@ def hf_layout(m: Shape, own: Mapping[str, str], dtype: str) -> RankLayout:
     """Return the layout of the checkpoint on disk, as rank 0.
 
     Args:
-        own: as in `hf_name`.
+        own: the family's names of tensors in a layer that differ from most families' names.
     """
-    builder, names = LayoutBuilder(0, dtype), _names(m, own)
+    front, *parts = m.expert_names
+    experts = {f"experts.{part}": f"{front}.{{}}.{name}.weight" for part, name in zip(_PARTS, parts, strict=True)}
+    names = {**_IN_LAYER, **experts, **m.attention.hf_names, **own}
+    builder = LayoutBuilder(0, dtype)
     for tensor, shape in tensors(m).items():
         builder.stack(_name(tensor, names), [(tensor, whole(shape))], dtype_of(m, tensor.split(".", 2)[-1]))
     return builder.build()
 
 
-def hf_name(m: Shape, own: Mapping[str, str], tensor: str) -> str:
-    """Return the name on disk of a canonical tensor.
-
-    Args:
-        own: the family's names of tensors in a layer that differ from most families' names.
-    """
-    return _name(tensor, _names(m, own))
-
-
-def _names(m: Shape, own: Mapping[str, str]) -> dict[str, str]:
-    """Return the names on disk of a layer's tensors; {} stands for an expert's number."""
-    front, *parts = m.expert_names
-    experts = {f"experts.{part}": f"{front}.{{}}.{name}.weight" for part, name in zip(_PARTS, parts, strict=True)}
-    return {**_IN_LAYER, **experts, **m.attention.hf_names, **own}
-
-
 def _name(tensor: str, names: Mapping[str, str]) -> str:
+    """Return the name on disk of a canonical tensor. `names`: on disk, by tensor within a layer; {} stands for an expert's number."""
     if tensor in _TOP:
         return _TOP[tensor]
     _, layer, inner = tensor.split(".", 2)

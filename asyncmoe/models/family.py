@@ -27,7 +27,7 @@ class Family:
             one of them.
         router: keyword arguments of TransformerConfig for the routing of tokens to experts.
         engine: properties of SGLang's class for the family.
-        hf_names: the family's own names on disk within a layer (see `checkpoint.hf_name`).
+        hf_names: the family's own names on disk within a layer (see `checkpoint.hf_layout`).
         keys: keys of config.json besides the sizes, with the value that transformers' class for the `model_type` gives an absent one; a key
             that is neither here nor in `config_keys` is refused. Empty: any key is accepted.
     """
@@ -96,9 +96,8 @@ class Family:
 
     def glued(self, hf: HfConfig) -> frozenset[str]:
         """Return the tensors on disk that an engine accepts only together with the preceding tensor."""
-        m = self.shape_of(hf)
-        there = [name for name in shape.tensors(m) if name.split(".", 2)[-1] in self.engine.glued]
-        return frozenset(checkpoint.hf_name(m, self.hf_names, name) for name in there)
+        pieces = self.hf_layout(hf, "bfloat16").pieces
+        return frozenset(piece.storage for piece in pieces if piece.tensor.split(".", 2)[-1] in self.engine.glued)
 
     def megatron_config(self, hf: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the keyword arguments of TransformerConfig and GPTModel that the model determines, without parallel sizes, dtypes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncmoe.errors import DataError
-from asyncmoe.models.headers import INDEX, SINGLE, files_of
+from asyncmoe.models.headers import SINGLE, files_of
 from asyncmoe.platform.float8 import dequantised
 from asyncmoe.reshard.float8 import SCALES, scales_shape
-
-
-def file_name(number: int, count: int) -> str:
-    """Return the name of file `number`, from 1, of `count` files of weights."""
-    return SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def write_index(folder: Path, nbytes: int, files: Mapping[str, str]) -> None:
-    """Write which file each tensor is in, if there are several. `nbytes`: of all tensors."""
-    if len(set(files.values())) > 1:
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": nbytes}, "weight_map": files}, indent=1))
 
 
 class HFCheckpoint:

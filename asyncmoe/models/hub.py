@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncmoe.config import Config
-from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.errors import DataError
 from asyncmoe.storage import size
 
 _NO_NAMES = ("models", "datasets", "spaces")
@@ -19,9 +19,6 @@ _TIMEOUT_S = 5.0
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _CODE = ("*.py",)
 _WEIGHTS = "*.safetensors"
-_INDEX = "*.safetensors.index.json"
-_DESCRIPTION_BYTES = 256 << 20
-"""Most bytes of a model's files besides its weights that `described` fetches; tokenizers have up to some 20 MB."""
 
 
 def is_id(path: Path) -> bool:
@@ -29,27 +26,20 @@ def is_id(path: Path) -> bool:
     return _ID.fullmatch(str(path)) is not None and path.parts[0] not in _NO_NAMES and not path.parent.exists()
 
 
-def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> None:
+def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> Any:
     """Ask the hub for a repository, so that a missing network is reported within seconds. With HF_HUB_OFFLINE=1 nothing is asked.
+
+    Return its ModelInfo, with the sizes of files, or DatasetInfo; None if nothing was asked.
 
     Args:
         key: configuration key of the id, for messages.
 
     Raises:
-        ConfigError: huggingface_hub is not installed.
         DataError: the hub cannot be reached, does not have the repository, or does not show it.
     """
-    _asked(kind, name, key)
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
 
-
-def _asked(kind: Literal["model", "dataset"], name: str, key: str) -> Any:
-    """Return the hub's ModelInfo or DatasetInfo with the sizes of files; None with HF_HUB_OFFLINE=1. Raises as `check_reachable`."""
-    try:
-        from huggingface_hub import HfApi, constants
-        from huggingface_hub.errors import HfHubHTTPError
-    except ImportError as error:
-        hint = "pip install huggingface_hub, or give a local directory"
-        raise ConfigError(key, got=f"{name} without huggingface_hub", expected="a directory that exists", hint=hint) from error
     if constants.HF_HUB_OFFLINE:
         return None
     try:
@@ -73,12 +63,12 @@ def with_local_model(config: Config, *, download: bool = True) -> Config:
         download: false: only look into the cache. A trainer rank does, because all ranks of a run must not ask the hub.
 
     Raises:
-        ConfigError, DataError: see `check_reachable`; the repository has no model; the download failed; or the cache lacks part of it.
+        DataError: see `check_reachable`; the repository has no model; the download failed; or the cache lacks part of it.
     """
     path = config.model.path
     if not _on_hub(config):
         return config
-    info = _asked("model", str(path), "model.path") if download else None
+    info = check_reachable("model", str(path), "model.path") if download else None
     if info is not None:
         _wanted(config, info)
     return _at(config, _snapshot(str(path), allow_patterns=_patterns(config), local_files_only=not download))
@@ -94,22 +84,19 @@ def described(config: Config, scratch: Path) -> tuple[Config, str | None]:
         scratch: a directory that does not exist yet.
 
     Raises:
-        ConfigError, DataError: as `with_local_model` for the same configuration; or the files besides the weights are too large.
+        DataError: as `with_local_model` for the same configuration.
     """
     if not _on_hub(config):
         return config, None
     name = str(config.model.path)
-    info = _asked("model", name, "model.path")
+    info = check_reachable("model", name, "model.path")
     if info is None:
         return with_local_model(config), None
     wanted = _wanted(config, info)
     missing = [file for file in wanted if not _cached(name, file.rfilename, info.sha)]
     if not missing:
         return _at(config, _snapshot(name, revision=info.sha, allow_patterns=_patterns(config), local_files_only=True)), None
-    small = [file for file in wanted if not fnmatch(file.rfilename, _WEIGHTS) and not fnmatch(file.rfilename, _INDEX)]
-    if (nbytes := sum(file.size or 0 for file in small)) > _DESCRIPTION_BYTES:
-        expected = f"at most {size(_DESCRIPTION_BYTES)} to check it by"
-        raise DataError("model.path", got=f"{name} with {size(nbytes)} besides its weights", expected=expected, hint="download it yourself")
+    small = [file for file in wanted if not fnmatch(file.rfilename, _WEIGHTS)]
     found = _snapshot(name, revision=info.sha, local_dir=scratch, allow_patterns=[file.rfilename for file in small])
     total = size(sum(file.size or 0 for file in missing))
     return _at(config, found), f"a run first downloads {len(missing)} file{'s' if len(missing) > 1 else ''} of {name}, {total}"

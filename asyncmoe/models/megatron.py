@@ -5,6 +5,7 @@ Source: megatron/core 0.16 (models/gpt, transformer, the local and the Transform
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 from asyncmoe.models.parallel import MegatronParallel
@@ -31,15 +32,13 @@ def megatron_layout(m: Shape, parallel: MegatronParallel, rank: int, dtype: str)
     builder = LayoutBuilder(rank, dtype)
     stage = parallel.pp_rank(rank)
     vocab_rows = rows((m.vocab, m.hidden), *shard(m.vocab, parallel.tp, parallel.tp_rank(rank)))
-    layer: dict[bool, RankLayout] = {}
+    layer = cache(partial(_layer, m, parallel, rank, dtype))
     for chunk, layers in enumerate(parallel.chunk_layers(m.layers, rank)):
         front = chunk_prefix(chunk, parallel.vpp)
         if stage == 0 and chunk == 0:
             builder.stack(f"{front}embedding.word_embeddings.weight", [("embed", vocab_rows)])
         for dense, run in m.runs(layers):
-            if dense not in layer:
-                layer[dense] = _layer(m, parallel, rank, dtype, dense)
-            builder.repeat(layer[dense], [(f"layers.{i}.", f"{front}decoder.layers.{i - layers.start}.") for i in run])
+            builder.repeat(layer(dense), [(f"layers.{i}.", f"{front}decoder.layers.{i - layers.start}.") for i in run])
         if stage == parallel.pp - 1 and chunk == parallel.vpp - 1:
             builder.stack(f"{front}decoder.final_layernorm.weight", [("final_norm", whole((m.hidden,)))])
             if not m.tied or parallel.pp > 1:

@@ -1,4 +1,5 @@
-"""What a run reads again each time it goes on, and what its steps and prompts are counted by, as they were when it began.
+"""What a run was when it began, so that one that cannot go on is refused before a process starts: what a checkpoint records of model and
+training, what is read again each time, and what steps and prompts are counted by.
 
 `RUN/origin.json` and every checkpoint have a text for each: a value of the configuration, or size and digest of files. Files of more than
 `_WHOLE_BYTES` are not read whole: their sizes and samples at even distances tell other weights, and other rows, from those there were.
@@ -8,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,8 @@ from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import Section, said
 from asyncmoe.config.task import READ, TaskSection
-from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.models.families import family_of
 from asyncmoe.models.hf_folder import texts
 from asyncmoe.models.hub import is_id
 
@@ -27,11 +28,11 @@ _WEIGHTS = "model.path weights"
 _OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "columns"}
 _ASKED: dict[str, Any] = {"prompts": True, "sets": {"__all__": _OF_SET}}
 """Keys of an evaluation that decide on its questions, and so on those held out from training; files are compared by their content."""
-_NAME = re.compile(r".*, (?=\d+ bytes with digest \w{12}$)", re.DOTALL)
-_LATER = {"scoring.teacher", "warmup.batch", "warmup.wrong_share"}
-"""Keys that only some versions write down, or that other ones decide on."""
+_OF_WARMUP = {"warmup.batch", "warmup.wrong_share"}
+"""Keys that matter only with a warm-up, and are written down only then."""
 _WHOLE_BYTES = 64 << 20
 _SAMPLES, _SAMPLE_BYTES = 4096, 4096
+_ELSEWHERE = "or choose another run.dir"
 
 
 def origin_of(config: Config) -> dict[str, str]:
@@ -53,14 +54,72 @@ def origin_of(config: Config) -> dict[str, str]:
     files = {f"model.path {path.relative_to(model)}": [path] for path in texts(model)}
     files[_WEIGHTS] = sorted(model.glob("*.safetensors"))
     for key, path in _named(config):
-        found[key] = path.name if path.exists() else str(path)
         if path.exists() or path.suffix == ".jsonl" or not is_id(path):
             files[key] = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-    found |= {key: (f"{found[key]}, " if key in found else "") + _digest(key, paths) for key, paths in files.items()}
+        else:
+            found[key] = path
+    found |= {key: _digest(key, paths) for key, paths in files.items()}
     return {key: str(value) for key, value in found.items()}
 
 
-def differing(config: Config, newest: Path | None) -> Iterator[ConfigError]:
+def facts_of(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the seed, the model's sizes, the trainer's layout and what the run reads again, for a checkpoint's facts."""
+    section = config.trainer
+    layout = {"ranks": section.ranks, "tp": section.tp, "pp": section.pp, "vpp": section.vpp, "ep": section.ep, "etp": section.expert_tp}
+    return {"seed": config.run.seed, "model": _sizes_of(hf), "layout": layout, "origin": read(config.run.dir)}
+
+
+def differing(config: Config, hf: Mapping[str, Any], newest: Path | None) -> Iterator[UserError]:
+    """Yield an error, which names the key, for each thing that keeps a run from going on as the one that began.
+
+    Args:
+        newest: the checkpoint from which it goes on; None: the run has groups in its log, but no checkpoint yet.
+
+    Raises:
+        DataError: the checkpoint's facts cannot be read.
+    """
+    if newest is not None:
+        yield from differing_kind(config, hf, newest)
+    if config.model.path.exists():  # a model that is to be made is made as it was
+        try:
+            yield from differing_reads(config, newest)
+        except DataError as error:
+            yield error
+
+
+def differing_kind(config: Config, hf: Mapping[str, Any], checkpoint: Path) -> Iterator[ConfigError]:
+    """Yield an error for each value by which another run would be resumed, as far as a checkpoint tells: family, kind of training, sizes
+    of the model, seed, dtype, and the steps already taken.
+
+    Facts that an older checkpoint lacks are not compared. The layout may change, and the dtype if the optimizer's state is sharded before
+    and after.
+
+    Raises:
+        DataError: the checkpoint's facts cannot be read.
+    """
+    saved, name = checkpoints.facts(checkpoint), checkpoint.name
+    yield from checkpoints.kind_faults(checkpoint, {"family": family_of(hf).name, **config.checkpoint_kind})
+    sizes, here = saved.get("model", {}), _sizes_of(hf)
+    if others := [what for what, now in here.items() if sizes.get(what, now) != now]:
+        got, then = (", ".join(f"{what} {of[what]}" for what in others) for of in (here, sizes))
+        hint = f"set model.path to the model that the run began with, {_ELSEWHERE}"
+        yield ConfigError("model.path", got=f"a model with {got}", expected=f"{then}, as {name} has", hint=hint)
+    if (seed := saved.get("seed", config.run.seed)) != config.run.seed:
+        hint = f"with another seed the prompts left would not be those left of the run; set run.seed={seed}, {_ELSEWHERE}"
+        yield ConfigError("run.seed", got=config.run.seed, expected=f"{seed}, as {name} was made with", hint=hint)
+    dtype = saved.get("dtype", config.trainer.weights_dtype)
+    # A sharded optimizer has float32 masters with every dtype; without, there are none with float32, and its weights would be rounded ones.
+    sharded = saved.get("distributed_optimizer")
+    if config.trainer.weights_dtype not in (dtype, "auto") and (sharded is False or (sharded and not config.trainer.distributed_optimizer)):
+        shard = ", or trainer.optimizer.distributed=true, with which the dtype may change" if sharded else ""
+        hint = f"set trainer.dtype={dtype}{shard}, {_ELSEWHERE}"
+        yield ConfigError("trainer.dtype", got=config.trainer.weights_dtype, expected=f"{dtype}, as {name} was made with", hint=hint)
+    if (taken := int(saved["step"]) - config.warmup.steps) > config.run.steps:
+        hint = f"the run in {config.run.dir} has them, with {name}; set a higher number to go on, or another run.dir"
+        yield ConfigError("run.steps", got=config.run.steps, expected=f"at least {taken}, the steps already taken", hint=hint)
+
+
+def differing_reads(config: Config, newest: Path | None) -> Iterator[ConfigError]:
     """Yield an error, which names the key, for each thing that is not what it was. What an older version did not write down is not
     compared.
 
@@ -74,10 +133,10 @@ def differing(config: Config, newest: Path | None) -> Iterator[ConfigError]:
     since, step, then, now = newest.name if newest else "the run", facts["step"], facts.get("origin", {}), origin_of(config)
     if config.adapter is None and not config.objective.kl.coefficient:
         now[_WEIGHTS] = then.get(_WEIGHTS, "")  # all weights are in the checkpoint
-    for key in sorted((then.keys() | now.keys()) - (_LATER - (then.keys() & now.keys()))) if then else ():
+    for key in sorted((then.keys() | now.keys()) - (_OF_WARMUP - (then.keys() & now.keys()))) if then else ():
         told, got = (one.get(key) or _default(key) for one in (then, now))
         questions = key.startswith(("task.", "evaluation."))
-        if not _same(told, got) and not (questions and config.run.new_data_at == step):
+        if told != got and not (questions and config.run.new_data_at == step):
             on = f"set run.new_data_at={step} to go on with other questions, in an order drawn anew"
             hint = f"set it back, or {on if questions else 'choose another run.dir'}"
             yield ConfigError(key, got=f"{got:.200}", expected=f"{told:.200}, as {since} has it", hint=hint)
@@ -97,9 +156,23 @@ def read(run_dir: Path) -> dict[str, str]:
     return cast(dict[str, str], json.loads(file.read_text())) if file.exists() else {}
 
 
-def _same(told: str, got: str) -> bool:
-    """Compare files by their content."""
-    return _NAME.sub("", told) == _NAME.sub("", got)
+def _sizes_of(hf: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of a model that decide the shapes of its tensors."""
+    shape = family_of(hf).shape_of(hf)
+    return {
+        "layers": shape.layers,
+        "layers without experts": len(shape.dense_layers),
+        "hidden size": shape.hidden,
+        "attention heads": shape.heads,
+        "key-value heads": shape.kv_heads,
+        "head size": shape.head_dim,
+        "vocabulary": shape.vocab,
+        "dense width": shape.dense_width,
+        "experts": shape.experts,
+        "expert width": shape.expert_width,
+        "shared width": shape.shared_width,
+        "tied embeddings": int(shape.tied),
+    }
 
 
 def _default(key: str) -> str:

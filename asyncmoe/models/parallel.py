@@ -95,9 +95,7 @@ class MegatronParallel:
         """
         counts = self.stage_layers(layers)
         if counts is None or any(count % self.vpp for count in counts):
-            sizes = {"pp": self.pp, "vpp": self.vpp, "first": self.first_layers, "last": self.last_layers}
-            given = ", ".join(f"{name}={value}" for name, value in sizes.items() if value is not None)
-            raise ConfigError("pipeline stages", got=f"{layers} layers over {given}", expected="sizes that divide the layers")
+            raise ConfigError("pipeline stages", got=f"{layers} layers over {self}", expected="sizes that divide the layers")
         each, stage = [count // self.vpp for count in counts], self.pp_rank(rank)
         first = [chunk * sum(each) + sum(each[:stage]) for chunk in range(self.vpp)]
         return [range(begin, begin + each[stage]) for begin in first]

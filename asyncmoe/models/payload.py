@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from asyncmoe.models.families import family_of
 from asyncmoe.models.family import Family
-from asyncmoe.models.lora import megatron, sglang
-from asyncmoe.models.lora.adapter import Kind, halves
+from asyncmoe.models.lora import halves, sglang
+from asyncmoe.models.lora.adapter import Kind
+from asyncmoe.models.lora.adapter import halves as halves_of
 from asyncmoe.models.parallel import EngineParallel, MegatronParallel
 from asyncmoe.models.quantised import Float8, float8_of, quantised
 from asyncmoe.models.shape import Shape, Shapes
 from asyncmoe.reshard import RankLayout
-from asyncmoe.reshard.float8 import FLOAT8, SCALES, with_scale_tensors, with_scales
-from asyncmoe.reshard.layout import ITEM_BYTES
+from asyncmoe.reshard.float8 import SCALES, with_scale_tensors, with_scales
 
 
 @dataclass(frozen=True)
@@ -41,24 +40,18 @@ class Payload:
     def tensors(self) -> Shapes:
         """Return the canonical names and shapes."""
         if self.adapter is not None:
-            return halves(self._shape, self.adapter)
+            return halves_of(self._shape, self.adapter)
         return with_scale_tensors(self._weights, quantised) if self.float8 else self._weights
 
     def nbytes(self, dtype: str) -> int:
-        """Return the bytes of all tensors, quantised ones as they are sent, with their scales in float32."""
-
-        def dtype_of(name: str) -> str:
-            if self.float8 is None:
-                return dtype
-            return FLOAT8 if quantised(name) else "float32" if name.endswith(SCALES) else dtype
-
-        return sum(prod(shape) * ITEM_BYTES[dtype_of(name)] for name, shape in self.tensors().items())
+        """Return the bytes of all tensors, quantised ones as they are sent, with their scales."""
+        return sum(storage.nbytes for storage in self.whole(dtype).storages.values())
 
     def whole(self, dtype: str) -> RankLayout:
         """Return the layout of the whole payload on one rank, under the names that engines accept: Hugging Face's, or the halves'."""
         if self.adapter is None:
-            return self._scaled([self._family.hf_layout(self.hf, dtype)], there=True)[0]
-        return megatron.canonical_layout(self._shape, self.adapter, dtype)
+            return self._scaled(self._family.hf_layout(self.hf, dtype), there=True)
+        return halves.canonical_layout(self._shape, self.adapter, dtype)
 
     def glued(self) -> frozenset[str]:
         """Return the storages of `whole` that an engine accepts only together with the preceding storage."""
@@ -69,44 +62,38 @@ class Payload:
 
     def trainer(self, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
         """Return the layout of every trainer rank, from 0."""
-        if self.adapter is None:
-            return self._scaled(self._family.megatron_layouts(self.hf, parallel, dtype), there=False)
-        return megatron.rank_layouts(self._shape, self.adapter, parallel, dtype)
+        if (kind := self.adapter) is None:
+            return parallel.layouts(lambda rank: self.weights_of_trainer(parallel, rank, dtype))
+        return parallel.layouts(lambda rank: halves.rank_layout(self._shape, kind, parallel, rank, dtype))
 
     def weights_of_trainer(self, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
         """Return the layout of one trainer rank's weights."""
-        return self._scaled([self._family.megatron_layout(self.hf, parallel, rank, dtype)], there=False)[0]
+        return self._scaled(self._family.megatron_layout(self.hf, parallel, rank, dtype), there=False)
 
     def weights_of_engine(self, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
         """Return the layout of the weights of one rank of an engine."""
-        return self._scaled([self._family.sglang_layout(self.hf, parallel, rank, dtype)], there=True)[0]
+        return self._scaled(self._family.sglang_layout(self.hf, parallel, rank, dtype), there=True)
 
     def engines(self, parallel: EngineParallel, dtype: str, count: int = 1, first: int = 0) -> list[RankLayout]:
         """Return the layout of every rank of equal engines, numbered from `first`: parameters, or adapter memory."""
         if self.adapter is None:
-            return self._scaled(self._family.sglang_layouts(self.hf, parallel, dtype, count, first=first), there=True)
-        made = [sglang.memory_layout(self._shape, self.adapter, parallel, rank, dtype) for rank in range(parallel.world)]
-        return [made[at % parallel.world].at(first + at) for at in range(count * parallel.world)]
+            one = [self.weights_of_engine(parallel, rank, dtype) for rank in range(parallel.world)]
+        else:
+            one = [sglang.memory_layout(self._shape, self.adapter, parallel, rank, dtype) for rank in range(parallel.world)]
+        return [one[at % parallel.world].at(first + at) for at in range(count * parallel.world)]
 
     @cached_property
     def float8(self) -> Float8 | None:
         """How the weights are quantised for the transfer; None if they are not, or if an adapter is sent."""
         return None if self.adapter is not None else float8_of(self.hf)
 
-    def _scaled(self, layouts: list[RankLayout], *, there: bool) -> list[RankLayout]:
-        """Add scales to the layouts if the weights are quantised; layouts that share their storages still share them.
+    def _scaled(self, layout: RankLayout, *, there: bool) -> RankLayout:
+        """Add scales to a layout if the weights are quantised.
 
         Args:
             there: the weights on this side are float8, too.
         """
-        if self.float8 is None:
-            return layouts
-        made: dict[tuple[int, int], RankLayout] = {}
-        for layout in layouts:
-            key = id(layout.storages), id(layout.pieces)
-            if key not in made:
-                made[key] = with_scales(layout, self._weights, quantised, quantised=there)
-        return [made[id(layout.storages), id(layout.pieces)].at(layout.rank) for layout in layouts]
+        return layout if self.float8 is None else with_scales(layout, self._weights, quantised, quantised=there)
 
     @cached_property
     def _weights(self) -> Shapes:

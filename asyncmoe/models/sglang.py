@@ -7,6 +7,7 @@ runtime_context.py, the model classes).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 
 from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape, Shapes, layer_shapes
@@ -44,11 +45,9 @@ def sglang_layout(m: Shape, engine: EngineClass, parallel: EngineParallel, rank:
     top: Shapes = {"embed": (m.vocab, m.hidden), "head": (m.vocab, m.hidden), "final_norm": (m.hidden,)}
     builder = LayoutBuilder(rank, dtype)
     put_padded_rows(builder, top, "model.embed_tokens.weight", "embed", VOCAB_MULTIPLE, parallel.tp, rank)
-    layer: dict[bool, RankLayout] = {}
+    layer = cache(partial(_layer, m, engine, parallel, rank, dtype))
     for dense, run in m.runs(range(m.layers)):
-        if dense not in layer:
-            layer[dense] = _layer(m, engine, parallel, rank, dtype, dense)
-        builder.repeat(layer[dense], [(f"layers.{i}.", f"model.layers.{i}.") for i in run])
+        builder.repeat(layer(dense), [(f"layers.{i}.", f"model.layers.{i}.") for i in run])
     put_whole(builder, top, "model.norm.weight", "final_norm")
     if not (m.tied and engine.shares_tied_head):
         put_padded_rows(builder, top, "lm_head.weight", "embed" if m.tied else "head", VOCAB_MULTIPLE, parallel.tp, rank)

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.platform.file_store import open_store
 from asyncmoe.rpc.environment import RANKS_STORE
 
 T = TypeVar("T")
 _HOSTS: list[dist.ProcessGroup] = []
+"""The host group, once `start` has made it."""
 
 
 def join(backend: str, timeout: timedelta) -> None:
@@ -50,9 +50,7 @@ def stop() -> None:
 
 def total(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
     """Reduce all ranks' tensors of equal shape and dtype, by default to their sum; the result is on the device."""
-    result = tensor.to(device())
-    if result is tensor:
-        result = tensor.clone()
+    result = tensor.to(device(), copy=True)
     dist.all_reduce(result, op=operation)
     return result
 
@@ -83,20 +81,20 @@ def _added(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def everyones(mine: T) -> list[T]:
     """Return every rank's object, by rank. Objects must be picklable."""
     said = [mine] * dist.get_world_size()
-    dist.all_gather_object(said, mine, group=_host())
+    dist.all_gather_object(said, mine, group=_HOSTS[0])
     return said
 
 
 def gathered(mine: T) -> list[T] | None:
     """Return every rank's object, by rank, on rank 0; None elsewhere. Objects must be picklable."""
     found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, found, dst=0, group=_host())
+    dist.gather_object(mine, found, dst=0, group=_HOSTS[0])
     return found
 
 
 def barrier() -> None:
     """Wait for all ranks on the host; pending device work is not awaited."""
-    dist.barrier(group=_host())
+    dist.barrier(group=_HOSTS[0])
 
 
 def device() -> torch.device:
@@ -106,9 +104,3 @@ def device() -> torch.device:
 
 def _takes_host() -> bool:
     return "cpu:" in dist.get_backend_config()
-
-
-def _host() -> dist.ProcessGroup:
-    if not _HOSTS:
-        raise InvariantBroken("the host process group does not exist: call asyncmoe.trainer.model.mesh.start first")
-    return _HOSTS[0]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from asyncmoe.platform import megatron
@@ -16,11 +15,11 @@ megatron.prepare()
 from asyncmoe import checkpoints, models, storage  # noqa: E402  prepare the platform before anything imports Megatron
 from asyncmoe import config as configuration  # noqa: E402
 from asyncmoe.checkpoints import intact  # noqa: E402
+from asyncmoe.checkpoints.manifest import MANIFEST  # noqa: E402
 from asyncmoe.config import Config  # noqa: E402
 from asyncmoe.errors import AsyncmoeError, StorageError  # noqa: E402
 from asyncmoe.models import family_of  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
-from asyncmoe.models.lora.adapter import expanded  # noqa: E402
 from asyncmoe.process import WARNING, die_with_parent, leave, named, say  # noqa: E402
 from asyncmoe.trainer.lora.files import gathered  # noqa: E402
 from asyncmoe.trainer.lora.merge import merge  # noqa: E402
@@ -47,7 +46,7 @@ def export(config: Config, step: int, out: Path, form: str = "weights", dtype: s
     if dtype:
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"dtype": dtype, "precision": None})})
     place = mesh.start(config.trainer, config.run.seed)
-    if (fault := checkpoint_choice.agreed_fault(path, place)) is not None:
+    if (path / MANIFEST).exists() and (fault := checkpoint_choice.agreed_fault(path, place)) is not None:
         raise intact.refused(path, fault)
     built = gpt.build(models.hf_config_of(config), config, place)
     checkpoint.load(path, config, built, None)
@@ -78,14 +77,14 @@ def write_adapter(built: Model, origin: Path, out: Path, gatherer: Gatherer) -> 
     """
     assert built.adapter is not None
     shape, kind = family_of(built.hf).shape_of(built.hf), built.adapter
-    peft.check_expressible(shape, replace(kind, experts="per_expert"))
+    peft.check_expressible(shape, kind)
     whole = gathered(built, gatherer)
     if whole is None:
         return
     writing = unfinished(out)
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
-    peft.write(writing, peft.to_peft(shape, expanded(shape, whole), str(origin)))
+    peft.write(writing, peft.to_peft(shape, whole, str(origin)))
     writing.rename(out)
 
 

@@ -14,7 +14,7 @@ from asyncmoe.config.trainer import MegatronSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
-from asyncmoe.platform.kernels import Kernels, release
+from asyncmoe.platform.kernels import Kernels
 from asyncmoe.trainer.model import switches
 from asyncmoe.trainer.model.gpu_settings import GpuSettings
 from asyncmoe.trainer.model.mesh import Mesh
@@ -38,12 +38,11 @@ MACHINES = {
     "no GPU": NOTHING,
     "bare": BARE,
     "Volta": replace(BARE, capability=(7, 0)),
-    "apex": replace(BARE, apex=True),
     "old engine": replace(BARE, transformer_engine=(1, 13)),
     "engine 2.1": replace(BARE, transformer_engine=(2, 1)),
     "Ampere": replace(ENGINE, capability=(8, 0)),
     "engine": ENGINE,
-    "all": replace(ENGINE, apex=True, deep_ep=True),
+    "all": replace(ENGINE, deep_ep=True),
 }
 PLAIN = RunFeatures(4, 4, (2048, 768), False, True, False, False, False, True, 1)
 RUNS = {
@@ -108,7 +107,7 @@ def test_what_cannot_be_is_off(machine: str, run: str, name: str) -> None:
 def test_experts_are_grouped_by_whoever_can() -> None:
     who = {machine: decide(AUTO, kernels, PLAIN).experts for machine, kernels in MACHINES.items()}
     assert who["engine"] == who["engine 2.1"] == who["all"] == "transformer_engine"
-    assert who["bare"] == who["apex"] == who["old engine"] == "torch"
+    assert who["bare"] == who["old engine"] == "torch"
     assert who["no GPU"] == who["Volta"] == "sequential"
     assert decide(AUTO, BARE, RUNS["adapters"]).experts == "torch"
     assert decide(AUTO, BARE, RUNS["float32"]).experts == "sequential"
@@ -161,11 +160,6 @@ def test_every_combination_is_decided_or_refused() -> None:
         found = on.experts != "sequential" if name == "moe_grouped_gemm" else getattr(on, name)
         assert value is None or found == value
         assert not (run.keeps_routing and on.moe_router_fusion)
-
-
-def test_versions() -> None:
-    assert release("2.20.2+cu13") == (2, 20, 2)
-    assert release("2.7.0.dev1") == (2, 7, 0)
 
 
 def test_switches_have_megatrons_names() -> None:

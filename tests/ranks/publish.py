@@ -124,7 +124,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
                 faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))
                 Faulty.fault = kind if faulty == rank else None
                 if Faulty.fault == "killed" and config.sync.method == "disk":
-                    hf_files.write_index = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+                    hf_files.copy_texts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
                 gpt.load_hf(built, Path(path))
                 if halves := job.get("halves", {}).get(str(version)):
                     canonical.write(built, torch.load(halves))

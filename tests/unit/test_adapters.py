@@ -1,20 +1,20 @@
-"""An adapter's names and shapes, and the form engines take it in."""
+"""An adapter's names and shapes, and the forms engines take and hold it in."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncmoe.errors import UserError
 from asyncmoe.models.attention import Grouped
 from asyncmoe.models.lora import adapter as adapters
-from asyncmoe.models.lora.adapter import ATTENTION, Adapter, Kind
+from asyncmoe.models.lora.adapter import ATTENTION, Kind
+from asyncmoe.models.lora.sglang import memory_layout
+from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape
-from tests.unit.adapters import LATENT, half, random_adapter, shape
+from tests.unit.adapters import LATENT, copied, half, random_adapter, shape
 from tests.unit.example_counts import examples
 
 SHAPES = st.builds(
@@ -89,33 +89,6 @@ def test_what_engines_are_given_holds_every_half_in_its_place(model, seed) -> No
                     assert np.array_equal(value, expected)
 
 
-@given(MODELS, st.integers(0, 99))
-@settings(max_examples=examples(50), deadline=None)
-def test_sharing_is_undone_and_found_again(model, seed) -> None:  # type: ignore[no-untyped-def]
-    m, kind = model
-    adapter = random_adapter(m, kind, seed)
-    own = adapters.expanded(m, adapter)
-    own.check(m)
-    assert own.kind.experts == "per_expert"
-    for pair in adapters.pairs(m, own.kind):
-        assert np.array_equal(
-            own.values[pair.a], half(adapter, pair.layer, pair.expert, pair.target, "a", pair.place if pair.expert is None else "")
-        )
-        assert np.array_equal(
-            own.values[pair.b], half(adapter, pair.layer, pair.expert, pair.target, "b", pair.place if pair.expert is None else "")
-        )
-    if kind.experts == "shared_outer":
-        again = adapters.shared(m, own)
-        assert again.kind == kind
-        assert {name: value.tobytes() for name, value in again.values.items()} == {n: v.tobytes() for n, v in adapter.values.items()}
-
-
-def test_experts_that_differ_cannot_share() -> None:
-    m, kind = shape(), Kind(("q_proj", "up_proj"), 2, 4.0)
-    with pytest.raises(UserError, match=r"layers\.0\.experts\.1\.up_proj\.a: got values of its own, .*; set lora\.experts to per_expert"):
-        adapters.shared(m, random_adapter(m, kind, 0))
-
-
 def test_a_stack_is_never_given_in_part() -> None:
     assert adapters.served_targets(Kind(("v_proj",), 1, 1.0)) == ("q_proj", "k_proj", "v_proj")
     assert adapters.served_targets(Kind(("o_proj",), 1, 1.0)) == ("o_proj",)
@@ -123,26 +96,19 @@ def test_a_stack_is_never_given_in_part() -> None:
     assert adapters.served_targets(Kind(("down_proj", "o_proj"), 1, 1.0)) == ("o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@pytest.mark.parametrize(
-    ("changes", "dtype", "match"),
-    [
-        ({"layers.1.q_proj.b": None}, "float32", r"layers\.1\.q_proj\.b: got nothing"),
-        ({"layers.2.q_proj.b": np.zeros((16, 2), np.float32)}, "float32", r"got layers\.2\.q_proj\.b"),
-        ({"layers.1.q_proj.b": np.zeros((16, 3), np.float32)}, "float32", r"layers\.1\.q_proj\.b: got float32 \(16, 3\)"),
-        ({}, "int8", "got int8"),
-        ({}, "float16", "got float32 .*, expected float16"),
-    ],
-)
-def test_what_is_wrong_is_said_by_name(changes: dict[str, np.ndarray | None], dtype: str, match: str) -> None:
-    m, kind = shape(), Kind(("q_proj", "up_proj"), 2, 4.0)
-    values = {name: value for name, value in {**random_adapter(m, kind, 0).values, **changes}.items() if value is not None}
-    with pytest.raises(UserError, match=match):
-        Adapter(kind, dtype, values).check(m)
-    with pytest.raises(UserError, match="adapter's targets: got q_proj"):
-        Adapter(kind, "float32", values).check(shape(attention=LATENT))
-
-
-def test_an_adapter_that_engines_cannot_hold_is_refused() -> None:
-    adapters.check_rank(Kind(("q_proj",), 2, 4.0), 2)
-    with pytest.raises(UserError, match="adapter's rank: got 2"):
-        adapters.check_rank(Kind(("q_proj",), 2, 4.0), 1)
+@given(MODELS, st.sampled_from([EngineParallel(), EngineParallel(tp=2), EngineParallel(tp=2, ep=2), EngineParallel(tp=4)]))
+@settings(max_examples=examples(50), deadline=None)
+def test_the_ranks_of_an_engine_hold_every_element_of_a_half(model, parallel) -> None:  # type: ignore[no-untyped-def]
+    m, kind = model
+    if (m.experts and (m.experts % parallel.ep or m.expert_width % parallel.moe_tp)) or (m.dense_layers and m.dense_width % parallel.tp):
+        return
+    held = {name: np.zeros(size, int) for name, size in adapters.halves(m, kind).items()}
+    for rank in range(parallel.world):
+        layout = memory_layout(m, kind, parallel, rank, "float32")
+        # As a destination it is whole: every element of every storage is written.
+        assert all(np.isfinite(value).all() for value in copied(layout, random_adapter(m, kind, 0), fill=np.nan).values())
+        for piece in layout.pieces:
+            if piece.tensor in held:
+                box = tuple(slice(start, start + extent) for start, extent in zip(piece.box.start, piece.box.extent, strict=True))
+                held[piece.tensor][box] += 1
+    assert all(count.min() >= 1 for count in held.values())

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.checkpoints.boxes import boxes
+from asyncmoe.platform.megatron.state_boxes import boxes
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

@@ -146,13 +146,6 @@ def test_what_is_kept_does_not_depend_on_when_it_is_asked(steps: list[int], keep
     assert not every or {step // every for step in left} >= {step // every for step in steps if step >= every}
 
 
-def test_old_checkpoints_are_deleted_and_every_nth_stays(tmp_path: Path) -> None:
-    for step in range(0, 260, 20):
-        saved(tmp_path, step, keep=2, keep_every=50, files={"x": b"1"})
-    assert [directories.step_of(path.name) for path in directories.complete(tmp_path)] == [60, 100, 160, 200, 220, 240]
-    assert {path.suffix for path in (tmp_path / "checkpoints").iterdir()} == {""}
-
-
 def test_what_is_not_a_complete_checkpoint_is_none(tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     for name in ("step-00000009.writing", "step-00000009.deleting", "step-00000009.damaged", "step-9", "step-0000001x", "notes"):

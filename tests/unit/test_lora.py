@@ -15,10 +15,10 @@ from reshard_ranks import blank, filled, numbered
 from asyncmoe import config
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError
+from asyncmoe.launch import local
 from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves, kind_of
-from asyncmoe.models.lora.halves import Half, check, layer_halves
-from asyncmoe.models.lora.megatron import canonical_layout, rank_layouts
+from asyncmoe.models.lora.halves import Half, canonical_layout, check, layer_halves, rank_layout
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard import plan
 from asyncmoe.trainer.lora import values
@@ -43,11 +43,7 @@ CASES = {
 cases = pytest.mark.parametrize(("m", "kind"), CASES.values(), ids=CASES)
 
 
-def section_of(**values: Any) -> LoraSection:
-    """As the configuration parses it."""
-
-    base = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    return config.parse({**base, "lora": values}).lora
+BASE: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
 
 
 @pytest.mark.parametrize(
@@ -58,29 +54,29 @@ def section_of(**values: Any) -> LoraSection:
         ({"targets": "q_proj"}, r"lora\.targets: got 'q_proj'"),
         ({"targets": ["q_proj", "q_proj"]}, r"lora\.targets: got q_proj twice"),
         ({"targets": ["q_proj"], "experts": "shared_outer"}, r"lora\.experts: got shared_outer"),
-        ({"rank": 0}, r"lora\.rank: got 0"),
-        ({"alpha": 0}, r"lora\.alpha: got 0"),
     ],
 )
 def test_what_cannot_be_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        section_of(**values)
+        config.parse({**BASE, "lora": values})
 
 
-@pytest.mark.parametrize(
-    ("section", "shape", "said"),
-    [
-        (LoraSection(rank=2, experts="shared_outer"), DENSE, r"lora\.experts: got shared_outer"),
-        (LoraSection(rank=5), MOE, r"lora\.rank: got 5, expected at most 4, the smaller side of [kg]"),
-        (LoraSection(rank=9, targets=("q_proj",)), MOE, r"lora\.rank: got 9, expected at most 8, the smaller side of q_proj"),
-        (LoraSection(rank=6), LATENT_MOE, r"lora\.rank: got 6, expected at most 5, the smaller side of kv_b_proj"),
-    ],
-)
-def test_what_the_model_cannot_have_is_refused(section: LoraSection, shape: Shape, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        check(kind_of(section, shape), shape)
-    check(kind_of(section.model_copy(update={"rank": 1, "experts": "per_expert"}), shape), shape)
-    assert kind_of(LoraSection(), shape).targets == shape.adapters
+def test_experts_that_there_are_not_share_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"lora\.experts: got shared_outer"):
+        check(kind_of(LoraSection(rank=2, experts="shared_outer"), DENSE), DENSE)
+    for shape in (DENSE, MOE, LATENT_MOE):
+        check(kind_of(LoraSection(), shape), shape)
+        assert kind_of(LoraSection(), shape).targets == shape.adapters
+
+
+def test_a_rank_that_engines_keep_no_memory_for_is_refused() -> None:
+    def check_with(limit: str) -> None:
+        given = {**BASE, "train": "lora", "lora": {"rank": 3}, "engines": {"args": ["--max-lora-rank", limit]}}
+        local._check_adapter(config.parse(given), SMALL)
+
+    check_with("3")
+    with pytest.raises(ConfigError, match=r"lora\.rank: got 3, expected at most 2"):
+        check_with("2")
 
 
 def grids() -> Iterator[MegatronParallel]:
@@ -97,7 +93,7 @@ def test_out_to_every_rank_and_back(m: Shape, kind: Kind) -> None:
     whole = canonical_layout(m, kind, "int32")
     seen = 0
     for grid in grids():
-        ranks = rank_layouts(m, kind, grid, "int32")
+        ranks = [rank_layout(m, kind, grid, rank, "int32") for rank in range(grid.world)]
         held = {one.rank: blank(one) for one in ranks}
         carry_out(plan(tensors, [whole.at(0)], ranks), {0: filled(whole, given)}, held)
         back = blank(whole)

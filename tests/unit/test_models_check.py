@@ -35,7 +35,6 @@ def config(trainer: dict[str, int] | None = None, engines: dict[str, int] | None
         ({}, {}),
         ({"ranks": 8, "tp": 2, "pp": 2, "ep": 4}, {"tp": 4, "ep": 2}),
         ({"ranks": 3, "pp": 3, "first_stage_layers": 1, "last_stage_layers": 2}, {}),
-        ({"ranks": 2, "pp": 2, "vpp": 2}, {}),
         ({"ranks": 4, "pp": 4}, {"tp": 8, "ep": 8}),  # more engine ranks than key heads
     ],
 )

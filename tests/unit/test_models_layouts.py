@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import MODELS, QWEN3, QWEN3_MOE
+from model_cases import MODELS, QWEN3_MOE
 from reshard_ranks import filled, numbered
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel, family_of
-from asyncmoe.reshard import LocalTransport, buckets, exchange, plan
+from asyncmoe.reshard import LocalTransport, exchange, plan
 
-HF, DENSE = QWEN3_MOE, QWEN3
+HF = QWEN3_MOE
 FAMILY = family_of(HF)
-
-
-def variant(model: dict[str, Any] = HF, **changes: object) -> dict[str, Any]:
-    return {**model, **changes}
 
 
 GRIDS = [
@@ -235,10 +231,8 @@ def test_layers_of_stages_are_those_megatron_builds(of_megatron: list[Any]) -> N
     ("layers", "grid"),
     [
         (8, MegatronParallel(pp=3)),
-        (8, MegatronParallel(pp=2, vpp=3)),
         (8, MegatronParallel(pp=2, first_layers=3, last_layers=3)),
         (8, MegatronParallel(pp=2, first_layers=8)),
-        (8, MegatronParallel(pp=3, first_layers=3)),
         (8, MegatronParallel(pp=2, vpp=2, first_layers=5, last_layers=3)),
     ],
     ids=str,
@@ -249,7 +243,7 @@ def test_stages_that_cannot_be(layers: int, grid: MegatronParallel) -> None:
 
 
 @pytest.mark.parametrize(
-    "hf", [*MODELS.values(), variant(decoder_sparse_step=2, mlp_only_layers=[3])], ids=[*MODELS, "qwen3_moe-other-dense-layers"]
+    "hf", [*MODELS.values(), {**HF, "decoder_sparse_step": 2, "mlp_only_layers": [3]}], ids=[*MODELS, "qwen3_moe-other-dense-layers"]
 )
 def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, hf: dict[str, Any]) -> None:
     from safetensors import safe_open
@@ -263,24 +257,11 @@ def test_checkpoint_names_are_those_transformers_writes(tmp_path: Path, hf: dict
     assert {name: storage.shape for name, storage in family_of(saved).hf_layout(saved, "float32").storages.items()} == written
 
 
-def test_what_an_engine_takes_only_together_is_in_one_bucket() -> None:
-    """SGLang's loader puts q_a_proj and kv_a_proj_with_mqa into one parameter, and forgets half of it when a call has only one of them."""
-    hf = MODELS["deepseek"]
-    family = family_of(hf)
-    glued = family.glued(hf)
-    assert glued == {f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight" for i in range(4)}
-    made = buckets(family.hf_layout(hf, "bfloat16"), 1, glued)
-    assert {bucket.names for bucket in made if set(bucket.names) & glued} == {
-        tuple(f"model.layers.{i}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")) for i in range(4)
-    }
-    assert all(not family_of(other).glued(other) for name, other in MODELS.items() if name not in ("deepseek", "moonlight"))
-
-
 def test_megatron_config_builds_a_transformer_config() -> None:
     transformer, gpt = FAMILY.megatron_config(HF)
     assert transformer["moe_layer_freq"] == [1, 0, 1, 1]
     assert transformer["moe_router_pre_softmax"] is False
     assert gpt["rotary_base"] == 10000.0
-    newer = variant(rope_parameters={"rope_theta": 5e6, "rope_type": "default"})
+    newer = {**HF, "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}
     assert FAMILY.megatron_config(newer)[1]["rotary_base"] == 5e6
-    assert FAMILY.megatron_config(variant(norm_topk_prob=False))[0]["moe_router_pre_softmax"] is True
+    assert FAMILY.megatron_config({**HF, "norm_topk_prob": False})[0]["moe_router_pre_softmax"] is True

@@ -1,4 +1,4 @@
-"""Plans of models: exhaustive over small parallel sizes, against SGLang's own loader, and the properties at real sizes."""
+"""Layouts of all ranks, and plans of models at real sizes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import pytest
-from plan_steps import carry_out
-from recorded import cases, read
-from reshard_ranks import Arrays, blank, filled, numbered
 
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import Plan, plan
 from benchmarks.published import REAL
 
@@ -22,7 +19,6 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 4, "mlp_only_layers": [1],
 }  # fmt: skip
-ENGINES = [EngineParallel(1), EngineParallel(2), EngineParallel(2, 2), EngineParallel(4), EngineParallel(4, 2), EngineParallel(4, 4)]
 
 
 def small_trainers() -> Iterator[MegatronParallel]:
@@ -31,73 +27,25 @@ def small_trainers() -> Iterator[MegatronParallel]:
             yield MegatronParallel(tp, pp, ep, etp, dp, te)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=str)
-def test_every_small_trainer_to_every_small_engine(engine: EngineParallel) -> None:
-    family = family_of(SMALL)
-    tensors = family.tensors(SMALL)
-    values = numbered(tensors)
-    engines = family.sglang_layouts(SMALL, engine, "int32", engines=2, first=8)
-    expected = [filled(layout, values) for layout in engines]
-    wire = 4 * sum(piece.box.size for layout in engines for piece in layout.pieces if piece.tensor in tensors)
-    cases = 0
-    for trainer in small_trainers():
-        ranks = family.megatron_layouts(SMALL, trainer, "int32")
-        made = plan(tensors, ranks, engines)
-        got = {layout.rank: blank(layout) for layout in engines}
-        carry_out(made, {layout.rank: filled(layout, values) for layout in ranks}, got)
-        for layout, arrays in zip(engines, expected, strict=True):
-            for name, array in arrays.items():
-                np.testing.assert_array_equal(got[layout.rank][name], array, err_msg=f"{trainer} {name}")
-        assert made.wire_bytes == wire
-        cases += 1
-    assert cases == 80
-
-
-@pytest.mark.parametrize("te", [False, True])
-@pytest.mark.parametrize(("model", "case"), cases())
-def test_trainers_fill_engines_as_sglangs_loader_does(model: str, case: str, te: bool) -> None:
-    known = read(model, case)
-    family, layers = family_of(known.hf), known.hf["num_hidden_layers"]
-    tensors = family.tensors(known.hf)
-    values = numbered(tensors)
-    uneven = MegatronParallel(tp=2, pp=2, ep=2, dp=2, first_layers=layers - 1)
-    ranks = family.megatron_layouts(known.hf, MegatronParallel(tp=2, ep=4, etp=2, dp=4, te=True) if te else uneven, "int32")
-    engine = family.sglang_layouts(known.hf, known.engine, "int32", first=100)
-    got: dict[int, Arrays] = {layout.rank: blank(layout) for layout in engine}
-    carry_out(plan(tensors, ranks, engine), {layout.rank: filled(layout, values) for layout in ranks}, got)
-    on_disk = filled(family.hf_layout(known.hf, "int32"), values)
-    for rank in range(known.engine.world):
-        for name, array in known.loaded(rank, on_disk).items():
-            np.testing.assert_array_equal(got[100 + rank][name], array, err_msg=name)
-
-
 def test_layouts_of_all_ranks_are_those_of_each() -> None:
-    family, trainer, engine = family_of(SMALL), MegatronParallel(tp=2, pp=2, ep=2, etp=2, dp=4), EngineParallel(4, 2)
-    for rank, layout in enumerate(family.megatron_layouts(SMALL, trainer, "int32")):
-        alone = family.megatron_layout(SMALL, trainer, rank, "int32")
+    payload, trainer, engine = Payload(SMALL), MegatronParallel(tp=2, pp=2, ep=2, etp=2, dp=4), EngineParallel(4, 2)
+    for rank, layout in enumerate(payload.trainer(trainer, "int32")):
+        alone = payload.weights_of_trainer(trainer, rank, "int32")
         assert (layout.rank, dict(layout.storages), tuple(layout.pieces)) == (rank, dict(alone.storages), tuple(alone.pieces))
-    layouts = family.sglang_layouts(SMALL, engine, "int32", engines=2, first=16)
+    layouts = payload.engines(engine, "int32", 2, first=16)
     assert [layout.rank for layout in layouts] == list(range(16, 24))
     for i, layout in enumerate(layouts):
-        assert tuple(layout.pieces) == tuple(family.sglang_layout(SMALL, engine, i % 4, "int32").pieces)
+        assert tuple(layout.pieces) == tuple(payload.weights_of_engine(engine, i % 4, "int32").pieces)
     assert list(layouts[0].storages)[:3] == [
         "model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.self_attn.o_proj.weight",
     ]  # fmt: skip
 
 
-# ---------------------------------------------------------------- real sizes
-
-MORE = pytest.mark.thorough
 SIZES = [
-    pytest.param("Qwen3-30B-A3B", MegatronParallel(tp=2, pp=2, ep=8, dp=4), EngineParallel(2, 2), 4, marks=MORE),
     ("Qwen3-30B-A3B", MegatronParallel(tp=4, ep=4, etp=2, dp=4), EngineParallel(8, 2), 2),
     ("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=32, dp=32, te=True), EngineParallel(8, 8), 16),
-    pytest.param("Qwen3-235B-A22B", MegatronParallel(tp=4, pp=2, ep=8, etp=2, dp=32, te=True), EngineParallel(8, 2), 16, marks=MORE),
     ("DeepSeek-V3", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16),
-    pytest.param("Kimi-K2", MegatronParallel(tp=8, ep=64, dp=64, te=True), EngineParallel(16, 16), 16, marks=MORE),
-    pytest.param("Kimi-K2", MegatronParallel(tp=8, ep=32, etp=2, dp=64, te=True), EngineParallel(32, 8), 8, marks=MORE),
     ("Moonlight-16B-A3B", MegatronParallel(tp=2, ep=8, dp=8), EngineParallel(4, 4), 4),
-    pytest.param("GLM-4.5", MegatronParallel(tp=8, ep=32, dp=32, te=True), EngineParallel(8, 8), 16, marks=MORE),
     ("GLM-4.5-Air", MegatronParallel(tp=4, ep=16, dp=16), EngineParallel(8, 2), 8),
     ("Mixtral-8x22B", MegatronParallel(tp=4, ep=8, dp=16, te=True), EngineParallel(8), 8),
 ]
@@ -105,25 +53,21 @@ SIZES = [
 
 def planned(hf: Mapping[str, Any], trainer: MegatronParallel, engine: EngineParallel, engines: int, rank: int) -> Plan:
     """What a rank does: all layouts, then its own part of the plan, and the digest of the whole."""
-    family = family_of(hf)
-    layouts = family.sglang_layouts(hf, engine, "bfloat16", engines, first=trainer.world)
-    made = plan(family.tensors(hf), family.megatron_layouts(hf, trainer, "bfloat16"), layouts, ranks=[rank])
-    assert made.digest
-    return made
+    payload = Payload(hf)
+    layouts = payload.engines(engine, "bfloat16", engines, first=trainer.world)
+    return plan(payload.tensors(), payload.trainer(trainer, "bfloat16"), layouts, ranks=[rank])
 
 
 @pytest.mark.parametrize(("model", "trainer", "engine", "engines"), SIZES, ids=str)
 def test_real_sizes(model: str, trainer: MegatronParallel, engine: EngineParallel, engines: int) -> None:
     hf = REAL[model]
-    family = family_of(hf)
-    family.check(hf, trainer, engine)
+    family_of(hf).check(hf, trainer, engine)
     made = planned(hf, trainer, engine, engines, 1)
-    one = family.sglang_layouts(hf, engine, "bfloat16")
+    one = Payload(hf).engines(engine, "bfloat16")
     needed = [sum(storage.nbytes for storage in layout.storages.values()) for layout in one]
-    traffic = made.match.traffic()
     received = dict.fromkeys(range(trainer.world, trainer.world + engines * engine.tp), 0)
     sent = dict.fromkeys(range(trainer.world), 0)
-    for source, destination, nbytes in traffic.tolist():
+    for source, destination, nbytes in made.match.traffic().tolist():
         sent[source] += nbytes
         received[destination] += nbytes
     assert list(received.values()) == needed * engines  # nothing but its own bytes, each once (these vocabularies need no padding)

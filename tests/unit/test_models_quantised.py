@@ -78,12 +78,14 @@ def test_half_as_many_bytes_go_to_engines() -> None:
     assert bytes_of(without(QWEN)) - bytes_of(QWEN) == large - 4 * large // 128**2
 
 
-def test_scales_that_an_engine_takes_only_together_are_in_one_bucket() -> None:
-    """As the weights they belong to: SGLang's loader forgets half of a fused parameter's scales when a call has only one of them."""
+@pytest.mark.parametrize("more", [{}, {"quantization_config": float8.CONFIG}])
+def test_tensors_that_an_engine_takes_only_together_are_in_one_bucket(more: dict[str, Any]) -> None:
+    """SGLang's loader puts q_a_proj and kv_a_proj_with_mqa into one parameter, and forgets half of it, or of its scales, when a call has
+    only one of them."""
     sizes = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    payload = Payload({**families.sized(LARGE, "deepseek"), **sizes, "quantization_config": float8.CONFIG})
+    payload = Payload({**families.sized(LARGE, "deepseek"), **sizes, **more})
     made = {bucket.names for bucket in buckets(payload.whole("bfloat16"), 1, payload.glued())}
-    for end in ("weight", "weight_scale_inv"):
+    for end in ("weight", "weight_scale_inv") if more else ("weight",):
         pairs = {tuple(f"model.layers.{i}.self_attn.{name}.{end}" for name in ("q_a_proj", "kv_a_proj_with_mqa")) for i in range(2)}
         assert pairs <= made
 

@@ -7,7 +7,7 @@ import pytest
 from recorded import QUANTISED, Recorded, cases, read
 from reshard_ranks import Arrays, blank, filled, numbered
 
-from asyncmoe.models import EngineParallel, family_of
+from asyncmoe.models import family_of
 from asyncmoe.models.quantised import quantised
 from asyncmoe.models.shape import Shapes
 from asyncmoe.reshard import LocalTransport, RankLayout, exchange, plan
@@ -55,22 +55,3 @@ def test_engine_parameters_of_float8_and_their_scales_are_those_sglang_loads(mod
         assert {name for name, one in held.items() if one.dtype == FLOAT8} == {
             name for name, entry in known.parameters(rank).items() if entry["dtype"] == FLOAT8
         }
-
-
-@pytest.mark.parametrize(("model", "case"), cases())
-def test_ranks_are_where_sglang_has_them(model: str, case: str) -> None:
-    known = read(model, case)
-    engine = known.engine
-    for described in known.document["ranks"]:
-        rank, places = described["rank"], described["parallel"]
-        got = (rank, engine.ep_rank(rank), engine.moe_tp_rank(rank))
-        assert got == tuple(places[key] for key in ("tp_rank", "moe_ep_rank", "moe_tp_rank"))
-        assert engine.moe_tp == places["moe_tp_size"]
-
-
-def test_a_shared_output_layer_has_one_name() -> None:
-    """As `named_parameters`, which gives a parameter of two names under the first."""
-    known = read("tiny_qwen3_tied", "tp2")
-    assert known.document["ranks"][0]["params"]["lm_head.weight"]["alias_of"] == "model.embed_tokens.weight"
-    layout = family_of(known.hf).sglang_layout(known.hf, EngineParallel(2), 0, "bfloat16")
-    assert "lm_head.weight" not in layout.storages

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from asyncmoe.checkpoints import intact, manifest, overview
 from asyncmoe.config import Config, moved
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch import export
-from asyncmoe.models import origin, resume
+from asyncmoe.models import origin
 from tests.unit.model_cases import MODELS
 from tests.unit.test_checkpoints import flip, saved
 
@@ -101,6 +102,17 @@ def test_an_export_names_the_steps_there_are_and_what_is_damaged(tmp_path: Path)
     assert intact.fault(run / "checkpoints/step-00000003") is None
 
 
+def test_a_checkpoint_without_a_manifest_is_exported_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path / "a")
+    (saved(tmp_path / "a", 3) / manifest.MANIFEST).unlink()
+    monkeypatch.setattr(export, "trainer_command", Mock(side_effect=NotImplementedError))  # the exporting processes would start
+    with pytest.raises(NotImplementedError):
+        export.export(tmp_path / "a", tmp_path / "out")
+    assert "step-00000003 has no manifest.json" in capsys.readouterr().err
+
+
 def test_an_adapter_is_merged_into_the_weights_it_was_trained_on_only(tmp_path: Path) -> None:
     config = written(tmp_path / "a", train="lora")
     (tmp_path / "a" / "model").mkdir()
@@ -144,11 +156,11 @@ def test_a_resume_that_cannot_succeed_is_refused_before_a_process_starts(
         "dtype": "float32",
         "distributed_optimizer": sharded,
         **config.checkpoint_kind,
-        **resume.facts_of(config, QWEN),
+        **origin.facts_of(config, QWEN),
     }
     (path / "asyncmoe.json").write_text(json.dumps(facts))
     asked = configuration.parse({**values, **{key: {**values[key], **one} if key in values else one for key, one in overrides.items()}})
-    found = [str(error) for error in resume.differing(path, asked, {**QWEN, **changed})]
+    found = [str(error) for error in origin.differing_kind(asked, {**QWEN, **changed}, path)]
     assert len(found) == len(lines)
     assert all(said.startswith(line) for said, line in zip(found, lines, strict=True)), found
 

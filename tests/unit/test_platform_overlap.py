@@ -18,18 +18,17 @@ def asked_anew() -> Iterator[None]:
     overlap.obstacle.cache_clear()
 
 
-def test_with_another_sglang_or_none_the_schedule_is_off_and_the_log_says_so(
+def test_with_another_sglang_the_schedule_is_off_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "srt" / "managers" / "scheduler.py"
     file.parent.mkdir(parents=True)
     file.write_text("class Scheduler: ...")
-    for found in (None, SimpleNamespace(submodule_search_locations=[str(tmp_path)])):
-        overlap.obstacle.cache_clear()
-        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
-        assert overlap.checked(["--tp", "2"]) == ["--tp", "2", "--disable-overlap-schedule"]
-        assert capsys.readouterr().out.startswith("the overlap schedule is off: sglang")
-        assert overlap.checked(["--disable-overlap-schedule"]) == ["--disable-overlap-schedule"]
+    overlap.obstacle.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    assert overlap.checked(["--tp", "2"]) == ["--tp", "2", "--disable-overlap-schedule"]
+    assert capsys.readouterr().out.startswith("the overlap schedule is off: sglang")
+    assert overlap.checked(["--disable-overlap-schedule"]) == ["--disable-overlap-schedule"]
     module: Any = ModuleType("scheduler")
     overlap._mend(module)
     assert vars(module).get("Scheduler") is None, "nothing is patched"

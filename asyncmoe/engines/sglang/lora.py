@@ -10,7 +10,7 @@ from asyncmoe.engines.adapters import NAME, SLOTS
 from asyncmoe.engines.sglang.client import SGLangClient
 from asyncmoe.engines.types import Sampling
 from asyncmoe.models.lora import peft
-from asyncmoe.models.lora.adapter import Kind, check_rank, served_config, served_shapes, served_targets
+from asyncmoe.models.lora.adapter import Kind, served_targets
 from asyncmoe.models.shape import Shape
 
 _IN_MEMORY = Path("/dev/shm")
@@ -22,16 +22,11 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
 
     Args:
         limit: highest rank the server reserves memory for; None: the rank of `kind`.
-
-    Raises:
-        UserError: the rank is above the limit.
     """
-    limit = kind.rank if limit is None else limit
-    check_rank(kind, limit)
     sharing = "" if kind.experts == "shared_outer" else "no-"
     return [
         "--enable-lora",
-        *(LIMIT, str(limit)),
+        *(LIMIT, str(limit or kind.rank)),
         *("--lora-target-modules", *served_targets(kind)),
         # Requests without an adapter occupy a slot too.
         *("--max-loras-per-batch", str(SLOTS)),
@@ -51,12 +46,6 @@ async def install(client: SGLangClient, m: Shape, kind: Kind, dtype: str, timeou
         EngineError, WaitTimeout: the engine refused or did not answer.
     """
     with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
-        blank(Path(folder), m, replace(kind, alpha=float(kind.rank)), dtype)
+        peft.write_blank(Path(folder), m, replace(kind, alpha=float(kind.rank)), dtype)
         await client.load_adapter(NAME, Path(folder), timeout_s, pinned=True)
     await client.generate((0,), Sampling(1.0, 1, ()), NAME, timeout_s, adapter=NAME)
-
-
-def blank(folder: Path, m: Shape, kind: Kind, dtype: str) -> Path:
-    """Write an adapter of zeros as `peft.write_served` does; its file takes no disk space, whatever its size. Returns `folder`."""
-    peft.write_blank(folder, served_config(kind), dtype, served_shapes(m, kind))
-    return folder

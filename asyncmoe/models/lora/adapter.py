@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from asyncmoe.config.lora import ATTENTION, MLP, TARGETS, LoraSection
-from asyncmoe.errors import UserError
 from asyncmoe.models.shape import Shape, Shapes, layer_shapes
 
 OUTER = {"gate_proj": "a", "up_proj": "a", "down_proj": "b"}
@@ -132,73 +130,17 @@ class Adapter:
     dtype: str
     values: Arrays
 
-    def check(self, m: Shape) -> None:
-        """Refuse values that do not match the kind and the model.
 
-        Raises:
-            UserError: names the first half that is missing, unexpected, or of a wrong shape or dtype.
-        """
-        if self.dtype not in DTYPES:
-            raise UserError("adapter's dtype", got=self.dtype, expected=" or ".join(DTYPES))
-        if other := [target for target in self.kind.targets if target not in m.adapters]:
-            raise UserError("adapter's targets", got=", ".join(other), expected=f"some of the model's {', '.join(m.adapters)}")
-        expected = halves(m, self.kind)
-        for name in self.values.keys() - expected.keys():
-            raise UserError("adapter", got=name, expected=f"halves of a model of {_sizes(m)} for {', '.join(self.kind.targets)} only")
-        for name, shape in expected.items():
-            if name not in self.values:
-                raise UserError(f"adapter's {name}", got="nothing", expected=f"{self.dtype} {shape}")
-            value = self.values[name]
-            if value.shape != shape or value.dtype != DTYPES[self.dtype]:
-                got = f"{value.dtype} {value.shape}"
-                raise UserError(f"adapter's {name}", got=got, expected=f"{DTYPES[self.dtype]} {shape}", hint=f"the model has {_sizes(m)}")
-
-    @cached_property
-    def bytes(self) -> int:
-        return sum(value.nbytes for value in self.values.values())
-
-
-def check_rank(kind: Kind, limit: int) -> None:
-    """Refuse an adapter that does not fit into the engines' adapter memory.
-
-    Args:
-        limit: the engines' --max-lora-rank.
-
-    Raises:
-        UserError: the rank exceeds the limit.
-    """
-    if kind.rank > limit:
-        hint = "take an adapter of a smaller rank, or raise the engines' --max-lora-rank"
-        raise UserError("adapter's rank", got=kind.rank, expected=f"at most the engines' {limit}", hint=hint)
-
-
-def expanded(m: Shape, adapter: Adapter) -> Adapter:
-    """Return an equivalent adapter whose experts share no halves; shared arrays are referenced repeatedly, not copied."""
-    kind = Kind(adapter.kind.targets, adapter.kind.rank, adapter.kind.alpha, "per_expert")
-    own = zip(pairs(m, adapter.kind), pairs(m, kind), strict=True)
-    return Adapter(kind, adapter.dtype, {to: adapter.values[name] for old, new in own for name, to in ((old.a, new.a), (old.b, new.b))})
-
-
-def shared(m: Shape, adapter: Adapter) -> Adapter:
-    """Return an equivalent adapter with shared outer halves, the inverse of `expanded`.
-
-    Raises:
-        UserError: experts of one layer differ in a half that they would share.
-    """
-    kind = Kind(adapter.kind.targets, adapter.kind.rank, adapter.kind.alpha, "shared_outer")
-    found: dict[str, np.ndarray] = {}
-    for old, new in zip(pairs(m, adapter.kind), pairs(m, kind), strict=True):
-        for name, to in ((old.a, new.a), (old.b, new.b)):
-            value = adapter.values[name]
-            if not np.array_equal(found.setdefault(to, value), value):
-                hint = "set lora.experts to per_expert"
-                raise UserError(
-                    f"adapter's {name}", got="values of its own", expected=f"those of the layer's other experts ({to})", hint=hint
-                )
-    return Adapter(kind, adapter.dtype, found)
-
-
-_STACKS = (frozenset(("q_proj", "k_proj", "v_proj")), frozenset(("q_a_proj", "kv_a_proj_with_mqa")), frozenset(MLP))
+STACKS: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "q_b_proj": ("q_b_proj",),
+    "kv_b_proj": ("kv_b_proj",),
+    "o_proj": ("o_proj",),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+"""SGLang's modules and the linear layers that each stacks."""
 
 
 def served_targets(kind: Kind) -> tuple[str, ...]:
@@ -208,17 +150,14 @@ def served_targets(kind: Kind) -> tuple[str, ...]:
     stack is missing (`LoRAAdapter.normalize_qkv_proj`, `get_target_module_name`). It adapts experts only if all three of their layers are
     targets (`LoRAManager.init_lora_modules`).
     """
-    wanted = set(kind.targets).union(*(stack for stack in _STACKS if stack & set(kind.targets)))
+    wanted = {target for stack in (*STACKS.values(), MLP) for target in stack if set(stack) & set(kind.targets)}
     return tuple(target for target in TARGETS if target in wanted)
 
 
-def served_name(layer: int, target: str, half: str = "", place: Place = "") -> str:
-    """Return the name of a tensor, by whose words SGLang recognizes it; without a target, the prefix of all names of the layer."""
-    front = f"base_model.model.model.layers.{layer}."
-    if not target:
-        return front
+def _served_name(layer: int, target: str, half: str, place: Place) -> str:
+    """Return the name of a tensor, by whose words SGLang recognizes it."""
     inner = "self_attn" if target in ATTENTION else {"": "mlp", "shared": "mlp.shared_experts", "experts": "mlp.experts"}[place]
-    return f"{front}{inner}.{target}.lora_{half.upper()}.weight"
+    return f"base_model.model.model.layers.{layer}.{inner}.{target}.lora_{half.upper()}.weight"
 
 
 def served_shapes(m: Shape, kind: Kind) -> Shapes:
@@ -228,11 +167,8 @@ def served_shapes(m: Shape, kind: Kind) -> Shapes:
     A [experts, rank, in] and B [experts, out, rank], with 1 for `experts` if all share the half. SGLang accepts such
     tensors for adapters of either kind, so a layer has six tensors instead of six per expert.
     """
-    found: Shapes = {}
-    layer_of = {dense: _served_layer(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
-    for layer in range(m.layers):
-        found |= {served_name(layer, *which): shape for which, shape in layer_of[layer in m.dense_layers].items()}
-    return found
+    of_layer = {dense: _served_layer(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
+    return {_served_name(i, *which): shape for i in range(m.layers) for which, shape in of_layer[i in m.dense_layers].items()}
 
 
 def _served_layer(m: Shape, kind: Kind, dense: bool) -> dict[tuple[str, str, Place], tuple[int, ...]]:
@@ -247,16 +183,11 @@ def _served_layer(m: Shape, kind: Kind, dense: bool) -> dict[tuple[str, str, Pla
 
 
 def served(m: Shape, adapter: Adapter) -> dict[str, np.ndarray]:
-    """Return the tensors of `served_shapes`; targets that the adapter does not have are zero.
-
-    Raises:
-        UserError: see `Adapter.check`.
-    """
-    adapter.check(m)
+    """Return the tensors of `served_shapes`; targets that the adapter does not have are zero."""
     found = {name: np.zeros(shape, DTYPES[adapter.dtype]) for name, shape in served_shapes(m, adapter.kind).items()}
     for pair in pairs(m, adapter.kind):
         for half, name in (("a", pair.a), ("b", pair.b)):
-            stack = found[served_name(pair.layer, pair.target, half, pair.place)]
+            stack = found[_served_name(pair.layer, pair.target, half, pair.place)]
             if pair.expert is None:
                 stack[...] = adapter.values[name]
             elif len(stack) > 1 or pair.expert == 0:
@@ -277,8 +208,3 @@ def _linears(m: Shape, kind: Kind, dense: bool) -> list[tuple[Place, int | None,
     ]
     each = [(target, sizes(m, target, dense, place)) for place, target in at if place == "experts"]
     return found + [("experts", expert, target, size) for expert in range(m.experts) for target, size in each]
-
-
-def _sizes(m: Shape) -> str:
-    experts = f", {m.experts} experts of width {m.expert_width}" if m.experts else ""
-    return f"{m.layers} layers, hidden size {m.hidden}{experts}"

@@ -1,4 +1,4 @@
-"""The halves of pairs in a layer, and their sharding over ranks.
+"""The halves of pairs in a layer, their sharding over the trainer's ranks, and the layouts of a rank's halves and of all of them.
 
 A linear layer of Megatron is sharded by output (column-parallel: q, k, v, up-projections of latent attention, gate, up), by input
 (row-parallel: o, down) or not at all (down-projections of latent attention), and so is its pair: the half on the sharded side is sharded,
@@ -18,13 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.models.lora.adapter import Kind, Place, places, sizes
+from asyncmoe.models.lora.adapter import Kind, Place, halves, places, sizes
+from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
 from asyncmoe.models.shards import shard, span
+from asyncmoe.reshard.layout import Box, LayoutBuilder, RankLayout, whole
 
 PREFIX = "adapters."
 """Prefix of adapter parameter names in a model chunk."""
@@ -125,16 +128,6 @@ def check(kind: Kind, m: Shape) -> None:
         raise ConfigError("lora.targets", got=", ".join(refused), expected=expected, hint="take the others out")
     if kind.experts == "shared_outer" and len(m.dense_layers) == m.layers:
         raise ConfigError("lora.experts", got="shared_outer", expected="per_expert as the model has no experts", hint="leave it out")
-    for dense in sorted({layer in m.dense_layers for layer in range(m.layers)}):
-        for projection in kind.targets:
-            least = min(size for place in places(m, projection, dense) for size in sizes(m, projection, dense, place))
-            if kind.rank > least:
-                raise ConfigError(
-                    "lora.rank",
-                    got=kind.rank,
-                    expected=f"at most {least}, the smaller side of {projection} (a pair of a higher rank adds nothing)",
-                    hint="lower it, or take the layer out of lora.targets",
-                )
 
 
 def layer_halves(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dense: bool) -> tuple[Half, ...]:
@@ -169,3 +162,37 @@ def _spread(half: Half, group: Literal["tp", "etp"], parts: int, index: int) -> 
         return replace(half, partial=group if parts > 1 else None, counted=index == 0)
     shard(half.whole[half.axis], parts, index)
     return replace(half, parts=parts, index=index)
+
+
+def canonical_layout(m: Shape, kind: Kind, dtype: str) -> RankLayout:
+    """Return the layout of the whole adapter on rank 0: a storage for each half, under its name."""
+    builder = LayoutBuilder(0, dtype)
+    for name, shape in halves(m, kind).items():
+        builder.stack(name, [(name, whole(shape))])
+    return builder.build()
+
+
+def rank_layout(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dtype: str) -> RankLayout:
+    """Return the layout of a trainer rank's parameters, by the names of `asyncmoe.trainer.lora.attach.parameters`.
+
+    Raises:
+        ConfigError: the parallel sizes do not divide the model.
+    """
+    builder = LayoutBuilder(rank, dtype)
+    layer = cache(lambda dense: _layer(layer_halves(m, kind, parallel, rank, dense), rank, dtype))
+    for chunk, layers in enumerate(parallel.chunk_layers(m.layers, rank)):
+        front = chunk_prefix(chunk, parallel.vpp) + PREFIX
+        for dense, run in m.runs(layers):
+            builder.repeat(layer(dense), [(f"layers.{i}.", f"{front}{i - layers.start}.") for i in run])
+    return builder.build()
+
+
+def _layer(held: tuple[Half, ...], rank: int, dtype: str) -> RankLayout:
+    builder = LayoutBuilder(rank, dtype)
+    for half in held:
+        rows, columns = half.box
+        box = Box((rows.start, columns.start), half.part)
+        corner = (0, 0)
+        parts = [(name, box, corner if half.experts is None else (at, *corner)) for at, name in enumerate(half.canonical)]
+        builder.place(f"{half.linear}.{half.name}", half.shape, parts)
+    return builder.build()

@@ -30,38 +30,25 @@ from safetensors import SafetensorError
 
 from asyncmoe.config.lora import ATTENTION, MLP, TARGETS
 from asyncmoe.errors import DataError, UserError, together
-from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, Pair, check_rank, pairs, served, served_config, shared
-from asyncmoe.models.shape import Shape, Shapes
+from asyncmoe.models.lora.adapter import DTYPES, Adapter, Arrays, Kind, Pair, halves, pairs, served, served_config, served_shapes
+from asyncmoe.models.shape import Shape
 from asyncmoe.storage import share
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 _raw: Any = safetensors
 """The functions of safetensors on bytes, which have no type hints."""
 _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_NAME = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
-_INNER = re.compile(rf"(?:self_attn|mlp|mlp\.(shared)_experts)\.({'|'.join(TARGETS)})")
-_STACKED = ("mlp.experts.base_layer", "mlp.experts")
-_PLAIN = {
-    "bias": "none",
-    "use_dora": False,
-    "use_rslora": False,
-    "use_qalora": False,
-    "lora_bias": False,
-    "fan_in_fan_out": False,
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "layer_replication": None,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
-}
-"""Keys of PEFT's configuration that change the computation, with the only supported value of each."""
+_LAYERS = "base_model.model.model.layers."
+_NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
+_STACKED = re.compile(rf"{re.escape(_LAYERS)}(\d+)\.mlp\.experts(\.base_layer)?")
 _CONVERT = "save it with path_initial_model_for_weight_conversion of PEFT's save_pretrained, as an adapter of the unchanged weights"
 _UNDERSTOOD = frozenset({
     "peft_type", "r", "lora_alpha", "base_model_name_or_path", "init_lora_weights", "rank_pattern", "alpha_pattern", "target_parameters",
     "auto_mapping", "peft_version", "task_type", "revision", "inference_mode", "target_modules", "exclude_modules", "layers_pattern",
     "lora_dropout", "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying",
 })  # fmt: skip
-"""Keys that are read; and from the second line on those that change nothing: notes, training, and modules, which the tensors say."""
+"""Keys that are read; and from the second line on those that change nothing: notes, training, and modules, which the tensors say. Any other
+key that is set changes the computation, or may."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ class Files:
 
 
 def check_expressible(m: Shape, kind: Kind) -> None:
-    """Refuse a kind of adapter that PEFT cannot represent.
+    """Refuse a kind of adapter that PEFT cannot represent. Halves that experts share it can: every expert has its own copy there.
 
     Raises:
         UserError: names what PEFT can represent.
@@ -90,9 +77,6 @@ def check_expressible(m: Shape, kind: Kind) -> None:
         # PEFT 0.21.2 refuses gate_proj without up_proj, and without down_proj drops both with only a warning.
         got, expected = ", ".join(kind.targets), f"of {', '.join(MLP)} all three, or down_proj alone: PEFT has no others of experts"
         raise UserError("adapter's targets", got=got, expected=expected)
-    if of_experts and kind.experts == "shared_outer":
-        hint = "write adapter.expanded(...) instead, an equivalent adapter whose experts share no halves"
-        raise UserError("adapter's experts", got="shared_outer", expected="per_expert, as PEFT has no halves that experts share", hint=hint)
 
 
 def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
@@ -102,16 +86,15 @@ def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
         base: value of base_model_name_or_path.
 
     Raises:
-        UserError: see `check_expressible` and `Adapter.check`.
+        UserError: see `check_expressible`.
     """
     kind = adapter.kind
-    adapter.check(m)
     check_expressible(m, kind)
     tensors = {}
     for pair in pairs(m, kind):
         inner = _inner(m, pair)
         for half, name in (("A", pair.a), ("B", pair.b)):
-            tensors[f"base_model.model.model.layers.{pair.layer}.{inner}.lora_{half}.weight"] = adapter.values[name]
+            tensors[f"{_LAYERS}{pair.layer}.{inner}.lora_{half}.weight"] = adapter.values[name]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -121,7 +104,7 @@ def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
         "lora_dropout": 0.0,
         "target_modules": sorted({_inner(m, pair).rsplit(".", 1)[-1] for pair in pairs(m, kind)}),
         "inference_mode": True,
-        **_PLAIN,
+        "bias": "none",
     }
     if beside := _beside_experts(m, kind):
         config["target_parameters"] = beside
@@ -136,22 +119,36 @@ def from_peft(m: Shape, files: Files) -> Adapter:
     """
     check_features(files.config)
     values: dict[str, np.ndarray] = {}
+    known = {f"{_LAYERS}{pair.layer}.{_inner(m, pair)}": pair for pair in pairs(m, Kind(m.adapters, 1, 1.0))}
     for name, value in files.tensors.items():
-        match = _NAME.fullmatch(name)
-        if match is None:
-            raise _unknown(name)
-        layer, inner, half = f"layers.{match[1]}.", match[2], match[3].lower()
-        if inner in _STACKED:
-            values |= {layer + rest: part for rest, part in _unstacked(m, files.config, inner, half, name, value)}
+        module, half = match.groups() if (match := _NAME.fullmatch(name)) else ("", "")
+        if (pair := known.get(module)) is not None:
+            values[pair.a if half == "A" else pair.b] = value
+        elif (stacked := _STACKED.fullmatch(module)) is not None:
+            front, first = f"layers.{stacked[1]}.", stacked[2] is not None
+            values |= {front + rest: part for rest, part in _unstacked(m, files.config, first, half.lower(), name, value)}
         else:
-            values[f"{layer}{_canonical(m, inner, name)}.{half}"] = value
+            expected = f"one of {', '.join(m.adapters)} of its {m.layers} layers"
+            raise UserError(f"{name} in {MODEL}", got="a module that cannot have an adapter in this model", expected=expected)
     targets = tuple(target for target in TARGETS if any(name.split(".")[-2] == target for name in values))
-    if not targets:
-        raise UserError(MODEL, got="no tensors", expected="an adapter")
     kind = Kind(targets, files.config["r"], files.config["lora_alpha"])
-    adapter = Adapter(kind, files.dtype, {name: np.ascontiguousarray(value) for name, value in values.items()})
-    adapter.check(m)
-    return adapter
+    _check_halves(m, kind, values)
+    return Adapter(kind, files.dtype, {name: np.ascontiguousarray(value) for name, value in values.items()})
+
+
+def _check_halves(m: Shape, kind: Kind, values: Arrays) -> None:
+    """Refuse halves that do not match the model.
+
+    Raises:
+        UserError: names the first that is missing, unexpected, or of a wrong shape.
+    """
+    expected = halves(m, kind)
+    for name in [*expected, *(values.keys() - expected.keys())]:
+        got, wanted = values[name].shape if name in values else "nothing", expected.get(name, "nothing")
+        if got != wanted:
+            experts = f", {m.experts} experts of width {m.expert_width}" if m.experts else ""
+            hint = f"the model has {m.layers} layers, hidden size {m.hidden}{experts}"
+            raise UserError(f"adapter's {name}", got=got, expected=wanted, hint=hint)
 
 
 def _beside_experts(m: Shape, kind: Kind) -> list[str]:
@@ -171,31 +168,16 @@ def _inner(m: Shape, pair: Pair) -> str:
     return f"{owner}.{pair.target}"
 
 
-def _canonical(m: Shape, inner: str, name: str) -> str:
-    """Return the canonical name of a module without the half; the inverse of `_inner`.
-
-    Raises:
-        UserError: a module that cannot have an adapter.
-    """
-    experts, *names = m.expert_names
-    if found := re.fullmatch(rf"{re.escape(experts)}\.(\d+)\.({'|'.join(names)})", inner):
-        return f"experts.{found[1]}.{MLP[names.index(found[2])]}"
-    if found := _INNER.fullmatch(inner):
-        return f"{found[1]}.{found[2]}" if found[1] else found[2]
-    raise _unknown(name)
-
-
-def start_from(path: Path, m: Shape, kind: Kind, base: str, limit: int) -> Adapter:
+def start_from(path: Path, m: Shape, kind: Kind, base: str) -> Adapter:
     """Read an adapter from which training starts.
 
     Args:
         kind: the kind of adapter to train.
         base: path or name of the base model; only the last component is compared.
-        limit: the engines' --max-lora-rank.
 
     Raises:
         DataError: files are missing or damaged.
-        UserError: the adapter has a different kind, shape or base model, or exceeds the engines' rank limit.
+        UserError: the adapter has a different kind, shape or base model.
     """
     files = read(path)
     named = files.config.get("base_model_name_or_path")
@@ -208,8 +190,26 @@ def start_from(path: Path, m: Shape, kind: Kind, base: str, limit: int) -> Adapt
         if got != wanted:
             shown = ", ".join(got) if key == "targets" else got
             raise UserError(f"{key} of the adapter in {path}", got=shown, expected=wanted, hint=f"set lora.{key} to {shown}")
-    check_rank(kind, limit)
     return shared(m, adapter) if kind.experts == "shared_outer" else adapter
+
+
+def shared(m: Shape, adapter: Adapter) -> Adapter:
+    """Return an equivalent of an adapter `per_expert` with shared outer halves.
+
+    Raises:
+        UserError: experts of one layer differ in a half that they would share.
+    """
+    kind = Kind(adapter.kind.targets, adapter.kind.rank, adapter.kind.alpha, "shared_outer")
+    found: dict[str, np.ndarray] = {}
+    for old, new in zip(pairs(m, adapter.kind), pairs(m, kind), strict=True):
+        for name, to in ((old.a, new.a), (old.b, new.b)):
+            value = adapter.values[name]
+            if not np.array_equal(found.setdefault(to, value), value):
+                hint = "set lora.experts to per_expert"
+                raise UserError(
+                    f"adapter's {name}", got="values of its own", expected=f"those of the layer's other experts ({to})", hint=hint
+                )
+    return Adapter(kind, adapter.dtype, found)
 
 
 def write(path: Path, files: Files) -> None:
@@ -228,24 +228,20 @@ def write(path: Path, files: Files) -> None:
 def write_served(path: Path, m: Shape, adapter: Adapter) -> Path:
     """Write an adapter in the form that engines load (`adapter.served`), which is not PEFT's, into the existing directory `path`.
 
-    Measured in /dev/shm (37 MiB in float32, 112 tensors): 0.02 s to write and 0.02 s to load, against 0.3 s and 1 s for
-    `asyncmoe.engines.sglang.lora.message`.
-
-    Raises:
-        UserError: see `Adapter.check`.
+    Measured in /dev/shm (37 MiB in float32, 112 tensors): 0.02 s to write and 0.02 s to load.
     """
     write(path, Files(served_config(adapter.kind), adapter.dtype, served(m, adapter)))
     return path
 
 
-def write_blank(path: Path, config: Mapping[str, Any], dtype: str, shapes: Shapes) -> None:
-    """Write an adapter of zeros as `write` does; the tensor file has a header followed by a hole.
+def write_blank(path: Path, m: Shape, kind: Kind, dtype: str) -> None:
+    """Write an adapter of zeros as `write_served` does; the tensor file has a header followed by a hole, which takes no disk space.
 
     Source: the safetensors format, huggingface/safetensors README.md.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
+    for name, shape in served_shapes(m, kind).items():
         begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
         header[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -253,7 +249,7 @@ def write_blank(path: Path, config: Mapping[str, Any], dtype: str, shapes: Shape
     with (path / MODEL).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    (path / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
+    (path / CONFIG).write_text(json.dumps(served_config(kind), indent=2) + "\n")
 
 
 def read(path: Path) -> Files:
@@ -292,9 +288,9 @@ def check_features(config: Mapping[str, Any]) -> None:
         UserError: a line for each key, by name.
     """
     faults = [
-        UserError(f"{key} in {CONFIG}", got=value, expected=json.dumps(_PLAIN.get(key)))
+        UserError(f"{key} in {CONFIG}", got=value, expected="none" if key == "bias" else "false or null")
         for key, value in config.items()
-        if value and value != _PLAIN.get(key) and key not in _UNDERSTOOD
+        if value and key not in _UNDERSTOOD and (key, value) != ("bias", "none")
     ]
     if config.get("peft_type") != "LORA":
         faults.append(UserError(f"peft_type in {CONFIG}", got=config.get("peft_type"), expected="LORA"))
@@ -311,15 +307,19 @@ def check_features(config: Mapping[str, Any]) -> None:
 
 
 def _unstacked(
-    m: Shape, config: Mapping[str, Any], inner: str, half: str, name: str, value: np.ndarray
+    m: Shape, config: Mapping[str, Any], first: bool, half: str, name: str, value: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (canonical name within the layer, value) for each half in a tensor of the stacked form."""
+    """Yield (canonical name within the layer, value) for each half in a tensor of the stacked form.
+
+    Args:
+        first: it is that of gate_up_proj where both parameters are adapted.
+    """
     parameters = {str(target).rsplit(".", 1)[-1] for target in config.get("target_parameters") or ()} - {"weight"}
     unknown = parameters - {"gate_up_proj", "down_proj"}
     if unknown or not parameters:
         got = ", ".join(sorted(unknown)) or "none"
         raise UserError(f"target_parameters in {CONFIG}", got=got, expected="mlp.experts.gate_up_proj, mlp.experts.down_proj or both")
-    of_gate_up = inner == _STACKED[0] or parameters == {"gate_up_proj"}
+    of_gate_up = first or parameters == {"gate_up_proj"}
     rank = config["r"] * (2 if of_gate_up and config.get("rank_pattern") else 1)
     inputs, outputs = (m.hidden, 2 * m.expert_width) if of_gate_up else (m.expert_width, m.hidden)
     expected = (m.experts * rank, inputs) if half == "a" else (outputs, rank * m.experts)
@@ -343,10 +343,6 @@ def _gate_and_up(name: str, own: np.ndarray, half: str, rank: int) -> dict[str, 
         expected = f"zeros outside of gate_proj's {rank} columns and up_proj's {rank}"
         raise UserError(name, got="values there", expected=expected, hint=f"train gate_up_proj with rank {2 * rank} and no rank_pattern")
     return {"gate_proj": gate[:, :rank], "up_proj": up[:, rank:]}
-
-
-def _unknown(name: str) -> UserError:
-    return UserError(f"{name} in {MODEL}", got="a module that cannot have an adapter here", expected=f"one of {', '.join(TARGETS)}")
 
 
 def _last(path: str) -> str:

@@ -6,23 +6,13 @@ Source: sglang 0.5.23 (lora/mem_pool.py, lora/layers.py, lora/lora.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 
-from asyncmoe.models.lora.adapter import OUTER, Kind, Place, places, served_targets, sizes
+from asyncmoe.models.lora.adapter import OUTER, STACKS, Kind, Place, places, served_targets, sizes
 from asyncmoe.models.parallel import EngineParallel
 from asyncmoe.models.shape import Shape
 from asyncmoe.models.shards import shard, span
 from asyncmoe.reshard.layout import PADDING, Box, LayoutBuilder, RankLayout, columns, rows, whole
-
-_STACKS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-    "q_b_proj": ("q_b_proj",),
-    "kv_b_proj": ("kv_b_proj",),
-    "o_proj": ("o_proj",),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
-"""SGLang's modules and the linear layers that each stacks."""
 
 
 def memory_layout(m: Shape, kind: Kind, parallel: EngineParallel, rank: int, dtype: str) -> RankLayout:
@@ -39,55 +29,43 @@ def memory_layout(m: Shape, kind: Kind, parallel: EngineParallel, rank: int, dty
         ConfigError: the sizes do not divide the model.
     """
     builder = LayoutBuilder(rank, dtype)
-    layer: dict[bool, RankLayout] = {}
+    layer = cache(partial(_memory_layer, _Slot(m, kind, parallel, rank), dtype))
     for dense, run in m.runs(range(m.layers)):
-        if dense not in layer:
-            layer[dense] = _memory_layer(_Slot(m, kind, parallel, rank), dense, dtype)
-        builder.repeat(layer[dense], [(f"layers.{i}.", f"layers.{i}.") for i in run])
+        builder.repeat(layer(dense), [(f"layers.{i}.", f"layers.{i}.") for i in run])
     return builder.build()
 
 
-def _memory_layer(slot: _Slot, dense: bool, dtype: str) -> RankLayout:
+def _memory_layer(slot: _Slot, dtype: str, dense: bool) -> RankLayout:
     """Return the layout of one layer; halves and storages are named within the layer."""
     builder = LayoutBuilder(slot.rank, dtype)
     told = served_targets(slot.kind)
-    modules = [(module, targets) for module, targets in _STACKS.items() if targets[0] in told]
-    for module, targets in modules:
-        for place in places(slot.m, targets[0], dense):
+    for module, targets in STACKS.items():
+        for place in places(slot.m, targets[0], dense) if targets[0] in told else ():
             for half in "ab":
-                _put(builder, slot, _Module(f"{module}{'_moe' if place == 'experts' else ''}", targets, dense, place), half)
+                _put(builder, slot, module, dense, place, half)
     return builder.build()
 
 
-@dataclass(frozen=True)
-class _Module:
-    """A module of SGLang in a layer, and the linear layers that it stacks."""
-
-    name: str
-    targets: tuple[str, ...]
-    dense: bool
-    place: Place
-
-
-def _put(builder: LayoutBuilder, slot: _Slot, module: _Module, half: str) -> None:
-    """Add one half of all linear layers that a module stacks."""
-    of_experts = module.place == "experts"
+def _put(builder: LayoutBuilder, slot: _Slot, module: str, dense: bool, place: Place, half: str) -> None:
+    """Add one half of all linear layers that a module of SGLang stacks in a place."""
+    targets, of_experts = STACKS[module], place == "experts"
     if not of_experts:
-        here = [f"{module.place}." if module.place else ""]
-    elif slot.kind.experts == "shared_outer" and OUTER[module.targets[0]] == half:
+        here = [f"{place}." if place else ""]
+    elif slot.kind.experts == "shared_outer" and OUTER[targets[0]] == half:
         here = ["experts.shared."]
     else:
         here = [f"experts.{e}." for e in slot.experts]
-    boxes = [slot.box(target, half, module) for target in module.targets]
+    boxes = [slot.box(target, half, dense, place) for target in targets]
     parts = []
     for at, front in enumerate(here):
         row = 0
-        for target, box in zip(module.targets, boxes, strict=True):
+        for target, box in zip(targets, boxes, strict=True):
             held = (f"{front}{target}.{half}", box) if target in slot.kind.targets else (PADDING, whole(box.extent))
             parts.append((*held, (at, row, 0) if of_experts else (row, 0)))
             row += box.extent[0]
     stacked = (sum(box.extent[0] for box in boxes), boxes[0].extent[1])
-    builder.place(f"{module.name}.{half}", (len(here), *stacked) if of_experts else stacked, parts)
+    name = f"{module}_moe.{half}" if of_experts else f"{module}.{half}"
+    builder.place(name, (len(here), *stacked) if of_experts else stacked, parts)
 
 
 @dataclass(frozen=True)
@@ -104,19 +82,19 @@ class _Slot:
         """The experts of the rank."""
         return span(self.m.experts, self.parallel.ep, self.parallel.ep_rank(self.rank))
 
-    def box(self, target: str, half: str, module: _Module) -> Box:
+    def box(self, target: str, half: str, dense: bool, place: Place) -> Box:
         """Return the rank's part of a half: a half on the sharded side of the layer's weight is sharded alike, the other is whole."""
-        outputs, inputs = sizes(self.m, target, module.dense, module.place)
+        outputs, inputs = sizes(self.m, target, dense, place)
         shape = (self.kind.rank, inputs) if half == "a" else (outputs, self.kind.rank)
         of_input = target in ("o_proj", "down_proj")
-        if target in _STACKS["fused_qkv_a_proj_with_mqa"] or of_input != (half == "a"):
+        if target in STACKS["fused_qkv_a_proj_with_mqa"] or of_input != (half == "a"):
             return whole(shape)
-        return columns(shape, *self._divided(target, inputs, module)) if of_input else rows(shape, *self._divided(target, outputs, module))
+        return columns(shape, *self._divided(target, inputs, place)) if of_input else rows(shape, *self._divided(target, outputs, place))
 
-    def _divided(self, target: str, total: int, module: _Module) -> tuple[int, int]:
+    def _divided(self, target: str, total: int, place: Place) -> tuple[int, int]:
         """Return (first, count) of the rank's rows or columns."""
         m, parallel, rank = self.m, self.parallel, self.rank
-        if module.place == "experts":
+        if place == "experts":
             return shard(total, parallel.moe_tp, parallel.moe_tp_rank(rank))
         if target in ("k_proj", "v_proj") and m.kv_heads < parallel.tp:
             # With fewer key heads than ranks, neighbours share one.

@@ -16,14 +16,6 @@ from asyncmoe.errors import ConfigError, InvariantBroken
 SUPPORTED = "0.16.1 to 0.19.2"
 
 
-def version() -> str:
-    """Return the version of megatron-core, or "none"."""
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
 def require_megatron(compile: bool) -> None:
     """Import megatron-core, with or without `torch.compile` of its small functions.
 
@@ -92,7 +84,7 @@ def gone(what: str, everywhere: bool = False) -> ConfigError:
     """
     return ConfigError(
         "megatron-core",
-        got=f"version {version()} without {what}",
+        got=f"version {importlib.metadata.version('megatron-core')} without {what}",
         expected=f"{SUPPORTED}, whose {what} asyncmoe replaces on this machine",
         hint="install a supported version" + ("" if everywhere else ", or run with CUDA and Transformer Engine"),
     )

@@ -13,11 +13,9 @@ patches are installed everywhere, also with a GPU.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
-import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -33,29 +31,19 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
 _FLOATS = ("bfloat16", "float16", "float32", "float64", *_FLOAT8)
 _INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _CHECKPOINT = "torch.distributed.checkpoint"
-METADATA = frozenset(
-    {("torch", name) for name in ("Size", *_FLOATS, *_INTEGERS)}
-    | {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
-    | {(f"{_CHECKPOINT}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}
-    | {(f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")}
-    | {
-        (f"{_CHECKPOINT}.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    }
-)
-"""(module, name) of every global that `.metadata` may name: those that torch and Megatron write, and nothing that runs a command, imports a
-module or opens a file."""
-MAX_METADATA_BYTES = 2 << 30
-"""One entry is some 200 bytes: this is room for ten million shards."""
+METADATA: Mapping[str, tuple[str, ...]] = {
+    "torch": ("Size", *_FLOATS, *_INTEGERS),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",),
+    f"{_CHECKPOINT}.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    f"{_CHECKPOINT}.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    f"{_CHECKPOINT}.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+}
+"""By module, every global that `.metadata` may name: those that torch and Megatron write, and nothing that runs a command, imports a module
+or opens a file."""
 METADATA_FILE, COMMON = ".metadata", "common.pt"
 _EXTRA_STATE = "_extra_state"
 _NAMED = re.compile(r"GLOBAL (\S+)")
@@ -69,7 +57,7 @@ class _Restricted(pickle.Unpickler):
     """Unpickles instances of `METADATA` only."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in METADATA:
+        if name not in METADATA.get(module, ()):
             raise Unreadable(f"a pickle that names {module}.{name}"[:200])
         return super().find_class(module, name)
 
@@ -95,14 +83,11 @@ def metadata(file: Path) -> Metadata:
     """Read the `.metadata` of a checkpoint.
 
     Raises:
-        Unreadable: it is no pickle of `Metadata` alone, is larger than `MAX_METADATA_BYTES`, or names a file outside the checkpoint.
+        Unreadable: it is no pickle of `Metadata` alone, or names a file outside the checkpoint.
         OSError: it cannot be opened.
     """
-    with _regular(file) as opened:
-        payload = opened.read(MAX_METADATA_BYTES + 1)
-    if len(payload) > MAX_METADATA_BYTES:
-        raise Unreadable(f"{file.name} of more than {MAX_METADATA_BYTES} bytes")
-    found = _parsed(file.name, lambda: _Restricted(io.BytesIO(payload)).load())
+    with _opened(file) as opened:
+        found = _parsed(file.name, lambda: _Restricted(opened).load())
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict) or not isinstance(found.state_dict_metadata, dict):
         raise Unreadable(f"{file.name}, which is no list of tensors")
     for place in found.storage_data.values():
@@ -132,16 +117,11 @@ def _parsed(what: str, load: Callable[[], Any]) -> Any:
         raise Unreadable(f"a pickle that names {named[1]}" if named else f"{what}, which cannot be read") from error
 
 
-def _regular(file: Path) -> BinaryIO:
-    """Open a regular file; a pipe in its place would make `open` wait."""
+def _opened(file: Path) -> BinaryIO:
     try:
-        opened = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        return file.open("rb")
     except FileNotFoundError:
         raise Unreadable(f"no {file.name}") from None
-    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-        opened.close()
-        raise Unreadable(f"{file.name}, which is no regular file")
-    return opened
 
 
 def _read_metadata(self: Any, *_: object, **named: Any) -> Metadata:
@@ -172,5 +152,5 @@ def _empty(value: object) -> bool:
 
 
 def _load_common(_: Any, checkpoint_dir: str | Path) -> Any:
-    with _regular(Path(checkpoint_dir) / COMMON) as opened:
+    with _opened(Path(checkpoint_dir) / COMMON) as opened:
         return weights(opened, COMMON)

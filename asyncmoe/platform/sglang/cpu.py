@@ -1,7 +1,7 @@
-"""Patches that let the SGLang 0.5.23 wheel run on a machine without CUDA.
+"""Patches that let the SGLang 0.5.23 wheel run on a machine without CUDA; no other release is patched.
 
-Each patch names its target in SGLang or torchvision, and raises `PatchTargetGone` if the target has changed. No file of SGLang is edited,
-and nothing is installed if there is a CUDA device.
+No file of SGLang is edited, and nothing is installed if there is a CUDA device. Servers import some of the patched modules only for some
+models, so each of `PATCHES` in `cpu_*` is applied when its module is imported.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from asyncmoe.platform.sglang import cpu_experts, cpu_float8, cpu_latent, cpu_lora
 from asyncmoe.platform.sglang.lifetime import end_with_parent
-from asyncmoe.platform.sglang.patching import PatchTargetGone
+from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
 from asyncmoe.platform.sglang.standin import decorate, provide, refuse
 
 VERSION = "0.5.23"
@@ -46,7 +47,7 @@ def install() -> None:
     """Install all patches. Call it in every process before the first import of sglang.
 
     Raises:
-        PatchTargetGone: a different version of SGLang, or the target of a patch is gone.
+        PatchTargetGone: a different version of SGLang.
     """
     _check_version()
     # sglang.srt.platforms chooses a CPU only on request.
@@ -56,9 +57,9 @@ def install() -> None:
     _triton()
     _sgl_kernel()
     _torchvision()
-    for part in (cpu_experts, cpu_lora, cpu_latent, cpu_float8):
-        part.install()
-    _pinned_host_memory()
+    for name, patch in (cpu_experts.PATCHES | cpu_lora.PATCHES | cpu_latent.PATCHES | cpu_float8.PATCHES).items():
+        after_import(name, patch)
+    _pinned_memory()
 
 
 def fork_children() -> None:
@@ -66,29 +67,20 @@ def fork_children() -> None:
 
     sglang.srt.entrypoints.engine._set_envs_and_config selects spawn for CUDA, because a forked process cannot use a device that its parent
     has opened. Call this after importing the modules that the children need, and before any computation.
-
-    Raises:
-        PatchTargetGone: that function is gone.
     """
-    module = importlib.import_module("sglang.srt.entrypoints.engine")
-    configure = getattr(module, "_set_envs_and_config", None)
-    if not callable(configure):
-        raise PatchTargetGone(f"sglang {VERSION}: {module.__name__}._set_envs_and_config is gone")
+    module: Any = importlib.import_module("sglang.srt.entrypoints.engine")
+    configure = module._set_envs_and_config
 
     def configured(*arguments: Any, **named: Any) -> None:
         configure(*arguments, **named)
         multiprocessing.set_start_method("fork", force=True)
 
-    module._set_envs_and_config = configured  # type: ignore[attr-defined]
+    module._set_envs_and_config = configured
     os.register_at_fork(after_in_child=end_with_parent)
 
 
 def _check_version() -> None:
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        raise PatchTargetGone(f"sglang: got no installed package, expected {VERSION}") from None
-    if found != VERSION and not found.startswith((f"{VERSION}.", f"{VERSION}+")):
+    if Version(found := version("sglang")).base_version != VERSION:  # .post1 and +cpu are the same code
         raise PatchTargetGone(f"sglang: got {found}, expected {VERSION}; on a machine without CUDA only that version is supported")
 
 
@@ -126,10 +118,8 @@ def _torchvision() -> None:
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
-def _pinned_host_memory() -> None:
+def _pinned_memory() -> None:
     """Disable pinning: sglang.srt.state_capturer.base pins its host buffer (routed experts) with cudaHostRegister even on a CPU."""
-    module = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
-    for name in ("_cuda_host_register", "_cuda_host_unregister"):
-        if not callable(getattr(module, name, None)):
-            raise PatchTargetGone(f"sglang {VERSION}: {module.__name__}.{name} is gone")
-        setattr(module, name, lambda *_, **__: None)
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+    module: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
+    module._cuda_host_register = module._cuda_host_unregister = lambda *_, **__: None

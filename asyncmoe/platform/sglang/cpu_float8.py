@@ -13,38 +13,18 @@ import torch
 import torch.nn.functional as F
 
 from asyncmoe.platform.float8 import dequantised
-from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
-
-METHODS = "sglang.srt.layers.quantization.fp8"
-LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader"
-_BLOCK = [128, 128]
-
-
-def install() -> None:
-    """Patch the modules as soon as they are imported."""
-    after_import(METHODS, _methods)
-    after_import(LATENT, _latent)
 
 
 def _methods(module: ModuleType) -> None:
-    linear, experts = getattr(module, "Fp8LinearMethod", None), getattr(module, "Fp8MoEMethod", None)
-    wanted = ("apply", "process_weights_after_loading")
-    if not all(hasattr(method, name) for method in (linear, experts) for name in wanted) or not hasattr(experts, "create_moe_runner"):
-        raise PatchTargetGone(f"{module.__name__}.Fp8LinearMethod or Fp8MoEMethod is not what it was")
-    if not hasattr(getattr(module, "Fp8Config", None), "get_supported_act_dtypes"):
-        raise PatchTargetGone(f"{module.__name__}.Fp8Config.get_supported_act_dtypes is gone")
+    linear, experts, config = (vars(module)[name] for name in ("Fp8LinearMethod", "Fp8MoEMethod", "Fp8Config"))
     # Dequantised weights support computation in any dtype, unlike SGLang's kernels.
-    vars(module)["Fp8Config"].get_supported_act_dtypes = classmethod(lambda _: [torch.float32, torch.bfloat16, torch.float16])
-    for method in (vars(module)["Fp8LinearMethod"], vars(module)["Fp8MoEMethod"]):
-        method.process_weights_after_loading = _as_loaded
-    vars(module)["Fp8LinearMethod"].apply = _linear
-    vars(module)["Fp8MoEMethod"].create_moe_runner = _create_moe_runner
-    vars(module)["Fp8MoEMethod"].apply = _experts
+    config.get_supported_act_dtypes = classmethod(lambda _: [torch.float32, torch.bfloat16, torch.float16])
+    linear.process_weights_after_loading = experts.process_weights_after_loading = _as_loaded
+    linear.apply, experts.apply = _linear, _experts
+    experts.create_moe_runner = _create_moe_runner
 
 
 def _as_loaded(self: Any, layer: Any) -> None:
-    if self.weight_block_size != _BLOCK:
-        raise NotImplementedError(f"float8 without CUDA: got weight_block_size {self.weight_block_size}, expected {_BLOCK}")
     if hasattr(layer, "weight_scale_inv"):
         layer.input_scale = None
 
@@ -73,8 +53,6 @@ def _experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
 def _latent(module: ModuleType) -> None:
     """Keep the weights derived for latent attention in the model's dtype, as on Hopper GPUs (bfloat16 there), because SGLang would quantise
     them again for an unavailable kernel."""
-    if not hasattr(module, "block_quant_to_tensor_quant"):
-        raise PatchTargetGone(f"{module.__name__}.block_quant_to_tensor_quant is gone")
     dtypes: list[torch.dtype] = []
 
     def in_the_models_dtype(weight: torch.Tensor, scales: torch.Tensor, _: list[int]) -> tuple[torch.Tensor, None]:
@@ -83,3 +61,9 @@ def _latent(module: ModuleType) -> None:
         return dequantised(weight, scales, dtypes[0]), None
 
     vars(module)["block_quant_to_tensor_quant"] = in_the_models_dtype
+
+
+PATCHES = {
+    "sglang.srt.layers.quantization.fp8": _methods,
+    "sglang.srt.models.deepseek_common.deepseek_weight_loader": _latent,
+}

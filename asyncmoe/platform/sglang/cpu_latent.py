@@ -1,7 +1,4 @@
-"""Patches for latent attention in an engine on a machine without CUDA; see `cpu`.
-
-Only servers of such models import these modules, so each module is patched on import.
-"""
+"""Patches for latent attention in an engine on a machine without CUDA; see `cpu`."""
 
 from __future__ import annotations
 
@@ -11,35 +8,17 @@ from typing import Any
 
 import torch
 
-from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
-
-HANDLERS = "sglang.srt.models.deepseek_common.attention_backend_handler"
-ROPE = "sglang.srt.layers.rotary_embedding.factory"
-CORRECTIONS = "sglang.srt.lora.deepseek_mla_correction"
-
-
-def install() -> None:
-    """Patch the modules as soon as they are imported."""
-    after_import(HANDLERS, _absorbed)
-    after_import(ROPE, _plain_positions)
-    after_import(CORRECTIONS, _corrections)
-
 
 def _absorbed(module: ModuleType) -> None:
     """Compute all tokens on the compressed vectors. SGLang computes a prompt's first tokens with per-head keys and values, which this
     backend ignores: it attends to its cache, which holds the compressed vectors. If their size equals a head's, the result is silently
     wrong; otherwise there is an error."""
-    registry, methods = getattr(module, "AttentionBackendRegistry", None), getattr(module, "AttnForwardMethod", None)
-    if not hasattr(registry, "register") or not hasattr(methods, "MLA"):
-        raise PatchTargetGone(f"{module.__name__}.AttentionBackendRegistry or AttnForwardMethod.MLA is gone")
     vars(module)["AttentionBackendRegistry"].register("torch_native", lambda *_: vars(module)["AttnForwardMethod"].MLA)
 
 
 def _plain_positions(module: ModuleType) -> None:
     """Compute unscaled positions with `get_rope`, as in other models, because `get_rope_cpu` asserts DeepSeek's scaling."""
-    scaled, plain = getattr(module, "get_rope_cpu", None), getattr(module, "get_rope", None)
-    if scaled is None or plain is None:
-        raise PatchTargetGone(f"{module.__name__}.get_rope_cpu or get_rope is gone")
+    scaled, plain = vars(module)["get_rope_cpu"], vars(module)["get_rope"]
 
     def get_rope_cpu(
         head_size: int,
@@ -60,10 +39,7 @@ def _plain_positions(module: ModuleType) -> None:
 
 def _corrections(module: ModuleType) -> None:
     """Replace the Triton kernels that add an adapter of kv_b_proj, a layer that is never called itself."""
-    for name, ours in (("apply_q_correction", _apply_q_correction), ("apply_v_correction", _apply_v_correction)):
-        if not hasattr(module, name):
-            raise PatchTargetGone(f"{module.__name__}.{name} is gone")
-        vars(module)[name] = ours
+    vars(module).update(apply_q_correction=_apply_q_correction, apply_v_correction=_apply_v_correction)
 
 
 def _apply_q_correction(attention: Any, q_nope: torch.Tensor, q_nope_out: torch.Tensor) -> torch.Tensor:
@@ -94,3 +70,10 @@ def _adapters(attention: Any) -> Iterator[tuple[slice, torch.Tensor, torch.Tenso
             b = layer.B_buffer[slot, :, :rank].unflatten(0, (attention.num_local_heads, -1))
             yield slice(begin, begin + count), layer.A_buffer[slot, :rank], b, float(batch.scalings_cpu[slot])
         begin += count
+
+
+PATCHES = {
+    "sglang.srt.models.deepseek_common.attention_backend_handler": _absorbed,
+    "sglang.srt.layers.rotary_embedding.factory": _plain_positions,
+    "sglang.srt.lora.deepseek_mla_correction": _corrections,
+}

@@ -1,7 +1,4 @@
-"""Patches for adapters in an engine (--enable-lora) on a machine without CUDA; see `cpu`.
-
-Only servers with adapters import these modules, so each module is patched on import.
-"""
+"""Patches for adapters in an engine (--enable-lora) on a machine without CUDA; see `cpu`."""
 
 from __future__ import annotations
 
@@ -10,20 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-from asyncmoe.platform.sglang.patching import PatchTargetGone, after_import
-
-LAYERS = "sglang.srt.lora.layers"
-BACKEND = "sglang.srt.lora.backend.torch_backend"
-BASE = "sglang.srt.lora.backend.base_backend"
-
-
-def install() -> None:
-    """Patch the modules as soon as they are imported."""
-    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
-    after_import(LAYERS, _patch_layers)
-    after_import(BACKEND, _unpin)
-    after_import(BASE, _lengthen)
 
 
 class _Unpinned:
@@ -38,26 +21,19 @@ class _Unpinned:
 
 def _unpin(module: ModuleType) -> None:
     """Replace torch in a module that allocates small tensors in page-locked memory on every device."""
-    if getattr(module, "torch", None) is not torch:
-        raise PatchTargetGone(f"{module.__name__}.torch is gone")
     vars(module)["torch"] = _Unpinned()
 
 
 def _lengthen(module: ModuleType) -> None:
     """Let a segment be as long as the batch. The torch backend joins the requests of one adapter to a segment, and SGLang 0.5.23 checks
     it against the longest request: it ends a server that gets more than 256 tokens of short prompts at once."""
-    counts = getattr(module, "get_batch_token_counts", None)
-    if counts is None:
-        raise PatchTargetGone(f"{module.__name__}.get_batch_token_counts is gone")
+    counts = vars(module)["get_batch_token_counts"]
     vars(module)["get_batch_token_counts"] = lambda batch: (counts(batch)[0],) * 2
 
 
 def _patch_layers(module: ModuleType) -> None:
     """Replace the Triton kernels of experts with adapters (`lora_moe_runners`)."""
     _unpin(module)
-    experts = getattr(module, "FusedMoEWithLoRA", None)
-    if not hasattr(experts, "_forward_with_lora"):
-        raise PatchTargetGone(f"{module.__name__}.FusedMoEWithLoRA._forward_with_lora is gone")
     vars(module)["FusedMoEWithLoRA"]._forward_with_lora = _forward_with_lora
 
 
@@ -67,9 +43,7 @@ def _forward_with_lora(self: Any, hidden_states: torch.Tensor, topk_output: Any,
     `Glm4MoeSparseMoeBlock.forward_normal`)."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
-    layer, config = self.base_layer, self.base_layer.moe_runner_config
-    if config.activation != "silu" or not config.is_gated or config.apply_router_weight_on_input:
-        raise NotImplementedError(f"experts with adapters on CPU: got {config}, expected gated SiLU")
+    layer = self.base_layer  # gated SiLU, weighted at its output, as in every family
     dispatched = layer.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
     weights, ids, _ = dispatched.topk_output
     info, x = lora_info, dispatched.hidden_states
@@ -118,3 +92,10 @@ def _adapted(x: torch.Tensor, expert: int, slots: torch.Tensor, layer: Adapted, 
         low = F.linear(x[here], a).chunk(parts, dim=-1)
         y[here] += torch.cat([F.linear(part, rows) for part, rows in zip(low, b.chunk(parts), strict=True)], dim=-1)
     return y
+
+
+PATCHES = {
+    "sglang.srt.lora.layers": _patch_layers,
+    "sglang.srt.lora.backend.torch_backend": _unpin,
+    "sglang.srt.lora.backend.base_backend": _lengthen,
+}

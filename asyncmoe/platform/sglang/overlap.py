@@ -30,9 +30,7 @@ KNOWN = "cb8f6de62ad1e200df34114cbcffec747e16d667eddbc719ccb9052723e8b4e5"
 @lru_cache
 def obstacle() -> str:
     """Return in one line why the overlap schedule must stay off with the installed SGLang; empty if it may be on."""
-    found = importlib.util.find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
-        return "sglang: got no installed package"
+    found: Any = importlib.util.find_spec("sglang")
     path = Path(found.submodule_search_locations[0], *MODULE.split(".")[1:]).with_suffix(".py")
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()

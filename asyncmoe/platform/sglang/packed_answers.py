@@ -112,11 +112,7 @@ def _mend(module: ModuleType) -> None:
         print(f"answers are sent as JSON: {module.__name__} of another SGLang than 0.5.23 has no {', '.join(missing)}", flush=True)
         return
     owner: Any = module
-    try:
-        b64decode = import_module("pybase64").b64decode  # SGLang's own, many times faster than Python's
-    except ImportError as error:
-        print(f"answers are sent as JSON: {error}", flush=True)
-        return
+    b64decode = import_module("pybase64").b64decode  # a package that SGLang needs, many times faster than Python's
     serve, respond = owner.serve_generate_request, owner.orjson_response
 
     @wraps(serve)

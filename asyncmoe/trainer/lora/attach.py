@@ -85,7 +85,7 @@ def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
 
 
 def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Return a rank's halves by the names of `asyncmoe.models.lora.megatron.rank_layout`."""
+    """Return a rank's halves by the names of `asyncmoe.models.lora.halves.rank_layout`."""
     return {
         chunk_prefix(number, len(chunks)) + PREFIX + name: parameter
         for number, adapters in enumerate(adapters_of(chunks))

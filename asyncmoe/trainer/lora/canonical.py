@@ -12,7 +12,7 @@ from asyncmoe.models import family_of
 from asyncmoe.models.lora import peft
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.adapter import halves as halves_of
-from asyncmoe.models.lora.megatron import canonical_layout, rank_layout
+from asyncmoe.models.lora.halves import canonical_layout, rank_layout
 from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard import LocalTransport, exchange
@@ -41,7 +41,7 @@ def start_from(model: Model, adapter: Path, base: Path) -> None:
     """
     assert model.adapter is not None
     kind = model.adapter
-    found = peft.start_from(adapter, family_of(model.hf).shape_of(model.hf), kind, str(base), kind.rank)
+    found = peft.start_from(adapter, family_of(model.hf).shape_of(model.hf), kind, str(base))
     stored = getattr(torch, found.dtype)
     write(model, {name: torch.from_numpy(np.ascontiguousarray(value)).view(stored) for name, value in found.values.items()})
 

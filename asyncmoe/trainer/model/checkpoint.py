@@ -14,7 +14,7 @@ from asyncmoe import checkpoints
 from asyncmoe.config import Config
 from asyncmoe.errors import DataError
 from asyncmoe.models import family_of
-from asyncmoe.models.resume import facts_of
+from asyncmoe.models.origin import facts_of
 from asyncmoe.platform import collectives, megatron
 from asyncmoe.platform.megatron import any_layout, reader, writer
 from asyncmoe.platform.megatron.any_layout import AVOID_PREFIX, AskedState

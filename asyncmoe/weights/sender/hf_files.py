@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 from safetensors.torch import save_file
 
 from asyncmoe.models.families import without_family
-from asyncmoe.models.hf_checkpoint import file_name, write_index
+from asyncmoe.models.headers import INDEX, SINGLE
 from asyncmoe.models.hf_folder import copy_texts, write_config
 from asyncmoe.models.quantised import without
 from asyncmoe.weights.sender.gather import Gatherer, tensors_in
@@ -39,13 +40,15 @@ def write_hf(built: TrainedModel, origin: Path, out: Path, gatherer: Gatherer) -
     for number, (bucket, flat) in enumerate(gatherer.run(), 1):
         if flat is None:
             continue
-        name = file_name(number, count)
+        name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         # safetensors rejects tensors that share memory, as the tensors of a bucket do.
         save_file({key: tensor.clone() for key, tensor in tensors_in(bucket, flat.cpu()).items()}, writing / name, {"format": "pt"})
         index |= dict.fromkeys(bucket.names, name)
     if built.mesh.rank != 0:
         return
-    write_index(writing, sum(bucket.nbytes for bucket in gatherer.buckets), index)
+    if count > 1:
+        total = {"total_size": sum(bucket.nbytes for bucket in gatherer.buckets)}
+        (writing / INDEX).write_text(json.dumps({"metadata": total, "weight_map": index}, indent=1))
     copy_texts(origin, writing)
     hf = without_family(built.hf)
     write_config(writing, hf if gatherer.quantised else without(hf), str(built.dtype).removeprefix("torch."))

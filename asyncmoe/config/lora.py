@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from asyncmoe.config.fields import Positive, PositiveFloat, Section, refused
 
@@ -23,27 +23,21 @@ _FUSED = {"linear_qkv": "q_proj, k_proj, v_proj", "linear_proj": "o_proj", "line
 class LoraSection(Section):
     """Adapters: y = W x + (alpha / rank) B A x for every target, with A [rank, in] and B [out, rank] trained and W frozen."""
 
-    rank: Positive = Field(32, description="Rank of an adapter: rows of A and columns of B.")
-    alpha: PositiveFloat = Field(
-        32.0, description="Scale: B A x is multiplied by alpha / rank. A larger alpha makes larger steps at the same learning rate."
-    )
-    targets: tuple[str, ...] | None = Field(
-        None,
-        description="Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj (attention); q_a_proj, kv_a_proj_with_mqa, q_b_proj, "
-        "kv_b_proj, o_proj (latent attention); gate_proj, up_proj, down_proj (of every expert, of shared experts, and of layers without "
-        "experts). null: all that the model has.",
-    )
-    experts: Literal["per_expert", "shared_outer"] = Field(
-        "per_expert",
-        description="per_expert: every expert has its own A and B. shared_outer: the experts of a layer share the halves that face the "
-        "hidden states (A of gate_proj and up_proj, B of down_proj), which makes the adapter two to three times smaller.",
-    )
+    rank: Positive = 32
+    """Rank of an adapter: rows of A and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """Scale: B A x is multiplied by alpha / rank. A larger alpha makes larger steps at the same learning rate."""
+    targets: tuple[str, ...] | None = None
+    """Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj (attention); q_a_proj, kv_a_proj_with_mqa, q_b_proj, kv_b_proj, o_proj
+    (latent attention); gate_proj, up_proj, down_proj (of every expert, of shared experts, and of layers without experts). null: all that
+    the model has."""
+    experts: Literal["per_expert", "shared_outer"] = "per_expert"
+    """per_expert: every expert has its own A and B. shared_outer: the experts of a layer share the halves that face the hidden states (A of
+    gate_proj and up_proj, B of down_proj), which makes the adapter two to three times smaller."""
 
-    start: Path | None = Field(
-        None,
-        description="Directory of a PEFT adapter to start from, with the same rank, alpha and targets. The reference policy is still the "
-        "model without it. null: new adapters, which change nothing yet.",
-    )
+    start: Path | None = None
+    """Directory of a PEFT adapter to start from, with the same rank, alpha and targets. The reference policy is still the model without it.
+    null: new adapters, which change nothing yet."""
 
     @property
     def scale(self) -> float:

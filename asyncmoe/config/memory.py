@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from asyncmoe.config.fields import Fraction, Section
 
 Moment = Literal["float32", "bfloat16"]
@@ -16,17 +14,14 @@ class MemorySection(Section):
     """What saves memory of a trainer's GPU besides recomputation, at the price of time; see docs/guides/memory.md. All of it needs a GPU,
     and the optimizer's state is sharded with it (optimizer.distributed)."""
 
-    optimizer_offload: Fraction = Field(
-        0.0,
-        description="Share of the optimizer's state (float32 weights and Adam's averages, 12 bytes a parameter) that is kept in host "
-        "memory and updated by the CPU (Megatron's HybridDeviceOptimizer). A parameter takes 16 bytes there, its gradient included.",
-    )
-    exp_avg_dtype: Moment = Field(
-        "float32",
-        description="Dtype of Adam's averages of gradients; bfloat16 saves 2 bytes a parameter. Needs Transformer Engine, and no "
-        "optimizer_offload. Checkpoints hold float32 in any case, and can be resumed with another dtype.",
-    )
-    exp_avg_sq_dtype: Moment = Field("float32", description="The same for the averages of squared gradients.")
+    optimizer_offload: Fraction = 0.0
+    """Share of the optimizer's state (float32 weights and Adam's averages, 12 bytes a parameter) that is kept in host memory and updated by
+    the CPU (Megatron's HybridDeviceOptimizer). A parameter takes 16 bytes there, its gradient included."""
+    exp_avg_dtype: Moment = "float32"
+    """Dtype of Adam's averages of gradients; bfloat16 saves 2 bytes a parameter. Needs Transformer Engine, and no optimizer_offload.
+    Checkpoints hold float32 in any case, and can be resumed with another dtype."""
+    exp_avg_sq_dtype: Moment = "float32"
+    """The same for the averages of squared gradients."""
 
     @property
     def low_precision(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from asyncmoe import plugins
 from asyncmoe.config.cluster import ClusterSection
@@ -56,7 +56,8 @@ class Config(Section):
     engines: EngineSection = EngineSection()
     queue: QueueSection = QueueSection()
     log: LogSection = LogSection()
-    train: Literal["full", "lora"] = Field("full", description="full: train all weights. lora: freeze them and train adapters (`lora`).")
+    train: Literal["full", "lora"] = "full"
+    """full: train all weights. lora: freeze them and train adapters (`lora`)."""
     trainer: TrainerSection = TrainerSection()
     lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()
@@ -67,9 +68,8 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()
     cluster: ClusterSection = ClusterSection()
-    launch: Literal["local", "ray"] = Field(
-        "local", description="Where `asyncmoe run` starts processes. local: this machine; ray: a placement group of a Ray cluster."
-    )
+    launch: Literal["local", "ray"] = "local"
+    """Where `asyncmoe run` starts processes. local: this machine; ray: a placement group of a Ray cluster."""
 
     @model_validator(mode="before")
     @classmethod

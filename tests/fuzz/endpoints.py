@@ -158,6 +158,6 @@ async def _served(handler: Callable[[web.Request], Awaitable[web.Response]]) -> 
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    values = {"retries": 0, "backoff_s": 0.0, "scorer": f"http://127.0.0.1:{port}/judge"}
+    values = {"retries": 0, "scorer": f"http://127.0.0.1:{port}/judge"}
     section = ScoringSection.model_validate(values)
     return loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: ""), runner

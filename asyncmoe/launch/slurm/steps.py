@@ -88,12 +88,11 @@ def place(allocation: Allocation, config: Config) -> Placement:
 
 def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
     """Return the configuration overrides that an allocation implies: engines join; several nodes rendezvous by host name; on one node that
-    other machines may reach, the engines' GPUs follow the trainer's; and a requeued job resumes."""
+    other machines may reach, the engines' GPUs follow the trainer's."""
     one, local = len(allocation.nodes) == 1, config.cluster.network == "loopback"
     network = [] if one or not local else ["cluster.network=hostname"]
     behind = [f"engines.first_gpu={config.trainer.ranks}"] if one and not local and config.engines.first_gpu is None else []
-    again = ["run.resume=true"] if allocation.restarts else []
-    return ("engines.join=true", *network, *behind, *again)
+    return ("engines.join=true", *network, *behind)
 
 
 def check_gpus(placed: Placement, config: Config, gpus: int) -> None:

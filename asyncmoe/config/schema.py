@@ -109,9 +109,6 @@ class Config(Section):
             raise refused("cluster.trainer_nodes", self.cluster.trainer_nodes, expected)
         if self.engines.tp % self.engines.ep:
             raise refused("engines.ep", self.engines.ep, f"a divisor of engines.tp = {self.engines.tp}")
-        if self.launch == "ray" and self.cluster.engine_nodes % self.engines.nodes:
-            expected = f"a multiple of engines.nodes = {self.engines.nodes}, the machines of one engine"
-            raise refused("cluster.engine_nodes", self.cluster.engine_nodes, expected)
         if self.engines.nodes > 1 and self.train == "lora":
             expected = "1 because train is lora: engines load adapters from files of one machine; lower it, or set train to full"
             raise refused("engines.nodes", self.engines.nodes, expected)

@@ -57,6 +57,7 @@ class Stopping:
         at_once: the error with which the run is to end at once, if it is.
         tell: asks the controller to stop, which may happen only once; false: it cannot be asked yet.
         seconds: for a checkpoint, after which the run ends as it is; called at the first request.
+        settle_s: seconds to wait after a failure for what the launcher has yet to hear of it, even if its cause seems clear.
     """
 
     asked: Callable[[], bool]
@@ -64,6 +65,7 @@ class Stopping:
     at_once: Callable[[], AsyncmoeError | None]
     tell: Callable[[Process], bool]
     seconds: Callable[[], float] = lambda: math.inf
+    settle_s: float = 0.0
 
 
 def watch(config: Config, table: Callable[[ExitStack], RunParts], stop: Stopping) -> None:
@@ -222,9 +224,9 @@ class _Supervision:
 
     def __init__(self, config: Config, table: RunParts, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
         self.processes, self.view, self.stop = RunProcesses(), view, stop
-        self._config, self._watcher, self._table, self._parts = config, watcher, table, dict(table.parts)
+        self._config, self._watcher, self._parts = config, watcher, dict(table)
         self._history: list[Failure] = []
-        self._starts = dict.fromkeys(table.parts, 0)
+        self._starts = dict.fromkeys(table, 0)
         self._due: dict[str, float] = {}
 
     def start_all(self) -> None:
@@ -245,7 +247,7 @@ class _Supervision:
         Raises:
             AsyncmoeError: the run ends; names the root cause.
         """
-        error = silent or _settled(self.processes, self._table.settle_s)
+        error = silent or _settled(self.processes, self.stop.settle_s)
         ended = self.processes.ended
         if silent is not None:
             ended |= {CONTROLLER if silent.controller else TRAINER: "lost"}

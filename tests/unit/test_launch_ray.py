@@ -60,7 +60,7 @@ def launched(options: Config, trainers: int = 2, before: int = 0) -> list[Launch
     engines = [(f"e{node}", machine) for node, machine in enumerate(engine_machines(options))]
     places = [f"t{node}" for node in range(trainers)]
     by: Any = Launcher(engines, places, Launched, lambda name: None, lambda epoch: ("10.0.0.3", 4000 + epoch))  # type: ignore[arg-type]
-    made: Any = [one for part in table(options, FILE, by).parts.values() for one in part.start(before)]
+    made: Any = [one for part in table(options, FILE, by).values() for one in part.start(before)]
     return list(made)
 
 

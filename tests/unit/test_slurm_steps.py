@@ -23,7 +23,7 @@ from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 BATCH = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-3]"}
-OUTSIDE = steps.Program("python")
+OUTSIDE = ("python",)
 
 
 def expand(nodelist: str) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def steps_of(where: Allocation, options: Config, monkeypatch: pytest.MonkeyPatch
     with ExitStack() as ending:
         file = Path("/runs/mine/config.yaml")
         table = supervise._table(where, steps.place(where, options), options, file, "10.0.0.2", made, ending)
-        for one in table.parts.values():
+        for one in table.values():
             one.start(before)
     return made
 
@@ -142,12 +142,12 @@ def test_every_process_is_a_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_containers_come_from_the_environment() -> None:
-    assert steps.program({}, "/venv/bin/python") == steps.Program("/venv/bin/python")
+    assert steps.program({}, "/venv/bin/python") == ("/venv/bin/python",)
     given = {"ASYNCMOE_CONTAINER_IMAGE": "/images/a.sqsh", "ASYNCMOE_CONTAINER_MOUNTS": "/shared:/shared"}
     made = steps.program(given, "/venv/bin/python")
     command = steps.srun(["n1"], 1, made, "x", ["-m", "asyncmoe"])
     assert command[-5:] == ("--container-image=/images/a.sqsh", "--container-mounts=/shared:/shared", "python3", "-m", "asyncmoe")
-    assert steps.program({**given, "ASYNCMOE_CONTAINER_PYTHON": "/opt/python"}, "p").python == "/opt/python"
+    assert steps.program({**given, "ASYNCMOE_CONTAINER_PYTHON": "/opt/python"}, "p")[-1] == "/opt/python"
 
 
 def test_engines_that_join_are_tasks_of_one_step() -> None:

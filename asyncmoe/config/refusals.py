@@ -29,19 +29,15 @@ class Source:
     Attributes:
         name: of the file.
         lines: line in the file by path of the key.
-        overrides: what the command line sets, by path of the key.
+        overrides: paths of the keys that the command line sets.
     """
 
     name: str
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
-    overrides: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    overrides: Sequence[tuple[str, ...]] = ()
 
-    def at(self, key: Sequence[str], message: str = "") -> str:
-        """Return the place of a key: "FILE:LINE", the file alone if the key is not in it, or the command line if an override sets it.
-
-        Args:
-            message: why the value is refused; the overrides of other keys that it names are added to the place.
-        """
+    def at(self, key: Sequence[str]) -> str:
+        """Return the place of a key: "FILE:LINE", the file alone if the key is not in it, or the command line if an override sets it."""
         path = tuple(key)
         line, section = self.lines.get(path), path[:-1]
         for override in self.overrides:
@@ -50,13 +46,7 @@ class Source:
             missing = line is None and section and section not in self.lines and override[: len(section)] == section
             if within or opened or missing:
                 return COMMAND_LINE
-        place = self.name if line is None else f"{self.name}:{line}"
-        causes = [text for override, text in self.overrides.items() if _names(message, override)]
-        return f"{place} with {' '.join(causes)}" if causes else place
-
-
-def _names(message: str, key: Sequence[str]) -> bool:
-    return re.search(rf"(?<![\w.]){re.escape('.'.join(key))}(?![\w.])", message) is not None
+        return self.name if line is None else f"{self.name}:{line}"
 
 
 def explain(error: ValidationError, source: Source, schema: type[BaseModel] = Config) -> list[ConfigError]:
@@ -93,7 +83,7 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
     if one["type"] == "value_error":
         key, _, rest = str(one["ctx"]["error"]).partition(": got ")
         got, _, expected = rest.partition(", expected ")
-        return ConfigError(f"{source.at(key.split('.'), expected)}: {key}", got=got, expected=expected)
+        return ConfigError(f"{source.at(key.split('.'))}: {key}", got=got, expected=expected)
     return ConfigError(what, got=repr(one["input"]), expected=wanted(one), hint=_meant(one))
 
 

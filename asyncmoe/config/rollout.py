@@ -17,7 +17,7 @@ class RolloutSection(Section):
 
     groups_per_step: Positive = 16
     """Prompts per training step. The batch is groups_per_step * group_size responses."""
-    group_size: Positive = 8
+    group_size: Annotated[int, Field(ge=2), NUMBER] = 8
     """Responses to each prompt, whose rewards are compared with each other; at least 2."""
     max_new_tokens: Positive = 16
     """Maximum tokens of a response. Raise it if responses are cut off before their answer."""

@@ -84,8 +84,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if self.rollout.group_size < 2:
-            raise refused("rollout.group_size", 1, "at least 2; advantages compare the responses to one prompt")
         if self.rollout.groups_per_step % self.objective.updates_per_batch:
             expected = f"a divisor of rollout.groups_per_step = {self.rollout.groups_per_step}"
             raise refused("objective.updates_per_batch", self.objective.updates_per_batch, expected)
@@ -101,9 +99,6 @@ class Config(Section):
         if self.keeps_sampling_mask and self.rollout.top_k is not None and self.rollout.top_k > MAX_SUPPORT:
             expected = f"at most {MAX_SUPPORT} because sampling masks are kept (engines report no larger supports)"
             raise refused("rollout.top_k", self.rollout.top_k, expected, "lower it, or set keep.sampling_mask to off")
-        if (self.evaluation.max_concurrent or 0) > self.rollout.max_concurrent:
-            expected = f"at most rollout.max_concurrent = {self.rollout.max_concurrent}, of which it is a share; lower it or leave it out"
-            raise refused("evaluation.max_concurrent", self.evaluation.max_concurrent, expected)
         if self.trainer.ranks % self.cluster.trainer_nodes:
             expected = f"a divisor of trainer.ranks = {self.trainer.ranks}; every node of the trainer has as many of them"
             raise refused("cluster.trainer_nodes", self.cluster.trainer_nodes, expected)

@@ -39,7 +39,7 @@ class ScoringSection(Section):
     options: dict[str, Any] = Field({})
     """Keyword arguments of a scorer class."""
     teacher: TeacherSection | None = None
-    step_separator: str | None = None
+    step_separator: str | None = Field(None, min_length=1)
     """Text between two steps, for a scorer that scores steps; null: each response of a conversation is one step."""
     concurrency: Positive | None = None
     """Maximum calls in flight; for a plain function or class also the number of its processes. null: 64, or for a plain function or
@@ -78,17 +78,13 @@ class ScoringSection(Section):
         if self.options and self.scorer.startswith(("http:", "https:")):
             expected = "none because scoring.scorer is an endpoint; leave them out, or put them into its address"
             raise refused("scoring.options", self.options, expected)
-        if self.step_separator == "":
-            raise refused("scoring.step_separator", "an empty text", "some text, or null: each response is one step")
         if self.step_separator is not None and self.scorer in _WITHOUT_STEPS:
             expected = f"null because scoring.scorer {self.scorer} does not score steps; leave it out"
             raise refused("scoring.step_separator", f"{self.step_separator!r}", expected)
-        if self.deadline_s < self.timeout_s:
-            expected = f"at least scoring.timeout_s = {self.timeout_s:g}, because all calls and all waiting are within it"
-            raise refused("scoring.deadline_s", f"{self.deadline_s:g}", expected, "raise it, or lower the time-out")
-        if self.teacher is not None and self.deadline_s < self.teacher.timeout_s:
-            expected = f"at least scoring.teacher.timeout_s = {self.teacher.timeout_s:g}, because all calls and all waiting are within it"
-            raise refused("scoring.deadline_s", f"{self.deadline_s:g}", expected, "raise it, or lower the time-out")
+        for key, call_s in (("timeout_s", self.timeout_s), ("teacher.timeout_s", self.teacher.timeout_s if self.teacher else 0.0)):
+            if self.deadline_s < call_s:
+                expected = f"at least scoring.{key} = {call_s:g}, because all calls and all waiting are within it"
+                raise refused("scoring.deadline_s", f"{self.deadline_s:g}", expected, "raise it, or lower the time-out")
         return self
 
 

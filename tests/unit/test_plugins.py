@@ -274,9 +274,12 @@ def test_whatever_the_code_does_the_launcher_goes_on(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
     (tmp_path / "stubborn.py").write_text(STUBBORN)
+    config = prepared(tmp_path, family="no.such:F", correction={"weight": "stubborn:exits"})
+    scoring = config.scoring.model_copy(update={"scorer": "no.such:score"})
     with pytest.raises(ConfigError) as caught:
-        plugin_probe.check(prepared(tmp_path, family="no.such:F", correction={"weight": "stubborn:exits"}))
-    family, weight = str(caught.value).splitlines()
+        plugin_probe.check(config.model_copy(update={"scoring": scoring}))
+    family, scorer, weight = str(caught.value).splitlines()
+    assert scorer.startswith("scoring.scorer: got no.such:score: ModuleNotFoundError")
     assert family.startswith("model.family: got no.such:F: ModuleNotFoundError")
     assert re.search(r"got SystemExit: 3 at stubborn\.py:6 from stubborn:exits \(stubborn\.py:6\), expected a result", weight)
     with pytest.raises(ConfigError, match=r"^model\.family: got ends:F: the process that tried it ended with status 0, expected code that"):

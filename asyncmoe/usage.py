@@ -77,7 +77,7 @@ def user_error(error: Any) -> UserError:
         near = get_close_matches(unknown[1], commands, 1)
         meant = f"did you mean {at} {near[0]}?" if near else None
         return UserError(at, got=f"an unknown command {unknown[1]}", expected=f"one of {', '.join(commands)}", hint=meant)
-    message = error.format_message().rstrip(".")
+    message = error.format_message().removeprefix("Got ").rstrip(".")
     return UserError(at, got=message[0].lower() + message[1:], expected="other arguments", hint=see)
 
 

@@ -28,7 +28,7 @@ TCP, FILE = NodePlace(1, "tcp://10.0.0.1:29500"), NodePlace(1, "file:///tmp/asyn
     [
         (("engines.tp=4", "engines.nodes=3"), "engines.nodes: got 3, expected a divisor of engines.tp = 4"),
         (("engines.nodes=2",), "engines.nodes: got 2, expected a divisor of engines.tp = 1"),
-        (("engines.nodes=0",), "engines.nodes: got 0, expected a number above 0"),
+        (("engines.nodes=0",), "engines.nodes: got 0, expected greater than 0"),
         (("engines.tp=2", "engines.nodes=2", "train=lora"), "engines.nodes: got 2, expected 1 because train is lora"),
         (("engines.tp=2", "engines.nodes=2", "engines.share_gpus=true"), "engines.nodes: got 2, expected 1 because engines.share_gpus"),
         (('engines.args=["--nnodes", "2"]',), "engines.args: got --nnodes, expected none of .* set engines.nodes"),

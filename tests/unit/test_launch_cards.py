@@ -112,16 +112,6 @@ REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
         ("got GPUs of this machine: 1 (CUDA_VISIBLE_DEVICES hides 7 more), expected 2", "; name more of them in CUDA_VISIBLE_DEVICES, or"),
     ),
     (
-        "engines.first_gpu",
-        lambda: node(TWO, [H100] * 8, "engines.first_gpu=8"),
-        ("8, expected 9: 1 x engines.tp 1 from GPU 8 on", "; take fewer or smaller engines"),
-    ),
-    (
-        "ipc between machines",
-        lambda: node("cluster/qwen3-30b-a3b.yaml", [H100] * 8, "sync.transport=ipc"),
-        ("got sync.transport: ipc, expected auto, gloo or nccl between several machines",),
-    ),
-    (
         "no DeepEP",
         lambda: node(TWO, [H100] * 2, "trainer.megatron.moe_token_dispatcher_type=flex"),
         ("moe_token_dispatcher_type: flex, expected alltoall because DeepEP",),

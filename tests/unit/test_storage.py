@@ -44,9 +44,6 @@ def fill(disk: Path) -> None:
     [
         (errno.ENOSPC, "No space left on device (ENOSPC)"),
         (errno.EDQUOT, "(EDQUOT)"),
-        (errno.EROFS, "Read-only file system (EROFS)"),
-        (errno.EIO, "Input/output error (EIO)"),
-        (errno.ESTALE, "(ESTALE)"),
         (errno.EACCES, "Permission denied (EACCES)"),
     ],
 )

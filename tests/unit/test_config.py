@@ -78,6 +78,8 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("trainer", {"ranks": 2, "tp": 2, "etp": 1}, ".etp", "1", "tp = 2"),
         ("trainer", {"vpp": 2}, ".vpp", "2", "trainer.pp is 1"),
         ("trainer", {"first_stage_layers": 1}, ".first_stage_layers", "1", "trainer.pp is 1"),
+        ("sync", {"directory": "/shared"}, ".directory", "/shared", "sync.method is reshard"),
+        ("sync", {"method": "disk", "directory": "s3://bucket/w"}, ".directory", "s3:/bucket/w", "an absolute path"),
         ("trainr", 1, "", "an unknown key", "run, model, task"),
         ("trainer.optimizer.learning_rate", 1, "", "an unknown key", "lr, min_lr"),
         ("run.mode", "later", "", "'later'", "'async', 'sync' or 'one_step_off'"),

@@ -51,12 +51,6 @@ def test_all_that_an_older_configuration_asks_for_is_answered_at_once(tmp_path: 
     assert gone.LAST in str(caught.value)
 
 
-def test_a_directory_of_versions_is_absolute_and_only_for_disk() -> None:
-    for sync in ({"directory": "/shared"}, *({"method": "disk", "directory": one} for one in ("", "w", "s3://bucket/w"))):
-        with pytest.raises(ConfigError, match=r"sync\.directory: got"):
-            configuration.parse(NEEDED | {"sync": sync})
-
-
 def test_keys_of_a_mixture_and_of_evaluation_sets_are_found(tmp_path: Path) -> None:
     def given(streaming: object) -> dict[str, Any]:
         source = {"path": "a", "streaming": streaming}

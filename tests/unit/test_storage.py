@@ -39,21 +39,14 @@ def fill(disk: Path) -> None:
         (disk / "filler").write_bytes(bytes(2 << 20))
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.ENOSPC, "No space left on device (ENOSPC)"),
-        (errno.EDQUOT, "(EDQUOT)"),
-        (errno.EACCES, "Permission denied (EACCES)"),
-    ],
-)
-def test_the_line_names_what_where_node_reason_free_space_and_hint(tmp_path: Path, number: int, words: str) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
+def test_the_line_names_what_where_node_reason_free_space_and_hint(tmp_path: Path, number: int) -> None:
     path = tmp_path / "not yet" / "there"
     with pytest.raises(StorageError) as caught, storage.writing("model", path, "start again"):
         raise OSError(number, os.strerror(number))
     line = str(caught.value)
     assert line.startswith(f"model: cannot write {path} on {NODE}: ")
-    assert words in line
+    assert f"{os.strerror(number)} ({errno.errorcode[number]})" in line
     assert " GiB free; " in line
     assert line.endswith("; start again")
     assert "\n" not in line

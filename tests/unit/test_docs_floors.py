@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.unit.doc_pages import ROOT, read, tables
-from tests.unit.source_imports import statements
+from tests.unit.source_imports import imported
 
 APART = ("asyncmoe.rollout", "asyncmoe.trainer")
 """On one floor, and yet they do not know each other."""
@@ -29,15 +27,6 @@ def where(module: str, known: dict[str, int]) -> str | None:
     """What of the page a module belongs to."""
     parts = module.split(".")
     return next((name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in known), None)
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Modules that a file imports: when it is imported, inside functions, and for types only."""
-    for node in statements(ast.parse(path.read_text()).body):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def modules() -> dict[str, Path]:

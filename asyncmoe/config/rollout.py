@@ -1,4 +1,4 @@
-"""How responses are sampled, and how requests are spread over engines."""
+"""How responses are sampled, how requests are spread over engines, and what engines record about sampling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import FINITE, NUMBER, Decay, Positive, Seconds, Section, Share, refused
+from asyncmoe.config.fields import FINITE, NUMBER, Decay, Positive, Seconds, Section, Share, Switch, refused
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
 Order = Literal["fifo", "longest_first", "probes_first"]
@@ -80,3 +80,14 @@ class RolloutSection(Section):
     def truncated(self) -> bool:
         """True if top_p, top_k or min_p keep some tokens from being sampled."""
         return self.top_p < 1 or self.top_k is not None or self.min_p > 0
+
+
+class KeepSection(Section):
+    """What engines record about the sampling of each token, so that the trainer reproduces it exactly."""
+
+    routing: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
+    """Keep routing: record the experts each token went through in the engine; the trainer sends it through the same experts. auto: on if
+    the model has experts."""
+    sampling_mask: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
+    """Keep the sampling mask: record the ids each token was sampled from; the trainer normalises its probabilities over the same ids. auto:
+    on if rollout.top_p, top_k or min_p exclude some. Needs rollout.top_k."""

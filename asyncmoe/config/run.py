@@ -1,11 +1,13 @@
-"""The run: its directory, its length, and how engines and trainer take turns."""
+"""The run: its directory, its length, how engines and trainer take turns, and its supervised warm-up."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from asyncmoe.config.fields import NonNegative, Positive, Section
+from pydantic import Field
+
+from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Section
 
 
 class RunSection(Section):
@@ -27,3 +29,16 @@ class RunSection(Section):
     controller_restarts: NonNegative = 2
     """How often in a row, without a new step in between, a controller that a signal ended (killed, crashed, out of memory) is started
     again, and the trainer with it from its newest checkpoint, while engines wait (engines.orphan_s). 0: a lost one ends the run."""
+
+
+class WarmupSection(Section):
+    """Supervised steps on the task's own demonstrations, before reinforcement learning."""
+
+    steps: NonNegative = 0
+    """Supervised steps; 0: none. A random model needs some, a real checkpoint none."""
+    batch: Positive = 64
+    """Demonstrations per step."""
+    lr: PositiveFloat = 1e-3
+    """Learning rate of the warm-up, constant."""
+    wrong_share: float = Field(0.0, ge=0, lt=1)
+    """arithmetic: share of demonstrations with a wrong answer, to leave something for RL to improve."""

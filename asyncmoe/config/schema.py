@@ -16,14 +16,13 @@ from asyncmoe.config.engines import EngineSection
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import Section, refused
-from asyncmoe.config.keep import KeepSection
 from asyncmoe.config.log import LogSection
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.config.model import ModelSection
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.config.queue import QueueSection
-from asyncmoe.config.rollout import RolloutSection
-from asyncmoe.config.run import RunSection
+from asyncmoe.config.rollout import KeepSection, RolloutSection
+from asyncmoe.config.run import RunSection, WarmupSection
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.sync import SyncSection
 from asyncmoe.config.task import READ, TaskSection
@@ -31,7 +30,6 @@ from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.config.transports import choices, shareable, unshared
 from asyncmoe.config.verify import VerifySection
-from asyncmoe.config.warmup import WarmupSection
 from asyncmoe.config.watch import WatchSection
 
 LAYOUT: Mapping[str, frozenset[str]] = {

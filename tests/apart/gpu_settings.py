@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from asyncmoe.config import Config, parse
-from asyncmoe.config.memory import MemorySection
-from asyncmoe.config.trainer import MegatronSection
+from asyncmoe.config.trainer import MegatronSection, MemorySection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import family_of
 from asyncmoe.platform import megatron

@@ -63,6 +63,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("queue.capacity", 127, "", "127", "at least a step's batch"),
         ("trainer", None, "", "None", "a section"),
         ("engines.ep", 2, "", "2", "engines.tp = 1"),
+        ("rollout.group_size", 1, "", "1", "greater than or equal to 2"),
         ("objective.updates_per_batch", 3, "", "3", "rollout.groups_per_step = 16"),
         ("objective.correction.token_band", [1.5, 2.0], "", "[1.5, 2.0]", "one number below 1 and one above"),
         ("sync.every", 3, "", "3", "queue.staleness.max_staleness + 1 = 2"),

@@ -26,7 +26,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         (["run", "a.yaml", "--run.steps=3"], "got an unknown option --run.steps, expected KEY=VALUE or --help; did you mean run.steps="),
         (["export", "a", "b", "--adaptor"], "expected one of --adapter, --float8, --dtype, --step, --help; did you mean --adapter?"),
         (["plan", "examples/demo.yaml"], "asyncmoe plan: got neither, expected one of --config FILE and --nodes"),
-        (["stacks", "a", "b"], "asyncmoe stacks: got unexpected extra argument (b), expected other arguments"),
+        (["stacks", "a", "b"], "asyncmoe stacks: got unexpected extra argument"),
         (["run"], "asyncmoe run: got no CONFIG, expected YAML file that describes the run, or the directory of a run"),
         (["rum", "a.yaml"], "asyncmoe: got an unknown command rum, expected one of run, rollout, "),
         (["show", "x", "--limit", "0"], "asyncmoe show: --limit: got '0', expected greater than or equal to 1"),

@@ -174,15 +174,14 @@ def test_a_bug_of_the_handler_reaches_the_client_and_ends_serve(raised: Exceptio
         await asyncio.sleep(60)
         return Done()
 
-    with served(handler) as running, Client(running.rendezvous, "t") as client, Client(running.rendezvous, "other") as other:
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(other.ask, LEASE, 30)
-            time.sleep(0.2)
-            with pytest.raises(InvariantBroken):
-                client.ask(Commit(0), 20)
-            with pytest.raises(WaitTimeout, match="connection was lost"):
-                waiting.result(20)
-    assert running.ended is raised
+    with served(handler) as to, ThreadPoolExecutor(1) as pool, Client(to.rendezvous, "t") as client, Client(to.rendezvous, "u") as other:
+        waiting = pool.submit(other.ask, LEASE, 30)
+        time.sleep(0.2)
+        with pytest.raises(InvariantBroken):
+            client.ask(Commit(0), 20)
+        with pytest.raises(WaitTimeout, match="connection was lost"):
+            waiting.result(20)
+    assert to.ended is raised
 
 
 def _raw(rendezvous: Rendezvous, context: zmq.Context) -> zmq.Socket:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from asyncmoe.config.fields import Positive, PositiveFloat, Section, refused
 
@@ -27,7 +27,7 @@ class LoraSection(Section):
     """Rank of an adapter: rows of A and columns of B."""
     alpha: PositiveFloat = 32.0
     """Scale: B A x is multiplied by alpha / rank. A larger alpha makes larger steps at the same learning rate."""
-    targets: tuple[Target, ...] | None = Field(None, min_length=1)
+    targets: tuple[Target, ...] | None = None
     """Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj (attention); q_a_proj, kv_a_proj_with_mqa, q_b_proj, kv_b_proj, o_proj
     (latent attention); gate_proj, up_proj, down_proj (of every expert, of shared experts, and of layers without experts). null: all that
     the model has."""
@@ -46,7 +46,9 @@ class LoraSection(Section):
     @field_validator("targets")
     @classmethod
     def _in_order(cls, value: tuple[Target, ...] | None) -> tuple[Target, ...] | None:
-        """Put the targets in the order of `TARGETS`, so that equal sets are equal configurations."""
+        """Put the targets in the order of `TARGETS`, so that equal sets are equal configurations; refuse none."""
+        if value == ():
+            raise refused("lora.targets", "none", "at least one of them; leave the key out for all")
         return value and tuple(name for name in TARGETS if name in value)
 
     @model_validator(mode="after")

@@ -46,7 +46,7 @@ def facts(role: str, packages: Iterable[str] = ALIKE) -> Facts:
     return Facts(socket.gethostname(), role, found, time.time(), nccl_settings.shared())
 
 
-def check(ours: Facts, theirs: Facts | None) -> None:
+def check(ours: Facts, theirs: Facts | None, most_apart_s: float = MOST_APART_S) -> None:
     """Refuse an incompatible process. The error is one line that names the process, its node and a fix.
 
     Compares only packages that both processes have: the environments of engines and trainers differ. The measured clock difference
@@ -57,7 +57,7 @@ def check(ours: Facts, theirs: Facts | None) -> None:
         theirs: None: the other tells none.
 
     Raises:
-        UserError: versions or settings of NCCL differ, or clocks differ by more than `MOST_APART_S`.
+        UserError: versions or settings of NCCL differ, or clocks differ by more than `most_apart_s`.
     """
     if theirs is None:
         return
@@ -70,12 +70,12 @@ def check(ours: Facts, theirs: Facts | None) -> None:
             got, expected = (", ".join(f"{name} {one.get(name, 'unset')}" for name in differ) for one in (of_theirs, of_ours))
             raise UserError(theirs.who, got=got, expected=f"{expected} as {ours.who} has", hint=hint)
     apart = theirs.time - ours.time
-    if not math.isfinite(apart) or abs(apart) > MOST_APART_S:
+    if not math.isfinite(apart) or abs(apart) > most_apart_s:
         way = "ahead of" if apart > 0 else "behind"
         raise UserError(
             theirs.who,
             got=f"a clock {abs(apart):.1f} s {way} that of {ours.who}",
-            expected=f"at most {MOST_APART_S:g} s",
+            expected=f"at most {most_apart_s:g} s",
             hint="synchronise both nodes with the same time server (chronyc tracking, timedatectl)",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -112,7 +113,8 @@ def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, path: st
 def test_an_output_that_cannot_be_written_is_one_line() -> None:
     command = [sys.executable, "-m", "asyncmoe", "--version"]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=60)
+        buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+        done = subprocess.run(command, cwd=ROOT, env=buffered, stdout=full, stderr=subprocess.PIPE, timeout=60)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         b"error: standard output: got No space left on device, expected a file, pipe or terminal that takes it"

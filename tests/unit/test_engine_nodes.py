@@ -16,10 +16,10 @@ from asyncmoe.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.engines.sglang import process
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.engine_machines import engine_machines
-from asyncmoe.launch.slurm import join, steps
+from asyncmoe.launch.slurm import join
 from tests.unit.test_slurm_steps import config, job
 
-OUTSIDE = steps.Program("python")
+OUTSIDE = ("python",)
 TCP, FILE = NodePlace(1, "tcp://10.0.0.1:29500"), NodePlace(1, "file:///tmp/asyncmoe-x/ranks")
 
 

@@ -54,7 +54,7 @@ def section_of(**values: Any) -> LoraSection:
     ("values", "said"),
     [
         ({"targets": ["q_proj", "linear_qkv"]}, r"lora\.targets\.1: got 'linear_qkv', expected 'q_proj', "),
-        ({"targets": []}, r"lora\.targets: got \[\]"),
+        ({"targets": []}, r"lora\.targets: got none"),
         ({"targets": "q_proj"}, r"lora\.targets: got 'q_proj'"),
         ({"targets": ["q_proj"], "experts": "shared_outer"}, r"lora\.experts: got shared_outer"),
         ({"rank": 0}, r"lora\.rank: got 0"),

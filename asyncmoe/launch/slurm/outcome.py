@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.config import Config
@@ -87,7 +88,7 @@ def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
     count = lost_before(path, where.name)
     if cause.exit_code not in RECURRING and count < limit:
         with storage.writing("count of the job's losses", path):
-            path.write_text(json.dumps([where.name, count + 1]))
+            path.write_bytes(msgspec.json.encode((where.name, count + 1)))
         _say(f"{cause}; job {where.name} is requeued, {count + 1} of at most {limit} times (cluster.requeues)")
         control.requeue(where.name)
         return
@@ -99,10 +100,10 @@ def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
 def lost_before(path: Path, job: str) -> int:
     """Return how often this job lost a process so far; a count left by another job is ignored."""
     try:
-        kept, count = json.loads(path.read_bytes())
-        return int(count) if kept == job else 0
+        kept, count = msgspec.json.decode(path.read_bytes(), type=tuple[str, int])
     except (FileNotFoundError, ValueError):
         return 0
+    return count if kept == job else 0
 
 
 def _say(text: str) -> None:

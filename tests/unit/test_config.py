@@ -97,7 +97,6 @@ def test_a_mistake_names_its_key_what_was_got_and_what_was_expected(path: str, v
     "objective",
     [
         {"proximal": "behaviour", "correction": {"weight": "none", "token_band": [0.5, 5.0]}, "clip": "none"},
-        {"correction": {"weight": "none", "opsm_delta": 1e-4, "max_age": 0, "veto": [0, 100]}, "kl": {"coefficient": 1e-3}},
         {"process": {"weight": 0.5}, "distill": {"weight": 0.1, "clip": 2.0}, "advantage": "reinforce_plus_plus_baseline"},
     ],
 )

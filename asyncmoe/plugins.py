@@ -70,12 +70,11 @@ def guarded(seconds: float) -> Iterator[None]:
     process that can be killed. Other threads get no signals: there the block is not limited.
 
     Raises:
-        Failed: the code raised anything, SystemExit and a KeyboardInterrupt of its own included, or took longer.
+        Failed: the code raised anything, SystemExit included, or took longer.
         UserError: raised by the code itself.
         KeyboardInterrupt: the user pressed Ctrl-C.
     """
-    late = ""
-    pressed = active = False
+    late, active = "", False
 
     def ring(number: int, frame: FrameType | None) -> None:
         nonlocal late
@@ -83,33 +82,24 @@ def guarded(seconds: float) -> Iterator[None]:
             late = late or place_in([(code.co_filename, line) for code, line in _frames(frame)]) or "no line of its own"
             raise _TooLong
 
-    def press(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        cast(Callable[[int, FrameType | None], object], before[signal.SIGINT])(number, frame)
-
-    before: dict[int, Any] = {}
-    timer = (0.0, 0.0)
-    if threading.current_thread() is threading.main_thread():
-        before = {signal.SIGALRM: signal.signal(signal.SIGALRM, ring)}
-        if callable(signal.getsignal(signal.SIGINT)):
-            before[signal.SIGINT] = signal.signal(signal.SIGINT, press)
+    limited = threading.current_thread() is threading.main_thread()
+    if limited:
+        before = signal.signal(signal.SIGALRM, ring)
         timer = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
     error: BaseException | None = None
     try:
         active = True
         yield
+    except (UserError, KeyboardInterrupt):
+        raise
     except BaseException as raised:  # noqa: BLE001  SystemExit would end the process without a word
         error = raised
     finally:
         active = False
-        if before:
+        if limited:
             signal.setitimer(signal.ITIMER_REAL, 0)  # before its handler goes: an alarm without one ends the process
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            signal.signal(signal.SIGALRM, before)
             signal.setitimer(signal.ITIMER_REAL, *timer)
-    if error is not None and (pressed or isinstance(error, UserError)):
-        raise error
     if late:
         raise Failed(f"no result within {seconds:g} s, at {late}") from error
     if error is not None:

@@ -153,13 +153,7 @@ class Child:
         AsyncmoeError: the system cannot start the process.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.name, self.log = name, log
         with writing(f"log of {name}", log):
             log.parent.mkdir(parents=True, exist_ok=True)

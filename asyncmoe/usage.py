@@ -16,7 +16,6 @@ from asyncmoe.errors import Interrupted, UserError
 
 _click: Any = sys.modules[typer.BadParameter.__module__]
 """The module of click's errors: click's own, or that of the copy which newer releases of typer bring."""
-_EXTRA = re.compile(r"Got unexpected extra argument\S* \((.*)\)\.?", re.DOTALL)
 _COMMAND = re.compile(r"No such command '(.*?)'")
 
 
@@ -30,7 +29,8 @@ def invoke(app: typer.Typer) -> None:
         SystemExit: the command chose another status than 0.
     """
     run: Callable[..., object] = app
-    _open_output()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be in its encoding
     try:
         status = run(prog_name="asyncmoe", standalone_mode=False)  # in standalone mode typer frames an error over several lines
     except _click.UsageError as error:
@@ -46,35 +46,14 @@ def invoke(app: typer.Typer) -> None:
         sys.exit(status)
 
 
-class _Output(io.FileIO):
-    """Standard output; raises UserError where it takes nothing more."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:  # the reader has what it wants, as `head` does
-            raise
-        except OSError as error:
-            raise UserError("standard output", got=error.strerror, expected="a file, pipe or terminal that takes it") from None
-
-
-def _open_output() -> None:
-    """Have standard output tell as `_Output`, and escape what its encoding lacks, as names of files that are not in UTF-8."""
-    if (out := sys.__stdout__) is not None and sys.stdout is out:
-        raw, lines = io.BufferedWriter(_Output(out.fileno(), "w", closefd=False)), out.line_buffering or out.write_through
-        stream = io.TextIOWrapper(raw, out.encoding, "backslashreplace", line_buffering=lines)
-        for name in ("stdout", "__stdout__"):
-            setattr(sys, name, stream)
-
-
 def _flush() -> None:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
-    except (UserError, BrokenPipeError) as error:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end what could not be written
-        if isinstance(error, UserError):
-            raise
+        if not isinstance(error, BrokenPipeError):  # whose reader has what it wants, as `head` does
+            raise UserError("standard output", got=error.strerror, expected="a file, pipe or terminal that takes it") from None
 
 
 def user_error(error: Any) -> UserError:
@@ -83,17 +62,12 @@ def user_error(error: Any) -> UserError:
     see = f"see {at} --help"
     if isinstance(error, _click.NoSuchOption):
         return _unknown_option(error, at)
-    if isinstance(error, _click.BadOptionUsage):
-        got, expected = ("no value", "one after it") if "requires" in error.message else ("a value", "none")
-        return UserError(f"{at}: {error.option_name}", got=got, expected=expected, hint=see)
     if isinstance(error, _click.MissingParameter) and error.param is not None:
         what = getattr(error.param, "help", None) or "it"
         return UserError(at, got=f"no {_named(error.param)}", expected=what.rstrip("."), hint=see)
     if isinstance(error, _click.BadParameter) and error.param is not None:
         got, wanted = _refused_value(error)
         return UserError(f"{at}: {_named(error.param)}", got=got, expected=wanted, hint=see)
-    if (extra := _EXTRA.fullmatch(error.message)) is not None:
-        return UserError(at, got=extra[1], expected="no further arguments", hint=see)
     if (unknown := _COMMAND.match(error.message)) is not None:
         from asyncmoe.config import gone  # imports pydantic, which takes a second
 
@@ -103,7 +77,7 @@ def user_error(error: Any) -> UserError:
         near = get_close_matches(unknown[1], commands, 1)
         meant = f"did you mean {at} {near[0]}?" if near else None
         return UserError(at, got=f"an unknown command {unknown[1]}", expected=f"one of {', '.join(commands)}", hint=meant)
-    message = error.format_message().rstrip(".")
+    message = error.format_message().removeprefix("Got ").rstrip(".")
     return UserError(at, got=message[0].lower() + message[1:], expected="other arguments", hint=see)
 
 
@@ -124,7 +98,7 @@ def _removed(what: str, at: str, instead: str, last: str) -> UserError:
 def _unknown_option(error: Any, at: str) -> UserError:
     from asyncmoe.config import gone, refusals  # imports pydantic, which takes a second
 
-    if (instead := gone.OPTIONS.get(f"{at} {error.option_name}".partition(" ")[2])) is not None:
+    if (instead := gone.COMMANDS.get(f"{at} {error.option_name}".partition(" ")[2])) is not None:
         return _removed(error.option_name, at, instead, gone.LAST)
     parameters = error.ctx.command.params
     options = [*(one.opts[0] for one in parameters if one.opts[0].startswith("-")), "--help"]

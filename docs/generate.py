@@ -209,7 +209,7 @@ def _section(group: Group, level: int) -> Iterator[str]:
         yield "| key | type | default | description |\n|---|---|---|---|"
         for path, field in group.keys:
             words = kind(field.annotation, field.metadata)
-            yield f"| `{path}` | {words} | {default(field)} | {plain(field.description or '')} |"
+            yield f"| `{path}` | {words} | {default(field)} | {plain(' '.join((field.description or '').split()))} |"
         yield ""
     for inner in group.inner:
         yield from _section(inner, level + 1)

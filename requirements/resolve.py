@@ -1,7 +1,9 @@
-"""Writes the package versions that pip resolves for both environments with GPU=1 into resolved/, without installing them.
+"""Writes what pip resolves for both environments, without installing it: of GPU=1 the versions, into resolved/; of CPU installations each
+file with its SHA-256, into hashed/.
 
-The Makefile uses the lists as constraints, so that every machine gets the reviewed versions, and a test compares them. Run it on Linux
-x86_64 after a change of versions, with every Python that has a list:
+The Makefile uses the former as constraints, so that every machine gets the reviewed versions, and installs the latter with
+`pip --require-hashes` where there is a list for the Python and machine. torch is in no list with hashes: which build a machine takes
+depends on its package sources (torch.sh). Run it on Linux x86_64 after a change of versions, with every Python that has a list:
 
 usage: python3 requirements/resolve.py PYTHON...      (e.g. python3.11 python3.12; some minutes each)
 """
@@ -14,8 +16,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENTS = {
@@ -23,56 +26,42 @@ ENVIRONMENTS = {
     "engine": ("engine-gpu.txt",),
 }
 """Requirement files by environment that the Makefile passes to pip with GPU=1, in addition to torch."""
-_RESOLVE_S = 1800.0
+HASHED = {"trainer": ("train.txt", "dev.txt"), "engine": ("engine-cpu.txt", "engine-cpu-nodeps.txt")}
+"""Requirement files by environment that together name every package of it on a CPU but torch and pip."""
+_TIMEOUT_S = 1800.0
+_TAG = "import platform, sys; print('cp%d%d' % sys.version_info[:2], platform.machine(), sep='-')"
 
 
-def main(interpreters: list[str]) -> None:
-    """Write both lists for each interpreter."""
+def main(interpreters: Iterable[str]) -> None:
+    """Write the four lists for each interpreter."""
     for interpreter in interpreters:
+        tag = subprocess.run([interpreter, "-c", _TAG], capture_output=True, text=True, check=True).stdout.strip()
         for name, files in ENVIRONMENTS.items():
-            tag, versions = resolve(interpreter, files)
-            path = HERE / "resolved" / f"{name}-gpu-{tag}.txt"
-            path.write_text(
-                f"# {name}, GPU=1, CPython {tag[2]}.{tag[3:]}, Linux x86_64: made by requirements/resolve.py.\n" + lines(versions)
-            )
-            print(f"{path.relative_to(HERE.parent)}: {len(versions)} packages, torch {versions['torch']}")
+            # Building a package would need torch, so only wheels are allowed.
+            found = resolved(interpreter, ["--only-binary", ":all:", "-c", str(HERE / "gpu.txt"), "torch"], files)
+            _write(HERE / "resolved" / f"{name}-gpu-{tag.partition('-')[0]}.txt", f"{name}, GPU=1, {tag}", [line for line, _ in found])
+        for name, files in HASHED.items():
+            found = resolved(interpreter, ["--no-deps"], files)
+            hashed = [f"{line} --hash=sha256:{sha}" for line, sha in found]
+            _write(HERE / "hashed" / f"{name}-cpu-{tag}.txt", f"{name}, GPU=0, {tag}", hashed)
 
 
-def resolve(interpreter: str, files: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """Return the tag of the Python (cp311), and the versions by normalised name that pip chooses for an empty environment.
+def resolved(interpreter: str, options: Sequence[str], files: Iterable[str]) -> list[tuple[str, str]]:
+    """Return what pip chooses for an empty environment, in the order of normalised names: "name==version", and the SHA-256 of its file.
 
-    Only wheels are allowed, because building a package would need torch. pip's configuration is ignored, because it is machine-specific.
+    pip's configuration is ignored, because it is machine-specific. Source of the report: pip.pypa.io, "Installation Report".
     """
     asked = [part for file in files for part in ("-r", str(HERE / file))]
+    ours = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")}
+    alone = ours | {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([interpreter, "-m", "venv", folder], check=True, timeout=_RESOLVE_S)
-        python, report = f"{folder}/bin/python", f"{folder}/report.json"
-        command = [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--dry-run",
-            "--ignore-installed",
-            "--only-binary",
-            ":all:",
-            "--report",
-            report,
-        ]
-        subprocess.run([*command, "-c", str(HERE / "gpu.txt"), "torch", *asked], check=True, timeout=_RESOLVE_S, env=environment())
-        answer = json.loads(Path(report).read_text())
-        tag = subprocess.run(
-            [python, "-c", "import sys; print('cp%d%d' % sys.version_info[:2])"], capture_output=True, text=True, check=True
-        )
-    chosen = [package["metadata"] for package in answer["install"]]
-    return tag.stdout.strip(), {normalised(package["name"]): package["version"] for package in chosen}
-
-
-def environment() -> Mapping[str, str]:
-    """Return this process's environment without additional package sources for pip."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")}
-    return kept | {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        subprocess.run([interpreter, "-m", "venv", folder], check=True, timeout=_TIMEOUT_S)
+        command = [f"{folder}/bin/python", "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        answer = f"{folder}/report.json"
+        subprocess.run([*command, "--report", answer, *options, *asked], check=True, timeout=_TIMEOUT_S, env=alone)
+        chosen: list[dict[str, Any]] = json.loads(Path(answer).read_text())["install"]
+    named = sorted((normalised(one["metadata"]["name"]), one) for one in chosen)
+    return [(f"{name}=={one['metadata']['version']}", one["download_info"]["archive_info"]["hashes"]["sha256"]) for name, one in named]
 
 
 def normalised(name: str) -> str:
@@ -80,8 +69,9 @@ def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def lines(versions: Mapping[str, str]) -> str:
-    return "".join(f"{name}=={versions[name]}\n" for name in sorted(versions))
+def _write(path: Path, what: str, lines: Sequence[str]) -> None:
+    path.write_text("\n".join([f"# {what}, Linux: made by requirements/resolve.py.", *lines]) + "\n")
+    print(f"{path.relative_to(HERE.parent)}: {len(lines)} packages")
 
 
 if __name__ == "__main__":

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from asyncmoe.config.fields import NonNegative, Port, Positive, Seconds, Section
 
 
 class ClusterSection(Section):
     """A run on several machines: how processes reach each other, and how they are spread over nodes."""
 
-    network: str = Field(
-        "loopback",
-        description="Address at which other machines reach this one. loopback: the run has one machine; hostname: the address the host's "
-        "name resolves to; the name of an interface (ib0); or a network (10.1.0.0/16) in which this machine has an address. The "
-        "environment variable ASYNCMOE_HOST overrides it.",
-    )
-    port: Port = Field(
-        0,
-        description="Port of the controller; 0: any free port, which rendezvous.json names. With network: loopback, 0 is no port, because "
-        "processes of one machine use a Unix socket. Set it if a firewall opens fixed ports only.",
-    )
-    trainer_nodes: Positive = Field(1, description="Nodes of the trainer; each runs the same number of trainer.ranks.")
-    engine_nodes: Positive = Field(1, description="Nodes over which engines.count are spread; the controller runs on the first.")
-    heartbeat_timeout_s: Seconds = Field(
-        30.0, description="Seconds without a heartbeat after which an engine counts as dead and its responses continue elsewhere."
-    )
-    max_clock_skew_s: Seconds = Field(10.0, description="Largest accepted difference between the clocks of two machines, in seconds.")
-    requeues: NonNegative = Field(3, description="How often a SLURM job may requeue itself after it lost a process.")
+    network: str = "loopback"
+    """Address at which other machines reach this one. loopback: the run has one machine; hostname: the address the host's name resolves to;
+    the name of an interface (ib0); or a network (10.1.0.0/16) in which this machine has an address. The environment variable ASYNCMOE_HOST
+    overrides it."""
+    port: Port = 0
+    """Port of the controller; 0: any free port, which rendezvous.json names. With network: loopback, 0 is no port, because processes of one
+    machine use a Unix socket. Set it if a firewall opens fixed ports only."""
+    trainer_nodes: Positive = 1
+    """Nodes of the trainer; each runs the same number of trainer.ranks."""
+    engine_nodes: Positive = 1
+    """Nodes over which engines.count are spread; the controller runs on the first."""
+    heartbeat_timeout_s: Seconds = 30.0
+    """Seconds without a heartbeat after which an engine counts as dead and its responses continue elsewhere."""
+    requeues: NonNegative = 3
+    """How often a SLURM job may requeue itself after it lost a process."""

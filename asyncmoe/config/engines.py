@@ -14,63 +14,48 @@ from asyncmoe.config.fields import NonNegative, NonNegativeSeconds, Port, Positi
 class EngineSection(Section):
     """The SGLang servers."""
 
-    count: Positive = Field(1, description="SGLang servers. With join, the number that must have joined before the run begins.")
-    join: bool = Field(
-        False,
-        description="true: you start engines with `asyncmoe engine`, on any machine and at any time, and they join the run. false: "
-        "`asyncmoe run` starts them on its own machine.",
-    )
-    tp: Positive = Field(1, description="Tensor-parallel ranks of an engine, one GPU each. Raise it if weights and KV cache do not fit.")
-    ep: Positive = Field(1, description="Expert-parallel ranks of an engine; must divide tp.")
-    nodes: Positive = Field(
-        1,
-        description="Machines over which the ranks of one engine are spread evenly; must divide tp. Above 1 `asyncmoe engine` runs on each "
-        "of them with the same --name and its own --node; without join, all run on one machine.",
-    )
-    dtype: Literal["float32", "bfloat16", "auto"] = Field(
-        "auto", description="Dtype of the engine's weights; auto: the checkpoint's, bfloat16 if its config.json says none."
-    )
-    python: Path | None = Field(
-        None, description="Python interpreter with SGLang; null: `.venv-engine` beside this environment, else this Python."
-    )
-    port: Port = Field(0, description="First port: engine i of a machine listens on port + i. 0: any free ports.")
-    first_gpu: NonNegative | None = Field(
-        None,
-        description="First GPU of the engines on a machine: engine i takes tp GPUs starting at first_gpu + i * tp. null: the first GPU "
-        "after the trainer's if the run has one machine (0 with share_gpus), else 0.",
-    )
-    share_gpus: bool = Field(
-        False,
-        description="Engines and trainer of one machine share GPUs, starting at GPU 0: the arithmetic of `asyncmoe plan` divides the "
-        "memory of each, and weights travel over CUDA IPC. false: a run in which an engine and the trainer would use one GPU is refused.",
-    )
-    max_running: Positive = Field(
-        16, description="Requests a server decodes at once; further requests wait in its queue. Lower it if the server retracts requests."
-    )
-    max_total_tokens: Positive | None = Field(
-        None, description="Size of a server's KV cache, in tokens; null: what fits, by SGLang or by the arithmetic of `asyncmoe plan`."
-    )
-    start_timeout_s: Seconds = Field(
-        180.0, description="Seconds processes wait for each other at the start. Raise it for large checkpoints on a slow file system."
-    )
-    hang_timeout_s: Seconds = Field(
-        60.0,
-        ge=12.0,
-        description="Seconds after its last token, of a request or a probe, within which an engine that hangs is killed; its responses "
-        "continue elsewhere. Long before, it gets no new requests. Raise it if one forward pass can take a third of it.",
-    )
-    restarts: NonNegative = Field(
-        3,
-        description="How often an engine that died or hung starts again; 5 s pass before the first restart and twice as long before each "
-        "further one. It serves from the next version on; if no other engine is left, the "
-        "trainer sends its weights once more. (With sync.method broadcast or disk, or sync.every above 1 the run ends then.)",
-    )
-    orphan_s: NonNegativeSeconds = Field(
-        60.0,
-        description="Seconds that engines outlive a controller that is lost, until the next one takes them over. Raise it if the "
-        "controller takes long to start. 0: engines end with their controller, and a lost one ends the run.",
-    )
-    args: tuple[str, ...] = Field((), description="Further arguments for sglang.launch_server, of those that asyncmoe supports.")
+    count: Positive = 1
+    """SGLang servers. With join, the number that must have joined before the run begins."""
+    join: bool = False
+    """true: you start engines with `asyncmoe engine`, on any machine and at any time, and they join the run. false: `asyncmoe run` starts
+    them on its own machine."""
+    tp: Positive = 1
+    """Tensor-parallel ranks of an engine, one GPU each. Raise it if weights and KV cache do not fit."""
+    ep: Positive = 1
+    """Expert-parallel ranks of an engine; must divide tp."""
+    nodes: Positive = 1
+    """Machines over which the ranks of one engine are spread evenly; must divide tp. Above 1 `asyncmoe engine` runs on each of them with
+    the same --name and its own --node; without join, all run on one machine."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """Dtype of the engine's weights; auto: the checkpoint's, bfloat16 if its config.json says none."""
+    python: Path | None = None
+    """Python interpreter with SGLang; null: `.venv-engine` beside this environment, else this Python."""
+    port: Port = 0
+    """First port: engine i of a machine listens on port + i. 0: any free ports."""
+    first_gpu: NonNegative | None = None
+    """First GPU of the engines on a machine: engine i takes tp GPUs starting at first_gpu + i * tp. null: the first GPU after the trainer's
+    if the run has one machine (0 with share_gpus), else 0."""
+    share_gpus: bool = False
+    """Engines and trainer of one machine share GPUs, starting at GPU 0: the arithmetic of `asyncmoe plan` divides the memory of each, and
+    weights travel over CUDA IPC. false: a run in which an engine and the trainer would use one GPU is refused."""
+    max_running: Positive = 16
+    """Requests a server decodes at once; further requests wait in its queue. Lower it if the server retracts requests."""
+    max_total_tokens: Positive | None = None
+    """Size of a server's KV cache, in tokens; null: what fits, by SGLang or by the arithmetic of `asyncmoe plan`."""
+    start_timeout_s: Seconds = 180.0
+    """Seconds processes wait for each other at the start. Raise it for large checkpoints on a slow file system."""
+    hang_timeout_s: Seconds = Field(60.0, ge=12.0)
+    """Seconds after its last token, of a request or a probe, within which an engine that hangs is killed; its responses continue
+    elsewhere. Long before, it gets no new requests. Raise it if one forward pass can take a third of it."""
+    restarts: NonNegative = 3
+    """How often an engine that died or hung starts again; 5 s pass before the first restart and twice as long before each further one. It
+    serves from the next version on; if no other engine is left, the trainer sends its weights once more. (With sync.method broadcast or
+    disk, or sync.every above 1 the run ends then.)"""
+    orphan_s: NonNegativeSeconds = 60.0
+    """Seconds that engines outlive a controller that is lost, until the next one takes them over. Raise it if the controller takes long to
+    start. 0: engines end with their controller, and a lost one ends the run."""
+    args: tuple[str, ...] = ()
+    """Further arguments for sglang.launch_server, of those that asyncmoe supports."""
 
     @model_validator(mode="after")
     def _check_args(self) -> EngineSection:

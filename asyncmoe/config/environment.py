@@ -18,31 +18,22 @@ _OWN_STYLES = ("hermes", "brackets")
 class ToolsSection(Section):
     """Tools the policy may call; for environment.kind tools, and style for openai too."""
 
-    names: tuple[str, ...] = Field(
-        (), description="Tools by name: calculator, python (sandboxed), or your own functions as package.module:function."
-    )
-    style: str = Field(
-        "hermes",
-        description="Syntax of a call in a response. hermes: <tool_call> around a JSON object with name and arguments; brackets: "
-        "[name: argument], for models so small that every token counts; or the name of one of SGLang's parsers, such as qwen3_coder "
-        "or deepseekv3. Kind openai returns such calls as its API's tool calls, and needs names: brackets is refused.",
-    )
-    schemas: bool | None = Field(
-        None,
-        description="Give the tools' schemas to the chat template, which describes them to the policy. null: if style is not brackets and "
-        "the task has chat prompts.",
-    )
-    options: dict[str, dict[str, Any]] = Field(
-        {},
-        description="Limits by tool name (of your own function: its name): timeout_s, concurrency and "
-        "characters of the answer; python has limits of its own besides.",
-    )
+    names: tuple[str, ...] = ()
+    """Tools by name: calculator, python (sandboxed), or your own functions as package.module:function."""
+    style: str = "hermes"
+    """Syntax of a call in a response. hermes: <tool_call> around a JSON object with name and arguments; brackets: [name: argument], for
+    models so small that every token counts; or the name of one of SGLang's parsers, such as qwen3_coder or deepseekv3. Kind openai returns
+    such calls as its API's tool calls, and needs names: brackets is refused."""
+    schemas: bool | None = None
+    """Give the tools' schemas to the chat template, which describes them to the policy. null: if style is not brackets and the task has
+    chat prompts."""
+    options: dict[str, dict[str, Any]] = Field({})
+    """Limits by tool name (of your own function: its name): timeout_s, concurrency and characters of the answer; python has limits of its
+    own besides."""
     mcp: dict[str, McpServer] = Field({})
-    mcp_sessions: Positive = Field(
-        64,
-        description="Maximum sessions with MCP servers at once, over all episodes; a command's session is a process. Further episodes wait "
-        "with their first call.",
-    )
+    mcp_sessions: Positive = 64
+    """Maximum sessions with MCP servers at once, over all episodes; a command's session is a process. Further episodes wait with their
+    first call."""
 
     @model_validator(mode="after")
     def _check(self) -> ToolsSection:
@@ -68,23 +59,25 @@ class ToolsSection(Section):
 class EnvironmentSection(Section):
     """What happens in an episode between prompt and reward: turns, tool calls, several agents."""
 
-    kind: Annotated[str, NameOrPlugin(("single_turn", "tools", "openai"))] = Field(
-        "single_turn",
-        description="single_turn: one response to the prompt; tools: several turns with tool calls between them; openai: your own agent, "
-        "which calls an endpoint compatible with OpenAI's or Anthropic's; or your own class as package.module:Class.",
-    )
-    options: dict[str, Any] = Field({}, description="Keyword arguments of your own class.")
-    agent: str | None = Field(None, description="For kind openai: the agent, as package.module:function.")
+    kind: Annotated[str, NameOrPlugin(("single_turn", "tools", "openai"))] = "single_turn"
+    """single_turn: one response to the prompt; tools: several turns with tool calls between them; openai: your own agent, which calls an
+    endpoint compatible with OpenAI's or Anthropic's; or your own class as package.module:Class."""
+    options: dict[str, Any] = Field({})
+    """Keyword arguments of your own class."""
+    agent: str | None = None
+    """For kind openai: the agent, as package.module:function."""
     tools: ToolsSection = ToolsSection()
     sandbox: SandboxSection = SandboxSection()
-    max_turns: Positive = Field(8, description="Maximum responses of an agent in an episode; an episode with more is rejected.")
-    max_agents: Positive = Field(8, description="Maximum agents in an episode; the conversation of each becomes a trajectory.")
-    max_paths: Positive = Field(
-        32,
-        description="Maximum paths of an agent's tree of turns, where its history is forked, edited or cut; each becomes a trajectory.",
-    )
-    max_tokens: Positive | None = Field(None, description="Maximum tokens of an agent's conversation; null: the model's context length.")
-    timeout_s: Seconds = Field(600.0, description="Seconds an episode may take before scoring; a slower one is rejected.")
+    max_turns: Positive = 8
+    """Maximum responses of an agent in an episode; an episode with more is rejected."""
+    max_agents: Positive = 8
+    """Maximum agents in an episode; the conversation of each becomes a trajectory."""
+    max_paths: Positive = 32
+    """Maximum paths of an agent's tree of turns, where its history is forked, edited or cut; each becomes a trajectory."""
+    max_tokens: Positive | None = None
+    """Maximum tokens of an agent's conversation; null: the model's context length."""
+    timeout_s: Seconds = 600.0
+    """Seconds an episode may take before scoring; a slower one is rejected."""
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentSection:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Positive, Real, Section, Share, refused
 from asyncmoe.config.task import READ, Kind, SourceSection, TaskSection
 
-_SAMPLED = ("prompts", "samples", "temperature", "top_p", "top_k", "max_new_tokens")
+_SAMPLED = ("prompts", "samples", "temperature", "top_p", "max_new_tokens")
 
 
 class EvaluationSet(SourceSection):
@@ -18,16 +18,20 @@ class EvaluationSet(SourceSection):
     held out from the task; a set with a subset or split but no path reads the task's path. Keys without a value are those of
     `evaluation`."""
 
-    kind: Kind | None = Field(
-        None, description="As task.kind, for the set; null: dataset if the task is one or a subset or split is given, else jsonl."
-    )
-    options: dict[str, Any] = Field({}, description="Keyword arguments of your own class.")
-    prompts: Positive | None = Field(None, description="Maximum questions.")
-    samples: Positive | None = Field(None, description="Episodes per question: the largest k of pass@k.")
-    temperature: NonNegativeFloat | None = Field(None, description="Sampling temperature; 0: always the most probable token.")
-    top_p: Share | None = Field(None, description="As rollout.top_p.")
-    top_k: Positive | None = Field(None, description="As rollout.top_k.")
-    max_new_tokens: Positive | None = Field(None, description="Maximum tokens of a response.")
+    kind: Kind | None = None
+    """As task.kind, for the set; null: dataset if the task is one or a subset or split is given, else jsonl."""
+    options: dict[str, Any] = Field({})
+    """Keyword arguments of your own class."""
+    prompts: Positive | None = None
+    """Maximum questions."""
+    samples: Positive | None = None
+    """Episodes per question: the largest k of pass@k."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature; 0: always the most probable token."""
+    top_p: Share | None = None
+    """As rollout.top_p."""
+    max_new_tokens: Positive | None = None
+    """Maximum tokens of a response."""
 
     @property
     def held_out(self) -> bool:
@@ -60,30 +64,28 @@ class EvaluationSet(SourceSection):
 class EvaluationSection(Section):
     """Ask the same questions of every n-th version, and of the last, on the same engines. Training does not wait for the answers."""
 
-    every: NonNegative = Field(
-        0,
-        description="Versions between evaluations; 0: never. The first version evaluated is that at the end of the warm-up, the "
-        "last one that of the last step; the run ends when that is done.",
-    )
-    prompts: Positive = Field(64, description="Maximum questions of an evaluation, the same ones each time.")
-    samples: Positive = Field(1, description="Episodes per question; more give a less noisy mean, and pass@k for k up to their number.")
-    path: Path | None = Field(
-        None,
-        description="Source of evaluation questions, in the format of task.path; training leaves out those that it has too, but for white "
-        "space and system messages. null: questions held out from the task, which training never asks; of a task without end (arithmetic) "
-        "they are drawn separately, and may coincide with training questions.",
-    )
+    every: NonNegative = 0
+    """Versions between evaluations; 0: never. The first version evaluated is that at the end of the warm-up, the last one that of the last
+    step; the run ends when that is done."""
+    prompts: Positive = 64
+    """Maximum questions of an evaluation, the same ones each time."""
+    samples: Positive = 1
+    """Episodes per question; more give a less noisy mean, and pass@k for k up to their number."""
+    path: Path | None = None
+    """Source of evaluation questions, in the format of task.path; training leaves out those that it has too, but for white space and system
+    messages. null: questions held out from the task, which training never asks; of a task without end (arithmetic) they are drawn
+    separately, and may coincide with training questions."""
     sets: dict[str, EvaluationSet] = Field({})
-    pass_reward: Real = Field(1.0, description="Reward from which an episode passes, for pass@k.")
-    temperature: NonNegativeFloat | None = Field(
-        None, description="Sampling temperature; 0: always the most probable token; null: rollout.temperature."
-    )
-    top_p: Share | None = Field(None, description="As rollout.top_p, for evaluation; null: rollout.top_p.")
-    top_k: Positive | None = Field(None, description="As rollout.top_k, for evaluation; null: rollout.top_k.")
-    max_new_tokens: Positive | None = Field(None, description="Maximum tokens of a response; null: rollout.max_new_tokens.")
-    max_concurrent: Positive | None = Field(
-        None, description="Evaluation episodes in flight, as a part of rollout.max_concurrent; null: an eighth of it."
-    )
+    pass_reward: Real = 1.0
+    """Reward from which an episode passes, for pass@k."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature; 0: always the most probable token; null: rollout.temperature."""
+    top_p: Share | None = None
+    """As rollout.top_p, for evaluation; null: rollout.top_p."""
+    max_new_tokens: Positive | None = None
+    """Maximum tokens of a response; null: rollout.max_new_tokens."""
+    max_concurrent: Positive | None = None
+    """Evaluation episodes in flight, as a part of rollout.max_concurrent; null: an eighth of it."""
 
     @property
     def every_set(self) -> dict[str, EvaluationSet]:

@@ -29,11 +29,9 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
         ConfigError: the file is missing or not YAML, or a key, type or value is refused; every refused key has a line.
     """
     values, lines = ({}, {}) if path is None else read(path)
-    given = {}
     for override in overrides:
         _override(values, override)
-        given[tuple(override.partition("=")[0].split("."))] = " ".join(override.split())
-    source = Source(str(path or COMMAND_LINE), lines, given)
+    source = Source(str(path or COMMAND_LINE), lines, [tuple(override.partition("=")[0].split(".")) for override in overrides])
     removed = gone.take(values, gone.KEYS if schema is Config else gone.PLANT)
     refused = [] if idle else [_removed(source, key, *one) for key, one in removed.items()]
     if refused:
@@ -51,10 +49,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
         if not path.is_file():  # a device may have no end
             hint = f"the file comes first: CONFIG {path}" if "=" in str(path) else None
             raise ConfigError(str(path), got="no such file", expected="a YAML configuration", hint=hint)
-        with path.open(encoding="utf-8") as file:
-            node = yaml.compose(file, Loader=_Loader)
-        with path.open(encoding="utf-8") as file:
-            values = yaml.load(file, Loader=_Loader)
+        text = path.read_text(encoding="utf-8")
+        node, values = yaml.compose(text, Loader=_Loader), yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), got=" ".join(str(error).split()), expected="valid YAML") from error
     except RecursionError as error:

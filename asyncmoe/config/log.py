@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from asyncmoe.config.fields import NonNegative, Positive, Section, refused
 
@@ -17,30 +17,22 @@ class LogSection(Section):
     """The log: finished groups, turns of unfinished ones, leases and what became of each group, on disk. A run that is started again
     replays the batches it had trained since its checkpoint, trains what was queued, and goes on with what was unfinished."""
 
-    folder: Path | None = Field(
-        None,
-        description="Folder of the log, on the controller's node; null: `log` in run.dir. A local disk is faster than a network file "
-        "system; it survives the processes, not the node.",
-    )
-    redis: str | None = Field(
-        None,
-        description="Keep the log in this Redis server (6.2 or later) instead of a folder: redis://host:port/database, rediss:// "
-        "(TLS) or unix:///path?db=database; a user is named before an @, and the password is in ASYNCMOE_LOG_PASSWORD. It needs "
-        "appendonly yes, appendfsync always, maxmemory-policy noeviction and memory for all that is kept; a run may then go on from "
-        "another node. Needs the extra redis. null: a folder.",
-    )
-    max_bytes: Positive = Field(
-        256 << 30,
-        description="Bound on the bytes of finished groups that a process keeps; turns may take a quarter of it besides. Groups are "
-        "deleted once no checkpoint needs them; a full log ends the run, which loses nothing. Raise it, or save checkpoints more often "
-        "(trainer.checkpoint_every).",
-    )
-    piece_tokens: NonNegative = Field(
-        1024,
-        description="Tokens after which an unfinished response is recorded: it is sampled in requests of so many tokens, each of which "
-        "continues the one before, so that a stopped run loses at most so many tokens of a response. 0: whole responses only. "
-        "Has no effect with rollout.interruption abort_retry or drain.",
-    )
+    folder: Path | None = None
+    """Folder of the log, on the controller's node; null: `log` in run.dir. A local disk is faster than a network file system; it survives
+    the processes, not the node."""
+    redis: str | None = None
+    """Keep the log in this Redis server (6.2 or later) instead of a folder: redis://host:port/database, rediss:// (TLS) or
+    unix:///path?db=database; a user is named before an @, and the password is in ASYNCMOE_LOG_PASSWORD. It needs appendonly yes,
+    appendfsync always, maxmemory-policy noeviction and memory for all that is kept; a run may then go on from another node. Needs the extra
+    redis. null: a folder."""
+    max_bytes: Positive = 256 << 30
+    """Bound on the bytes of finished groups that a process keeps; turns may take a quarter of it besides. Groups are deleted once no
+    checkpoint needs them; a full log ends the run, which loses nothing. Raise it, or save checkpoints more often
+    (trainer.checkpoint_every)."""
+    piece_tokens: NonNegative = 1024
+    """Tokens after which an unfinished response is recorded: it is sampled in requests of so many tokens, each of which continues the one
+    before, so that a stopped run loses at most so many tokens of a response. 0: whole responses only. Has no effect with
+    rollout.interruption abort_retry or drain."""
 
     @model_validator(mode="after")
     def _check(self) -> LogSection:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from asyncmoe.config.fields import Positive, PositiveFloat, Section, refused
 
@@ -13,59 +13,43 @@ GROUPED = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj")
 ATTENTION = (*GROUPED[:-1], *LATENT)
 MLP = ("gate_proj", "up_proj", "down_proj")
-TARGETS = ATTENTION + MLP
-"""Linear layers that can have an adapter, by Hugging Face module name. A model has some of them."""
-
-_FUSED = {"linear_qkv": "q_proj, k_proj, v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj, up_proj", "linear_fc2": "down_proj"}
-"""Megatron's fused layers, and the layers they hold."""
+Target = Literal[
+    "q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+]
+"""A linear layer that can have an adapter, by Hugging Face module name. A model has some of them."""
+TARGETS: tuple[Target, ...] = get_args(Target)
 
 
 class LoraSection(Section):
     """Adapters: y = W x + (alpha / rank) B A x for every target, with A [rank, in] and B [out, rank] trained and W frozen."""
 
-    rank: Positive = Field(32, description="Rank of an adapter: rows of A and columns of B.")
-    alpha: PositiveFloat = Field(
-        32.0, description="Scale: B A x is multiplied by alpha / rank. A larger alpha makes larger steps at the same learning rate."
-    )
-    targets: tuple[str, ...] | None = Field(
-        None,
-        description="Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj (attention); q_a_proj, kv_a_proj_with_mqa, q_b_proj, "
-        "kv_b_proj, o_proj (latent attention); gate_proj, up_proj, down_proj (of every expert, of shared experts, and of layers without "
-        "experts). null: all that the model has.",
-    )
-    experts: Literal["per_expert", "shared_outer"] = Field(
-        "per_expert",
-        description="per_expert: every expert has its own A and B. shared_outer: the experts of a layer share the halves that face the "
-        "hidden states (A of gate_proj and up_proj, B of down_proj), which makes the adapter two to three times smaller.",
-    )
+    rank: Positive = 32
+    """Rank of an adapter: rows of A and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """Scale: B A x is multiplied by alpha / rank. A larger alpha makes larger steps at the same learning rate."""
+    targets: tuple[Target, ...] | None = None
+    """Linear layers with an adapter: q_proj, k_proj, v_proj, o_proj (attention); q_a_proj, kv_a_proj_with_mqa, q_b_proj, kv_b_proj, o_proj
+    (latent attention); gate_proj, up_proj, down_proj (of every expert, of shared experts, and of layers without experts). null: all that
+    the model has."""
+    experts: Literal["per_expert", "shared_outer"] = "per_expert"
+    """per_expert: every expert has its own A and B. shared_outer: the experts of a layer share the halves that face the hidden states (A of
+    gate_proj and up_proj, B of down_proj), which makes the adapter two to three times smaller."""
 
-    start: Path | None = Field(
-        None,
-        description="Directory of a PEFT adapter to start from, with the same rank, alpha and targets. The reference policy is still the "
-        "model without it. null: new adapters, which change nothing yet.",
-    )
+    start: Path | None = None
+    """Directory of a PEFT adapter to start from, with the same rank, alpha and targets. The reference policy is still the model without it.
+    null: new adapters, which change nothing yet."""
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    @field_validator("targets", mode="before")
+    @field_validator("targets")
     @classmethod
-    def _names(cls, value: Any) -> Any:
-        """Put the targets in the order of `TARGETS`, so that equal sets are equal configurations; refuse unknown and repeated names."""
-        if value is None:
-            return None
-        if not isinstance(value, list | tuple):
-            raise refused("lora.targets", f"{value!r}", f"a list of {', '.join(TARGETS)}")
-        for name in value:
-            if name not in TARGETS:
-                hint = f"; write {_FUSED[name]}" if isinstance(name, str) and name in _FUSED else "; take it out"
-                raise refused("lora.targets", name or "an empty name", f"some of {', '.join(TARGETS)}{hint}")
-            if value.count(name) > 1:
-                raise refused("lora.targets", f"{name} twice", "it once; take one out")
-        if not value:
-            raise refused("lora.targets", "none", f"at least one of {', '.join(TARGETS)}; leave the key out for all of them")
-        return tuple(name for name in TARGETS if name in value)
+    def _in_order(cls, value: tuple[Target, ...] | None) -> tuple[Target, ...] | None:
+        """Put the targets in the order of `TARGETS`, so that equal sets are equal configurations; refuse none."""
+        if value == ():
+            raise refused("lora.targets", "none", "at least one of them; leave the key out for all")
+        return value and tuple(name for name in TARGETS if name in value)
 
     @model_validator(mode="after")
     def _check(self) -> LoraSection:

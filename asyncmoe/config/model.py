@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
-
 from asyncmoe.config.fields import NameOrPlugin, Positive, Section
 
 
@@ -14,33 +12,36 @@ class MadeModel(Section):
     """A tiny random model, written to `model.path` if nothing is there and it lies below runs/models or run.dir (`asyncmoe make-model`
     writes the same anywhere)."""
 
-    layers: Positive = Field(2, description="Decoder layers; each has experts.")
-    hidden: Positive = Field(64, description="Width of a hidden state.")
-    heads: Positive = Field(4, description="Query heads.")
-    kv_heads: Positive = Field(2, description="Key and value heads; must divide heads.")
-    head_dim: Positive = Field(32, description="Width of a head.")
-    experts: Positive = Field(8, description="Experts per layer.")
-    experts_per_token: Positive = Field(2, description="Experts the router chooses for a token.")
-    expert_hidden: Positive = Field(64, description="Intermediate width of an expert: rows of its gate and up projections.")
-    context: Positive = Field(2048, description="Context length, in tokens.")
+    layers: Positive = 2
+    """Decoder layers; each has experts."""
+    hidden: Positive = 64
+    """Width of a hidden state."""
+    heads: Positive = 4
+    """Query heads."""
+    kv_heads: Positive = 2
+    """Key and value heads; must divide heads."""
+    head_dim: Positive = 32
+    """Width of a head."""
+    experts: Positive = 8
+    """Experts per layer."""
+    experts_per_token: Positive = 2
+    """Experts the router chooses for a token."""
+    expert_hidden: Positive = 64
+    """Intermediate width of an expert: rows of its gate and up projections."""
+    context: Positive = 2048
+    """Context length, in tokens."""
 
 
 class ModelSection(Section):
     """The Hugging Face checkpoint that training starts from."""
 
-    path: Path = Field(
-        description="Directory with config.json, safetensors files and a tokenizer; or the id of a model on the Hugging Face hub "
-        "(org/name), which is downloaded into the hub's cache before anything starts."
-    )
-    family: Annotated[str, NameOrPlugin(("auto",))] = Field(
-        "auto",
-        description="Model family. auto: by model_type in config.json; or your own `Family` object (docs/guides/model-family.md).",
-    )
-    trust_remote_code: bool = Field(
-        False, description="Run the Python code shipped with the checkpoint; the tokenizers of Kimi-K2 and Moonlight need it."
-    )
-    make: MadeModel | None = Field(
-        None,
-        description="Write a tiny random Qwen3-MoE to `path` if it does not exist, below runs/models or run.dir "
-        "only; leave it out for a model of your own.",
-    )
+    path: Path
+    """Directory with config.json, safetensors files and a tokenizer; or the id of a model on the Hugging Face hub (org/name), which is
+    downloaded into the hub's cache before anything starts."""
+    family: Annotated[str, NameOrPlugin(("auto",))] = "auto"
+    """Model family. auto: by model_type in config.json; or your own `Family` object (docs/guides/model-family.md)."""
+    trust_remote_code: bool = False
+    """Run the Python code shipped with the checkpoint; the tokenizers of Kimi-K2 and Moonlight need it."""
+    make: MadeModel | None = None
+    """Write a tiny random Qwen3-MoE to `path` if it does not exist, below runs/models or run.dir only; leave it out for a model of your
+    own."""

@@ -41,32 +41,29 @@ class CorrectionSection(Section):
     probability under the trainer's policy divided by the engine's.
     """
 
-    weight: Annotated[str, NameOrPlugin(get_args(Weight))] = Field(
-        "token",
-        description="Importance weight of a token: its ratio (token), the product of its sequence's ratios (sequence), 1 (none), or the "
-        "result of your own function (docs/guides/objective.md).",
-    )
-    weight_options: dict[str, Any] | None = Field(None, description="Keyword arguments of your own weight.")
-    cap: PositiveFloat | None = Field(2.0, description="Truncated importance sampling: use min(weight, cap); null: no cap.")
-    token_band: Band | None = Field(
-        None, description="IcePop, MIS: reject tokens whose ratio is outside, for example [0.5, 5]; use with cap null."
-    )
-    sequence_band: Band | None = Field(None, description="Reject sequences whose product of ratios is outside, for example [0.5, 2].")
-    geometric_band: Band | None = Field(
-        None, description="Reject sequences whose geometric mean of ratios is outside, for example [0.99, 1.01]."
-    )
-    veto: Band | None = Field(None, description="Reject sequences with any token whose ratio is outside, for example [1e-4, 100].")
-    opsm_delta: NonNegativeFloat | None = Field(
-        None,
-        description="DeepSeek-V3.2: reject tokens with negative advantage in sequences whose mean log-ratio of engine to trainer is above "
-        "this, for example 1e-4.",
-    )
-    max_age: NonNegative | None = Field(None, description="Reject tokens sampled more than this many versions ago.")
-    denominator: Literal["kept", "planned"] = Field(
-        "kept",
-        description="Denominator of the mean loss. kept: tokens that were not rejected. planned: all tokens; rejected ones add nothing but "
-        "still count, as in the formulas of DeepSeek-V3.2. objective.aggregation sequence_sum always uses planned.",
-    )
+    weight: Annotated[str, NameOrPlugin(get_args(Weight))] = "token"
+    """Importance weight of a token: its ratio (token), the product of its sequence's ratios (sequence), 1 (none), or the result of your own
+    function (docs/guides/objective.md)."""
+    weight_options: dict[str, Any] | None = None
+    """Keyword arguments of your own weight."""
+    cap: PositiveFloat | None = 2.0
+    """Truncated importance sampling: use min(weight, cap); null: no cap."""
+    token_band: Band | None = None
+    """IcePop, MIS: reject tokens whose ratio is outside, for example [0.5, 5]; use with cap null."""
+    sequence_band: Band | None = None
+    """Reject sequences whose product of ratios is outside, for example [0.5, 2]."""
+    geometric_band: Band | None = None
+    """Reject sequences whose geometric mean of ratios is outside, for example [0.99, 1.01]."""
+    veto: Band | None = None
+    """Reject sequences with any token whose ratio is outside, for example [1e-4, 100]."""
+    opsm_delta: NonNegativeFloat | None = None
+    """DeepSeek-V3.2: reject tokens with negative advantage in sequences whose mean log-ratio of engine to trainer is above this, for
+    example 1e-4."""
+    max_age: NonNegative | None = None
+    """Reject tokens sampled more than this many versions ago."""
+    denominator: Literal["kept", "planned"] = "kept"
+    """Denominator of the mean loss. kept: tokens that were not rejected. planned: all tokens; rejected ones add nothing but still count, as
+    in the formulas of DeepSeek-V3.2. objective.aggregation sequence_sum always uses planned."""
 
     @model_validator(mode="after")
     def _check(self) -> CorrectionSection:
@@ -82,86 +79,71 @@ class CorrectionSection(Section):
 class KLSection(Section):
     """Penalty for moving away from the reference policy: the weights training started from."""
 
-    coefficient: NonNegativeFloat = Field(
-        0.0,
-        description="Weight of the penalty; 0: none. Above 0 costs a second copy of the weights and an extra forward pass. Lower it if the "
-        "policy does not move.",
-    )
-    estimator: Estimator = Field(
-        "k3",
-        description="k1, k2, k3: Schulman's estimators, without importance weights; the gradient of k1 is zero in expectation. unbiased: "
-        "k3 times the ratio of trainer to engine (DeepSeek-V3.2).",
-    )
+    coefficient: NonNegativeFloat = 0.0
+    """Weight of the penalty; 0: none. Above 0 costs a second copy of the weights and an extra forward pass. Lower it if the policy does not
+    move."""
+    estimator: Estimator = "k3"
+    """k1, k2, k3: Schulman's estimators, without importance weights; the gradient of k1 is zero in expectation. unbiased: k3 times the
+    ratio of trainer to engine (DeepSeek-V3.2)."""
 
 
 class ProcessSection(Section):
     """Process rewards: rewards of single steps, added to the reward of the whole response."""
 
-    weight: NonNegativeFloat = Field(
-        0.0,
-        description="Weight of step rewards; 0: off. Step rewards are normalised by their mean and deviation over a group; weight times "
-        "the sum of the normalised rewards of a token's own step and all later steps is added to its advantage.",
-    )
+    weight: NonNegativeFloat = 0.0
+    """Weight of step rewards; 0: off. Step rewards are normalised by their mean and deviation over a group; weight times the sum of the
+    normalised rewards of a token's own step and all later steps is added to its advantage."""
 
 
 class DistillSection(Section):
     """On-policy distillation: a teacher's log-probabilities of the tokens the policy sampled."""
 
-    weight: NonNegativeFloat = Field(
-        0.0, description="Weight; 0: off. weight * (log pi_teacher - log pi_engine) is added to a token's advantage."
-    )
-    clip: PositiveFloat | None = Field(None, description="Clip that difference to [-clip, clip], in nats; null: no clipping.")
+    weight: NonNegativeFloat = 0.0
+    """Weight; 0: off. weight * (log pi_teacher - log pi_engine) is added to a token's advantage."""
+    clip: PositiveFloat | None = None
+    """Clip that difference to [-clip, clip], in nats; null: no clipping."""
 
 
 class ObjectiveSection(Section):
     """The loss of a reinforcement-learning step: advantage, clipping, correction, penalties, aggregation."""
 
-    advantage: Annotated[str, NameOrPlugin(get_args(Advantage))] = Field(
-        "grpo",
-        description="Advantage of a response. grpo: reward minus the group's mean, divided by the group's deviation; dr_grpo: the same "
-        "without division; rloo: reward minus the mean of the other responses; opo: reward minus the mean weighted by length; pass_at_k: "
-        "only the best of a group, by its lead over the second best; reinforce_plus_plus: reward normalised over the batch's tokens; "
-        "reinforce_plus_plus_baseline: reward minus the group's mean, then normalised over the batch's tokens, which gives all groups of "
-        "equal rewards the same small advantage; or your own function (docs/guides/objective.md).",
-    )
-    advantage_options: dict[str, Any] | None = Field(None, description="Keyword arguments of your own advantage.")
-    loss: Annotated[str, NameOrPlugin(("surrogate",))] = Field(
-        "surrogate",
-        description="Loss of a token. surrogate: minus its advantage times its ratio, as ratio and clip say; or your own function, which "
-        "replaces ratio, clip, clip_low, clip_high and dual_clip (docs/guides/objective.md).",
-    )
-    loss_options: dict[str, Any] | None = Field(None, description="Keyword arguments of your own loss.")
-    ratio: Literal["token", "sequence"] = Field(
-        "token", description="Clipped ratio. token: each token's own; sequence: the geometric mean over the sequence (GSPO)."
-    )
-    clip: Clip = Field(
-        "ppo",
-        description="ppo: clipped surrogate; cispo: clipped weight on the log-probability's gradient; dppo_tv, ipo: no gradient if the "
-        "token's probability has moved by more than clip_low or clip_high (dppo_tv: only in the advantage's direction); none: REINFORCE "
-        "weighted by the ratio.",
-    )
-    clip_low: PositiveFloat = Field(0.2, description="Lower bound of the ratio: 1 - clip_low; 1 or more: no lower bound.")
-    clip_high: PositiveFloat = Field(0.2, description="Upper bound of the ratio: 1 + clip_high.")
-    dual_clip: Annotated[float, Field(gt=1), FINITE, NUMBER] | None = Field(
-        None,
-        description="ppo: bound the loss of a token with negative advantage at this many times |advantage|, for example 3; null: none.",
-    )
-    proximal: Literal["recompute", "loglinear", "behaviour"] = Field(
-        "recompute",
-        description="Policy in the denominator of the clipped ratio. recompute: the trainer's policy before the batch, from an extra "
-        "forward pass if updates_per_batch is above 1; loglinear: that policy, interpolated from each token's version without a pass; "
-        "behaviour: the engine's policy.",
-    )
+    advantage: Annotated[str, NameOrPlugin(get_args(Advantage))] = "grpo"
+    """Advantage of a response. grpo: reward minus the group's mean, divided by the group's deviation; dr_grpo: the same without division;
+    rloo: reward minus the mean of the other responses; opo: reward minus the mean weighted by length; pass_at_k: only the best of a group,
+    by its lead over the second best; reinforce_plus_plus: reward normalised over the batch's tokens; reinforce_plus_plus_baseline: reward
+    minus the group's mean, then normalised over the batch's tokens, which gives all groups of equal rewards the same small advantage; or
+    your own function (docs/guides/objective.md)."""
+    advantage_options: dict[str, Any] | None = None
+    """Keyword arguments of your own advantage."""
+    loss: Annotated[str, NameOrPlugin(("surrogate",))] = "surrogate"
+    """Loss of a token. surrogate: minus its advantage times its ratio, as ratio and clip say; or your own function, which replaces ratio,
+    clip, clip_low, clip_high and dual_clip (docs/guides/objective.md)."""
+    loss_options: dict[str, Any] | None = None
+    """Keyword arguments of your own loss."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Clipped ratio. token: each token's own; sequence: the geometric mean over the sequence (GSPO)."""
+    clip: Clip = "ppo"
+    """ppo: clipped surrogate; cispo: clipped weight on the log-probability's gradient; dppo_tv, ipo: no gradient if the token's probability
+    has moved by more than clip_low or clip_high (dppo_tv: only in the advantage's direction); none: REINFORCE weighted by the ratio."""
+    clip_low: PositiveFloat = 0.2
+    """Lower bound of the ratio: 1 - clip_low; 1 or more: no lower bound."""
+    clip_high: PositiveFloat = 0.2
+    """Upper bound of the ratio: 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1), FINITE, NUMBER] | None = None
+    """ppo: bound the loss of a token with negative advantage at this many times |advantage|, for example 3; null: none."""
+    proximal: Literal["recompute", "loglinear", "behaviour"] = "recompute"
+    """Policy in the denominator of the clipped ratio. recompute: the trainer's policy before the batch, from an extra forward pass if
+    updates_per_batch is above 1; loglinear: that policy, interpolated from each token's version without a pass; behaviour: the engine's
+    policy."""
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
     process: ProcessSection = ProcessSection()
     distill: DistillSection = DistillSection()
-    aggregation: Aggregation = Field(
-        "token_mean",
-        description="Averaging of the loss. token_mean: all tokens weigh the same; sequence_mean: all sequences; prompt_mean: all prompts; "
-        "sequence_sum: each token weighs 1 / (sequences * rollout.max_new_tokens), as in Dr. GRPO.",
-    )
-    updates_per_batch: Positive = Field(1, description="Optimizer steps per batch; must divide rollout.groups_per_step.")
+    aggregation: Aggregation = "token_mean"
+    """Averaging of the loss. token_mean: all tokens weigh the same; sequence_mean: all sequences; prompt_mean: all prompts; sequence_sum:
+    each token weighs 1 / (sequences * rollout.max_new_tokens), as in Dr. GRPO."""
+    updates_per_batch: Positive = 1
+    """Optimizer steps per batch; must divide rollout.groups_per_step."""
 
     @property
     def own(self) -> dict[str, tuple[str, dict[str, Any] | None]]:

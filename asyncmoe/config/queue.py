@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Share, refused
 
@@ -14,19 +14,16 @@ StalenessRule = Literal["drop", "requeue", "downweight"]
 class StalenessSection(Section):
     """Staleness: how many versions a trained token may be behind the trainer."""
 
-    max_staleness: NonNegative = Field(
-        1,
-        description="Versions a trained token may be behind (eta in AReaL's paper). Capacity law: a response starts only while accepted + "
-        "running < (max_staleness + version + 1) * batch. Raise it if engines and trainer wait for each other; lower it if too many ratios "
-        "are clipped.",
-    )
-    rule: StalenessRule = Field(
-        "drop",
-        description="What happens to a group whose oldest token is more than max_staleness versions old when its turn to train comes. "
-        "drop: it is discarded. requeue: its prompt is sampled again. downweight: it is trained with less weight, up to drop_above.",
-    )
-    downweight: Share | None = Field(None, description="downweight: factor on a group's weight for each version beyond max_staleness.")
-    drop_above: Positive | None = Field(None, description="downweight: drop a group with a token older than this many versions.")
+    max_staleness: NonNegative = 1
+    """Versions a trained token may be behind (eta in AReaL's paper). Capacity law: a response starts only while accepted + running <
+    (max_staleness + version + 1) * batch. Raise it if engines and trainer wait for each other; lower it if too many ratios are clipped."""
+    rule: StalenessRule = "drop"
+    """What happens to a group whose oldest token is more than max_staleness versions old when its turn to train comes. drop: it is
+    discarded. requeue: its prompt is sampled again. downweight: it is trained with less weight, up to drop_above."""
+    downweight: Share | None = None
+    """downweight: factor on a group's weight for each version beyond max_staleness."""
+    drop_above: Positive | None = None
+    """downweight: drop a group with a token older than this many versions."""
 
     @model_validator(mode="after")
     def _check(self) -> StalenessSection:
@@ -51,9 +48,7 @@ class QueueSection(Section):
     """The bounded queue between engines and trainer."""
 
     staleness: StalenessSection = StalenessSection()
-    capacity: Positive | None = Field(
-        None, description="Trajectories the queue holds before adding waits; null: (max_staleness + 1) * batch. Lower it to save memory."
-    )
-    lease_timeout_s: Seconds = Field(
-        600.0, description="Seconds the trainer waits for a batch before the run fails. Raise it if responses are long."
-    )
+    capacity: Positive | None = None
+    """Trajectories the queue holds before adding waits; null: (max_staleness + 1) * batch. Lower it to save memory."""
+    lease_timeout_s: Seconds = 600.0
+    """Seconds the trainer waits for a batch before the run fails. Raise it if responses are long."""

@@ -29,19 +29,15 @@ class Source:
     Attributes:
         name: of the file.
         lines: line in the file by path of the key.
-        overrides: what the command line sets, by path of the key.
+        overrides: paths of the keys that the command line sets.
     """
 
     name: str
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
-    overrides: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    overrides: Sequence[tuple[str, ...]] = ()
 
-    def at(self, key: Sequence[str], message: str = "") -> str:
-        """Return the place of a key: "FILE:LINE", the file alone if the key is not in it, or the command line if an override sets it.
-
-        Args:
-            message: why the value is refused; the overrides of other keys that it names are added to the place.
-        """
+    def at(self, key: Sequence[str]) -> str:
+        """Return the place of a key: "FILE:LINE", the file alone if the key is not in it, or the command line if an override sets it."""
         path = tuple(key)
         line, section = self.lines.get(path), path[:-1]
         for override in self.overrides:
@@ -50,13 +46,7 @@ class Source:
             missing = line is None and section and section not in self.lines and override[: len(section)] == section
             if within or opened or missing:
                 return COMMAND_LINE
-        place = self.name if line is None else f"{self.name}:{line}"
-        causes = [text for override, text in self.overrides.items() if _names(message, override)]
-        return f"{place} with {' '.join(causes)}" if causes else place
-
-
-def _names(message: str, key: Sequence[str]) -> bool:
-    return re.search(rf"(?<![\w.]){re.escape('.'.join(key))}(?![\w.])", message) is not None
+        return self.name if line is None else f"{self.name}:{line}"
 
 
 def explain(error: ValidationError, source: Source, schema: type[BaseModel] = Config) -> list[ConfigError]:
@@ -76,6 +66,7 @@ _KINDS: Mapping[str, str] = {
     "list": "a list",
     "tuple": "a list",
     "dict": "a mapping of keys",
+    "path": "a path, which is text",
 }
 """What pydantic's errors about a type expect, by the beginning of their name (`int_parsing`, `int_from_float`, ...)."""
 
@@ -92,36 +83,17 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
     if one["type"] == "value_error":
         key, _, rest = str(one["ctx"]["error"]).partition(": got ")
         got, _, expected = rest.partition(", expected ")
-        return ConfigError(f"{source.at(key.split('.'), expected)}: {key}", got=got, expected=expected)
+        return ConfigError(f"{source.at(key.split('.'))}: {key}", got=got, expected=expected)
     return ConfigError(what, got=repr(one["input"]), expected=wanted(one), hint=_meant(one))
 
 
 def wanted(one: ErrorDetails) -> str:
-    """Return what pydantic expected of a value, in the words of docs/config.md."""
-    message = one["msg"]
+    """Return what pydantic expected of a value."""
     kind, _, fault = one["type"].partition("_")
     if kind in _KINDS and fault in ("type", "parsing", "from_float"):
         return _KINDS[kind]
-    if one["type"] == "too_short":
-        least = one["ctx"]["min_length"]
-        return f"at least {least} item{'s' if least > 1 else ''}"
-    if (bound := _BOUNDS.get(one["type"])) is not None:
-        name, words = bound
-        limit = one["ctx"][name]
-        return f"a number{words} {limit if isinstance(limit, int) else format(limit, 'g')}"
-    if one["type"] == "path_type":
-        return "a path, which is text"
-    expected = message.removeprefix("Input should be ")
-    return expected if expected != message else message[:1].lower() + message[1:]
-
-
-_BOUNDS: Mapping[str, tuple[str, str]] = {
-    "greater_than": ("gt", " above"),
-    "greater_than_equal": ("ge", ", at least"),
-    "less_than": ("lt", " below"),
-    "less_than_equal": ("le", ", at most"),
-}
-"""pydantic's errors about a bound: its name in their context, and the words of docs/config.md."""
+    message = one["msg"].removeprefix("Input should be ")
+    return message[:1].lower() + message[1:]
 
 
 def _meant(one: ErrorDetails) -> str | None:

@@ -1,4 +1,4 @@
-"""How responses are sampled, and how requests are spread over engines."""
+"""How responses are sampled, how requests are spread over engines, and what engines record about sampling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import FINITE, NUMBER, Decay, Positive, Seconds, Section, Share, refused
+from asyncmoe.config.fields import FINITE, NUMBER, Decay, Positive, Seconds, Section, Share, Switch, refused
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
 Order = Literal["fifo", "longest_first", "probes_first"]
@@ -15,71 +15,50 @@ Order = Literal["fifo", "longest_first", "probes_first"]
 class RolloutSection(Section):
     """How responses are sampled."""
 
-    groups_per_step: Positive = Field(16, description="Prompts per training step. The batch is groups_per_step * group_size responses.")
-    group_size: Positive = Field(8, description="Responses to each prompt, whose rewards are compared with each other; at least 2.")
-    max_new_tokens: Positive = Field(16, description="Maximum tokens of a response. Raise it if responses are cut off before their answer.")
-    temperature: Annotated[float, Field(ge=1e-6), FINITE, NUMBER] = Field(
-        1.0,
-        description="Sampling temperature: engine and trainer divide the logits by it. Raise it if the responses to a prompt all get the "
-        "same reward. Below 1e-6 engines take the most probable token and record its log-probability at temperature 1.",
-    )
-    top_p: Share = Field(
-        1.0,
-        description="Sample only from the fewest tokens whose probabilities add up to this; 1: from all. "
-        "Below 1 it needs top_k, or keep.sampling_mask off.",
-    )
-    top_k: Annotated[int, Field(ge=2), NUMBER] | None = Field(
-        None,
-        description="Sample only from this many most probable tokens, not from 1, which leaves nothing to learn; null: from all. "
-        "Needed if top_p or min_p exclude tokens, at most 4096, unless keep.sampling_mask is off.",
-    )
-    min_p: Decay = Field(
-        0.0,
-        description="Do not sample tokens less probable than this share of the most probable token's probability; 0: off. "
-        "Above 0 it needs top_k, or keep.sampling_mask off.",
-    )
-    max_concurrent: Positive = Field(
-        64,
-        description="Maximum requests in flight over all engines. Raise it together with engines.count or engines.max_running, or slots "
-        "stay empty.",
-    )
-    order: Order = Field(
-        "fifo",
-        description="Which request goes next once max_concurrent are in flight; a request that continues an episode precedes a new one. "
-        "fifo: first come, first served; longest_first: prompts whose responses have been long so far; probes_first: one response to each "
-        "new prompt, then the others, those to prompts with a long one first (for run.mode sync and one_step_off; async drops more).",
-    )
-    request_timeout_s: Seconds = Field(
-        300.0, description="Seconds an engine may take for a response; a slower response is rejected and its group started over."
-    )
-    interruption: Interruption = Field(
-        "in_place",
-        description="What happens to responses in flight when a version lands. in_place: they pause and continue; retract: they pause, and "
-        "their keys and values are recomputed (not with keep.routing); abort_resume: they are aborted and sent again as prefixes; "
-        "abort_retry: they start again from the prompt; drain: they finish before the version lands.",
-    )
-    filter_equal: bool = Field(
-        False,
-        description="Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO). Not with "
-        "objective.advantage reinforce_plus_plus, to which they carry one.",
-    )
-    max_rejected_share: Share = Field(
-        0.25,
-        description="The run ends if more than this share of the last 128 groups, at least 32, was rejected and not started over, because "
-        "the rest is a biased sample; 1: only if all of them were.",
-    )
+    groups_per_step: Positive = 16
+    """Prompts per training step. The batch is groups_per_step * group_size responses."""
+    group_size: Annotated[int, Field(ge=2), NUMBER] = 8
+    """Responses to each prompt, whose rewards are compared with each other; at least 2."""
+    max_new_tokens: Positive = 16
+    """Maximum tokens of a response. Raise it if responses are cut off before their answer."""
+    temperature: Annotated[float, Field(ge=1e-6), FINITE, NUMBER] = 1.0
+    """Sampling temperature: engine and trainer divide the logits by it. Raise it if the responses to a prompt all get the same reward.
+    Below 1e-6 engines take the most probable token and record its log-probability at temperature 1."""
+    top_p: Share = 1.0
+    """Sample only from the fewest tokens whose probabilities add up to this; 1: from all. Below 1 it needs top_k, or keep.sampling_mask
+    off."""
+    top_k: Annotated[int, Field(ge=2), NUMBER] | None = None
+    """Sample only from this many most probable tokens, not from 1, which leaves nothing to learn; null: from all. Needed if top_p or
+    min_p exclude tokens, at most 4096, unless keep.sampling_mask is off."""
+    min_p: Decay = 0.0
+    """Do not sample tokens less probable than this share of the most probable token's probability; 0: off. Above 0 it needs top_k, or
+    keep.sampling_mask off."""
+    max_concurrent: Positive = 64
+    """Maximum requests in flight over all engines. Raise it together with engines.count or engines.max_running, or slots stay empty."""
+    order: Order = "fifo"
+    """Which request goes next once max_concurrent are in flight; a request that continues an episode precedes a new one. fifo: first
+    come, first served; longest_first: prompts whose responses have been long so far; probes_first: one response to each new prompt, then
+    the others, those to prompts with a long one first (for run.mode sync and one_step_off; async drops more)."""
+    request_timeout_s: Seconds = 300.0
+    """Seconds an engine may take for a response; a slower response is rejected and its group started over."""
+    interruption: Interruption = "in_place"
+    """What happens to responses in flight when a version lands. in_place: they pause and continue; retract: they pause, and their keys
+    and values are recomputed (not with keep.routing); abort_resume: they are aborted and sent again as prefixes; abort_retry: they start
+    again from the prompt; drain: they finish before the version lands."""
+    filter_equal: bool = False
+    """Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO). Not with
+    objective.advantage reinforce_plus_plus, to which they carry one."""
+    max_rejected_share: Share = 0.25
+    """The run ends if more than this share of the last 128 groups, at least 32, was rejected and not started over, because the rest is a
+    biased sample; 1: only if all of them were."""
 
-    workers: Positive = Field(
-        1,
-        description="Rollout workers: processes that run the episodes, each with its share of max_concurrent at all engines, and hold the "
-        "trajectories until the trainer has fetched them from there. One takes in what some dozens of GPUs sample (benchmarks/README.md); "
-        "beyond, raise this.",
-    )
-    start_workers: bool = Field(
-        True,
-        description="The controller starts the rollout workers beside itself. false: each is started with `asyncmoe worker CONFIG --number "
-        "1` (and so on) on the machine that it is to run on, where it needs the log's folder.",
-    )
+    workers: Positive = 1
+    """Rollout workers: processes that run the episodes, each with its share of max_concurrent at all engines, and hold the trajectories
+    until the trainer has fetched them from there. One takes in what some dozens of GPUs sample (benchmarks/README.md); beyond, raise
+    this."""
+    start_workers: bool = True
+    """The controller starts the rollout workers beside itself. false: each is started with `asyncmoe worker CONFIG --number 1` (and so
+    on) on the machine that it is to run on, where it needs the log's folder."""
 
     @model_validator(mode="after")
     def _check(self) -> RolloutSection:
@@ -101,3 +80,14 @@ class RolloutSection(Section):
     def truncated(self) -> bool:
         """True if top_p, top_k or min_p keep some tokens from being sampled."""
         return self.top_p < 1 or self.top_k is not None or self.min_p > 0
+
+
+class KeepSection(Section):
+    """What engines record about the sampling of each token, so that the trainer reproduces it exactly."""
+
+    routing: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
+    """Keep routing: record the experts each token went through in the engine; the trainer sends it through the same experts. auto: on if
+    the model has experts."""
+    sampling_mask: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
+    """Keep the sampling mask: record the ids each token was sampled from; the trainer normalises its probabilities over the same ids. auto:
+    on if rollout.top_p, top_k or min_p exclude some. Needs rollout.top_k."""

@@ -1,4 +1,4 @@
-"""The run: its directory, its length, and how engines and trainer take turns."""
+"""The run: its directory, its length, how engines and trainer take turns, and its supervised warm-up."""
 
 from __future__ import annotations
 
@@ -7,29 +7,38 @@ from typing import Literal
 
 from pydantic import Field
 
-from asyncmoe.config.fields import NonNegative, Positive, Section
+from asyncmoe.config.fields import NonNegative, Positive, PositiveFloat, Section
 
 
 class RunSection(Section):
     """Where the run writes, how long it lasts, and how engines and trainer take turns."""
 
-    dir: Path = Field(
-        description="Run directory: checkpoints, logs, records and the report. Starting again with the same directory resumes the run."
-    )
-    steps: Positive = Field(description="Reinforcement-learning steps, not counting warmup.steps.")
-    mode: Literal["async", "sync", "one_step_off"] = Field(
-        "async",
-        description="async: engines and trainer run at the same time, within queue.staleness.max_staleness. The other two are baselines. "
-        "sync: each batch is sampled by the weights it is trained from, so engines and trainer take turns (sets max_staleness 0). "
-        "one_step_off: a batch is sampled while the previous one is trained, and finishes before new weights land (sets max_staleness 1 "
-        "and rollout.interruption drain).",
-    )
-    seed: NonNegative = Field(0, description="Seed of every random draw: prompts, sampling.")
-    resume: bool = Field(True, description="Resume from the newest checkpoint in `dir`; if false, fail when a checkpoint exists.")
-    new_data_at: NonNegative | None = Field(None, description="Step of the checkpoint from which task and evaluation may be other ones.")
-    controller_restarts: NonNegative = Field(
-        2,
-        description="How often in a row, without a new step in between, a controller that a signal ended (killed, crashed, out of memory) "
-        "is started again, and the trainer with it from its newest checkpoint, while engines wait (engines.orphan_s). 0: a lost one ends "
-        "the run.",
-    )
+    dir: Path
+    """Run directory: checkpoints, logs, records and the report. Starting again with the same directory resumes the run."""
+    steps: Positive
+    """Reinforcement-learning steps, not counting warmup.steps."""
+    mode: Literal["async", "sync", "one_step_off"] = "async"
+    """async: engines and trainer run at the same time, within queue.staleness.max_staleness. The other two are baselines. sync: each
+    batch is sampled by the weights it is trained from, so engines and trainer take turns (sets max_staleness 0). one_step_off: a batch
+    is sampled while the previous one is trained, and finishes before new weights land (sets max_staleness 1 and rollout.interruption
+    drain)."""
+    seed: NonNegative = 0
+    """Seed of every random draw: prompts, sampling."""
+    new_data_at: NonNegative | None = None
+    """Step of the checkpoint from which task and evaluation may be other ones."""
+    controller_restarts: NonNegative = 2
+    """How often in a row, without a new step in between, a controller that a signal ended (killed, crashed, out of memory) is started
+    again, and the trainer with it from its newest checkpoint, while engines wait (engines.orphan_s). 0: a lost one ends the run."""
+
+
+class WarmupSection(Section):
+    """Supervised steps on the task's own demonstrations, before reinforcement learning."""
+
+    steps: NonNegative = 0
+    """Supervised steps; 0: none. A random model needs some, a real checkpoint none."""
+    batch: Positive = 64
+    """Demonstrations per step."""
+    lr: PositiveFloat = 1e-3
+    """Learning rate of the warm-up, constant."""
+    wrong_share: float = Field(0.0, ge=0, lt=1)
+    """arithmetic: share of demonstrations with a wrong answer, to leave something for RL to improve."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from asyncmoe import plugins
 from asyncmoe.config.cluster import ClusterSection
@@ -16,14 +16,13 @@ from asyncmoe.config.engines import EngineSection
 from asyncmoe.config.environment import EnvironmentSection
 from asyncmoe.config.evaluation import EvaluationSection
 from asyncmoe.config.fields import Section, refused
-from asyncmoe.config.keep import KeepSection
 from asyncmoe.config.log import LogSection
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.config.model import ModelSection
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.config.queue import QueueSection
-from asyncmoe.config.rollout import RolloutSection
-from asyncmoe.config.run import RunSection
+from asyncmoe.config.rollout import KeepSection, RolloutSection
+from asyncmoe.config.run import RunSection, WarmupSection
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.sync import SyncSection
 from asyncmoe.config.task import READ, TaskSection
@@ -31,7 +30,6 @@ from asyncmoe.config.telemetry import TelemetrySection
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.config.transports import choices, shareable, unshared
 from asyncmoe.config.verify import VerifySection
-from asyncmoe.config.warmup import WarmupSection
 from asyncmoe.config.watch import WatchSection
 
 LAYOUT: Mapping[str, frozenset[str]] = {
@@ -56,7 +54,8 @@ class Config(Section):
     engines: EngineSection = EngineSection()
     queue: QueueSection = QueueSection()
     log: LogSection = LogSection()
-    train: Literal["full", "lora"] = Field("full", description="full: train all weights. lora: freeze them and train adapters (`lora`).")
+    train: Literal["full", "lora"] = "full"
+    """full: train all weights. lora: freeze them and train adapters (`lora`)."""
     trainer: TrainerSection = TrainerSection()
     lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()
@@ -67,9 +66,8 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()
     cluster: ClusterSection = ClusterSection()
-    launch: Literal["local", "ray"] = Field(
-        "local", description="Where `asyncmoe run` starts processes. local: this machine; ray: a placement group of a Ray cluster."
-    )
+    launch: Literal["local", "ray"] = "local"
+    """Where `asyncmoe run` starts processes. local: this machine; ray: a placement group of a Ray cluster."""
 
     @model_validator(mode="before")
     @classmethod
@@ -84,8 +82,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if self.rollout.group_size < 2:
-            raise refused("rollout.group_size", 1, "at least 2; advantages compare the responses to one prompt")
         if self.rollout.groups_per_step % self.objective.updates_per_batch:
             expected = f"a divisor of rollout.groups_per_step = {self.rollout.groups_per_step}"
             raise refused("objective.updates_per_batch", self.objective.updates_per_batch, expected)
@@ -101,17 +97,11 @@ class Config(Section):
         if self.keeps_sampling_mask and self.rollout.top_k is not None and self.rollout.top_k > MAX_SUPPORT:
             expected = f"at most {MAX_SUPPORT} because sampling masks are kept (engines report no larger supports)"
             raise refused("rollout.top_k", self.rollout.top_k, expected, "lower it, or set keep.sampling_mask to off")
-        if (self.evaluation.max_concurrent or 0) > self.rollout.max_concurrent:
-            expected = f"at most rollout.max_concurrent = {self.rollout.max_concurrent}, of which it is a share; lower it or leave it out"
-            raise refused("evaluation.max_concurrent", self.evaluation.max_concurrent, expected)
         if self.trainer.ranks % self.cluster.trainer_nodes:
             expected = f"a divisor of trainer.ranks = {self.trainer.ranks}; every node of the trainer has as many of them"
             raise refused("cluster.trainer_nodes", self.cluster.trainer_nodes, expected)
         if self.engines.tp % self.engines.ep:
             raise refused("engines.ep", self.engines.ep, f"a divisor of engines.tp = {self.engines.tp}")
-        if self.launch == "ray" and self.cluster.engine_nodes % self.engines.nodes:
-            expected = f"a multiple of engines.nodes = {self.engines.nodes}, the machines of one engine"
-            raise refused("cluster.engine_nodes", self.cluster.engine_nodes, expected)
         if self.engines.nodes > 1 and self.train == "lora":
             expected = "1 because train is lora: engines load adapters from files of one machine; lower it, or set train to full"
             raise refused("engines.nodes", self.engines.nodes, expected)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, NonNegativeSeconds, Positive, Seconds, Section, refused
+from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, refused
 
 _FAILURES = frozenset({"scorer_error", "scorer_nan", "scorer_timeout", "scorer_garbage", "scorer_unavailable"})
 _WITHOUT_STEPS = ("exact", "math_verify", "none")
@@ -15,13 +15,14 @@ _WITHOUT_STEPS = ("exact", "math_verify", "none")
 class TeacherSection(Section):
     """A second SGLang server whose log-probabilities of the sampled tokens are added to each trajectory (on-policy distillation)."""
 
-    url: str = Field(description="Address of the teacher, http://host:port; its model must have the policy's tokenizer.")
-    key_variable: str | None = Field(
-        None,
-        description="Variable of the rollout workers' environment with the API key of the teacher's server; null: it requires none.",
-    )
-    timeout_s: Seconds = Field(60.0, description="Seconds one call may take.")
-    concurrency: Positive = Field(16, description="Maximum calls in flight.")
+    url: str
+    """Address of the teacher, http://host:port; its model must have the policy's tokenizer."""
+    key_variable: str | None = None
+    """Variable of the rollout workers' environment with the API key of the teacher's server; null: it requires none."""
+    timeout_s: Seconds = 60.0
+    """Seconds one call may take."""
+    concurrency: Positive = 16
+    """Maximum calls in flight."""
 
     @model_validator(mode="after")
     def _check(self) -> TeacherSection:
@@ -32,39 +33,29 @@ class TeacherSection(Section):
 class ScoringSection(Section):
     """The scorer, its limits, and what happens when it fails. A response that cannot be scored is rejected, never scored 0."""
 
-    scorer: str = Field(
-        "auto",
-        description="auto (math_verify for jsonl and dataset, exact for arithmetic), exact, math_verify, your own function as "
-        "package.module:function, your own class as package.module:Class, an endpoint as http://host:port/path, or none: learn from the "
-        "teacher only.",
-    )
-    options: dict[str, Any] = Field({}, description="Keyword arguments of a scorer class.")
+    scorer: str = "auto"
+    """auto (math_verify for jsonl and dataset, exact for arithmetic), exact, math_verify, your own function as package.module:function,
+    your own class as package.module:Class, an endpoint as http://host:port/path, or none: learn from the teacher only."""
+    options: dict[str, Any] = Field({})
+    """Keyword arguments of a scorer class."""
     teacher: TeacherSection | None = None
-    step_separator: str | None = Field(
-        None, description="Text between two steps, for a scorer that scores steps; null: each response of a conversation is one step."
-    )
-    concurrency: Positive | None = Field(
-        None,
-        description="Maximum calls in flight; for a plain function or class also the number of its processes. null: 64, or for a plain "
-        "function or class the number of cores, at most 4. Raise it if responses wait for their turn.",
-    )
-    timeout_s: Seconds = Field(10.0, description="Seconds one call may take.")
-    deadline_s: Seconds = Field(600.0, description="Seconds the scoring of one response may take, including all waiting and retries.")
-    retries: NonNegative = Field(
-        2,
-        description="Retries after a call that raised or timed out. One that cannot connect is retried until the deadline; 0: not either.",
-    )
-    backoff_s: NonNegativeSeconds = Field(0.5, description="Seconds before the first retry; doubles with each retry, up to 30.")
-    try_first: bool = Field(
-        True,
-        description="Score the first prompt's own answer, once, before engines start, by the scorer and by the teacher; the run ends if "
-        "that fails. false: for an endpoint that is ready only later.",
-    )
-    on_failure: Literal["drop", "requeue"] = Field(
-        "drop",
-        description="What happens to a group with a response that cannot be scored. drop: it is rejected. requeue: its prompt is sampled "
-        "again, up to 3 attempts in all.",
-    )
+    step_separator: str | None = Field(None, min_length=1)
+    """Text between two steps, for a scorer that scores steps; null: each response of a conversation is one step."""
+    concurrency: Positive | None = None
+    """Maximum calls in flight; for a plain function or class also the number of its processes. null: 64, or for a plain function or
+    class the number of cores, at most 4. Raise it if responses wait for their turn."""
+    timeout_s: Seconds = 10.0
+    """Seconds one call may take."""
+    deadline_s: Seconds = 600.0
+    """Seconds the scoring of one response may take, including all waiting and retries."""
+    retries: NonNegative = 2
+    """Retries after a call that raised or timed out. One that cannot connect is retried until the deadline; 0: not either."""
+    try_first: bool = True
+    """Score the first prompt's own answer, once, before engines start, by the scorer and by the teacher; the run ends if that fails.
+    false: for an endpoint that is ready only later."""
+    on_failure: Literal["drop", "requeue"] = "drop"
+    """What happens to a group with a response that cannot be scored. drop: it is rejected. requeue: its prompt is sampled again, up to 3
+    attempts in all."""
 
     @property
     def start_over(self) -> frozenset[str]:
@@ -87,17 +78,13 @@ class ScoringSection(Section):
         if self.options and self.scorer.startswith(("http:", "https:")):
             expected = "none because scoring.scorer is an endpoint; leave them out, or put them into its address"
             raise refused("scoring.options", self.options, expected)
-        if self.step_separator == "":
-            raise refused("scoring.step_separator", "an empty text", "some text, or null: each response is one step")
         if self.step_separator is not None and self.scorer in _WITHOUT_STEPS:
             expected = f"null because scoring.scorer {self.scorer} does not score steps; leave it out"
             raise refused("scoring.step_separator", f"{self.step_separator!r}", expected)
-        if self.deadline_s < self.timeout_s:
-            expected = f"at least scoring.timeout_s = {self.timeout_s:g}, because all calls and all waiting are within it"
-            raise refused("scoring.deadline_s", f"{self.deadline_s:g}", expected, "raise it, or lower the time-out")
-        if self.teacher is not None and self.deadline_s < self.teacher.timeout_s:
-            expected = f"at least scoring.teacher.timeout_s = {self.teacher.timeout_s:g}, because all calls and all waiting are within it"
-            raise refused("scoring.deadline_s", f"{self.deadline_s:g}", expected, "raise it, or lower the time-out")
+        for key, call_s in (("timeout_s", self.timeout_s), ("teacher.timeout_s", self.teacher.timeout_s if self.teacher else 0.0)):
+            if self.deadline_s < call_s:
+                expected = f"at least scoring.{key} = {call_s:g}, because all calls and all waiting are within it"
+                raise refused("scoring.deadline_s", f"{self.deadline_s:g}", expected, "raise it, or lower the time-out")
         return self
 
 

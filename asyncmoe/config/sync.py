@@ -14,51 +14,37 @@ from asyncmoe.config.fields import NonNegative, Positive, Seconds, Section, Swit
 class SyncSection(Section):
     """Weight sync: how new weights reach the engines."""
 
-    method: Literal["reshard", "broadcast", "disk"] = Field(
-        "reshard",
-        description="reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, "
-        "and pauses only to swap them in; where a GPU has no room for a second copy of its shard, engines pause for the whole transfer. "
-        "broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses. "
-        "disk: rank 0 writes a Hugging Face checkpoint to sync.directory, and every engine pauses and loads it: for engines that share "
-        "no more than a file system with the trainer; refused with adapters and quantised engines.",
-    )
-    directory: Path | None = Field(
-        None,
-        description="With sync.method disk: the absolute path of a directory on a file system that the trainer and all engines see under "
-        "the same path, in which each run has a folder of its own for its versions; null: weights in run.dir. It needs room for two "
-        "versions in the trainer's dtype. The last one stays.",
-    )
+    method: Literal["reshard", "broadcast", "disk"] = "reshard"
+    """reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, and pauses
+    only to swap them in; where a GPU has no room for a second copy of its shard, engines pause for the whole transfer. broadcast: rank 0
+    gathers whole tensors and sends all of them to every engine, which pauses. disk: rank 0 writes a Hugging Face checkpoint to
+    sync.directory, and every engine pauses and loads it: for engines that share no more than a file system with the trainer; refused
+    with adapters and quantised engines."""
+    directory: Path | None = None
+    """With sync.method disk: the absolute path of a directory on a file system that the trainer and all engines see under the same path,
+    in which each run has a folder of its own for its versions; null: weights in run.dir. It needs room for two versions in the trainer's
+    dtype. The last one stays."""
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
-    delta: Annotated[Literal["auto", "off"], Switch] = Field(
-        "off",
-        description="auto: send only the elements that changed since the version before, where all engine ranks are proved to hold that "
-        "and the changes take at most half the size of a full update; else send everything. Updates stay full with sync.method broadcast "
-        "or disk and with adapters. Each trainer rank keeps a copy of what it sent last, in the memory of its weights, and every engine "
-        "rank proves each version by a digest of its whole shard. Useless with float32 engines, where almost every weight changes at "
-        "every step: set engines.dtype to bfloat16. On CPUs a delta lengthens the pause. Between GPUs this has been tested in emulation "
-        "only, never on one. off: send everything (docs/guides/weight-sync.md).",
-    )
-    every: Positive = Field(
-        1,
-        description="Training steps between published versions; at most queue.staleness.max_staleness + 1. "
-        "Raise it if weight sync is slow.",
-    )
-    bucket_bytes: Positive = Field(
-        256 << 20,
-        description="Size of a bucket in bytes: a rank's message buffers take at most two buckets.",
-    )
-    nccl_max_ctas: Positive = Field(
-        8,
-        description="Multiprocessors of a GPU that NCCL may use to move weights, taken from the generating engine or the training step: "
-        "maxCTAs of its communicator.",
-    )
-    verify_every: NonNegative = Field(
-        50,
-        description="Compare checksums of the engines' and the trainer's weights at the first update and every n updates after it; an "
-        "engine that differs is fenced. Each trainer rank hashes a share of an engine's parameters, and engines pause until they have "
-        "computed theirs. Adapters and weights that engines quantise are not compared. 0: never. 1 to find a faulty sync.",
-    )
-    timeout_s: Seconds = Field(300.0, description="Seconds each part of an update may take before it fails.")
+    delta: Annotated[Literal["auto", "off"], Switch] = "off"
+    """auto: send only the elements that changed since the version before, where all engine ranks are proved to hold that and the changes
+    take at most half the size of a full update; else send everything. Updates stay full with sync.method broadcast or disk and with
+    adapters. Each trainer rank keeps a copy of what it sent last, in the memory of its weights, and every engine rank proves each
+    version by a digest of its whole shard. Useless with float32 engines, where almost every weight changes at every step: set
+    engines.dtype to bfloat16. On CPUs a delta lengthens the pause. Between GPUs this has been tested in emulation only, never on one.
+    off: send everything (docs/guides/weight-sync.md)."""
+    every: Positive = 1
+    """Training steps between published versions; at most queue.staleness.max_staleness + 1. Raise it if weight sync is slow."""
+    bucket_bytes: Positive = 256 << 20
+    """Size of a bucket in bytes: a rank's message buffers take at most two buckets."""
+    nccl_max_ctas: Positive = 8
+    """Multiprocessors of a GPU that NCCL may use to move weights, taken from the generating engine or the training step: maxCTAs of its
+    communicator."""
+    verify_every: NonNegative = 50
+    """Compare checksums of the engines' and the trainer's weights at the first update and every n updates after it; an engine that
+    differs is fenced. Each trainer rank hashes a share of an engine's parameters, and engines pause until they have computed theirs.
+    Adapters and weights that engines quantise are not compared. 0: never. 1 to find a faulty sync."""
+    timeout_s: Seconds = 300.0
+    """Seconds each part of an update may take before it fails."""
 
     @model_validator(mode="after")
     def _check(self) -> SyncSection:

@@ -32,58 +32,57 @@ def _plain(where: dict[str, Any]) -> dict[str, Any]:
 class ColumnsSection(Section):
     """Names of the columns of a row."""
 
-    question: str = Field("question", description="The question: text, or a list of messages with role and content.")
-    answer: str | None = Field(
-        "answer", description="The answer: text or a number; what follows the last #### is the reference. null: there is none."
-    )
-    keep: tuple[str, ...] | None = Field(
-        None, description="Other columns that scorers and environments receive; null: all. Their values must fit into JSON."
-    )
+    question: str = "question"
+    """The question: text, or a list of messages with role and content."""
+    answer: str | None = "answer"
+    """The answer: text or a number; what follows the last #### is the reference. null: there is none."""
+    keep: tuple[str, ...] | None = None
+    """Other columns that scorers and environments receive; null: all. Their values must fit into JSON."""
 
 
 class SourceSection(Section):
     """Where the rows of jsonl and dataset are."""
 
-    path: Path | None = Field(
-        None,
-        description="jsonl: a file with a JSON object per line. dataset: a file (.jsonl, .json, .csv, .parquet, .arrow), a directory that "
-        "`datasets` saved, or the id of a data set on the Hugging Face hub.",
-    )
-    subset: str | None = Field(None, description="dataset: configuration of a data set on the hub, for example main.")
-    split: str | None = Field(None, description="dataset: split, for example test; null: train.")
-    where: Annotated[dict[str, Any], AfterValidator(_plain)] | None = Field(
-        None, description="Rows to keep, as {column: value}; a list of values means any of them."
-    )
-    filter: Annotated[str, NameOrPlugin(())] | None = Field(
-        None, description="Rows to keep: your own function of a row that returns true or false, as package.module:function."
-    )
+    path: Path | None = None
+    """jsonl: a file with a JSON object per line. dataset: a file (.jsonl, .json, .csv, .parquet, .arrow), a directory that `datasets`
+    saved, or the id of a data set on the Hugging Face hub."""
+    subset: str | None = None
+    """dataset: configuration of a data set on the hub, for example main."""
+    split: str | None = None
+    """dataset: split, for example test; null: train."""
+    where: Annotated[dict[str, Any], AfterValidator(_plain)] | None = None
+    """Rows to keep, as {column: value}; a list of values means any of them."""
+    filter: Annotated[str, NameOrPlugin(())] | None = None
+    """Rows to keep: your own function of a row that returns true or false, as package.module:function."""
     columns: ColumnsSection | None = None
 
 
 class WeightedSource(SourceSection):
     """A list: the sources of a mixture, each with these keys. Keys without a value are those of `task`."""
 
-    weight: PositiveFloat = Field(1.0, description="Share of the prompts from this source, relative to the weights of the others.")
+    weight: PositiveFloat = 1.0
+    """Share of the prompts from this source, relative to the weights of the others."""
 
 
 class TaskSection(SourceSection):
     """Source of the questions and their reference answers."""
 
-    kind: Kind = Field(
-        description="arithmetic: random calculations, without end; jsonl: the questions of a file (`path`); dataset: the same with "
-        "Hugging Face's `datasets`; or your own class (docs/guides/task.md)."
-    )
-    options: dict[str, Any] = Field({}, description="Keyword arguments of your own class.")
-    operations: tuple[Literal["+", "-", "*"], ...] = Field(("+",), description="arithmetic: operators to draw from.")
-    difficulty: Positive = Field(1, description="arithmetic: decimal digits of each operand.")
+    kind: Kind
+    """arithmetic: random calculations, without end; jsonl: the questions of a file (`path`); dataset: the same with Hugging Face's
+    `datasets`; or your own class (docs/guides/task.md)."""
+    options: dict[str, Any] = Field({})
+    """Keyword arguments of your own class."""
+    operations: tuple[Literal["+", "-", "*"], ...] = ("+",)
+    """arithmetic: operators to draw from."""
+    difficulty: Positive = 1
+    """arithmetic: decimal digits of each operand."""
     sources: tuple[WeightedSource, ...] = Field(())
-    chat_template: bool = Field(
-        True,
-        description="Apply the tokenizer's chat template to questions that are text; false for a base model without one. Not for "
-        "arithmetic.",
-    )
-    system_prompt: str | None = Field(None, description="System message before every conversation that has none.")
-    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables of the chat template, such as {enable_thinking: false}.")
+    chat_template: bool = True
+    """Apply the tokenizer's chat template to questions that are text; false for a base model without one. Not for arithmetic."""
+    system_prompt: str | None = None
+    """System message before every conversation that has none."""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """Variables of the chat template, such as {enable_thinking: false}."""
 
     @property
     def chats(self) -> bool:

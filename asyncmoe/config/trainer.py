@@ -8,10 +8,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import Decay, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seconds, Section, refused, said
-from asyncmoe.config.memory import MemorySection
+from asyncmoe.config.fields import Decay, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seconds, Section, refused, said
 from asyncmoe.errors import ConfigError
 
+Moment = Literal["float32", "bfloat16"]
+"""Dtype in which Adam keeps an average of gradients."""
 Recomputed = Literal["core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "shared_experts", "moe_act"]
 """Parts of a layer that Megatron can recompute separately."""
 
@@ -19,21 +20,25 @@ Recomputed = Literal["core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "sha
 class OptimizerSection(Section):
     """Adam, its schedule and gradient clipping."""
 
-    lr: PositiveFloat = Field(
-        1e-6, description="Learning rate after warmup_steps. The default suits large models; tiny ones need about 1e-3."
-    )
-    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate that it decays to, reached after the last step.")
-    warmup_steps: NonNegative = Field(0, description="Steps over which the learning rate rises linearly to lr.")
-    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay from lr to min_lr; constant: none.")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Adam's decay rates of the mean gradient and of the mean squared gradient.")
-    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's weight decay, multiplied by the learning rate. Norms do not decay.")
-    clip_grad: PositiveFloat = Field(1.0, description="Clip the gradient to this norm.")
-    distributed: bool | None = Field(
-        None,
-        description="Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer), to save memory. null: shard "
-        "if there are several such ranks. A run may resume with another setting.",
-    )
+    lr: PositiveFloat = 1e-6
+    """Learning rate after warmup_steps. The default suits large models; tiny ones need about 1e-3."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate that it decays to, reached after the last step."""
+    warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises linearly to lr."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay from lr to min_lr; constant: none."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Adam's decay rates of the mean gradient and of the mean squared gradient."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's weight decay, multiplied by the learning rate. Norms do not decay."""
+    clip_grad: PositiveFloat = 1.0
+    """Clip the gradient to this norm."""
+    distributed: bool | None = None
+    """Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer), to save memory. null: shard if there are
+    several such ranks. A run may resume with another setting."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerSection:
@@ -42,115 +47,114 @@ class OptimizerSection(Section):
         return self
 
 
+class MemorySection(Section):
+    """What saves memory of a trainer's GPU besides recomputation, at the price of time; see docs/guides/memory.md. All of it needs a GPU,
+    and the optimizer's state is sharded with it (optimizer.distributed)."""
+
+    optimizer_offload: Fraction = 0.0
+    """Share of the optimizer's state (float32 weights and Adam's averages, 12 bytes a parameter) that is kept in host memory and updated by
+    the CPU (Megatron's HybridDeviceOptimizer). A parameter takes 16 bytes there, its gradient included."""
+    exp_avg_dtype: Moment = "float32"
+    """Dtype of Adam's averages of gradients; bfloat16 saves 2 bytes a parameter. Needs Transformer Engine, and no optimizer_offload.
+    Checkpoints hold float32 in any case, and can be resumed with another dtype."""
+    exp_avg_sq_dtype: Moment = "float32"
+    """The same for the averages of squared gradients."""
+
+    @property
+    def low_precision(self) -> bool:
+        """True if an average is not float32."""
+        return "bfloat16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
+
+    @property
+    def precision_aware(self) -> bool:
+        """True for Megatron's precision-aware optimizer, which keeps its float32 weights itself: where they are offloaded none stay on the
+        GPU."""
+        return self.low_precision or self.optimizer_offload > 0
+
+
 class MegatronSection(Section):
     """Megatron's switches, under Megatron's names. null: on if this machine supports it and the run computes correctly with it; so are
     those that are not here, which the trainer's log names. A switch set to true that cannot be on is refused before the model is built."""
 
-    transformer_impl: Literal["transformer_engine", "local"] | None = Field(
-        None, description="Layers the model is built from: Transformer Engine's or Megatron's own. null: Transformer Engine if installed."
-    )
-    moe_grouped_gemm: bool | None = Field(
-        None,
-        description="Compute all experts of a rank in one grouped matrix multiplication: Transformer Engine's, else torch's, which is "
-        "fast in bfloat16 on Hopper and Blackwell. false: one expert after the other.",
-    )
-    bias_activation_fusion: bool | None = Field(
-        None, description="Apply SwiGLU and the router's weights in one compiled kernel, which saves only its input; needs a GPU."
-    )
-    overlap_grad_reduce: bool | None = Field(
-        None, description="Reduce gradients over data-parallel ranks during the last backward pass. null: on GPUs with several such ranks."
-    )
-    overlap_param_gather: bool | None = Field(
-        None,
-        description="Gather new weights during the next forward pass; needs the distributed optimizer. null: off if weights are published "
-        "after every step (sync.every 1), since publishing reads all of them.",
-    )
-    moe_token_dispatcher_type: Literal["alltoall", "flex"] = Field(
-        "alltoall", description="Transport of tokens to the ranks of their experts. alltoall: NCCL; flex: DeepEP, which must be installed."
-    )
+    transformer_impl: Literal["transformer_engine", "local"] | None = None
+    """Layers the model is built from: Transformer Engine's or Megatron's own. null: Transformer Engine if installed."""
+    moe_grouped_gemm: bool | None = None
+    """Compute all experts of a rank in one grouped matrix multiplication: Transformer Engine's, else torch's, which is fast in bfloat16
+    on Hopper and Blackwell. false: one expert after the other."""
+    bias_activation_fusion: bool | None = None
+    """Apply SwiGLU and the router's weights in one compiled kernel, which saves only its input; needs a GPU."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients over data-parallel ranks during the last backward pass. null: on GPUs with several such ranks."""
+    overlap_param_gather: bool | None = None
+    """Gather new weights during the next forward pass; needs the distributed optimizer. null: off if weights are published after every
+    step (sync.every 1), since publishing reads all of them."""
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
+    """Transport of tokens to the ranks of their experts. alltoall: NCCL; flex: DeepEP, which must be installed."""
 
 
 class TrainerSection(Section):
     """The Megatron process group: parallel sizes, micro-batches, memory and checkpoints."""
 
-    ranks: Positive = Field(
-        1, description="Trainer ranks, one process (and GPU) each; a multiple of tp * cp * pp. Data-parallel size: ranks / (tp * cp * pp)."
-    )
-    tp: Positive = Field(1, description="Tensor-parallel ranks; they also split the sequence between layers (sequence parallelism).")
-    pp: Positive = Field(1, description="Pipeline-parallel stages.")
-    ep: Positive = Field(
-        1, description="Expert-parallel ranks: the experts of a layer are spread over them. Must divide the number of experts."
-    )
-    cp: Positive = Field(
-        1,
-        description="Context-parallel ranks: every sequence, padded to a multiple of 2 cp tokens, is divided among them. For sequences "
-        "whose activations do not fit one rank; on GPUs it needs Transformer Engine.",
-    )
-    vpp: Positive = Field(1, description="Virtual pipeline parallelism: model chunks per stage, for Megatron's interleaved schedule.")
-    first_stage_layers: Positive | None = Field(None, description="Layers of the first pipeline stage; null: an equal share.")
-    last_stage_layers: Positive | None = Field(None, description="Layers of the last pipeline stage; null: an equal share.")
-    etp: Positive | None = Field(None, description="Tensor-parallel ranks of an expert; null: 1 if ep > 1, else tp.")
-    dtype: Literal["float32", "bfloat16", "auto"] = Field(
-        "auto", description="Dtype of weights and activations; auto: float32 on CPU, bfloat16 on GPU."
-    )
-    precision: Literal["fp8"] | None = Field(
-        None,
-        description="What layers compute in; null: in dtype. fp8: linear layers and experts multiply in float8 (Transformer Engine's "
-        "blockwise recipe, E4M3, as DeepSeek-V3 was trained); weights stay bfloat16, and are saved and sent so; embedding, output layer, "
-        "routers, norms and attention compute in bfloat16. Needs Hopper or newer and Transformer Engine.",
-    )
-    edge_layers: NonNegative = Field(
-        1, description="With precision fp8, layers at either end of the model that stay in bfloat16 (Megatron's first_last_layers_bf16)."
-    )
-    pack: bool = Field(True, description="Pack several sequences into a micro-batch; false: one sequence per micro-batch.")
-    tokens_per_microbatch: Positive = Field(
-        4096,
-        description="Maximum tokens of a packed micro-batch; a longer sequence gets its own. Lower it if GPU memory runs out; raise it for "
-        "speed.",
-    )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none",
-        description="Activation recomputation: less memory, more time. full: save only a layer's input and recompute the rest in the "
-        "backward pass; selective: recompute only the parts in recompute_modules.",
-    )
-    recompute_modules: tuple[Recomputed, ...] = Field(
-        ("moe",),
-        description="For recompute selective, the parts by Megatron's names: core_attn, mla_up_proj, mlp (of dense layers), moe (router, "
-        "experts and dispatched tokens), shared_experts; with Transformer Engine also layernorm and moe_act.",
-    )
-    router_bias_rate: NonNegativeFloat = Field(
-        0.0,
-        description="Change per step of the router's expert biases, for models that have them: up if the expert got fewer of the step's "
-        "tokens than the mean, down if it got more. 0: biases are frozen.",
-    )
+    ranks: Positive = 1
+    """Trainer ranks, one process (and GPU) each; a multiple of tp * cp * pp. Data-parallel size: ranks / (tp * cp * pp)."""
+    tp: Positive = 1
+    """Tensor-parallel ranks; they also split the sequence between layers (sequence parallelism)."""
+    pp: Positive = 1
+    """Pipeline-parallel stages."""
+    ep: Positive = 1
+    """Expert-parallel ranks: the experts of a layer are spread over them. Must divide the number of experts."""
+    cp: Positive = 1
+    """Context-parallel ranks: every sequence, padded to a multiple of 2 cp tokens, is divided among them. For sequences whose
+    activations do not fit one rank; on GPUs it needs Transformer Engine."""
+    vpp: Positive = 1
+    """Virtual pipeline parallelism: model chunks per stage, for Megatron's interleaved schedule."""
+    first_stage_layers: Positive | None = None
+    """Layers of the first pipeline stage; null: an equal share."""
+    last_stage_layers: Positive | None = None
+    """Layers of the last pipeline stage; null: an equal share."""
+    etp: Positive | None = None
+    """Tensor-parallel ranks of an expert; null: 1 if ep > 1, else tp."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """Dtype of weights and activations; auto: float32 on CPU, bfloat16 on GPU."""
+    precision: Literal["fp8"] | None = None
+    """What layers compute in; null: in dtype. fp8: linear layers and experts multiply in float8 (Transformer Engine's blockwise recipe,
+    E4M3, as DeepSeek-V3 was trained); weights stay bfloat16, and are saved and sent so; embedding, output layer, routers, norms and
+    attention compute in bfloat16. Needs Hopper or newer and Transformer Engine."""
+    edge_layers: NonNegative = 1
+    """With precision fp8, layers at either end of the model that stay in bfloat16 (Megatron's first_last_layers_bf16)."""
+    pack: bool = True
+    """Pack several sequences into a micro-batch; false: one sequence per micro-batch."""
+    tokens_per_microbatch: Positive = 4096
+    """Maximum tokens of a packed micro-batch; a longer sequence gets its own. Lower it if GPU memory runs out; raise it for speed."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: less memory, more time. full: save only a layer's input and recompute the rest in the backward pass;
+    selective: recompute only the parts in recompute_modules."""
+    recompute_modules: tuple[Recomputed, ...] = ("moe",)
+    """For recompute selective, the parts by Megatron's names: core_attn, mla_up_proj, mlp (of dense layers), moe (router, experts and
+    dispatched tokens), shared_experts; with Transformer Engine also layernorm and moe_act."""
+    router_bias_rate: NonNegativeFloat = 0.0
+    """Change per step of the router's expert biases, for models that have them: up if the expert got fewer of the step's tokens than the
+    mean, down if it got more. 0: biases are frozen."""
     optimizer: OptimizerSection = OptimizerSection()
     memory: MemorySection = MemorySection()
     megatron: MegatronSection = MegatronSection()
-    checkpoint_every: NonNegative = Field(
-        0, description="Steps between checkpoints, and so the most work a crash costs; 0: only after the warm-up, at the end and on Ctrl-C."
-    )
-    async_save: bool = Field(
-        False,
-        description="Write checkpoints while training goes on: it stands still only while a rank copies what it saves to host memory. Off "
-        "by default, because the copy takes host memory, as much as a rank's checkpoint files (see `asyncmoe plan`).",
-    )
-    keep_checkpoints: Positive = Field(2, description="Newest checkpoints kept on disk; older ones are deleted, except as keep_every says.")
-    keep_every: NonNegative = Field(
-        0, description="Steps between checkpoints that are never deleted: the first at or after each multiple of this. 0: none."
-    )
-    checkpoint_copy: str | None = Field(
-        None,
-        min_length=1,
-        description="URL of a second place, as fsspec takes it (s3://bucket/folder, file:///mnt/backup): each new checkpoint is copied to "
-        "a folder there with the name of the run's. `asyncmoe checkpoints RUN --restore URL` brings one back. null: no copies.",
-    )
-    timeout_s: Seconds = Field(600.0, description="Seconds a collective of the trainer ranks may wait before the run fails.")
-    max_restarts: NonNegative = Field(
-        2,
-        description="How often in a row, without a new step in between, a trainer whose rank was lost (killed, crashed, out of memory) is "
-        "started again in place, from its newest checkpoint, while controller and engines go on. "
-        "0: a lost trainer ends the run.",
-    )
+    checkpoint_every: NonNegative = 0
+    """Steps between checkpoints, and so the most work a crash costs; 0: only after the warm-up, at the end and on Ctrl-C."""
+    async_save: bool = False
+    """Write checkpoints while training goes on: it stands still only while a rank copies what it saves to host memory. Off by default,
+    because the copy takes host memory, as much as a rank's checkpoint files (see `asyncmoe plan`)."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints kept on disk; older ones are deleted, except as keep_every says."""
+    keep_every: NonNegative = 0
+    """Steps between checkpoints that are never deleted: the first at or after each multiple of this. 0: none."""
+    checkpoint_copy: str | None = Field(None, min_length=1)
+    """URL of a second place, as fsspec takes it (s3://bucket/folder, file:///mnt/backup): each new checkpoint is copied to a folder
+    there with the name of the run's. `asyncmoe checkpoints RUN --restore URL` brings one back. null: no copies."""
+    timeout_s: Seconds = 600.0
+    """Seconds a collective of the trainer ranks may wait before the run fails."""
+    max_restarts: NonNegative = 2
+    """How often in a row, without a new step in between, a trainer whose rank was lost (killed, crashed, out of memory) is started again
+    in place, from its newest checkpoint, while controller and engines go on. 0: a lost trainer ends the run."""
 
     @property
     def expert_tp(self) -> int:

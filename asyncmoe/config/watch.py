@@ -12,27 +12,20 @@ from asyncmoe.config.fields import FINITE, NUMBER, Seconds, Section, refused
 class AlertsSection(Section):
     """What is told of a run that needs somebody. Alerts are sent by the process that supervises the run, and hold up nothing."""
 
-    command: tuple[str, ...] | None = Field(
-        None,
-        min_length=1,
-        description="Program and arguments that run for each alert and get JSON with run, event, text, step and time as input; null: none.",
-    )
+    command: tuple[str, ...] | None = Field(None, min_length=1)
+    """Program and arguments that run for each alert and get JSON with run, event, text, step and time as input; null: none."""
 
 
 class WatchSection(Section):
     """Every process of a run writes heartbeats to run.dir/heartbeats while it gets on with its work."""
 
-    beat_s: Annotated[float, Field(ge=0.1, le=60), FINITE, NUMBER] = Field(
-        5.0, description="Least seconds between heartbeats of a process."
-    )
-    stacks_after_s: Seconds = Field(
-        120.0,
-        description="Seconds of silence of a process after which the stacks of every process of the run on the supervisor's host go to "
-        "run.dir/logs, once for each silence. A step, or writing a checkpoint, may take as long.",
-    )
-    end_after_s: Seconds | None = Field(
-        1800.0, description="Seconds of silence after which the controller or a trainer rank counts as lost; null: never."
-    )
+    beat_s: Annotated[float, Field(ge=0.1, le=60), FINITE, NUMBER] = 5.0
+    """Least seconds between heartbeats of a process."""
+    stacks_after_s: Seconds = 120.0
+    """Seconds of silence of a process after which the stacks of every process of the run on the supervisor's host go to run.dir/logs,
+    once for each silence. A step, or writing a checkpoint, may take as long."""
+    end_after_s: Seconds | None = 1800.0
+    """Seconds of silence after which the controller or a trainer rank counts as lost; null: never."""
     alerts: AlertsSection = AlertsSection()
 
     @model_validator(mode="after")

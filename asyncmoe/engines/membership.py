@@ -282,4 +282,4 @@ def _check(config: Config, request: EngineJoin | EngineNode) -> None:
             expected=f"the controller's, {config.digest[:12]}",
             hint="start both with the same file, run.dir/config.yaml",
         )
-    check(facts("controller"), request.facts, config.cluster.max_clock_skew_s)
+    check(facts("controller"), request.facts)

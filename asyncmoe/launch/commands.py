@@ -50,7 +50,6 @@ class Launcher(Generic[P]):
         end: ends all processes of a part, given its name; see `RunPart.end`.
         master: returns address and port at which the trainer's ranks meet, given the number of the trainer's earlier starts.
         spare: see `rule.table`.
-        settle_s: see `RunParts`.
     """
 
     engines: Sequence[tuple[P, EngineMachine]]
@@ -59,7 +58,6 @@ class Launcher(Generic[P]):
     end: Callable[[str], None]
     master: Callable[[int], tuple[str, int]]
     spare: bool = False
-    settle_s: float = 0.0
 
 
 def table(config: Config, file: Path, by: Launcher[P]) -> RunParts:
@@ -91,4 +89,4 @@ def table(config: Config, file: Path, by: Launcher[P]) -> RunParts:
     controller = alone(by.engines[0][0], CONTROLLER, ["rollout", str(file)], "controller.log", TRAINER_EPOCH)
     rules = rule.table(config, list(engines), spare=by.spare)
     starts = {CONTROLLER: controller, **engines, TRAINER: trainer}
-    return RunParts({name: RunPart(rules[name], start, partial(by.end, name)) for name, start in starts.items()}, by.settle_s)
+    return {name: RunPart(rules[name], start, partial(by.end, name)) for name, start in starts.items()}

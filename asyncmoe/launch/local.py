@@ -92,11 +92,6 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     models.check(config, hf, weights=config.model.path if there else None)
     _check_adapter(config, hf)
     _check_host(config, hf)
-    newest = checkpoints.newest(config.run.dir)
-    has = newest.name if newest is not None else "a log" if belonging.has_begun(config.run.dir) else ""
-    if has and not config.run.resume:
-        hint = "set run.resume=true or another run.dir"
-        raise ConfigError("run.dir", got=f"{config.run.dir} with {has}", expected="a new directory", hint=hint)
     copier.check(config)
     found = checkpoints.survey(config.run.dir)
     for line in found.lines:

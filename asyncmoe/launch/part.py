@@ -30,12 +30,10 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
         AsyncmoeError: see `asyncmoe.rollout.controller.run`.
     """
     with uncollected():
-        from asyncmoe import config as configuration
         from asyncmoe.launch import local
-        from asyncmoe.models.hub import with_local_model
         from asyncmoe.rollout import controller
 
-    loaded = with_local_model(configuration.load(config, overrides))
+    loaded = _loaded(config, overrides)
     if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
         local.prepare(loaded)
     with _heard(loaded, "controller"):
@@ -55,15 +53,13 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
         AsyncmoeError: see `asyncmoe.engines.engine_agent.run`.
     """
     with uncollected():
-        from asyncmoe import config as configuration
         from asyncmoe import models
         from asyncmoe.engines import engine_agent
         from asyncmoe.engines.engine_python import check_engine_python
         from asyncmoe.engines.nodes import process_name
         from asyncmoe.launch import gpus
-        from asyncmoe.models.hub import with_local_model
 
-    loaded = with_local_model(configuration.load(config, overrides))
+    loaded = _loaded(config, overrides)
     engine_agent.check_node(loaded.engines.nodes, name, node)
     check_engine_python(loaded.engines.python)
     models.check(loaded, models.hf_config_of(loaded), weights=loaded.model.path)
@@ -82,14 +78,21 @@ def worker(config: Path, overrides: Sequence[str], number: int) -> None:
         AsyncmoeError: see `asyncmoe.rollout.workers.process.run`.
     """
     with uncollected():
-        from asyncmoe import config as configuration
-        from asyncmoe.models.hub import with_local_model
         from asyncmoe.rollout.workers import process
 
-    loaded = with_local_model(configuration.load(config, overrides))
+    loaded = _loaded(config, overrides)
     process.check_number(loaded, number)
     with _heard(loaded, process.process_name(number)):
         process.run(loaded, loaded.run.dir, number)
+
+
+def _loaded(config: Path, overrides: Sequence[str]) -> Config:
+    """Return a configuration whose model is on this machine."""
+    with uncollected():
+        from asyncmoe import config as configuration
+        from asyncmoe.models.hub import with_local_model
+
+    return with_local_model(configuration.load(config, overrides))
 
 
 @contextmanager

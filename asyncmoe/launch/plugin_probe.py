@@ -1,6 +1,7 @@
-"""Whether a configuration's own functions and family can be used, tried in a process of their own.
+"""Whether a configuration's own functions and family can be used, tried in a process of their own, and its own task, environment, agent and
+scorer imported there.
 
-Whatever the code does, this process goes on: it may end its own process, crash it, or never return. The trainer's ranks try it again.
+Whatever the code does, this process goes on: it may end its own process, crash it, or never return. The run's processes try it again.
 `python -m asyncmoe.launch.plugin_probe` is that process: it reads the configuration on standard input, and writes a line for each key on
 standard output as soon as its code is tried. Whatever the code prints goes to standard error.
 """
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 
 from asyncmoe import config as configuration
@@ -23,14 +25,17 @@ from asyncmoe.models import families
 from asyncmoe.process import die_with_parent
 
 _COMMAND = (sys.executable, "-m", "asyncmoe.launch.plugin_probe")
+_IMPORTED = ("task.kind", "environment.kind", "environment.agent", "scoring.scorer")
+"""Keys whose code is imported here, and first used by the controller and its workers."""
 _START_S = 300.0
 """Longest start of the process, which imports torch."""
 
 
 def named(config: Config) -> dict[str, str]:
-    """Return the user's own code by the key that names it: "model.family", and those of the objective."""
-    family = {families.KEY: config.model.family} if plugins.is_name(config.model.family) else {}
-    return family | {key: target for key, (target, _) in config.objective.own.items()}
+    """Return the user's own code by the key that names it."""
+    every = {families.KEY: config.model.family, **{key: attrgetter(key)(config) for key in _IMPORTED}}
+    found = {key: target for key, target in every.items() if target is not None and plugins.is_name(target)}
+    return found | {key: target for key, (target, _) in config.objective.own.items()}
 
 
 def check(config: Config) -> None:
@@ -76,6 +81,9 @@ def _main() -> None:
 
 
 def _try(config: Config, key: str, target: str) -> None:
+    if key in _IMPORTED:
+        plugins.load(target, key, forms=plugins.FORM, wanted="code that can be imported")
+        return
     if key != families.KEY:
         from asyncmoe.trainer.objective import trial
 

@@ -60,16 +60,8 @@ class RunPart:
     end: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True)
-class RunParts:
-    """The parts of a run by name, in the order in which they start.
-
-    Attributes:
-        settle_s: seconds to wait after a failure for what the launcher has yet to hear of it, even if its cause seems clear.
-    """
-
-    parts: Mapping[str, RunPart]
-    settle_s: float = 0.0
+RunParts = Mapping[str, RunPart]
+"""The parts of a run by name, in the order in which they start."""
 
 
 @dataclass

@@ -57,6 +57,7 @@ class Stopping:
         at_once: the error with which the run is to end at once, if it is.
         tell: asks the controller to stop, which may happen only once; false: it cannot be asked yet.
         seconds: for a checkpoint, after which the run ends as it is; called at the first request.
+        settle_s: seconds to wait after a failure for what the launcher has yet to hear of it, even if its cause seems clear.
     """
 
     asked: Callable[[], bool]
@@ -64,6 +65,7 @@ class Stopping:
     at_once: Callable[[], AsyncmoeError | None]
     tell: Callable[[Process], bool]
     seconds: Callable[[], float] = lambda: math.inf
+    settle_s: float = 0.0
 
 
 def watch(config: Config, table: Callable[[ExitStack], RunParts], stop: Stopping) -> None:
@@ -168,7 +170,6 @@ def conclude(run_dir: Path) -> dict[str, object]:
 
 def _watch(run: _Supervision) -> None:
     told, save_by, end_by, stop, processes = False, None, math.inf, run.stop, run.processes
-    run.start_all()
     while not processes.finished:
         silent = _refresh(run.view)
         if (error := stop.at_once()) is not None:
@@ -188,9 +189,9 @@ def _watch(run: _Supervision) -> None:
             run.lost(silent)
             continue
         controller = processes.controller
-        if controller is not None and processes.trainers and _one_ended(controller, processes.trainers):
+        late = [one for one in (controller, *processes.trainers) if one is not None and one.returncode is None]
+        if controller is not None and processes.trainers and (controller not in late or late == [controller]):
             end_by = min(end_by, now + _GOODBYE_S)
-            late = [one for one in (controller, *processes.trainers) if one.returncode is None]
             if late and now > end_by and not stop.asked():
                 raise AsyncmoeError(f"{late[0].name} did not end within {_GOODBYE_S:.0f} s of the others; its log is {late[0].log}")
         time.sleep(_POLL_S)
@@ -198,10 +199,6 @@ def _watch(run: _Supervision) -> None:
         _wait(processes.trainers, _GOODBYE_S, stop)
         _wait(processes.engines, _DISMISSED_S, stop)
     run.view.refresh()
-
-
-def _one_ended(controller: Process, trainers: Sequence[Process]) -> bool:
-    return controller.returncode is not None or all(trainer.returncode is not None for trainer in trainers)
 
 
 def _refresh(view: LiveView) -> ProcessSilent | None:
@@ -222,22 +219,21 @@ class _Supervision:
 
     def __init__(self, config: Config, table: RunParts, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
         self.processes, self.view, self.stop = RunProcesses(), view, stop
-        self._config, self._watcher, self._table, self._parts = config, watcher, table, dict(table.parts)
+        self._config, self._watcher, self._parts = config, watcher, dict(table)
         self._history: list[Failure] = []
-        self._starts = dict.fromkeys(table.parts, 0)
-        self._due: dict[str, float] = {}
-
-    def start_all(self) -> None:
-        """Start all parts. Raises AsyncmoeError if one cannot be started."""
-        for name in self._parts:
-            self._start(name)
+        self._starts = dict.fromkeys(table, 0)
+        self._due = dict.fromkeys(table, 0.0)
 
     def start_due(self, now: float) -> None:
-        """Start the parts again whose time has come, unless the run stops: then there is nothing more to save."""
+        """Start the parts whose time has come, unless the run stops: then there is nothing more to save.
+
+        Raises:
+            AsyncmoeError: one cannot be started.
+        """
         due = [] if self.stop.asked() else [name for name in self._parts if self._due.get(name, math.inf) <= now]
         for name in due:
             del self._due[name]
-            self._start(name)
+            self.processes.by_part[name] = self._parts[name].start(self._starts[TRAINER if name == CONTROLLER else name])
 
     def lost(self, silent: ProcessSilent | None) -> None:
         """Apply the rule to what has failed, or hangs.
@@ -245,7 +241,7 @@ class _Supervision:
         Raises:
             AsyncmoeError: the run ends; names the root cause.
         """
-        error = silent or _settled(self.processes, self._table.settle_s)
+        error = silent or _settled(self.processes, self.stop.settle_s)
         ended = self.processes.ended
         if silent is not None:
             ended |= {CONTROLLER if silent.controller else TRAINER: "lost"}
@@ -275,9 +271,6 @@ class _Supervision:
             self._watcher.forget(part)
             self._due[part] = time.monotonic() + again.after_s
             self._starts[part] += 1
-
-    def _start(self, name: str) -> None:
-        self.processes.by_part[name] = self._parts[name].start(self._starts[TRAINER if name == CONTROLLER else name])
 
     def _in_context(self, error: AsyncmoeError, more: str, failure: Failure) -> AsyncmoeError:
         """Return the error that ends the run, with the loss from which it may follow."""

@@ -170,7 +170,7 @@ def sampling(section: EvaluationSet, training: Sampling) -> Sampling:
         training,
         # The temperature divides the logits, so it cannot be 0; sampling from the most probable token alone is equivalent.
         temperature=1.0 if greedy else section.temperature or training.temperature,
-        top_k=1 if greedy else section.top_k or training.top_k,
+        top_k=1 if greedy else training.top_k,
         top_p=training.top_p if section.top_p is None else section.top_p,
         max_new_tokens=section.max_new_tokens or training.max_new_tokens,
         recording=NOTHING,

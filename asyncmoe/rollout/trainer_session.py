@@ -83,7 +83,7 @@ class TrainerSession:
             ProtocolError: it is an older start, or has taken other steps than the log or the queue knows.
             AsyncmoeError: engines did not end what the lost trainer had asked of them.
         """
-        check(facts("controller"), hello.facts, self._config.cluster.max_clock_skew_s)
+        check(facts("controller"), hello.facts)
         async with self._meeting:
             self._epochs.check(hello)  # a newer one may have been met meanwhile
             if hello.epoch == self._epochs.served:

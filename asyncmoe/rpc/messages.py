@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from asyncmoe.log.log import Number
-from asyncmoe.rpc.base import Count, Message
+from asyncmoe.rpc.base import Count, Message, Wait
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
@@ -22,7 +22,6 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerReply, WorkerRequest
 
 Phase = Literal["warmup", "rl"]
-MAX_WAIT_S = 1e9
 MAX_PROBED = 1 << 16
 """Tokens of a probe, all texts together."""
 _PROBED = msgspec.Meta(max_length=MAX_PROBED)
@@ -37,16 +36,6 @@ class TrainerMessage(Message, frozen=True, kw_only=True):
 
     epoch: Count = 0
     """Number of times the trainer was started again in place before; set by `asyncmoe.rpc.client.Client`."""
-
-
-class _Waits(Message, frozen=True):
-    """Base of requests that wait at most `wait_s` seconds for their reply."""
-
-    def __post_init__(self) -> None:
-        # An infinite wait, or one that is not a number, stops every timer of asyncio's loop.
-        wait_s: float = self.wait_s  # type: ignore[attr-defined]
-        if not 0.0 <= wait_s <= MAX_WAIT_S:
-            raise ValueError(f"wait_s: got {wait_s}, expected seconds from 0 to {MAX_WAIT_S:g}")
 
 
 # ---------------------------------------------------------------- requests: queue
@@ -66,7 +55,7 @@ class Hello(TrainerMessage, frozen=True):
     """`Config.digest_without_layout`: a trainer that is started again in place may have another parallel layout."""
 
 
-class Lease(_Waits, TrainerMessage, frozen=True):
+class Lease(TrainerMessage, frozen=True):
     """Request the batch of step `step`. Waits until the batch is complete or `wait_s` expires."""
 
     step: Count
@@ -74,14 +63,14 @@ class Lease(_Waits, TrainerMessage, frozen=True):
     count: Count
     version: Count
     """The trainer's current version; the consumption rule measures age from it."""
-    wait_s: float
+    wait_s: Wait
 
 
-class FindWorker(_Waits, TrainerMessage, frozen=True):
+class FindWorker(TrainerMessage, frozen=True):
     """Ask where the rollout worker serves that has what `writer` wrote; waits for one that is lost, for at most `wait_s`."""
 
     writer: Number
-    wait_s: float
+    wait_s: Wait
 
 
 class Commit(TrainerMessage, frozen=True):
@@ -106,11 +95,11 @@ class Saved(TrainerMessage, frozen=True):
     step: Count
 
 
-class Evaluations(_Waits, TrainerMessage, frozen=True):
+class Evaluations(TrainerMessage, frozen=True):
     """Ask for the evaluation of the last version. Waits until it has ended or `wait_s` expires."""
 
     version: Count
-    wait_s: float
+    wait_s: Wait
 
 
 class Goodbye(TrainerMessage, frozen=True):
@@ -212,10 +201,10 @@ class WeightsAbort(TrainerMessage, frozen=True):
     why: str
 
 
-class EnginesAsk(_Waits, TrainerMessage, frozen=True):
+class EnginesAsk(TrainerMessage, frozen=True):
     """Request the current engines, which become the roster. Waits until the run's engines have started or `wait_s` expires."""
 
-    wait_s: float
+    wait_s: Wait
     probe: bool = False
     """Have those of the roster show that they generate; one whose server is gone is fenced."""
 
@@ -245,11 +234,11 @@ class EngineJoin(Message, frozen=True):
     """Where they meet, if there are several (`EngineNodes.meeting`)."""
 
 
-class EngineAlive(_Waits, frozen=True):
+class EngineAlive(Message, frozen=True):
     """Heartbeat of an engine. Answered when there is an order for the engine, or after `wait_s`."""
 
     name: str
-    wait_s: float
+    wait_s: Wait
 
 
 class EngineLeave(Message, frozen=True):

@@ -9,11 +9,10 @@ from typing import Annotated
 
 import msgspec
 
-from asyncmoe.rpc.base import Count, Message
+from asyncmoe.rpc.base import Count, Message, Wait
 from asyncmoe.rpc.peers import Facts
 
 MAX_NODES = 4096
-_WAIT_S = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 
 
 class EngineNode(Message, frozen=True):
@@ -33,7 +32,7 @@ class EngineNode(Message, frozen=True):
     """Of node 0: where the ranks can meet (`asyncmoe.engines.nodes.NodePlace.meeting`); else empty."""
     met: str
     """Where the ranks of its server meet; empty: it has started none."""
-    wait_s: _WAIT_S
+    wait_s: Wait
     config_digest: str
     facts: Facts | None = None
 

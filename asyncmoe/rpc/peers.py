@@ -15,6 +15,8 @@ from asyncmoe.rpc import nccl_settings
 
 ALIKE = ("asyncmoe", "torch", "megatron-core", "transformer-engine", "sglang", "transformers", "msgspec")
 """Packages whose versions a process reports, if installed."""
+MOST_APART_S = 10.0
+"""Largest accepted difference between the clocks of two machines."""
 STARTER = "ASYNCMOE_STARTER"
 """Environment variable of an engine's server: the `Facts` of the process that starts it, as JSON."""
 
@@ -44,7 +46,7 @@ def facts(role: str, packages: Iterable[str] = ALIKE) -> Facts:
     return Facts(socket.gethostname(), role, found, time.time(), nccl_settings.shared())
 
 
-def check(ours: Facts, theirs: Facts | None, max_clock_skew_s: float) -> None:
+def check(ours: Facts, theirs: Facts | None, most_apart_s: float = MOST_APART_S) -> None:
     """Refuse an incompatible process. The error is one line that names the process, its node and a fix.
 
     Compares only packages that both processes have: the environments of engines and trainers differ. The measured clock difference
@@ -53,10 +55,9 @@ def check(ours: Facts, theirs: Facts | None, max_clock_skew_s: float) -> None:
     Args:
         ours: facts of the receiving process, collected when the other's facts arrive.
         theirs: None: the other tells none.
-        max_clock_skew_s: largest allowed clock difference in seconds.
 
     Raises:
-        UserError: versions or settings of NCCL differ, or clocks differ by more than `max_clock_skew_s`.
+        UserError: versions or settings of NCCL differ, or clocks differ by more than `most_apart_s`.
     """
     if theirs is None:
         return
@@ -69,12 +70,12 @@ def check(ours: Facts, theirs: Facts | None, max_clock_skew_s: float) -> None:
             got, expected = (", ".join(f"{name} {one.get(name, 'unset')}" for name in differ) for one in (of_theirs, of_ours))
             raise UserError(theirs.who, got=got, expected=f"{expected} as {ours.who} has", hint=hint)
     apart = theirs.time - ours.time
-    if not math.isfinite(apart) or abs(apart) > max_clock_skew_s:
+    if not math.isfinite(apart) or abs(apart) > most_apart_s:
         way = "ahead of" if apart > 0 else "behind"
         raise UserError(
             theirs.who,
             got=f"a clock {abs(apart):.1f} s {way} that of {ours.who}",
-            expected=f"at most {max_clock_skew_s:g} s (cluster.max_clock_skew_s)",
+            expected=f"at most {most_apart_s:g} s",
             hint="synchronise both nodes with the same time server (chronyc tracking, timedatectl)",
         )
 

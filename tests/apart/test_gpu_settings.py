@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncmoe.config import Config, parse
-from asyncmoe.config.memory import MemorySection
+from asyncmoe.config.trainer import MemorySection
 from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.kernels import Kernels

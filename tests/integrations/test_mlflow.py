@@ -68,9 +68,12 @@ def _of_records(run_dir: Path) -> dict[tuple[str, int], float]:
     return {(metric_name(name), step): value for (name, step), value in figures(run_dir).items()}
 
 
-def test_a_server_that_comes_late_and_goes_away_ends_up_with_the_figures_of_the_records(tmp_path: Path, port: int) -> None:
+def test_a_server_that_comes_late_and_goes_away_ends_up_with_the_figures_of_the_records(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir, out = tmp_path / "run", io.StringIO()
-    config = config_of(run_dir, mlflow={"uri": f"http://127.0.0.1:{port}", "experiment": "e"}, tensorboard=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    config = config_of(run_dir, mlflow={"experiment": "e"}, tensorboard=False)
     write_run(run_dir, warmup=2, rl=8)
     total = max(step for _, step in figures(run_dir))
     with ExitStack() as servers, LiveView(config, Console(file=out, width=300)) as view:

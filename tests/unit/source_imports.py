@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 
 def statements(lines: Iterable[ast.stmt], tried: bool = True) -> Iterator[ast.stmt]:
@@ -15,3 +16,12 @@ def statements(lines: Iterable[ast.stmt], tried: bool = True) -> Iterator[ast.st
                 yield from statements(getattr(line, name, ()), tried)
         for part in (*getattr(line, "handlers", ()), *getattr(line, "cases", ())):
             yield from statements(part.body, tried)
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield what a file imports, as module.name: when it is imported, inside functions, and for types only."""
+    for node in statements(ast.parse(path.read_text()).body):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

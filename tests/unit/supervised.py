@@ -28,7 +28,7 @@ def table_of(config: Config, starts: Mapping[str, Starts], ending: ExitStack) ->
         return RunPart(rules[name], begin, lambda: begun[name].end(0.0))
 
     ending.callback(lambda: [child.end(1.0) for child in begun.values()])
-    return RunParts({name: part(name, start) for name, start in starts.items()})
+    return {name: part(name, start) for name, start in starts.items()}
 
 
 def supervised(config: Config, folder: Path, scripts: Mapping[str, Sequence[str]]) -> dict[str, int]:

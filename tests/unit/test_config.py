@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,13 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
     return values
 
 
-def refused(values: dict[str, Any]) -> str:
+def refused(values: dict[str, Any]) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         parse(values)
-    line = str(caught.value)
-    assert "\n" not in line
-    assert line.startswith("config: ")
-    assert caught.value.got not in (None, "")
+    assert "\n" not in str(caught.value)
+    assert caught.value.what.startswith("config: ")
     assert caught.value.expected not in (None, "")
-    return line
+    return caught.value
 
 
 def test_defaults_are_valid_and_frozen() -> None:
@@ -51,66 +48,55 @@ def test_defaults_are_valid_and_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "got", "expected"),
+    ("path", "value", "key", "got", "expected"),
     [
-        ("run.steps", 0, "0", "a number above 0"),
-        ("run.steps", True, "True", "a number"),
-        ("rollout.temperature", float("nan"), "nan", "a finite number"),
-        ("trainer.optimizer", {"lr": 1e-6, "min_lr": 1e-5, "decay": "linear"}, "1e-05", "at most lr = 1e-06"),
-        ("trainer.optimizer.betas", [0.9, 1.0], "1.0", "a number below 1"),
-        ("trainer.optimizer.betas", [0.9], "nothing", "a value"),
-        ("trainer.dtype", "float16", "'float16'", "'float32', 'bfloat16' or 'auto'"),
-        ("task.kind", "gsm8k", "'gsm8k'", "'arithmetic', 'jsonl', 'dataset' or package.module:name"),
-        ("task.operations", ["/"], "'/'", "'+', '-' or '*'"),
-        ("task.kind", "jsonl", "nothing", "the path of a JSONL file"),
-        (
-            "engines.args",
-            ["--enable-mixed-chunk", "--tp", "2"],
-            "--tp",
-            "none of the arguments asyncmoe gives an engine; set engines.tp",
-        ),
-        ("engines.args", ["--device", "cpu"], "--device", "a supported argument of SGLang"),
-        ("queue.capacity", 127, "127", "at least a step's batch"),
-        ("trainer", None, "None", "a section"),
-        ("engines.ep", 2, "2", "a divisor of engines.tp = 1"),
-        ("rollout.group_size", 1, "1", "at least 2"),
-        ("objective.updates_per_batch", 3, "3", "a divisor of rollout.groups_per_step = 16"),
-        ("objective.correction.token_band", [1.5, 2.0], "[1.5, 2.0]", "one number below 1 and one above"),
-        ("sync.every", 3, "3", "at most queue.staleness.max_staleness + 1 = 2"),
-        ("telemetry.tensorboard", "maybe", "'maybe'", "'auto', 'on' or 'off'"),
-        ("rollout", {"max_concurrent": 1, "workers": 2}, "1", "at least rollout.workers = 2"),
-        ("log.max_bytes", 2**63, str(2**63), "a number of at most 64 bits"),
+        ("run.steps", 0, "", "0", "greater than 0"),
+        ("run.steps", True, "", "True", "a number"),
+        ("rollout.temperature", float("nan"), "", "nan", "a finite number"),
+        ("trainer.optimizer", {"lr": 1e-6, "min_lr": 1e-5, "decay": "linear"}, ".min_lr", "1e-05", "at most lr = 1e-06"),
+        ("trainer.optimizer.betas", [0.9], ".1", "nothing", "a value"),
+        ("trainer.dtype", "float16", "", "'float16'", "'float32', 'bfloat16' or 'auto'"),
+        ("task.kind", "gsm8k", "", "'gsm8k'", "'arithmetic', 'jsonl', 'dataset' or package.module:name"),
+        ("task", {"kind": "jsonl"}, ".path", "nothing", "the path of a JSONL file"),
+        ("engines.args", ["--enable-mixed-chunk", "--tp", "2"], "", "--tp", "set engines.tp"),
+        ("engines.args", ["--device", "cpu"], "", "--device", "a supported argument of SGLang"),
+        ("queue.capacity", 127, "", "127", "at least a step's batch"),
+        ("trainer", None, "", "None", "a section"),
+        ("engines.ep", 2, "", "2", "engines.tp = 1"),
+        ("rollout.group_size", 1, "", "1", "greater than or equal to 2"),
+        ("objective.updates_per_batch", 3, "", "3", "rollout.groups_per_step = 16"),
+        ("objective.correction.token_band", [1.5, 2.0], "", "[1.5, 2.0]", "one number below 1 and one above"),
+        ("sync.every", 3, "", "3", "queue.staleness.max_staleness + 1 = 2"),
+        ("rollout", {"max_concurrent": 1, "workers": 2}, ".max_concurrent", "1", "rollout.workers = 2"),
+        ("log.max_bytes", 2**63, "", str(2**63), "64 bits"),
+        ("objective", {"proximal": "behaviour"}, ".correction.weight", "token", "none because objective.proximal is behaviour"),
+        ("objective", {"clip": "cispo", "dual_clip": 3.0}, ".dual_clip", "3.0", "objective.clip is cispo"),
+        ("objective", {"clip": "ipo", "ratio": "sequence"}, ".ratio", "sequence", "objective.clip is ipo"),
+        ("objective", {"process": {"weight": 0.5}, "advantage": "dr_grpo"}, ".process.weight", "0.5", "objective.advantage is dr_grpo"),
+        ("objective", {"distill": {"weight": 1.0}}, ".distill.weight", "1", "no scoring.teacher"),
+        ("objective", {"process": {"weight": 0.5}}, ".process.weight", "0.5", "scoring.scorer is auto"),
+        ("trainer", {"ranks": 3, "cp": 2}, ".ranks", "3", "tp * cp * pp = 2"),
+        ("trainer", {"ranks": 2, "tp": 2, "etp": 1}, ".etp", "1", "tp = 2"),
+        ("trainer", {"vpp": 2}, ".vpp", "2", "trainer.pp is 1"),
+        ("trainer", {"first_stage_layers": 1}, ".first_stage_layers", "1", "trainer.pp is 1"),
+        ("sync", {"directory": "/shared"}, ".directory", "/shared", "sync.method is reshard"),
+        ("sync", {"method": "disk", "directory": "s3://bucket/w"}, ".directory", "s3:/bucket/w", "an absolute path"),
+        ("trainr", 1, "", "an unknown key", "run, model, task"),
+        ("trainer.optimizer.learning_rate", 1, "", "an unknown key", "lr, min_lr"),
+        ("run.mode", "later", "", "'later'", "'async', 'sync' or 'one_step_off'"),
+        ("run", {"dir": "x"}, ".steps", "nothing", "a value"),
     ],
 )
-def test_a_bad_value_names_its_key_what_was_got_and_what_was_expected(path: str, value: Any, got: str, expected: str) -> None:
-    line = refused(with_value(path, value))
-    what, _, rest = line.partition(": got ")
-    assert rest.startswith(got), line
-    assert expected in rest.partition(", expected ")[2], line
-    assert path.split(".")[0] in what, line
-
-
-@pytest.mark.parametrize(
-    ("objective", "got", "expected", "hint"),
-    [
-        ({"proximal": "behaviour"}, "token", "none because objective.proximal is behaviour", "set it to none"),
-        ({"clip": "cispo", "dual_clip": 3.0}, "3.0", "null because objective.clip is cispo", "leave it out"),
-        ({"clip": "ipo", "ratio": "sequence"}, "sequence", "token because objective.clip is ipo", "set objective.clip to ppo"),
-        ({"process": {"weight": 0.5}, "advantage": "dr_grpo"}, "0.5", "0 because objective.advantage is dr_grpo", "advantage to grpo"),
-    ],
-)
-def test_objectives_that_contradict_themselves_are_refused_with_a_hint(objective: Any, got: str, expected: str, hint: str) -> None:
-    line = refused(with_value("objective", objective))
-    assert f": got {got}, expected " in line
-    assert expected in line
-    assert hint in line
+def test_a_mistake_names_its_key_what_was_got_and_what_was_expected(path: str, value: Any, key: str, got: str, expected: str) -> None:
+    error = refused(with_value(path, value))
+    assert (error.what, str(error.got)) == (f"config: {path}{key}", got)
+    assert expected in str(error.expected)
 
 
 @pytest.mark.parametrize(
     "objective",
     [
         {"proximal": "behaviour", "correction": {"weight": "none", "token_band": [0.5, 5.0]}, "clip": "none"},
-        {"correction": {"weight": "none", "opsm_delta": 1e-4, "max_age": 0, "veto": [0, 100]}, "kl": {"coefficient": 1e-3}},
         {"process": {"weight": 0.5}, "distill": {"weight": 0.1, "clip": 2.0}, "advantage": "reinforce_plus_plus_baseline"},
     ],
 )
@@ -119,172 +105,105 @@ def test_objectives_survive_being_written_out(objective: Any) -> None:
     assert parse(config.model_dump(mode="json")) == config
 
 
-@pytest.mark.parametrize(
-    ("objective", "scoring", "line"),
-    [
-        ({"distill": {"weight": 1.0}}, {}, "objective.distill.weight: got 1, expected 0 because there is no scoring.teacher"),
-        ({"process": {"weight": 0.5}}, {}, "objective.process.weight: got 0.5, expected 0 because scoring.scorer is auto"),
-    ],
-)
-def test_an_objective_without_what_it_learns_from_is_refused(objective: Any, scoring: Any, line: str) -> None:
-    assert line in refused({**GOOD, "objective": objective, "scoring": scoring})
-    parse({**GOOD, "objective": objective, "scoring": SOURCES})
-
-
 def test_an_address_of_redis_has_no_password() -> None:
     for url in ("redis://:secret@redis.site:6379", "redis://me:secret@redis.site", "rediss://redis.site?password=secret"):
-        line = refused(with_value("log.redis", url))
-        assert "without a password, which is in ASYNCMOE_LOG_PASSWORD" in line
-        assert "secret" not in line.partition("expected")[0].partition("got")[2]
+        error = refused(with_value("log.redis", url))
+        assert error.what.endswith("log.redis")
+        assert "secret" not in str(error.got)
 
 
-@pytest.mark.parametrize(
-    ("path", "known"),
-    [
-        ("trainr", "run, model, task"),
-        ("trainer.optimizer.learning_rate", "lr, min_lr"),
-    ],
-)
-def test_an_unknown_key_lists_those_there_are(path: str, known: str) -> None:
-    line = refused(with_value(path, 1))
-    assert f"{path}: got an unknown key, expected one of {known}" in line
-
-
-def test_a_missing_key_and_a_missing_section() -> None:
-    values = copy.deepcopy(GOOD)
-    del values["run"]["steps"]
-    assert "run.steps: got nothing, expected a value" in refused(values)
-    del values["run"]
-    assert "run: got nothing, expected a value" in refused(values)
-
-
-def write(path: Path, text: str) -> Path:
+def write(path: Path, more: str = "") -> Path:
     file = path / "c.yaml"
-    file.write_text(text)
+    file.write_text(yaml.safe_dump(GOOD) + more)
     return file
 
 
-def good_file(path: Path) -> Path:
-    return write(path, yaml.safe_dump(GOOD))
-
-
 def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
-    text = yaml.safe_dump(GOOD) + "trainer: {optimizer: {lr: 1e-5}}\n"
-    assert yaml.safe_load(text)["trainer"]["optimizer"]["lr"] == "1e-5"
-    assert load(write(tmp_path, text)).trainer.optimizer.lr == 1e-5
+    more = "trainer: {optimizer: {lr: 1e-5}}\n"
+    assert yaml.safe_load(more)["trainer"]["optimizer"]["lr"] == "1e-5"
+    assert load(write(tmp_path, more)).trainer.optimizer.lr == 1e-5
 
 
-@pytest.mark.parametrize(("word", "value"), [("off", "off"), ("on", "on"), ("no", "off"), ("auto", "auto"), ("'off'", "off")])
+@pytest.mark.parametrize(("word", "value"), [("off", "off"), ("on", "on"), ("auto", "auto"), ("'off'", "off")])
 def test_an_unquoted_on_or_off_is_taken_as_written(tmp_path: Path, word: str, value: str) -> None:
-    assert load(write(tmp_path, yaml.safe_dump(GOOD) + f"telemetry: {{tensorboard: {word}}}\n")).telemetry.tensorboard == value
+    assert load(write(tmp_path, f"telemetry: {{tensorboard: {word}}}\n")).telemetry.tensorboard == value
 
 
 def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
-    config = load(
-        good_file(tmp_path), ["trainer.optimizer.lr=1e-3", "engines.args=[--log-level]", "queue.staleness.max_staleness=0", "run.steps=9"]
-    )
+    config = load(write(tmp_path), ["trainer.optimizer.lr=1e-3", "engines.args=[--log-level]", "queue.staleness.max_staleness=0"])
     assert config.trainer.optimizer.lr == 1e-3
     assert config.engines.args == ("--log-level",)
-    assert (config.queue.staleness.max_staleness, config.run.steps) == (0, 9)
+    assert config.queue.staleness.max_staleness == 0
 
 
 @pytest.mark.parametrize(
-    ("override", "line"),
+    ("override", "key", "got"),
     [
-        ("run.steps", "command line: got 'run.steps', expected key.path=value"),
-        ("run.steps.more=1", "command line: run.steps.more: got steps is not a section, expected a section"),
-        ("run.steps=[1", "command line: run.steps: got '[1', expected a YAML value"),
-        ("run.stps=1", "command line: run.stps: got an unknown key, expected one of dir, steps"),
-        ("trainer.lr=1", "; did you mean trainer.optimizer.lr"),
-        ("telemetry.profile.memory=true", "command line: telemetry.profile.steps: got nothing, expected a value"),
-        ("run.dir=", "command line: run.dir: got None, expected a path, which is text"),
-        ("run.dir=" + "[" * 3000, "command line: run.dir: got sections or lists nested too deeply"),
-        ("task.sources=[{weight: 1e308}, {weight: 1e308}]", "task.sources: got weights whose sum is no finite number"),
+        ("run.steps", "", "'run.steps'"),
+        ("run.steps.more=1", "run.steps.more", "steps is not a section"),
+        ("run.steps=[1", "run.steps", "'[1'"),
+        ("run.stps=1", "run.stps", "an unknown key"),
+        ("telemetry.profile.memory=true", "telemetry.profile.steps", "nothing"),
+        ("run.dir=", "run.dir", "None"),
+        ("run.dir=" + "[" * 3000, "run.dir", "sections or lists nested too deeply"),
+        ("task.sources=[{weight: 1e308}, {weight: 1e308}]", "task.sources", "weights whose sum is no finite number"),
     ],
 )
-def test_a_bad_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:
+def test_a_bad_override_is_one_line(tmp_path: Path, override: str, key: str, got: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(good_file(tmp_path), [override])
-    assert line in str(caught.value)
+        load(write(tmp_path), [override])
+    assert (caught.value.what, caught.value.got) == (f"command line: {key}".removesuffix(": "), got)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "said"),
     [
         (b"run: [", "expected valid YAML"),
         (b"run: !!python/object/apply:os.system [ls]", "expected valid YAML"),
         (b"run: {steps: 1}\nrun: {steps: 2}\n", "key 'run' is given twice"),
-        (b"a: " + b"[" * 3000 + b"]" * 3000, "got sections or lists nested too deeply, expected valid YAML"),
-        (b"", "got NoneType, expected a mapping"),
+        (b"a: " + b"[" * 3000 + b"]" * 3000, "nested too deeply"),
+        (b"\xff", "expected valid YAML"),
+        (b"", "got NoneType"),
     ],
 )
-def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: bytes, expected: str) -> None:
+def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, text: bytes, said: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_bytes(text)
     with pytest.raises(ConfigError) as caught:
         load(file)
-    assert expected in str(caught.value)
-    assert str(file) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert (said in str(caught.value), caught.value.what, "\n" in str(caught.value)) == (True, str(file), False)
 
 
 @pytest.mark.parametrize(("path", "got"), [("/dev/zero", "no such file"), ("a" * 5000, "File name too long"), ("a\0b", "no such file")])
 def test_what_cannot_be_read_is_refused_unread(path: str, got: str) -> None:
-    with pytest.raises(ConfigError, match=f": got {got}, expected a YAML configuration"):
+    with pytest.raises(ConfigError, match=f": got {got}, "):
         load(Path(path))
 
 
 def test_digest_tells_configurations_apart_and_is_stable(tmp_path: Path) -> None:
-    file = good_file(tmp_path)
+    file = write(tmp_path)
     assert load(file).digest == load(file).digest == Config.model_validate_json(load(file).model_dump_json()).digest
     assert load(file, ["rollout.temperature=0.9"]).digest != load(file).digest
-
-
-@pytest.mark.parametrize(
-    ("trainer", "words"),
-    [
-        ({"ranks": 3, "cp": 2}, ["trainer.ranks: got 3, expected a multiple of tp * cp * pp = 2", "change trainer.ranks, tp, cp or pp"]),
-        ({"ranks": 2, "tp": 2, "etp": 1}, ["trainer.etp: got 1, expected tp = 2", "expert gradients"]),
-        ({"vpp": 2}, ["trainer.vpp: got 2, expected 1", "trainer.pp is 1"]),
-        ({"first_stage_layers": 1}, ["trainer.first_stage_layers: got 1", "trainer.pp is 1"]),
-    ],
-)
-def test_sizes_of_the_trainer_that_cannot_be_are_refused(trainer: dict[str, int], words: list[str]) -> None:
-    text = refused(with_value("trainer", trainer))
-    for word in words:
-        assert word in text
 
 
 def test_modes_to_compare_with_decide_how_old_a_batch_may_be() -> None:
     sync, ahead = parse(with_value("run.mode", "sync")), parse(with_value("run.mode", "one_step_off"))
     assert (sync.queue.staleness.max_staleness, sync.rollout.interruption) == (0, "in_place")
     assert (ahead.queue.staleness.max_staleness, ahead.rollout.interruption) == (1, "drain")
-    assert parse(json.loads(ahead.model_dump_json())) == ahead
-    contradicting = with_value("run.mode", "sync")
-    contradicting["queue"] = {"staleness": {"max_staleness": 2}}
-    assert "queue.staleness.max_staleness: got 2, expected 0 because run.mode is sync; leave it out" in refused(contradicting)
-    for wrong in ("later", ["sync"], 3):
-        assert "run.mode" in refused(with_value("run.mode", wrong))
-    assert "queue" in refused({**with_value("run.mode", "sync"), "queue": 3})
+    assert parse(ahead.model_dump(mode="json")) == ahead
+    for queue, key, got in (({"staleness": {"max_staleness": 2}}, "queue.staleness.max_staleness", "2"), (3, "queue", "3")):
+        error = refused({**with_value("run.mode", "sync"), "queue": queue})
+        assert (error.what, str(error.got)) == (f"config: {key}", got)
 
 
 def test_all_mistakes_of_a_file_are_named_at_once_with_their_lines(tmp_path: Path) -> None:
-    file = good_file(tmp_path)
-    file.write_text(file.read_text() + "rolout: {group_size: 3}\n")
+    file = write(tmp_path, "rolout: {group_size: 3}\n")
     with pytest.raises(ConfigError) as caught:
         load(file, ["trainer.tpp=2", "run.steps=0", "trainer.lr=1e-3"])
-    text, lines = file.read_text(), str(caught.value).split("\n")
-    by_key = {line.partition(": got ")[0].rpartition(": ")[2]: line for line in lines}
+    by_key = {line.partition(": got ")[0].rpartition(": ")[2]: line for line in str(caught.value).split("\n")}
     assert set(by_key) == {"rolout", "trainer.tpp", "run.steps", "trainer.lr"}
-    assert by_key["rolout"].startswith(f"{file}:{len(text.splitlines())}: rolout: got an unknown key")
-    assert by_key["rolout"].endswith("did you mean rollout?")
-    assert by_key["trainer.tpp"].startswith("command line: trainer.tpp: ")
+    assert by_key["rolout"].startswith(f"{file}:{len(file.read_text().splitlines())}: rolout: got an unknown key")
     assert by_key["run.steps"].startswith("command line: run.steps: "), "the override is wrong, not the line of the file"
-    assert by_key["trainer.tpp"].endswith("did you mean trainer.tp?")
-    assert "did you mean trainer.optimizer.lr" in by_key["trainer.lr"]
-    file.write_text(yaml.safe_dump(GOOD) + "objective: {updates_per_batch: 2}\n")
-    with pytest.raises(ConfigError) as caught:
-        load(file, ["rollout.groups_per_step=3", "rollout.group_size=4"])
-    line = len(file.read_text().splitlines())
-    assert str(caught.value).startswith(f"{file}:{line} with rollout.groups_per_step=3: objective.updates_per_batch: got 2, expected ")
+    for key, meant in (("rolout", "rollout"), ("trainer.tpp", "trainer.tp"), ("trainer.lr", "trainer.optimizer.lr")):
+        assert f"did you mean {meant}" in by_key[key]

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, Any, Callable[[Path], object]]] = {
     "heartbeat": (f"{heartbeats.FOLDER}/a.json", heartbeats.Beat(WORD, 1, 1, WORD), heartbeats.read),
     "process": ("processes/a.json", processes.Recorded(WORD, WORD, WORD, 1, 1), processes.read),
     "logger": ("loggers/a.json", sink.LoggerState(id=WORD), lambda run: sink.read(run / "loggers" / "a.json")),
-    "job": ("lost", outcome.Lost(WORD, 1), lambda run: outcome.lost_before(run / "lost", WORD)),
+    "job": ("lost", (WORD, 1), lambda run: outcome.lost_before(run / "lost", WORD)),
     "engines": ("engines.json", {"controller": WORD}, lambda run: Succession(run).is_first),
 }
 

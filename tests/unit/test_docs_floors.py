@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.unit.doc_pages import ROOT, read, tables
-from tests.unit.source_imports import statements
+from tests.unit.source_imports import imported
 
 APART = ("asyncmoe.rollout", "asyncmoe.trainer")
 """On one floor, and yet they do not know each other."""
@@ -28,15 +27,6 @@ def where(module: str, known: dict[str, int]) -> str | None:
     """What of the page a module belongs to."""
     parts = module.split(".")
     return next((name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in known), None)
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Modules that a file imports: when it is imported, inside functions, and for types only."""
-    for node in statements(ast.parse(path.read_text()).body):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def modules() -> dict[str, Path]:
@@ -78,15 +68,4 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
     arrows = {name: {module_of(one) for one in imported(path)} - {name, ""} for name, path in known.items() if path.suffix == ".py"}
     assert arrows["asyncmoe.cli"], "imports are found"
-    done: set[str] = set()
-
-    def circle(name: str, way: tuple[str, ...]) -> tuple[str, ...] | None:
-        if name in way:
-            return (*way[way.index(name) :], name)
-        if name in done:
-            return None
-        found = next((found for one in sorted(arrows.get(name, ())) if (found := circle(one, (*way, name)))), None)
-        done.add(name)
-        return found
-
-    assert [found for name in sorted(known) if (found := circle(name, ()))] == []
+    TopologicalSorter(arrows).prepare()  # raises CycleError, which names the circle

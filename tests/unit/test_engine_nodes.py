@@ -16,10 +16,10 @@ from asyncmoe.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.engines.sglang import process
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.engine_machines import engine_machines
-from asyncmoe.launch.slurm import join, steps
+from asyncmoe.launch.slurm import join
 from tests.unit.test_slurm_steps import config, job
 
-OUTSIDE = steps.Program("python")
+OUTSIDE = ("python",)
 TCP, FILE = NodePlace(1, "tcp://10.0.0.1:29500"), NodePlace(1, "file:///tmp/asyncmoe-x/ranks")
 
 
@@ -28,7 +28,7 @@ TCP, FILE = NodePlace(1, "tcp://10.0.0.1:29500"), NodePlace(1, "file:///tmp/asyn
     [
         (("engines.tp=4", "engines.nodes=3"), "engines.nodes: got 3, expected a divisor of engines.tp = 4"),
         (("engines.nodes=2",), "engines.nodes: got 2, expected a divisor of engines.tp = 1"),
-        (("engines.nodes=0",), "engines.nodes: got 0, expected a number above 0"),
+        (("engines.nodes=0",), "engines.nodes: got 0, expected greater than 0"),
         (("engines.tp=2", "engines.nodes=2", "train=lora"), "engines.nodes: got 2, expected 1 because train is lora"),
         (("engines.tp=2", "engines.nodes=2", "engines.share_gpus=true"), "engines.nodes: got 2, expected 1 because engines.share_gpus"),
         (('engines.args=["--nnodes", "2"]',), "engines.args: got --nnodes, expected none of .* set engines.nodes"),

@@ -249,7 +249,7 @@ def test_standard_errors_are_those_of_means_over_questions() -> None:
 def test_it_samples_as_training_does_unless_told_otherwise() -> None:
     training = Sampling(0.7, 16, (2,), top_p=0.9, top_k=50, min_p=0.1, recording=Recording(masks=True))
     assert sampling(only(config()), training) == Sampling(0.7, 16, (2,), top_p=0.9, top_k=50, min_p=0.1, recording=NOTHING)
-    own = config(temperature=0.2, top_p=1, top_k=7, max_new_tokens=99)
-    assert sampling(only(own), training) == Sampling(0.2, 99, (2,), top_p=1, top_k=7, min_p=0.1)
+    own = config(temperature=0.2, top_p=1, max_new_tokens=99)
+    assert sampling(only(own), training) == Sampling(0.2, 99, (2,), top_p=1, top_k=50, min_p=0.1)
     greedy = sampling(only(config(temperature=0)), training)
     assert (greedy.temperature, greedy.top_k) == (1.0, 1)

@@ -133,7 +133,7 @@ def test_a_file_too_small_to_hold_out_is_refused(tmp_path: Path, tokenizer: Toke
         ({"sets": {"a/../b": {}}}, r"evaluation\.sets: got the name 'a/\.\./b'"),
         ({"sets": {"a": {"where": {"b": 1}}}}, r"evaluation\.sets\.a\.path: got nothing, expected the set's own source"),
         ({"sets": {"a": {"sample": 3}}}, r"evaluation\.sets\.a\.sample: got an unknown key, expected one of .*did you mean"),
-        ({"sets": {"a": {"samples": 0}}}, r"evaluation\.sets\.a\.samples: got 0, expected a number above 0"),
+        ({"sets": {"a": {"samples": 0}}}, r"evaluation\.sets\.a\.samples: got 0, expected greater than 0"),
         ({"sets": {"a": {"kind": "jsonl", "split": "test", "path": "x"}}}, r"evaluation\.sets\.a\.kind: got jsonl, expected dataset"),
     ],
 )

@@ -6,8 +6,8 @@ import errno
 import fcntl
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from signal import Signals
 
 import pytest
 
@@ -17,19 +17,15 @@ from asyncmoe.launch.failures import certain, failure
 from asyncmoe.process import Child
 
 
+@dataclass
 class Ended:
     """A process that has ended."""
 
+    name: str
+    returncode: int
+    reason: str | None
     log = Path("log")
-
-    def __init__(self, name: str, returncode: int, reason: str | None) -> None:
-        self.name, self.returncode, self.reason = name, returncode, reason
-
-    def signal(self, number: Signals) -> None:
-        raise AssertionError
-
-    def wait(self, seconds: float) -> bool:
-        return True
+    signal = wait = None
 
     def why(self) -> str:
         return f"{self.name}: {self.reason or self.returncode}"

@@ -12,17 +12,7 @@ import pytest
 
 from asyncmoe import interrupts
 from asyncmoe.engines.engine_stay import ServerLost
-from asyncmoe.errors import (
-    AnomalyFound,
-    AsyncmoeError,
-    ConfigError,
-    DataError,
-    Disagreement,
-    Interrupted,
-    InvariantBroken,
-    StorageError,
-    WaitTimeout,
-)
+from asyncmoe.errors import AsyncmoeError, ConfigError, Interrupted, InvariantBroken
 from tests.unit.doc_pages import read, tables
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +42,6 @@ def ended(program: str) -> subprocess.CompletedProcess[str]:
     ("module", "said"),
     [
         ("asyncmoe.cli", interrupts.NOTHING_BEGUN),
-        pytest.param("pydantic", interrupts.NOTHING_BEGUN, marks=pytest.mark.thorough),
         ("asyncmoe.launch.ray", interrupts.NO_RUN_YET),
     ],
 )
@@ -92,7 +81,7 @@ part.end()
 """
 
 
-@pytest.mark.parametrize(("error", "status"), [("pass", 0), ("raise UserError('a', got='b', expected='c')", 2), ("raise KeyError('d')", 1)])
+@pytest.mark.parametrize(("error", "status"), [("pass", 0), ("raise UserError('a', got='b', expected='c')", 2)])
 def test_a_run_ends_whatever_a_users_code_has_left_behind(error: str, status: int) -> None:
     found = ended(LEFT_BEHIND.replace("ERROR", error))
     assert (found.returncode, found.stdout) == (status, "a thread was free\n"), found.stderr
@@ -104,6 +93,3 @@ def test_statuses_are_those_of_the_documentation() -> None:
     stopped = [Interrupted("", number).exit_code for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     ours = [0, AsyncmoeError.exit_code, ConfigError.exit_code, InvariantBroken.exit_code, ServerLost.exit_code, *stopped]
     assert documented == ours
-    assert {kind.exit_code for kind in (WaitTimeout, AsyncmoeError)} == {1}
-    assert {kind.exit_code for kind in (DataError, StorageError, ConfigError)} == {2}
-    assert {kind.exit_code for kind in (AnomalyFound, Disagreement, InvariantBroken)} == {3}

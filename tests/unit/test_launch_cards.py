@@ -44,16 +44,6 @@ def instance(gibibytes: int, name: str = "NVIDIA H100 80GB HBM3 MIG 3g.40gb") ->
     return (Shown(name, gibibytes << 30, "9.0", "31c1"),)
 
 
-def refused(found: Machine) -> str:
-    with pytest.raises(UserError) as caught:
-        preflight.judge(found)
-    said = str(caught.value)
-    assert "\n" not in said
-    assert said.count(": got ") == 1, said
-    assert said.count(", expected ") == 1, said
-    return said
-
-
 @pytest.mark.parametrize(
     ("found", "changes"),
     [
@@ -70,74 +60,27 @@ def test_what_does_not_concern_the_run_is_not_spoken_of(found: list[GpuFacts], c
     assert preflight.judge(node(TWO, found, **changes)) == ()
 
 
-REFUSED: list[tuple[str, Callable[[], Machine], tuple[str, ...]]] = [
-    (
-        "the trainer's cards are too small",
-        lambda: node(FULL, [H100] * 6 + [H200] * 2),
-        ("gpu-memory of node01: got memory of GPU 0: 101 GB of the trainer (", "expected at most 81.2", "trainer.ranks"),
-    ),
-    (
-        "a taken card is prohibited",
-        lambda: node(TWO, [H100, PROHIBITED]),
-        ("gpus of node01: got", "compute mode of GPU 1 is Prohibited, expected Default", "nvidia-smi -i 1 -c DEFAULT"),
-    ),
-    (
-        "two processes share an exclusive card",
-        lambda: node(ONE, [EXCLUSIVE]),
-        ("compute mode of GPU 0 is Exclusive_Process, and the trainer and an engine share GPU 0", "; nvidia-smi -i 0 -c DEFAULT"),
-    ),
-    (
-        "torch tells that a card is small",
-        lambda: node(ONE, [GB10], trainer__torch__shown=instance(10)),
-        ("gpu-memory of node01: got memory of GPU 0: 14.8 GB of the trainer and an engine", "expected at most 10.2"),
-    ),
-    (
-        "CUDA 13 does not compile for it",
-        lambda: node(TWO, [V100] * 2),
-        ("GPUs 0, 1 of compute capability 7.0, expected 8.0 or higher", "CUDA 13 compiles for none before 7.5", "CUDA_VISIBLE_DEVICES"),
-    ),
-    (
-        "the kernels are for others",
-        lambda: node(TWO, [A100] * 2, trainer__extension__architectures=("90", "100")),
-        ("for which the extension's kernels are not built", "expected one of 9.0, 10.0", 'ASYNCMOE_CUDA_ARCHS="80" make setup GPU=1'),
-    ),
-    (
-        "a busy card under another number",
-        lambda: node(TWO, [BUSY, *[H100] * 7], nvidia__chosen=("6", "0"), sees=(6, 0)),
-        ("other processes use up to 60000 MiB of GPU 1 (nvidia-smi: 0), expected GPUs that nobody else uses",),
-    ),
-    (
-        "CUDA_VISIBLE_DEVICES",
-        lambda: node(TWO, [H100] * 8, nvidia__chosen=("1",), sees=(1,)),
-        ("got GPUs of this machine: 1 (CUDA_VISIBLE_DEVICES hides 7 more), expected 2", "; name more of them in CUDA_VISIBLE_DEVICES, or"),
-    ),
-    (
-        "engines.first_gpu",
-        lambda: node(TWO, [H100] * 8, "engines.first_gpu=8"),
-        ("8, expected 9: 1 x engines.tp 1 from GPU 8 on", "; take fewer or smaller engines"),
-    ),
-    (
-        "ipc between machines",
-        lambda: node("cluster/qwen3-30b-a3b.yaml", [H100] * 8, "sync.transport=ipc"),
-        ("got sync.transport: ipc, expected auto, gloo or nccl between several machines",),
-    ),
-    (
-        "no DeepEP",
-        lambda: node(TWO, [H100] * 2, "trainer.megatron.moe_token_dispatcher_type=flex"),
-        ("moe_token_dispatcher_type: flex, expected alltoall because DeepEP",),
-    ),
-    (
-        "mixed cards in a group",
-        lambda: node(FULL, [*[H200] * 7, H100]),
-        ("engine 0 would compute on NVIDIA H100 80GB HBM3 of 81559 MiB and NVIDIA H200", "expected GPUs of one kind in a group"),
-    ),
+REFUSED: list[tuple[Callable[[], Machine], str]] = [
+    (lambda: node(FULL, [H100] * 6 + [H200] * 2), "memory of GPU 0: 101 GB of the trainer ("),
+    (lambda: node(TWO, [H100, PROHIBITED]), "compute mode of GPU 1 is Prohibited"),
+    (lambda: node(ONE, [EXCLUSIVE]), "compute mode of GPU 0 is Exclusive_Process, and the trainer and an engine share GPU 0"),
+    (lambda: node(ONE, [GB10], trainer__torch__shown=instance(10)), "14.8 GB of the trainer and an engine"),
+    (lambda: node(TWO, [V100] * 2), "GPUs 0, 1 of compute capability 7.0"),
+    (lambda: node(TWO, [A100] * 2, trainer__extension__architectures=("90", "100")), "the extension's kernels are not built"),
+    (lambda: node(TWO, [BUSY, *[H100] * 7], nvidia__chosen=("6", "0"), sees=(6, 0)), "60000 MiB of GPU 1 (nvidia-smi: 0)"),
+    (lambda: node(TWO, [H100] * 8, nvidia__chosen=("1",), sees=(1,)), "1 (CUDA_VISIBLE_DEVICES hides 7 more)"),
+    (lambda: node(TWO, [H100] * 2, "trainer.megatron.moe_token_dispatcher_type=flex"), "moe_token_dispatcher_type: flex"),
+    (lambda: node(FULL, [*[H200] * 7, H100]), "engine 0 would compute on NVIDIA H100 80GB HBM3 of 81559 MiB and NVIDIA H200"),
 ]
 
 
-@pytest.mark.parametrize(("make", "words"), [pytest.param(*case[1:], id=case[0]) for case in REFUSED])
-def test_what_stops_a_run_has_one_got_one_expected_and_a_hint(make: Callable[[], Machine], words: tuple[str, ...]) -> None:
-    said = refused(make())
-    assert all(word in said for word in words), said
+@pytest.mark.parametrize(("make", "got"), REFUSED)
+def test_what_stops_a_run_is_one_line(make: Callable[[], Machine], got: str) -> None:
+    with pytest.raises(UserError) as caught:
+        preflight.judge(make())
+    assert caught.value.what.endswith(" of node01")
+    assert got in str(caught.value.got)
+    assert "\n" not in str(caught.value)
 
 
 def test_without_a_configuration_what_would_stop_a_run_is_a_warning_and_one_does_not_hide_another() -> None:

@@ -11,7 +11,6 @@ import pytest
 from doctor_machines import GPUS, NODE, but, shown
 
 from asyncmoe.config import Config, devices, load
-from asyncmoe.config.transports import transport_for
 from asyncmoe.doctor.facts import GpuFacts, Machine
 from asyncmoe.doctor.planned import PlannedRun
 from asyncmoe.engines.sglang import process as engine_process
@@ -74,9 +73,7 @@ def test_a_gpu_too_few_is_refused_in_a_line(total: int, name: str, gpus_each: in
     config, hf = configured(name)
     with pytest.raises(UserError) as caught:
         preflight.judge(machine(config, hf, gpus_each - 1, card))
-    said = str(caught.value)
-    assert "\n" not in said
-    assert said.startswith("placement of node01: got " if total > 1 else "GPUs of node01: got none")
+    assert caught.value.what == ("placement of node01" if total > 1 else "GPUs of node01")
 
 
 def test_a_machine_without_gpus_is_not_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,30 +147,17 @@ def test_without_room_for_a_second_copy_nothing_is_staged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "gpu_gb", "words"),
+    ("name", "overrides", "gpu_gb", "got"),
     [
-        (
-            "cluster/qwen3-30b-a3b.yaml",
-            ("engines.tp=2", "engines.ep=2"),
-            40.0,
-            ("memory of a GPU: got ", " GB of an engine (", "a larger engines.tp on more GPUs"),
-        ),
-        (
-            "demo-gpu.yaml",
-            (),
-            12.0,
-            ("memory of a GPU: got 14.8 GB of the trainer and an engine (", "expected at most 11.4", "engines.share_gpus=false"),
-        ),
+        ("cluster/qwen3-30b-a3b.yaml", ("engines.tp=2", "engines.ep=2"), 40.0, " GB of an engine ("),
+        ("demo-gpu.yaml", (), 12.0, "14.8 GB of the trainer and an engine ("),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_way_out(
-    name: str, overrides: tuple[str, ...], gpu_gb: float, words: tuple[str, ...]
-) -> None:
+def test_what_does_not_fit_is_refused(name: str, overrides: tuple[str, ...], gpu_gb: float, got: str) -> None:
     config, hf = configured(name, *overrides)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="memory of a GPU: got ") as caught:
         budget.engine_arguments(config, hf, gpu_gb)
-    assert all(word in str(caught.value) for word in words)
-    assert "\n" not in str(caught.value)
+    assert got in str(caught.value)
 
 
 def test_engines_begin_behind_the_trainer_of_their_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -190,17 +174,6 @@ def test_engines_begin_behind_the_trainer_of_their_machine(monkeypatch: pytest.M
     assert base("demo-gpus.yaml", 1, "engines.first_gpu=3") == 4
     monkeypatch.setenv("ASYNCMOE_HOST", "10.0.0.3")
     assert base("demo-gpus.yaml", 0) == 0, "other machines reach this one: the trainer is on one of its own"
-
-
-def test_weights_go_over_ipc_where_gpus_are_shared() -> None:
-    assert transport_for("auto", gpu=True, shared=True) == transport_for("ipc", gpu=True, shared=True) == "ipc"
-    assert transport_for("auto", gpu=True) == "ipc"
-    assert transport_for("auto", gpu=True, together=False) == "nccl"
-    assert transport_for("auto", gpu=False, shared=True) == "shm"
-    with pytest.raises(ConfigError, match=r"sync.transport: got nccl, expected auto or ipc where trainer and engines share GPUs"):
-        transport_for("nccl", gpu=True, shared=True)
-    with pytest.raises(ConfigError, match=r"engines.share_gpus: got true, expected false between several machines"):
-        transport_for("auto", gpu=True, together=False, shared=True)
 
 
 def test_kernels_begin_in_order_where_tensor_parallelism_counts_on_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -65,9 +65,7 @@ def test_the_pins_are_those_sglang_asks_for() -> None:
     assert len(only_13) >= 3, "there may be a set for CUDA 12 now: see requirements/gpu.txt and docs/troubleshooting.md"
 
 
-@pytest.mark.parametrize(
-    ("name", "files"), [("trainer", ("train.txt", "dev.txt")), ("engine", ("engine-cpu.txt", "engine-cpu-nodeps.txt"))]
-)
+@pytest.mark.parametrize(("name", "files"), RESOLVE["HASHED"].items())
 def test_lists_with_hashes_hold_what_is_pinned(name: str, files: tuple[str, ...]) -> None:
     """A pin that changes without its hash would be installed on other machines only."""
     pinned: dict[str, str] = {}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe import config as configuration
-from asyncmoe.errors import AnomalyFound, AsyncmoeError, ConfigError, Disagreement, InvariantBroken, StorageError
+from asyncmoe.errors import RECURRING
 from asyncmoe.launch.rule import LONGEST_WAIT_S, EndRun, Failure, How, LetGo, LossRule, StartAgain, decide, in_a_row, table
 
 ENGINES = ("engine.0", "engine.1")
@@ -46,9 +46,9 @@ def test_steps_that_are_trained_again_are_no_progress() -> None:
     assert in_a_row([lost(step=step) for step in (9, 0, 10)]) == 1
 
 
-@pytest.mark.parametrize("kind", [ConfigError, StorageError, AnomalyFound, InvariantBroken, Disagreement])
-def test_what_would_recur_is_not_tried_again(kind: type[AsyncmoeError]) -> None:
-    assert decide(rules(), lost("trainer", exit_code=kind.exit_code, how="said"), []) == EndRun()
+@pytest.mark.parametrize("exit_code", RECURRING)
+def test_what_would_recur_is_not_tried_again(exit_code: int) -> None:
+    assert decide(rules(), lost("trainer", exit_code=exit_code, how="said"), []) == EndRun()
 
 
 @pytest.mark.parametrize(

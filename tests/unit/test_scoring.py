@@ -23,7 +23,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scorer(name: str, timeout_s: float = 20.0, **more: Any) -> Scorer:
-    section = ScoringSection(scorer=name, timeout_s=timeout_s, **{"backoff_s": 0.0, "retries": 0, **more})
+    section = ScoringSection(scorer=name, timeout_s=timeout_s, **{"retries": 0, **more})
     return loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "".join(map(chr, tokens)))
 
 

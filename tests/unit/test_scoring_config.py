@@ -28,7 +28,7 @@ def parsed(**section: Any) -> config.Config:
         ({"teacher": {"url": "localhost:30000"}}, r"scoring\.teacher\.url: got 'localhost:30000', expected an address"),
         ({"options": {"a": 1}}, r"scoring\.options: .*because scoring\.scorer is auto; leave them out"),
         ({"scorer": "http://judge", "options": {"a": 1}}, r"scoring\.options: .*is an endpoint"),
-        ({"scorer": "a:B", "step_separator": ""}, r"scoring\.step_separator: got an empty text"),
+        ({"scorer": "a:B", "step_separator": ""}, r"scoring\.step_separator: got '', expected "),
         ({"scorer": "exact", "step_separator": "\n"}, r"scoring\.step_separator: got '\\n', expected null because scoring\.scorer exact"),
         ({"timeout_s": 20, "deadline_s": 10}, r"scoring\.deadline_s: got 10, expected at least scoring\.timeout_s = 20.*raise it"),
         ({"teacher": TEACHER, "deadline_s": 50}, r"scoring\.deadline_s: got 50, expected at least scoring\.teacher\.timeout_s = 60"),

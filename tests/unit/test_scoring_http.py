@@ -32,7 +32,7 @@ def served(handler: Handler, values: dict[str, Any], calls: int = 1, sample: Sam
         await site.start()
         url = site._server.sockets[0].getsockname()  # type: ignore[union-attr]
         text = json.dumps(values).replace("URL", f"http://127.0.0.1:{url[1]}")
-        section = ScoringSection.model_validate({"retries": 0, "backoff_s": 0.0, **json.loads(text)})
+        section = ScoringSection.model_validate({"retries": 0, **json.loads(text)})
         made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
         found: list[Score | str] = []
         try:

@@ -33,7 +33,7 @@ def scored(name: str, responses: Sequence[str], retries: int = 0) -> list[str]:
     """The rejections of `responses`."""
 
     async def run() -> list[str]:
-        section = ScoringSection(scorer=f"tests.unit.scorers:{name}", retries=retries, backoff_s=0.0, concurrency=1)
+        section = ScoringSection(scorer=f"tests.unit.scorers:{name}", retries=retries, concurrency=1)
         made = loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "")
         found = []
         for response in responses:

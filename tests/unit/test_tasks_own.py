@@ -135,8 +135,8 @@ def test_a_task_of_ones_own_needs_a_scorer_by_name() -> None:
         ({"kind": "jsonl", "path": "x", "split": "test"}, r"task\.kind: got jsonl, expected dataset because a subset or a split"),
         ({"kind": "jsonl", "path": "x", "chat_template": False, "system_prompt": "x"}, r"task\.system_prompt: got 'x', expected null"),
         ({"kind": "jsonl", "sources": [{"weight": 1}]}, r"task\.sources: got nothing, expected the path of a JSONL file"),
-        ({"kind": "jsonl", "sources": [{"path": "x", "weight": 0}]}, r"task\.sources\.0\.weight: got 0, expected a number above 0"),
-        ({"kind": "jsonl", "sources": [{"path": "x", "weight": -1}]}, r"task\.sources\.0\.weight: got -1, expected a number above 0"),
+        ({"kind": "jsonl", "sources": [{"path": "x", "weight": 0}]}, r"task\.sources\.0\.weight: got 0, expected greater than 0"),
+        ({"kind": "jsonl", "sources": [{"path": "x", "weight": -1}]}, r"task\.sources\.0\.weight: got -1, expected greater than 0"),
         ({"kind": "jsonl", "sources": [{"path": "x", "wieght": 1}]}, r"task\.sources\.0\.wieght: got an unknown key, expected one of path"),
         (
             {"kind": "jsonl", "path": "x", "where": {"a": {"b": 1}}},

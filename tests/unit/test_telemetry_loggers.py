@@ -199,20 +199,6 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is refused, and a run whose logger is down
 
 
-@pytest.mark.parametrize(
-    ("telemetry", "said"),
-    [
-        ({"mlflow": {"uri": "http://u:secret@host:1"}}, "with a secret in it"),
-        ({"mlflow": {"uri": "localhost:5000"}}, "expected an address"),
-        ({"wandb": {"api_key": "x"}}, "an unknown key"),
-    ],
-)
-def test_secrets_and_contradictions_are_refused(tmp_path: Path, telemetry: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as refused:
-        config_of(tmp_path, **telemetry)
-    assert "secret@" not in str(refused.value)
-
-
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda _: None)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import get_args
 
-import pytest
-
-from asyncmoe.errors import UserError
 from asyncmoe.rpc import messages
 from asyncmoe.rpc.environment import TRAINER_EPOCH, trainer_epoch
 from asyncmoe.rpc.messages import EngineAlive, EngineJoin, EngineLeave, TrainerMessage
@@ -16,9 +13,6 @@ from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerRequest
 
 def test_the_launcher_says_it_in_a_variable() -> None:
     assert [trainer_epoch({}), trainer_epoch({TRAINER_EPOCH: ""}), trainer_epoch({TRAINER_EPOCH: "3"})] == [0, 0, 3]
-    for wrong in ("-1", "1.0", "one", "9" * 10):
-        with pytest.raises(UserError, match=f"{TRAINER_EPOCH}: got '{wrong}', expected a number from 0"):
-            trainer_epoch({TRAINER_EPOCH: wrong})
 
 
 def test_every_request_is_the_trainers_or_an_engines_or_for_a_worker() -> None:

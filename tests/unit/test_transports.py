@@ -46,6 +46,9 @@ def refusal(name: str, gpu: bool, together: bool, shared: bool) -> ConfigError |
 
 def test_auto_always_serves_and_each_is_refused_just_where_it_cannot() -> None:
     assert [transport_for("auto", gpu) for gpu in (False, True)] == ["shm", "ipc"]
+    assert transport_for("auto", gpu=True, together=False) == "nccl"
+    with pytest.raises(ConfigError, match=r"engines.share_gpus: got true"):
+        transport_for("auto", gpu=True, together=False, shared=True)
     for gpu, together, shared in product((False, True), repeat=3):
         if gpu and shared and not together:
             continue  # refused whatever the transport

@@ -26,35 +26,7 @@ def configured(tmp_path: Path) -> Config:
     return config.load(ROOT / "examples" / "demo.yaml", [f"run.dir={tmp_path / 'run'}"])
 
 
-def checkpoint(run_dir: Path) -> Path:
-    path = run_dir / "checkpoints" / "step-00000003"
-    path.mkdir(parents=True)
-    (path / "asyncmoe.json").write_text('{"step": 3}')
-    return path
-
-
-@pytest.mark.parametrize("how", ["exec sleep 600", 'trap "exit 130" INT; sleep 600 & wait'], ids=["python starts", "it imports"])
-def test_ctrl_c_before_the_controller_listens(configured: Config, tmp_path: Path, how: str) -> None:
-    def trainer(_: int) -> Child:
-        while "ready" not in (tmp_path / "controller.log").read_text():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-        return Child("trainer", ["sleep", "600"], tmp_path / "trainer.log")
-
-    def start(ending: ExitStack) -> RunParts:
-        controller = ["sh", "-c", f"echo ready; {how}"]
-        return table_of(
-            configured, {"controller": lambda _: Child("controller", controller, tmp_path / "controller.log"), "trainer": trainer}, ending
-        )
-
-    began = time.monotonic()
-    with pytest.raises(Interrupted, match=r"^stopped before the first step; the same command starts over$") as caught:
-        watch.supervise(configured, start)
-    assert caught.value.exit_code == 130
-    assert time.monotonic() - began < STOP_GRACE_S, "nobody waits for a trainer that waits for the controller"
-
-
-def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int, controller: type[Child] = Child) -> Interrupted:
+def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int) -> Interrupted:
     """Supervise shell scripts as a run that receives signals; what it says in the end. Each script says `ready` when it listens."""
 
     def trainer(_: int) -> Child:
@@ -66,12 +38,20 @@ def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signa
         return child
 
     def start(ending: ExitStack) -> RunParts:
-        starts = {"controller": lambda _: controller("controller", ["sh", "-c", controls], tmp_path / "controller.log"), "trainer": trainer}
+        starts = {"controller": lambda _: Child("controller", ["sh", "-c", controls], tmp_path / "controller.log"), "trainer": trainer}
         return table_of(configured, starts, ending)
 
     with pytest.raises(Interrupted) as caught:
         watch.supervise(configured, start)
     return caught.value
+
+
+@pytest.mark.parametrize("how", ["exec sleep 600", 'trap "exit 130" INT; sleep 600 & wait'], ids=["python starts", "it imports"])
+def test_ctrl_c_before_the_controller_listens(configured: Config, tmp_path: Path, how: str) -> None:
+    began = time.monotonic()
+    said = stops(configured, tmp_path, f"echo ready; {how}", "echo ready; exec sleep 600", signal.SIGINT)
+    assert (str(said), said.exit_code) == ("stopped before the first step; the same command starts over", 130)
+    assert time.monotonic() - began < STOP_GRACE_S, "nobody waits for a trainer that waits for the controller"
 
 
 def test_a_trainer_that_loses_a_stopping_controller_has_not_failed(configured: Config, tmp_path: Path) -> None:
@@ -88,7 +68,9 @@ def test_sigterm_stops_like_ctrl_c_with_a_status_of_its_own(configured: Config, 
 
 @pytest.mark.parametrize("pressed", [2, 3])
 def test_ctrl_c_again_ends_at_once(configured: Config, tmp_path: Path, pressed: int) -> None:
-    checkpoint(configured.run.dir)
+    path = configured.run.dir / "checkpoints" / "step-00000003"
+    path.mkdir(parents=True)
+    (path / "asyncmoe.json").write_text('{"step": 3}')
     began = time.monotonic()
     deaf = 'trap "" INT TERM; echo ready; sleep 600 & wait'
     said = stops(configured, tmp_path, deaf, "echo ready; exec sleep 600", *[signal.SIGINT] * pressed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import stat
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,15 +36,15 @@ Answer = Reply | tuple[Reply, list[Buffer]]
 class Running:
     """A server on its own thread; `ended` holds what `serve` raised."""
 
-    def __init__(self, handler: Callable[[Request], Awaitable[Answer]]) -> None:
+    def __init__(self, handler: Callable[[Request], Awaitable[Answer]], **options: Any) -> None:
         self.ended: BaseException | None = None
         self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(handler)), daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(handler, options)), daemon=True)
         self._thread.start()
         assert self._started.wait(10)
 
-    async def _main(self, handler: Callable[[Request], Awaitable[Answer]]) -> None:
-        async with Server(handler) as server:
+    async def _main(self, handler: Callable[[Request], Awaitable[Answer]], options: dict[str, Any]) -> None:
+        async with Server(handler, **options) as server:
             self.rendezvous = await server.start()
             self._loop, self._serving = asyncio.get_running_loop(), asyncio.ensure_future(server.serve())
             self._started.set()
@@ -54,16 +56,13 @@ class Running:
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._serving.cancel)
-        self.join()
-
-    def join(self) -> None:
         self._thread.join(10)
         assert not self._thread.is_alive()
 
 
 @contextmanager
-def served(handler: Callable[[Request], Awaitable[Answer]]) -> Iterator[Running]:
-    running = Running(handler)
+def served(handler: Callable[[Request], Awaitable[Answer]], **options: Any) -> Iterator[Running]:
+    running = Running(handler, **options)
     try:
         yield running
     finally:
@@ -156,23 +155,15 @@ def test_a_refusal_is_the_error_that_was_raised_and_the_server_goes_on(raised: E
         assert client.ask(Commit(0), 20)[0] == Done()
 
 
-@pytest.mark.parametrize("kind", ["KeyError", "os", "annotations", "__builtins__", "Exception"])
-def test_an_unknown_kind_becomes_a_protocol_error_that_names_it(kind: str) -> None:
-    error = rebuild(Refused(kind, "text"))
-    assert type(error) is ProtocolError
-    assert kind in str(error)
-    assert "text" in str(error)
-
-
-def test_every_error_class_can_be_rebuilt() -> None:
-    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.AsyncmoeError)]
-    assert len(classes) >= 9
-    for kind in classes:
+def test_every_error_class_can_be_rebuilt_and_nothing_else() -> None:
+    for kind in [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.AsyncmoeError)]:
         error = rebuild(Refused(kind.__name__, "what: got 1, expected 2"))
-        assert type(error) is kind
-        assert str(error) == "what: got 1, expected 2"
-        if isinstance(error, UserError):
-            assert error.hint is None
+        assert (type(error), str(error)) == (kind, "what: got 1, expected 2")
+        assert not isinstance(error, UserError) or error.hint is None
+    for name in ("KeyError", "annotations", "__builtins__"):
+        error = rebuild(Refused(name, "text"))
+        assert type(error) is ProtocolError
+        assert f"{name}: text" in str(error)
 
 
 @pytest.mark.parametrize("raised", [KeyError("broken"), InvariantBroken("counts")])
@@ -183,16 +174,14 @@ def test_a_bug_of_the_handler_reaches_the_client_and_ends_serve(raised: Exceptio
         await asyncio.sleep(60)
         return Done()
 
-    with served(handler) as running, Client(running.rendezvous, "t") as client, Client(running.rendezvous, "other") as other:
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(other.ask, LEASE, 30)
-            time.sleep(0.2)
-            with pytest.raises(InvariantBroken):
-                client.ask(Commit(0), 20)
-            with pytest.raises(WaitTimeout, match="connection was lost"):
-                waiting.result(20)
-        running.join()
-        assert running.ended is raised
+    with served(handler) as to, ThreadPoolExecutor(1) as pool, Client(to.rendezvous, "t") as client, Client(to.rendezvous, "u") as other:
+        waiting = pool.submit(other.ask, LEASE, 30)
+        time.sleep(0.2)
+        with pytest.raises(InvariantBroken):
+            client.ask(Commit(0), 20)
+        with pytest.raises(WaitTimeout, match="connection was lost"):
+            waiting.result(20)
+    assert to.ended is raised
 
 
 def _raw(rendezvous: Rendezvous, context: zmq.Context) -> zmq.Socket:
@@ -209,13 +198,10 @@ def _raw(rendezvous: Rendezvous, context: zmq.Context) -> zmq.Socket:
     [
         [b"only"],
         [b"1", b""],
-        [b"1", b"\xc1"],
         [b"1", b"\x91" * 50_000],
-        [b"1", b"\x82\xa1a" + b"\x91" * 50_000],
         [b"1", b"\xdd\xff\xff\xff\xff"],
-        [b"1", msgspec.msgpack.encode({"type": "Commit", "step": "one"})],
         [b"1", msgspec.msgpack.encode({"type": "Commit", "step": 1, "more": 1})],
-        [b"1", msgspec.msgpack.encode({"type": "Nonsense"})],
+        *([b"1", codec.encode(Lease(0, "rl", 1, 0, wait_s))] for wait_s in (math.nan, math.inf, -1.0)),
         [b"1", msgspec.msgpack.encode({"type": "Commit", "step": 1}).replace(b"Commit", b"\xff\xfemmit")],
         [b"1", msgspec.msgpack.encode({"type": "Done"})],
         [b"1", msgspec.msgpack.encode({"type": "Commit", "step": 1}), b"extra"],
@@ -234,19 +220,11 @@ def test_malformed_requests_are_refused_and_the_server_goes_on(frames: list[byte
             assert client.ask(HELLO, 20)[0] == Done()
 
 
-def test_an_oversize_frame_disconnects_its_sender_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with Server(_done, max_frame_bytes=1 << 16) as server:
-            to = await server.start()
-            serving = asyncio.ensure_future(server.serve())
-            with Client(to, "big") as big, Client(to, "t") as client:
-                request = WorkerFetch(tuple(f"{i:08}" for i in range(20_000)), ())
-                with pytest.raises(WaitTimeout, match="connection was lost"):
-                    await asyncio.to_thread(big.ask, request, 20)
-                assert (await asyncio.to_thread(client.ask, HELLO, 20))[0] == Done()
-            serving.cancel()
-
-    asyncio.run(main())
+def test_an_oversize_frame_disconnects_its_sender_only() -> None:
+    with served(_done, max_frame_bytes=1 << 16) as to, Client(to.rendezvous, "big") as big, Client(to.rendezvous, "t") as client:
+        with pytest.raises(WaitTimeout, match="connection was lost"):
+            big.ask(WorkerFetch(tuple(f"{i:08}" for i in range(20_000)), ()), 20)
+        assert client.ask(HELLO, 20)[0] == Done()
 
 
 def test_wrong_client_key_is_refused_and_the_error_names_the_controller() -> None:
@@ -307,7 +285,7 @@ def test_a_taken_port_is_the_users_error_with_a_hint() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"port {port}: got in use on 127.0.0.1, expected a free port; choose"):
+        with pytest.raises(UserError, match=rf"port {port}: got in use on 127.0.0.1"):
             asyncio.run(main(port))
 
 

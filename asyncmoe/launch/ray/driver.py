@@ -85,7 +85,7 @@ def _supervise(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> d
     except AsyncmoeError:
         # Processes notice a lost node before Ray does, and fail because of it: report the node as the root cause.
         for post in posts:
-            post.check()
+            post.call("ended")  # raises if the node is lost
         raise
 
 

@@ -81,14 +81,6 @@ class Post:
         # An unanswered question of before would be answered with those ends, and its time was spent on ending them.
         self._ended, self._asked, self._since = {}, None, 0.0
 
-    def check(self) -> None:
-        """Check that the actor answers.
-
-        Raises:
-            AsyncmoeError: the node is lost.
-        """
-        self.call("ended")
-
     def _result(self, reference: Any, waited_s: float, wait_s: float = 0.0) -> Any:
         what = f"answer (cluster.heartbeat_timeout_s {self._timeout_s:g})"
         return cluster.result(self._ray, reference, self.title, what, waited_s, wait_s)

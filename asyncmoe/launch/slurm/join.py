@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe.config import Config
@@ -47,7 +48,7 @@ def run(arguments: list[str]) -> None:
     os.execvp(command[0], command)
 
 
-def step(where: Allocation, config: Config, file: Path, each: int, program: steps.Program) -> tuple[str, ...]:
+def step(where: Allocation, config: Config, file: Path, each: int, program: Sequence[str]) -> tuple[str, ...]:
     """Return the command of the step.
 
     Args:

@@ -16,13 +16,7 @@ from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
 
 _LOST = "slurm-lost.json"
-
-
-class Lost(msgspec.Struct, frozen=True):
-    """Number of requeues of a job after lost processes, kept in the run directory between starts of the job."""
-
-    job: str
-    count: int
+"""File of the run with a job's name and the number of its requeues after lost processes, kept between starts of the job."""
 
 
 def conclude(where: Allocation, config: Config, before: Path | None, cause: AsyncmoeError | None, stop: Stop) -> None:
@@ -94,7 +88,7 @@ def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
     count = lost_before(path, where.name)
     if cause.exit_code not in RECURRING and count < limit:
         with storage.writing("count of the job's losses", path):
-            path.write_bytes(msgspec.json.encode(Lost(where.name, count + 1)))
+            path.write_bytes(msgspec.json.encode((where.name, count + 1)))
         _say(f"{cause}; job {where.name} is requeued, {count + 1} of at most {limit} times (cluster.requeues)")
         control.requeue(where.name)
         return
@@ -106,10 +100,10 @@ def _lost(where: Allocation, config: Config, cause: AsyncmoeError) -> None:
 def lost_before(path: Path, job: str) -> int:
     """Return how often this job lost a process so far; a count left by another job is ignored."""
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=Lost)
+        kept, count = msgspec.json.decode(path.read_bytes(), type=tuple[str, int])
     except (FileNotFoundError, ValueError):
         return 0
-    return kept.count if kept.job == job else 0
+    return count if kept == job else 0
 
 
 def _say(text: str) -> None:

@@ -55,18 +55,6 @@ class JobStep:
     log: Path
 
 
-@dataclass(frozen=True)
-class Program:
-    """The interpreter that has asyncmoe where steps run, and the flags by which srun starts it in a container.
-
-    Pyxis adds these to srun on sites with enroot (https://github.com/NVIDIA/pyxis). The checkout, the run directory and the model must have
-    the same paths in the container.
-    """
-
-    python: str
-    flags: tuple[str, ...] = ()
-
-
 def place(allocation: Allocation, config: Config) -> Placement:
     """Place the engines on the first nodes and the trainer on the next ones. Both share the node of a one-node job.
 
@@ -88,12 +76,11 @@ def place(allocation: Allocation, config: Config) -> Placement:
 
 def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
     """Return the configuration overrides that an allocation implies: engines join; several nodes rendezvous by host name; on one node that
-    other machines may reach, the engines' GPUs follow the trainer's; and a requeued job resumes."""
+    other machines may reach, the engines' GPUs follow the trainer's."""
     one, local = len(allocation.nodes) == 1, config.cluster.network == "loopback"
     network = [] if one or not local else ["cluster.network=hostname"]
     behind = [f"engines.first_gpu={config.trainer.ranks}"] if one and not local and config.engines.first_gpu is None else []
-    again = ["run.resume=true"] if allocation.restarts else []
-    return ("engines.join=true", *network, *behind, *again)
+    return ("engines.join=true", *network, *behind)
 
 
 def check_gpus(placed: Placement, config: Config, gpus: int) -> None:
@@ -116,17 +103,22 @@ def master_port(job: int, restarts: int, epoch: int = 0) -> int:
     return _PORTS[(job * 7 + restarts * 1009 + epoch * 3001) % len(_PORTS)]
 
 
-def program(environ: Mapping[str, str], executable: str) -> Program:
-    """Read ASYNCMOE_CONTAINER_IMAGE, ASYNCMOE_CONTAINER_MOUNTS and ASYNCMOE_CONTAINER_PYTHON; without an image, `executable` runs."""
+def program(environ: Mapping[str, str], executable: str) -> tuple[str, ...]:
+    """Return the interpreter that has asyncmoe where steps run, after the flags by which srun starts it in a container.
+
+    Read ASYNCMOE_CONTAINER_IMAGE, ASYNCMOE_CONTAINER_MOUNTS and ASYNCMOE_CONTAINER_PYTHON; without an image, `executable` runs. Pyxis adds
+    the flags to srun on sites with enroot (https://github.com/NVIDIA/pyxis). The checkout, the run directory and the model must have the
+    same paths in the container.
+    """
     if not (image := environ.get("ASYNCMOE_CONTAINER_IMAGE")):
-        return Program(executable)
+        return (executable,)
     mounts = environ.get("ASYNCMOE_CONTAINER_MOUNTS")
     flags = (f"--container-image={image}", *([f"--container-mounts={mounts}"] if mounts else []))
-    return Program(environ.get("ASYNCMOE_CONTAINER_PYTHON") or "python3", flags)
+    return (*flags, environ.get("ASYNCMOE_CONTAINER_PYTHON") or "python3")
 
 
-def srun(nodes: Sequence[str], tasks: int, where: Program, name: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the command of a step that runs the Python arguments in `tasks` tasks on each of `nodes`.
+def srun(nodes: Sequence[str], tasks: int, program: Sequence[str], name: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of a step that runs the Python arguments in `tasks` tasks on each of `nodes`; `program`: of `program`.
 
     - `--overlap`: engines and the controller share a node, but by default a step has exclusive use of its CPUs and GPUs.
     - `--cpu-bind=none`: a task would be bound to one core, but starts many processes.
@@ -136,10 +128,10 @@ def srun(nodes: Sequence[str], tasks: int, where: Program, name: str, arguments:
     """
     flags = [f"--job-name={name}", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={tasks * len(nodes)}", f"--ntasks-per-node={tasks}"]
     flags += [f"--nodelist={','.join(nodes)}", "--wait=0", "--kill-on-bad-exit=0", "--cpu-bind=none", "--mpi=none", "--export=ALL"]
-    return ("srun", *flags, *where.flags, where.python, *arguments)
+    return ("srun", *flags, *program, *arguments)
 
 
-def step(allocation: Allocation, node: str, launch: Launch, where: Program) -> JobStep:
+def step(allocation: Allocation, node: str, launch: Launch, program: Sequence[str]) -> JobStep:
     """Return the step of a process of the run. Its log is named after the process and the node."""
-    command = srun([node], 1, where, launch.name, ["-m", "asyncmoe.launch.slurm.task", *launch.arguments])
+    command = srun([node], 1, program, launch.name, ["-m", "asyncmoe.launch.slurm.task", *launch.arguments])
     return JobStep(launch.name, allocation.name, node, command, launch.log.with_name(f"{launch.name}.{node}.log"))

@@ -91,7 +91,7 @@ def _table(
     def master(epoch: int) -> tuple[str, int]:
         return address, steps.master_port(where.job, where.restarts, epoch)
 
-    return commands.table(config, file, Launcher(placed.engines, placed.trainers, start, end, master, settle_s=parts.SETTLE_S))
+    return commands.table(config, file, Launcher(placed.engines, placed.trainers, start, end, master))
 
 
 def _stopping(where: Allocation, stop: Stop, started: Sequence[SlurmPart]) -> Stopping:
@@ -101,6 +101,7 @@ def _stopping(where: Allocation, stop: Stop, started: Sequence[SlurmPart]) -> St
         at_once=lambda: outcome.told_to_end(where) if stop.now else None,
         tell=lambda _: parts.ask_to_stop([part for part in started if part.step.name == CONTROLLER][-1:]),
         seconds=lambda: _time_to_save(where),
+        settle_s=parts.SETTLE_S,
     )
 
 

@@ -19,6 +19,8 @@ from asyncmoe.rollout.scoring.workers import InWorkers
 
 MATH_VERIFY = "asyncmoe.rollout.scoring.mathematics:score"
 _AT_ONCE = 64
+_BACKOFF_S = 0.5
+"""Seconds before the first retry; they double with each retry, up to 30."""
 _WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -88,4 +90,4 @@ def _judge(section: ScoringSection, kind: str) -> Judge:
 
 
 def _limits(section: ScoringSection, concurrency: int) -> ScoringLimits:
-    return ScoringLimits(concurrency, section.deadline_s, section.retries, section.backoff_s)
+    return ScoringLimits(concurrency, section.deadline_s, section.retries, _BACKOFF_S)

@@ -104,7 +104,7 @@ class WorkerFleet:
         config = self._config
         if request.config_digest != config.digest:
             raise ConfigError("configuration of a rollout worker", got="another one", expected="the controller's")
-        check(facts("controller"), request.facts, config.cluster.max_clock_skew_s)
+        check(facts("controller"), request.facts)
         before = self._workers.get(request.number)
         if before is not None and not before.gone:
             raise ProtocolError(f"rollout worker {request.number} has joined already")

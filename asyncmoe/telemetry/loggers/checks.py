@@ -33,9 +33,9 @@ def check(section: TelemetrySection) -> None:
     if section.wandb is not None and os.environ.get("WANDB_MODE", "online") == "online" and not _wandb_key():
         hint = "run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline"
         raise ConfigError("telemetry.wandb", got="no API key of Weights & Biases", expected="one in its own place", hint=hint)
-    if section.mlflow is not None and section.mlflow.uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
-        hint = "set telemetry.mlflow.uri=http://HOST:PORT"
-        raise ConfigError("telemetry.mlflow.uri", got="null, and no MLFLOW_TRACKING_URI", expected="one of them", hint=hint)
+    if section.mlflow is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
+        hint = "set the variable to http://HOST:PORT"
+        raise ConfigError("telemetry.mlflow", got="no MLFLOW_TRACKING_URI", expected="the tracking server's address", hint=hint)
 
 
 def _wandb_key() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import posixpath
 import re
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ class Mlflow:
         from mlflow.entities import Param
 
         section = self._section
-        self._client = MlflowClient(tracking_uri=section.uri)
+        self._client = MlflowClient()
         found = self._client.get_experiment_by_name(section.experiment)
         experiment = self._client.create_experiment(section.experiment) if found is None else found.experiment_id
         if id is not None:
@@ -46,8 +47,9 @@ class Mlflow:
             params = [Param(key, str(value)[:_MOST_PARAM]) for key, value in flat(parameters).items()]
             for i in range(0, len(params), _MOST_PARAMS):
                 self._client.log_batch(self._id, params=params[i : i + _MOST_PARAMS])
-        base = (section.uri or "").rstrip("/")
-        return self._id, f"{base}/#/experiments/{experiment}/runs/{self._id}" if base.startswith("http") else ""
+        base = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
+        shown = base.startswith("http") and "@" not in base  # else it has a password
+        return self._id, f"{base}/#/experiments/{experiment}/runs/{self._id}" if shown else ""
 
     def log(self, point: LoggedPoint) -> None:
         """See `LoggerClient`. The server's SQL store keeps equal figures of equal time once, so a repeated request repeats none."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncmoe.config.memory import MemorySection
-from asyncmoe.config.trainer import TrainerSection, no_gpu_for
+from asyncmoe.config.trainer import MemorySection, TrainerSection, no_gpu_for
 from asyncmoe.errors import ConfigError
 from asyncmoe.platform.kernels import Kernels
 

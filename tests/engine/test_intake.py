@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncmoe.engines.sglang.answer import answer, packed_answer, response
+from asyncmoe.engines.sglang.answer import packed_answer, response
+from asyncmoe.engines.sglang.streaming import answer
 from asyncmoe.engines.sglang.generation import request_body
 from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import VOCAB
@@ -45,7 +46,7 @@ def test_the_stand_in_answers_as_a_real_engine(rig: Rig, routing: Routing | None
     assert kinds[0] == kinds[1]
     assert list(kinds[0]["meta_info"]) == list(kinds[1]["meta_info"]), "in the same order"
     for text in (real, shown):
-        generation = response("engine", answer(text), recording)
+        generation = response("engine", answer("engine", text), recording)
         assert len(generation.tokens) == len(generation.logprobs) == 6
         if routing is not None:
             assert base64.b64decode(json.loads(text)["meta_info"]["routed_experts"])[:4] == MAGIC
@@ -62,7 +63,7 @@ def test_a_real_engine_packs_its_answer(rig: Rig, routing: Routing | None, masks
     reply = rig.run(client._ask("/generate", body, 60.0, MEDIA_TYPE))
     assert reply.kind == MEDIA_TYPE
     made = response("engine", packed_answer(reply.body), recording)
-    shown = response("engine", answer(rig.run(client._send("/generate", body, 60.0))), recording)
+    shown = response("engine", answer("engine", rig.run(client._send("/generate", body, 60.0))), recording)
     assert made.tokens.tolist() == shown.tokens.tolist()
     assert np.allclose(made.logprobs, shown.logprobs, atol=1e-4)
     assert (made.spans, made.finish) == (shown.spans, shown.finish)

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from asyncmoe.engines.sglang.answer import GenerateAnswer, answer, packed_answer, response
+from asyncmoe.engines.sglang.answer import GenerateAnswer, packed_answer, response
 from asyncmoe.engines.sglang.connection import Acknowledged
 from asyncmoe.engines.sglang.generation import Scored, request_body, scored, scoring_body
-from asyncmoe.engines.sglang.streaming import Parts, StreamPart, events
+from asyncmoe.engines.sglang.streaming import Parts, StreamPart, answer, events
 from asyncmoe.engines.sglang.weights import WeightEndpoints
 from asyncmoe.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
 from asyncmoe.errors import EngineError
@@ -67,7 +67,7 @@ class SGLangClient(WeightEndpoints):
             return response(self.name, await self._heard(body, listener, timeout_s), sampling.recording)
         reply = await self._ask("/generate", body, timeout_s, f"{MEDIA_TYPE}, application/json")
         try:
-            whole = packed_answer(reply.body) if reply.kind == MEDIA_TYPE else answer(reply.body)
+            whole = packed_answer(reply.body) if reply.kind == MEDIA_TYPE else answer(self.name, reply.body)
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.name}: /generate: unexpected answer: {error}") from error
         return response(self.name, whole, sampling.recording)

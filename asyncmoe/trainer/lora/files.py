@@ -21,21 +21,20 @@ from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAdapter
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.weights.sender.gather import Gatherer, tensors_in
-from asyncmoe.weights.sender.publisher import AtOnce, Published
+from asyncmoe.weights.sender.publisher import Published, Publisher
 
 _MEMORY = Path("/dev/shm")
 _GRACE_S = 10.0
 
 
-class AdapterFiles(AtOnce):
-    """Publishes each version as adapter files; see `AtOnce`.
+class AdapterFiles(Publisher):
+    """Publishes each version as adapter files; see `Publisher`.
 
     Args:
         client: connection to the controller; used on rank 0 only.
     """
 
     def __init__(self, config: Config, model: Model, client: Client) -> None:
-        super().__init__()
         self._config, self._model, self._client = config, model, client
         self._gatherer = Gatherer(model, config.sync.bucket_bytes, config.sync.timeout_s, adapter=True)
 

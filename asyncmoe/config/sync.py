@@ -20,7 +20,7 @@ class SyncSection(Section):
         "and pauses only to swap them in; where a GPU has no room for a second copy of its shard, engines pause for the whole transfer. "
         "broadcast: rank 0 gathers whole tensors and sends all of them to every engine, which pauses. "
         "disk: rank 0 writes a Hugging Face checkpoint to sync.directory, and every engine pauses and loads it: for engines that share "
-        "no more than a file system with the trainer; refused with adapters and quantised engines.",
+        "no more than a file system with the trainer; refused with quantised engines. Adapters need reshard.",
     )
     directory: Path | None = Field(
         None,

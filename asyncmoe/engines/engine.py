@@ -16,38 +16,13 @@ Calls without a `timeout_s` have the implementation's own limit, about a minute.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from asyncmoe.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
 from asyncmoe.platform.sglang.receiver_command import Command
 
 
-class AdapterHost(Protocol):
-    """The part of an engine that serves adapters by name (`asyncmoe.engines.adapter_slots`).
-
-    Attributes:
-        name: name of the engine in errors and records: "engine.0".
-    """
-
-    name: str
-
-    async def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
-        """Load an adapter on every rank, for requests that name it; returns when such requests are accepted.
-
-        Args:
-            name: a name that no loaded adapter has.
-            folder: the adapter as `asyncmoe.models.lora.peft.write_served` writes it, in a folder that the engine can also read. Its files
-                must not change, and are best deleted once loaded.
-        """
-        ...
-
-    async def unload_adapter(self, name: str, timeout_s: float) -> None:
-        """Unload an adapter that no request uses any more."""
-        ...
-
-
-class Engine(AdapterHost, Protocol):
+class Engine(Protocol):
     """A running server that samples responses, records what trained them, and changes its weights while requests wait.
 
     A weight update is one call of `command_receivers`, if the weights wait in the engine, or a sequence of calls. The coordinator makes
@@ -56,7 +31,12 @@ class Engine(AdapterHost, Protocol):
         pause, begin_update, then any number of load_bucket or command_receivers, end_update, checksums, set_version, resume
 
     From `pause` to `resume` no token is sampled, but requests are accepted and wait.
+
+    Attributes:
+        name: name of the engine in errors and records: "engine.0".
     """
+
+    name: str
 
     # Health
 
@@ -93,7 +73,7 @@ class Engine(AdapterHost, Protocol):
             tokens: the prompt; no text passes through an engine.
             salt: cached prefixes are shared only between requests with the same salt.
             routed: number of leading tokens whose routes are omitted, because earlier turns have them; 0 without recorded routes.
-            adapter: name of a loaded adapter; None: the model without an adapter.
+            adapter: name of its adapter; None: the model without an adapter.
             listener: hears every token once and in order, before this call returns. Once it ends the response, it hears no more, and the
                 engine ends the request soon; tokens sampled until then are part of the result, which `decode.cut` shortens.
 

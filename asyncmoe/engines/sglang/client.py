@@ -107,15 +107,7 @@ class SGLangClient(WeightEndpoints):
     async def abort(self) -> None:
         await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)
 
-    async def load_adapter(self, name: str, folder: Path, timeout_s: float, pinned: bool = False) -> None:
-        """SGLang generates nothing meanwhile. It silently reloads a folder for a request that names the adapter after `unload_adapter`.
-
-        Args:
-            pinned: once used, the adapter keeps its place in adapter memory, whichever other adapters are requested.
-        """
-        body = {"lora_name": name, "lora_path": str(folder), "pinned": pinned}
+    async def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
+        """Load an adapter for requests that name it. Once used, it keeps its place in adapter memory, whatever else is requested."""
+        body = {"lora_name": name, "lora_path": str(folder), "pinned": True}
         await self._post("/load_lora_adapter", body, Acknowledged, timeout_s)
-
-    async def unload_adapter(self, name: str, timeout_s: float) -> None:
-        """SGLang answers, and loads another adapter, only when no request that names this one is left."""
-        await self._post("/unload_lora_adapter", {"lora_name": name}, Acknowledged, timeout_s)

@@ -33,7 +33,6 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
         "--enable-lora",
         *(LIMIT, str(limit)),
         *("--lora-target-modules", *served_targets(kind)),
-        # Requests without an adapter occupy a slot too.
         *("--max-loras-per-batch", str(SLOTS)),
         # By default SGLang infers this from the adapters given at the start, and there are none.
         f"--{sharing}experts-shared-outer-loras",
@@ -52,11 +51,11 @@ async def install(client: SGLangClient, m: Shape, kind: Kind, dtype: str, timeou
     """
     with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
         blank(Path(folder), m, replace(kind, alpha=float(kind.rank)), dtype)
-        await client.load_adapter(NAME, Path(folder), timeout_s, pinned=True)
+        await client.load_adapter(NAME, Path(folder), timeout_s)
     await client.generate((0,), Sampling(1.0, 1, ()), NAME, timeout_s, adapter=NAME)
 
 
 def blank(folder: Path, m: Shape, kind: Kind, dtype: str) -> Path:
-    """Write an adapter of zeros as `peft.write_served` does; its file takes no disk space, whatever its size. Returns `folder`."""
+    """Write an adapter of zeros in the form that SGLang loads; its file takes no disk space, whatever its size. Returns `folder`."""
     peft.write_blank(folder, served_config(kind), dtype, served_shapes(m, kind))
     return folder

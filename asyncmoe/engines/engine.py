@@ -42,18 +42,15 @@ class Engine(Protocol):
 
     async def ready(self) -> bool:
         """Return True if the engine accepts requests; False also while nothing listens yet. Never raises."""
-        ...
 
     async def alive(self, timeout_s: float) -> bool:
         """Return True as soon as the engine produces a token, of any request; an idle engine is made to sample one. Never raises.
 
         Call it while the engine is not paused.
         """
-        ...
 
     async def close(self) -> None:
         """Close the connections to the engine; it cancels the requests in flight. The engine itself continues."""
-        ...
 
     # Generation
 
@@ -82,7 +79,6 @@ class Engine(Protocol):
             EngineError: the engine refused or itself aborted the request, or its answer is malformed.
             WaitTimeout: no answer within `timeout_s`.
         """
-        ...
 
     async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
         """Return the log-probabilities of a text, computed without cached prefixes under one version.
@@ -91,7 +87,6 @@ class Engine(Protocol):
             tokens: at least two token ids.
             adapter: name of a loaded adapter; None: the model without an adapter.
         """
-        ...
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         """Return the tool calls in a response's text.
@@ -101,11 +96,9 @@ class Engine(Protocol):
             parser: name of one of the engine's parsers.
             tools: OpenAI's function schemas of the tools there are.
         """
-        ...
 
     async def abort(self) -> None:
         """End all requests; each is answered with the tokens sampled so far and finish `ABORTED`."""
-        ...
 
     async def pause(self, retract: bool = False) -> None:
         """Stop between two forward passes; returns when no token of the weights so far is still to come.
@@ -113,25 +106,20 @@ class Engine(Protocol):
         Args:
             retract: drop the keys and values of running requests, which `resume` recomputes; False: keep them.
         """
-        ...
 
     async def flush(self) -> None:
         """Drop all cached prefixes; requires an engine without running requests (retracted requests wait)."""
-        ...
 
     async def resume(self) -> None:
         """Continue after `pause`."""
-        ...
 
     # Weights
 
     async def begin_update(self) -> None:
         """Open a weight update; the engine is paused."""
-        ...
 
     async def end_update(self) -> None:
         """Close the weight update; the engine still waits for `resume`."""
-        ...
 
     async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
         """Have the engine's ranks join a process group with the sender, for `load_bucket`; returns when all `world` ranks have joined.
@@ -143,11 +131,9 @@ class Engine(Protocol):
             group: name of the group.
             backend: "gloo" or "nccl".
         """
-        ...
 
     async def load_files(self, folder: str, timeout_s: float) -> None:
         """Load the Hugging Face checkpoint in a directory; returns when it is loaded."""
-        ...
 
     async def load_bucket(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
@@ -160,7 +146,6 @@ class Engine(Protocol):
             names: the tensors' names in the Hugging Face checkpoint.
             dtypes: torch's names: "bfloat16".
         """
-        ...
 
     async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
         """Have `asyncmoe.weights.receiver.worker.obey` execute one command in each rank's main thread.
@@ -172,22 +157,18 @@ class Engine(Protocol):
             commands: one per rank.
             version: version of the weights from then on; None: unchanged.
         """
-        ...
 
     async def weights_version(self) -> int:
         """Return the version of the weights, which `command_receivers` or `set_version` has set; 0 before."""
-        ...
 
     async def set_version(self, version: int) -> None:
         """Set the version of the weights from the next sampled token on; the checkpoint's weights are version 0."""
-        ...
 
     async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
         """Return {parameter or buffer: checksum} for each rank.
 
         Names are the engine's own; a checksum is `asyncmoe.reshard.checksum` of the bytes.
         """
-        ...
 
 
 class EngineHandle(Protocol):
@@ -207,16 +188,13 @@ class EngineHandle(Protocol):
     @property
     def client(self) -> Engine:
         """The interface of the server."""
-        ...
 
     @property
     def died(self) -> str | None:
         """Why the process ended, or None while it runs."""
-        ...
 
     def kill(self) -> None:
         """End the process, at once or as soon as its machine hears of it; its requests in progress fail with `EngineLost`."""
-        ...
 
 
 class EngineProcess(EngineHandle, Protocol):
@@ -235,8 +213,6 @@ class EngineProcess(EngineHandle, Protocol):
             EngineError: the server died first.
             WaitTimeout: the start took longer than engines.start_timeout_s.
         """
-        ...
 
     async def stop(self) -> None:
         """Close the client, and end the server with every process it spawned."""
-        ...

@@ -53,19 +53,15 @@ class Gates(Protocol):
 
     async def close_gates(self) -> int:
         """Have no worker send requests; return how many are in flight. More than none if a worker does not say."""
-        ...
 
     def open_gates(self) -> None:
         """Have the workers send requests again, with the versions that the engines serve now."""
-        ...
 
     def tell(self) -> None:
         """Tell the workers what has changed of the engines."""
-        ...
 
     async def late(self) -> int:
         """Return how many workers do not say that they know what they were told; `Member.elsewhere` is as the others say."""
-        ...
 
 
 class Pool:

@@ -152,8 +152,7 @@ BAD: list[tuple[str, str, str]] = [
     (LOSS, "no.such.module:f", "ModuleNotFoundError"),
     (LOSS, f"{OWN}:nome", f"did you mean {OWN}:none"),
     (LOSS, f"{OWN}:NUMBER", "an integer"),
-    (LOSS, f"{OWN}:coroutine", "a coroutine function"),
-    (LOSS, f"{OWN}:no_argument", r"\(rows\)"),
+    (LOSS, f"{OWN}:no_argument", "takes 0 positional arguments"),
     (LOSS, f"{OWN}:exits", "SystemExit: 3"),
     (LOSS, f"{OWN}:raises", "ZeroDivisionError: no mean"),
     (LOSS, f"{OWN}:none", "NoneType"),
@@ -189,7 +188,7 @@ def test_an_unfit_function_is_refused_with_its_name_file_and_line(key: str, targ
     assert line.startswith(f"{key}: got ")
     assert "\n" not in line
     assert target in line
-    if hasattr(plugin_functions, name := target.rpartition(":")[2]) and name not in ("NUMBER", "coroutine"):
+    if hasattr(plugin_functions, name := target.rpartition(":")[2]) and name != "NUMBER":
         assert re.search(rf"\({FILE}:\d+\)", line)
 
 
@@ -215,7 +214,7 @@ def test_options_that_no_function_takes() -> None:
     for names, said in (
         ({"loss": f"{OWN}:ppo", "loss_options": {"lwo": 1}}, "an unexpected keyword argument 'lwo'"),
         ({"loss": f"{OWN}:ppo", "loss_options": {"rows": 1}}, "multiple values for argument 'rows'"),
-        ({"loss": f"{OWN}:tempered"}, "missing a required .*argument: 'tau'"),
+        ({"loss": f"{OWN}:tempered"}, "missing 1 required keyword-only argument: 'tau'"),
         ({"advantage": f"{OWN}:centred", "advantage_options": {"x": 1}}, "an unexpected keyword argument 'x'"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -65,16 +65,6 @@ def test_ranks_are_balanced_and_in_lockstep(shape: dict) -> None:
         assert min(before) >= max(after)  # whatever waits for the m-th of another rank waits for one of like size
 
 
-def test_padding_counts_towards_the_bound() -> None:
-    assert schedule([5, 5], 1, 10, True, BatchGrid(4)).microbatches == 2
-    assert schedule([5, 5], 1, 12, True, BatchGrid(4)).microbatches == 1
-
-
-def test_the_bound_goes_before_balance() -> None:
-    assert schedule([3, 3, 2, 2, 2], 1, 6, True, BatchGrid(1)) == Schedule((((0, 1), (2, 3, 4)),))
-    assert schedule([3, 3, 2, 2, 2], 3, 6, True, BatchGrid(1)).microbatches == 1
-
-
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 40))
 def test_best_fit_is_that_of_the_definition(lengths: list[int], bound: int) -> None:
     """Johnson, "Near-optimal bin packing algorithms" (1973): each item, largest first, into the fullest bin with room."""

@@ -69,16 +69,6 @@ def test_large_boxes_are_cut_for_threads(extent: tuple[int, ...], gap: int, thre
     check_box(lambda *a: on_cpu(*a, threads=threads), 1, extent, (0, 0, 0, gap), (0, 1, 2, 3), 1, False)
 
 
-def test_many_rows_and_bases() -> None:
-    sources = [np.arange(10 * k, 10 * k + 10, dtype=np.int32) for k in range(5)]
-    destinations = [np.zeros(50, np.int32) for _ in range(2)]
-    rows = [[k, 0, d, 40 * (4 - k), 4, 1, 1, 1, 10, 0, 0, 0, 4, 0, 0, 0, 4] for k, d in itertools.product(range(5), range(2))]
-    bases = [np.array([a.ctypes.data for a in arrays], np.int64) for arrays in (sources, destinations)]
-    _C.copy(np.array(rows, np.int64), *bases, 2)
-    for destination in destinations:
-        np.testing.assert_array_equal(destination, np.concatenate(sources[::-1]))
-
-
 @pytest.mark.parametrize(
     ("column", "value"), [(0, 1), (2, 1), (2, -1), (1, -4), (3, -4), (4, 0), (5, -1), (9, -8), (13, -8)], ids=lambda v: str(v)
 )

@@ -80,13 +80,8 @@ class Engine(Protocol):
             WaitTimeout: no answer within `timeout_s`.
         """
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
-        """Return the log-probabilities of a text, computed without cached prefixes under one version.
-
-        Args:
-            tokens: at least two token ids.
-            adapter: name of a loaded adapter; None: the model without an adapter.
-        """
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
+        """Return the log-probabilities of a text of two tokens or more, computed without cached prefixes or an adapter under one version."""
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         """Return the tool calls in a response's text.

@@ -81,7 +81,7 @@ class FakeEngine:
         finish = "length" if len(versions) == sampling.max_new_tokens else ABORTED
         return Generation.of(made, (-1.0,) * len(made), _spans(versions), finish, 0)
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
         await self._called()
         return PromptLogprobs((0.0, *(-float(token) for token in tokens[1:])), str(self.version))
 

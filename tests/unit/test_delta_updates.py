@@ -192,6 +192,15 @@ def test_a_commit_that_failed_is_followed_by_everything(rig: Rig) -> None:
     assert rig.wrong == []
 
 
+def test_what_a_full_update_has_written_in_part_is_no_version(rig: Rig) -> None:
+    rig.change(1.0)
+    exchanger = rig.senders[1]._exchanger
+    assert exchanger is not None
+    exchanger.close()
+    assert not fine(rig.send(2))
+    assert {decoder_of(rig, rank).version for rank in rig.workers} == {None}
+
+
 def test_an_engine_that_joins_meets_all_anew_and_all_get_everything(rig: Rig, meeting: Meet) -> None:
     assert fine(rig.send(2))
     rig.end()

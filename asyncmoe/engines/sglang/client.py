@@ -95,8 +95,8 @@ class SGLangClient(WeightEndpoints):
                         await self._send("/abort_request", {"rid": rid, "abort_all": False}, self._timeout_s)
         return parts.whole()
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
-        body = scoring_body(tokens, f"probe-{uuid.uuid4().hex}", adapter)
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
+        body = scoring_body(tokens, f"probe-{uuid.uuid4().hex}")
         return scored(self.name, tokens, await self._post("/generate", body, Scored, timeout_s))
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:

@@ -127,7 +127,17 @@ def connect(
             terms=terms,
             unique_id=arrived.unique_id,
         )
-        exchanger = _exchanger(end, plan)
+        exchanger = Exchanger(
+            plan,
+            opener(terms.transport)(end),
+            bucket_bytes=terms.bucket_bytes,
+            timeout_s=terms.timeout_s,
+            threads=1,  # the trainer's step or the engine runs at the same time
+            stream=side.handle,
+            relieve=side.relieve,
+            delta=terms.delta,
+            watch=look,
+        )
         if bound is not None:
             exchanger.bind(*bound)
     except Exception as error:  # reported to all ranks
@@ -142,20 +152,6 @@ def connect(
         raise
     assert exchanger is not None
     return exchanger
-
-
-def _exchanger(end: ChannelEnd, plan: Plan) -> Exchanger:
-    return Exchanger(
-        plan,
-        opener(end.terms.transport)(end),
-        bucket_bytes=end.terms.bucket_bytes,
-        timeout_s=end.timeout_s,
-        threads=1,  # the trainer's step or the engine runs at the same time
-        stream=end.stream,
-        relieve=end.relieve,
-        delta=end.terms.delta,
-        watch=end.watch,
-    )
 
 
 def _assemble(

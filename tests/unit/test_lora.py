@@ -43,11 +43,8 @@ CASES = {
 cases = pytest.mark.parametrize(("m", "kind"), CASES.values(), ids=CASES)
 
 
-def section_of(**values: Any) -> LoraSection:
-    """As the configuration parses it."""
-
-    base = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    return config.parse({**base, "lora": values}).lora
+def parsed(**sections: Any) -> config.Config:
+    return config.parse({"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, **sections})
 
 
 @pytest.mark.parametrize(
@@ -64,7 +61,13 @@ def section_of(**values: Any) -> LoraSection:
 )
 def test_what_cannot_be_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        section_of(**values)
+        parsed(lora=values)
+
+
+@pytest.mark.parametrize("method", ["broadcast", "disk"])
+def test_adapters_reach_engines_from_shard_to_shard_only(method: str) -> None:
+    with pytest.raises(ConfigError, match=rf"sync\.method: got {method}, expected reshard because train is lora"):
+        parsed(train="lora", sync={"method": method})
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,7 @@ async def install(client: SGLangClient, m: Shape, kind: Kind, dtype: str, timeou
         EngineError, WaitTimeout: the engine refused or did not answer.
     """
     with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
-        blank(Path(folder), m, replace(kind, alpha=float(kind.rank)), dtype)
+        unscaled = replace(kind, alpha=float(kind.rank))
+        peft.write_blank(Path(folder), served_config(unscaled), dtype, served_shapes(m, kind))  # zeros, which take no memory in the file
         await client.load_adapter(NAME, Path(folder), timeout_s)
     await client.generate((0,), Sampling(1.0, 1, ()), NAME, timeout_s, adapter=NAME)
-
-
-def blank(folder: Path, m: Shape, kind: Kind, dtype: str) -> Path:
-    """Write an adapter of zeros in the form that SGLang loads; its file takes no disk space, whatever its size. Returns `folder`."""
-    peft.write_blank(folder, served_config(kind), dtype, served_shapes(m, kind))
-    return folder

@@ -19,7 +19,6 @@ class Member:
     """An engine and its state in the pool.
 
     Attributes:
-        adapter: name of the adapter in its requests, or None.
         version, lineage: version the engine serves.
         in_flight: number of requests sent but not answered.
         elsewhere: the number of all rollout workers' requests.
@@ -34,7 +33,6 @@ class Member:
     """
 
     engine: EngineHandle
-    adapter: str | None = None
     version: int = 0
     lineage: int = 0
     in_flight: int = 0

@@ -100,7 +100,7 @@ class Pool:
         self.returns: Callable[[float], bool] = lambda _: False
         self.elsewhere: Gates | None = None
         self._none_since: float | None = None
-        self.members = [Member(engine, adapter) for engine in engines]
+        self.members = [Member(engine) for engine in engines]
         self._lengths, self._homes = Lengths(), Homes()
         self._gate = Gate(limit, Waiting(order, PATIENCE * limit, self._lengths))
 
@@ -195,8 +195,7 @@ class Pool:
 
     def join(self, engine: EngineHandle) -> Member:
         """Add an engine; it receives requests after its first version."""
-        member = Member(engine, self._adapter)
-        member.waiting = True
+        member = Member(engine, waiting=True)
         self.members.append(member)
         return member
 
@@ -296,7 +295,7 @@ class Pool:
         try:
             async with self._asking(member):
                 salt, client = member.version, member.engine.client
-                generation = await client.generate(tokens, sampling, member.salt, self._timeout_s, routed, member.adapter, listener)
+                generation = await client.generate(tokens, sampling, member.salt, self._timeout_s, routed, self._adapter, listener)
         finally:
             member.left(self._record)
         member.heard, member.suspect = time.monotonic(), False

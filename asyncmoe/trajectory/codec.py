@@ -19,7 +19,6 @@ from asyncmoe.trajectory.native import Buffer, crc32c
 from asyncmoe.trajectory.routes import Routes, check_routes
 from asyncmoe.trajectory.trajectory import ARRAYS, OPTIONAL, Trajectory
 
-
 MAX_TOKENS = 1 << 20
 MAX_HEADER_BYTES = 64 << 10
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from asyncmoe.engines.sglang.answer import packed_answer, response
-from asyncmoe.engines.sglang.streaming import answer
 from asyncmoe.engines.sglang.generation import request_body
+from asyncmoe.engines.sglang.streaming import answer
 from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import VOCAB
 from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE

@@ -15,7 +15,7 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import family_of
 from asyncmoe.models.cost import attention_width
 from asyncmoe.trainer.data.batch import MicroBatch, pack
-from asyncmoe.trainer.data.schedule import BatchGrid, Schedule, best_fit_decreasing, cost, schedule, split_updates
+from asyncmoe.trainer.data.schedule import BatchGrid, best_fit_decreasing, cost, schedule, split_updates
 from asyncmoe.trajectory import NOT_SAMPLED, Routing, Trajectory, decode, decode_routes, encode, encode_routes
 from asyncmoe.trajectory.routes import check_routes
 from benchmarks.published import REAL

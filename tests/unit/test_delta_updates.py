@@ -12,7 +12,7 @@ import torch
 from delta_meeting import Rig, bits, fine, meetings
 
 from asyncmoe.config import parse
-from asyncmoe.errors import TransferError, WeightSyncError
+from asyncmoe.errors import WeightSyncError
 from asyncmoe.reshard import DeltaDecoder, DeltaEncoder, Plan
 from asyncmoe.weights.receiver import delta_messages, worker
 from asyncmoe.weights.receiver.delta_messages import Offer, Portion

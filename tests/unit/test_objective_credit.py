@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.config.objective import ObjectiveSection
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.trainer.data.credit import credit_figures, token_advantages
 from asyncmoe.trainer.objective import group_advantages

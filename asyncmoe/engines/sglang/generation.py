@@ -27,7 +27,7 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 def scoring_body(tokens: Sequence[int], salt: str) -> dict[str, Any]:
-    """Return the request for the log-probabilities of a prompt, without an adapter. One token is sampled: its version is that of the forward pass."""
+    """Return the request for a prompt's log-probabilities, without an adapter. One token is sampled: its version is the forward pass's."""
     return {
         "input_ids": list(tokens),
         "return_logprob": True,

@@ -32,9 +32,7 @@ from asyncmoe.weights.coordinator.roster import EngineSet
 
 _ROSTERS = 32
 """Bits for the rosters of one controller."""
-WeightsRequest = (
-    WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsFiles | WeightsAbort | EnginesAsk
-)
+WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsFiles | WeightsAbort | EnginesAsk
 
 
 class WeightUpdateCoordinator:

@@ -17,9 +17,7 @@ from asyncmoe.weights.sender.publisher import Traffic
 log = logging.getLogger(__name__)
 
 
-def encoder_of(
-    plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream = HOST
-) -> DeltaEncoder:
+def encoder_of(plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream = HOST) -> DeltaEncoder:
     """Return what codes a rank's part of all updates of a meeting that may be deltas.
 
     Args:

@@ -25,7 +25,6 @@ from asyncmoe.weights.sender.publisher import Checksums
 from asyncmoe.weights.sender.sources import WeightSources
 from asyncmoe.weights.sender.trained import TrainedModel
 
-
 HashedPart = tuple[int, RankLayout]
 """A rank of an engine, from 0, and those of its parameters, on the trainer's rank, that one trainer rank hashes."""
 

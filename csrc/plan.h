@@ -46,7 +46,6 @@ struct Transfers {
         int64_t destination;
         int64_t nbytes;  // on the wire
         int64_t last;    // index after its last copy
-        uint64_t check;  // digest of its copies
     };
     std::vector<Pair> pairs;  // by source, then destination
 };

@@ -135,7 +135,7 @@ py::tuple part(const BoundMatching& self, const Int64Array& ranks) {
     }
     py::list pairs;
     for (const auto& pair : made.pairs)
-        pairs.append(py::make_tuple(pair.source, pair.destination, pair.nbytes, pair.last, pair.check));
+        pairs.append(py::make_tuple(pair.source, pair.destination, pair.nbytes, pair.last));
     return py::make_tuple(rows(made.copies, kCopyColumns), pairs);
 }
 
@@ -174,7 +174,7 @@ void bind_plan(py::module_& module) {
         .def_property_readonly("shares", &shares, "Bytes each source rank sends in the most even division.")
         .def("part", &part, py::arg("ranks").noconvert(),
              "All copies from or to some ranks: (copies int64[n, COPY_COLUMNS], [(source, destination, bytes, last "
-             "copy, check)]).")
+             "copy)]).")
         .def("traffic", &traffic, "int64[n, 3]: source, destination, bytes; pairs may repeat.");
 }
 

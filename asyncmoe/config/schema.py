@@ -158,10 +158,10 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_disk(self) -> Config:
-        """Refuse what weights in a directory do not carry."""
-        if self.sync.method == "disk" and self.train == "lora":
-            raise refused("sync.method", "disk", "reshard or broadcast because train is lora; change it, or set train to full")
+    def _check_method(self) -> Config:
+        """Refuse what a way to the engines does not carry."""
+        if self.sync.method != "reshard" and self.train == "lora":
+            raise refused("sync.method", self.sync.method, "reshard because train is lora; change it, or set train to full")
         if self.sync.method == "disk" and self.engines.quantises:
             raise refused("sync.method", "disk", "broadcast because engines.args quantise the weights; change one of them")
         return self

@@ -19,7 +19,7 @@ class SyncSection(Section):
     only to swap them in; where a GPU has no room for a second copy of its shard, engines pause for the whole transfer. broadcast: rank 0
     gathers whole tensors and sends all of them to every engine, which pauses. disk: rank 0 writes a Hugging Face checkpoint to
     sync.directory, and every engine pauses and loads it: for engines that share no more than a file system with the trainer; refused
-    with adapters and quantised engines."""
+    with quantised engines. Adapters need reshard."""
     directory: Path | None = None
     """With sync.method disk: the absolute path of a directory on a file system that the trainer and all engines see under the same path,
     in which each run has a folder of its own for its versions; null: weights in run.dir. It needs room for two versions in the trainer's

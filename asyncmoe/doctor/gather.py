@@ -15,7 +15,6 @@ from asyncmoe.doctor import nvidia, pythons
 from asyncmoe.doctor.facts import Machine, PythonFacts
 from asyncmoe.doctor.planned import planned
 from asyncmoe.engines.engine_python import engine_python
-from asyncmoe.errors import UserError
 
 
 def gather(config: Config | None, with_model: bool = True) -> Machine:
@@ -41,8 +40,5 @@ def gather(config: Config | None, with_model: bool = True) -> Machine:
 
 def _engine(config: Config | None, packages: Sequence[str]) -> PythonFacts | None:
     """Look into the engines' Python; None if it is this Python."""
-    try:
-        found = str(engine_python(config.engines.python if config is not None else None))
-    except UserError as error:
-        return PythonFacts("engines.python", unfinished=str(error.got))
+    found = str(engine_python(config.engines.python if config is not None else None))
     return None if found == sys.executable else pythons.look(found, packages)

@@ -16,38 +16,13 @@ Calls without a `timeout_s` have the implementation's own limit, about a minute.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from asyncmoe.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
 from asyncmoe.platform.sglang.receiver_command import Command
 
 
-class AdapterHost(Protocol):
-    """The part of an engine that serves adapters by name (`asyncmoe.engines.adapter_slots`).
-
-    Attributes:
-        name: name of the engine in errors and records: "engine.0".
-    """
-
-    name: str
-
-    async def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
-        """Load an adapter on every rank, for requests that name it; returns when such requests are accepted.
-
-        Args:
-            name: a name that no loaded adapter has.
-            folder: the adapter as `asyncmoe.models.lora.peft.write_served` writes it, in a folder that the engine can also read. Its files
-                must not change, and are best deleted once loaded.
-        """
-        ...
-
-    async def unload_adapter(self, name: str, timeout_s: float) -> None:
-        """Unload an adapter that no request uses any more."""
-        ...
-
-
-class Engine(AdapterHost, Protocol):
+class Engine(Protocol):
     """A running server that samples responses, records what trained them, and changes its weights while requests wait.
 
     A weight update is one call of `command_receivers`, if the weights wait in the engine, or a sequence of calls. The coordinator makes
@@ -56,24 +31,26 @@ class Engine(AdapterHost, Protocol):
         pause, begin_update, then any number of load_bucket or command_receivers, end_update, checksums, set_version, resume
 
     From `pause` to `resume` no token is sampled, but requests are accepted and wait.
+
+    Attributes:
+        name: name of the engine in errors and records: "engine.0".
     """
+
+    name: str
 
     # Health
 
     async def ready(self) -> bool:
         """Return True if the engine accepts requests; False also while nothing listens yet. Never raises."""
-        ...
 
     async def alive(self, timeout_s: float) -> bool:
         """Return True as soon as the engine produces a token, of any request; an idle engine is made to sample one. Never raises.
 
         Call it while the engine is not paused.
         """
-        ...
 
     async def close(self) -> None:
         """Close the connections to the engine; it cancels the requests in flight. The engine itself continues."""
-        ...
 
     # Generation
 
@@ -93,7 +70,7 @@ class Engine(AdapterHost, Protocol):
             tokens: the prompt; no text passes through an engine.
             salt: cached prefixes are shared only between requests with the same salt.
             routed: number of leading tokens whose routes are omitted, because earlier turns have them; 0 without recorded routes.
-            adapter: name of a loaded adapter; None: the model without an adapter.
+            adapter: name of its adapter; None: the model without an adapter.
             listener: hears every token once and in order, before this call returns. Once it ends the response, it hears no more, and the
                 engine ends the request soon; tokens sampled until then are part of the result, which `decode.cut` shortens.
 
@@ -102,16 +79,9 @@ class Engine(AdapterHost, Protocol):
             EngineError: the engine refused or itself aborted the request, or its answer is malformed.
             WaitTimeout: no answer within `timeout_s`.
         """
-        ...
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
-        """Return the log-probabilities of a text, computed without cached prefixes under one version.
-
-        Args:
-            tokens: at least two token ids.
-            adapter: name of a loaded adapter; None: the model without an adapter.
-        """
-        ...
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
+        """Return the log-probabilities of two tokens or more, computed without cached prefixes, without an adapter, and by one version."""
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         """Return the tool calls in a response's text.
@@ -121,11 +91,9 @@ class Engine(AdapterHost, Protocol):
             parser: name of one of the engine's parsers.
             tools: OpenAI's function schemas of the tools there are.
         """
-        ...
 
     async def abort(self) -> None:
         """End all requests; each is answered with the tokens sampled so far and finish `ABORTED`."""
-        ...
 
     async def pause(self, retract: bool = False) -> None:
         """Stop between two forward passes; returns when no token of the weights so far is still to come.
@@ -133,25 +101,20 @@ class Engine(AdapterHost, Protocol):
         Args:
             retract: drop the keys and values of running requests, which `resume` recomputes; False: keep them.
         """
-        ...
 
     async def flush(self) -> None:
         """Drop all cached prefixes; requires an engine without running requests (retracted requests wait)."""
-        ...
 
     async def resume(self) -> None:
         """Continue after `pause`."""
-        ...
 
     # Weights
 
     async def begin_update(self) -> None:
         """Open a weight update; the engine is paused."""
-        ...
 
     async def end_update(self) -> None:
         """Close the weight update; the engine still waits for `resume`."""
-        ...
 
     async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
         """Have the engine's ranks join a process group with the sender, for `load_bucket`; returns when all `world` ranks have joined.
@@ -163,11 +126,9 @@ class Engine(AdapterHost, Protocol):
             group: name of the group.
             backend: "gloo" or "nccl".
         """
-        ...
 
     async def load_files(self, folder: str, timeout_s: float) -> None:
         """Load the Hugging Face checkpoint in a directory; returns when it is loaded."""
-        ...
 
     async def load_bucket(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
@@ -180,7 +141,6 @@ class Engine(AdapterHost, Protocol):
             names: the tensors' names in the Hugging Face checkpoint.
             dtypes: torch's names: "bfloat16".
         """
-        ...
 
     async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
         """Have `asyncmoe.weights.receiver.worker.obey` execute one command in each rank's main thread.
@@ -192,22 +152,18 @@ class Engine(AdapterHost, Protocol):
             commands: one per rank.
             version: version of the weights from then on; None: unchanged.
         """
-        ...
 
     async def weights_version(self) -> int:
         """Return the version of the weights, which `command_receivers` or `set_version` has set; 0 before."""
-        ...
 
     async def set_version(self, version: int) -> None:
         """Set the version of the weights from the next sampled token on; the checkpoint's weights are version 0."""
-        ...
 
     async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
         """Return {parameter or buffer: checksum} for each rank.
 
         Names are the engine's own; a checksum is `asyncmoe.reshard.checksum` of the bytes.
         """
-        ...
 
 
 class EngineHandle(Protocol):
@@ -227,16 +183,13 @@ class EngineHandle(Protocol):
     @property
     def client(self) -> Engine:
         """The interface of the server."""
-        ...
 
     @property
     def died(self) -> str | None:
         """Why the process ended, or None while it runs."""
-        ...
 
     def kill(self) -> None:
         """End the process, at once or as soon as its machine hears of it; its requests in progress fail with `EngineLost`."""
-        ...
 
 
 class EngineProcess(EngineHandle, Protocol):
@@ -255,8 +208,6 @@ class EngineProcess(EngineHandle, Protocol):
             EngineError: the server died first.
             WaitTimeout: the start took longer than engines.start_timeout_s.
         """
-        ...
 
     async def stop(self) -> None:
         """Close the client, and end the server with every process it spawned."""
-        ...

@@ -20,7 +20,7 @@ import msgspec
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.engines.engine import EngineProcess
-from asyncmoe.engines.engine_stay import GRACE_S, ControllerLost, RunFailed, ServerLost, coming, controller, stay, unless, watch
+from asyncmoe.engines.engine_stay import GRACE_S, ControllerLost, RunFailed, ServerLost, coming, controller, first_of, stay, unless, watch
 from asyncmoe.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.errors import AsyncmoeError, EngineError, WaitTimeout
 from asyncmoe.rpc import address
@@ -86,9 +86,7 @@ async def serve_node(
 
 async def _hold(seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNodes], stop: asyncio.Event) -> None:
     """Hold the ranks of a node that is not the first."""
-    health, stopping = asyncio.create_task(watch(engine)), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait([orders, health, stopping], return_when=asyncio.FIRST_COMPLETED)
+    async with first_of(orders, watch(engine), stop.wait()) as (_, health, _):
         if orders.done():
             _obey(seat, orders.result())
         elif health.done():
@@ -98,9 +96,6 @@ async def _hold(seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNo
         else:
             log.info("%s leaves", seat.title)
             await seat.end("")
-    finally:
-        for task in (health, stopping):
-            task.cancel()
 
 
 async def _lead(
@@ -116,31 +111,26 @@ async def _lead(
     again: bool,
 ) -> None:
     """Join the run for all nodes, and stay in it."""
-    starting, stopping = asyncio.create_task(engine.wait_ready()), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait([orders, starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if orders.done():
-            return _obey(seat, orders.result())
-        if not starting.done():
-            await seat.end("it was stopped")
-            return
-        with coming(again=again):
-            starting.result()
-        # Ranks on several machines share memory with none that is on one of them.
-        place, parallel = (engine.url, key, "+".join(sorted(set(met.hosts)))), (engine.tp, engine.ep)
-        own, nodes = facts(engine.name), config.engines.nodes
-        request = EngineJoin(engine.name, *place, *parallel, config.digest, own, nodes=nodes, met=met.meeting)
-        await stay(config, run_dir, engine, seat.rendezvous, request, stop, again=again)
-    except ControllerLost as error:
-        raise ServerLost(str(error)) from error  # it comes anew, with all nodes, at the next controller
-    except AsyncmoeError as error:
-        if not orders.done():
-            await seat.end(str(error))
-        raise
-    finally:
-        for task in (starting, stopping):
-            task.cancel()
-        await asyncio.gather(starting, stopping, return_exceptions=True)
+    async with first_of(orders, engine.wait_ready(), stop.wait()) as (_, starting, _):
+        try:
+            if orders.done():
+                return _obey(seat, orders.result())
+            if not starting.done():
+                await seat.end("it was stopped")
+                return
+            with coming(again=again):
+                starting.result()
+            # Ranks on several machines share memory with none that is on one of them.
+            place, parallel = (engine.url, key, "+".join(sorted(set(met.hosts)))), (engine.tp, engine.ep)
+            own, nodes = facts(engine.name), config.engines.nodes
+            request = EngineJoin(engine.name, *place, *parallel, config.digest, own, nodes=nodes, met=met.meeting)
+            await stay(config, run_dir, engine, seat.rendezvous, request, stop, again=again)
+        except ControllerLost as error:
+            raise ServerLost(str(error)) from error  # it comes anew, with all nodes, at the next controller
+        except AsyncmoeError as error:
+            if not orders.done():
+                await seat.end(str(error))
+            raise
 
 
 def _obey(seat: Seat, order: EngineNodes) -> None:

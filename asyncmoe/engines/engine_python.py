@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,19 +25,9 @@ print("answer:", trouble)
 
 
 def engine_python(configured: Path | None) -> Path:
-    """Return `engines.python` if set, else the Python of `.venv-engine` beside this environment if it exists, else this Python.
-
-    Raises:
-        UserError: there is no program at that path.
-    """
+    """Return `engines.python` if set, else the Python of `.venv-engine` beside this environment if it exists, else this Python."""
     beside = Path(sys.prefix).parent / ".venv-engine" / "bin" / "python"
-    python = configured or (beside if beside.exists() else Path(sys.executable))
-    why = "which does not exist" if not python.exists() else "which is a directory" if python.is_dir() else None
-    if why is None and not os.access(python, os.X_OK):
-        why = "which cannot be executed"
-    if why is not None:
-        raise UserError("engines.python", got=f"{python}, {why}", expected=_WANTED, hint=f"run: {fix('engine')}")
-    return python
+    return configured or (beside if beside.exists() else Path(sys.executable))
 
 
 def check_engine_python(configured: Path | None) -> Path:
@@ -53,7 +42,7 @@ def check_engine_python(configured: Path | None) -> Path:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         why = f"no answer in {_ANSWER_S:.0f} s" if isinstance(error, subprocess.TimeoutExpired) else error.strerror
-        raise UserError("engines.python", got=f"{python}: {why}", expected=_WANTED) from error
+        raise UserError("engines.python", got=f"{python}: {why}", expected=_WANTED, hint=f"run: {fix('engine')}") from error
     answers = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("answer:")]
     if done.returncode or not answers:
         said = done.stderr.decode(errors="replace").strip().splitlines()

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -87,25 +87,14 @@ async def stay(
             if lost is None or error.controller:  # else the next one was lost before it answered
                 lost, until = error, time.monotonic() + config.engines.orphan_s
             log.warning("%s; waiting for the next controller", error)
-        successor = await unless(stop, following(run_dir, engine, until))
+        try:
+            successor = await unless(stop, controller(run_dir, until - time.monotonic(), engine))
+        except WaitTimeout:
+            raise WaitTimeout("the next controller", str(lost), config.engines.orphan_s) from None
         if successor is None:
-            if stop.is_set():
-                return
-            raise WaitTimeout("the next controller", str(lost), config.engines.orphan_s)
+            return
         # The facts were true when they were sent.
         rendezvous, request = successor, msgspec.structs.replace(request, facts=None, served=lost.controller)
-
-
-async def following(run_dir: Path, engine: EngineProcess, until: float) -> Rendezvous | None:
-    """Wait for a controller that answers; None: there was none in time. Raises ServerLost if the server dies meanwhile."""
-    while time.monotonic() < until:
-        heartbeats.beat("waiting for the next controller")
-        with contextlib.suppress(WaitTimeout):
-            return await asyncio.to_thread(keys.read, run_dir, 0.0)
-        if engine.died is not None:
-            raise ServerLost(f"{engine.name} died: {engine.died}")
-        await asyncio.sleep(_POLL_S)
-    return None
 
 
 async def ready(engine: EngineProcess, run_dir: Path, wait_s: float) -> Rendezvous:
@@ -114,16 +103,27 @@ async def ready(engine: EngineProcess, run_dir: Path, wait_s: float) -> Rendezvo
     return rendezvous
 
 
-async def controller(run_dir: Path, wait_s: float) -> Rendezvous:
-    """Wait for the controller, which may start after this process, and return its rendezvous."""
+async def controller(run_dir: Path, wait_s: float, engine: EngineProcess | None = None) -> Rendezvous:
+    """Wait for a controller, which may start after this process, and return its rendezvous.
+
+    Args:
+        engine: a server that serves meanwhile.
+
+    Raises:
+        WaitTimeout: there was none in time.
+        ServerLost: the server has died meanwhile.
+    """
     begin = time.monotonic()
     while True:
+        heartbeats.beat("waiting for a controller")
         try:
             return await asyncio.to_thread(keys.read, run_dir, 0.0)
         except WaitTimeout as error:
             waited = time.monotonic() - begin
             if waited > wait_s:
                 raise WaitTimeout(error.whom, error.what, waited) from None
+        if engine is not None and engine.died is not None:
+            raise ServerLost(f"{engine.name} died: {engine.died}")
         await asyncio.sleep(_POLL_S)
 
 
@@ -155,19 +155,11 @@ class _Stay:
                     raise ServerLost(f"{error}; it died meanwhile: {why}") from error
             assert isinstance(joined, EngineJoined)
             log.info("%s has joined", request.name)
-            orders = asyncio.create_task(self._orders(client, joined.controller))
-            health = asyncio.create_task(watch(self._engine))
-            stopping = asyncio.create_task(stop.wait())
-            done, _ = await asyncio.wait([orders, health, stopping], return_when=asyncio.FIRST_COMPLETED)
-            try:
-                if orders in done or health in done:
+            async with first_of(self._orders(client, joined.controller), watch(self._engine), stop.wait()) as (orders, health, _):
+                if orders.done() or health.done():
                     await self._ended(client, orders, health)
                 else:
                     await self._leave(client)
-            finally:
-                for task in (orders, health, stopping):
-                    task.cancel()
-                await asyncio.gather(orders, health, stopping, return_exceptions=True)
 
     async def _orders(self, client: AsyncClient, controller: str) -> EngineOrder:
         """Send heartbeats until an answer is the last order.
@@ -192,7 +184,7 @@ class _Stay:
             if reply.finished or reply.why:
                 return reply
 
-    async def _ended(self, client: AsyncClient, orders: asyncio.Task[EngineOrder], health: asyncio.Task[str]) -> None:
+    async def _ended(self, client: AsyncClient, orders: asyncio.Future[EngineOrder], health: asyncio.Future[str]) -> None:
         if orders.done():
             order = orders.result()
             if order.why:
@@ -212,11 +204,19 @@ class _Stay:
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
     """Return the result of `work`, or None if `stop` is set first."""
-    working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    async with first_of(work, stop.wait()) as (working, _):
+        result: T | None = working.result() if working.done() else None
+        return result
+
+
+@contextlib.asynccontextmanager
+async def first_of(*work: Awaitable[Any]) -> AsyncIterator[tuple[asyncio.Future[Any], ...]]:
+    """Do several things at once; begin the block with their futures once one is over, and cancel the others at its end."""
+    futures = tuple(map(asyncio.ensure_future, work))
     try:
-        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        yield futures
     finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)

@@ -2,9 +2,9 @@
 
 Each engine is probed: a probe succeeds once the engine produces any token, of whichever request, and generates one itself if the engine is
 idle. An engine that fails a probe, or lets a request time out, is a suspect: it gets requests only if all others are suspects too. An
-engine that stays silent is fenced. An engine that is paused for a weight update, or loads an adapter, is not probed: those calls have
-limits of their own. An engine that does not pause, or take a version, within `PAUSE_SHARE` of `hang_timeout_s` is fenced; the others wait
-for it only at first (`asyncmoe.weights.coordinator`).
+engine that stays silent is fenced. An engine that is paused for a weight update is not probed: those calls have limits of their own. An
+engine that does not pause, or take a version, within `PAUSE_SHARE` of `hang_timeout_s` is fenced; the others wait for it only at first
+(`asyncmoe.weights.coordinator`).
 """
 
 from __future__ import annotations

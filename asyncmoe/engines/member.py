@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from asyncmoe.engines.adapter_slots import ServedBy, TwoSlots
 from asyncmoe.engines.engine import EngineHandle
 from asyncmoe.telemetry.clock import unix
 
@@ -22,11 +19,8 @@ class Member:
     """An engine and its state in the pool.
 
     Attributes:
-        adapter: name of the adapter in its requests, or None.
-        slots: its adapter slots if every version is an adapter, else None.
         version, lineage: version the engine serves.
         in_flight: number of requests sent but not answered.
-        users: the same by adapter.
         elsewhere: the number of all rollout workers' requests.
         fenced: why it takes no more requests, or None.
         waiting: True if it has joined but not received a version.
@@ -39,12 +33,9 @@ class Member:
     """
 
     engine: EngineHandle
-    adapter: str | None = None
-    slots: TwoSlots | None = None
     version: int = 0
     lineage: int = 0
     in_flight: int = 0
-    users: Counter[str | None] = field(default_factory=Counter)
     elsewhere: int = 0
     fenced: str | None = None
     waiting: bool = False
@@ -56,19 +47,9 @@ class Member:
     serial: int = field(default_factory=_serials.__next__)
 
     @property
-    def served(self) -> ServedBy:
-        """The version and adapter that sample new requests."""
-        return ServedBy(self.version, self.adapter, self.lineage) if self.slots is None else self.slots.serving
-
-    @contextmanager
-    def serving(self) -> Iterator[ServedBy]:
-        """A context for one request; it yields the version and adapter that sample the request."""
-        served = self.served
-        self.users[served.adapter] += 1
-        try:
-            yield served
-        finally:
-            self.users[served.adapter] -= 1
+    def salt(self) -> str:
+        """The salt of prefixes that it computes: one version of two lineages has other weights in each."""
+        return str(self.version) if not self.lineage else f"{self.version}.{self.lineage}"
 
     def serve(self, version: int, lineage: int) -> None:
         """Note that the engine serves a version."""

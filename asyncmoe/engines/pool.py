@@ -21,11 +21,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 from asyncmoe.config.rollout import Order
-from asyncmoe.engines.adapter_slots import TwoSlots, attributed
 from asyncmoe.engines.engine import EngineHandle
 from asyncmoe.engines.gate import Gate
 from asyncmoe.engines.member import Member, RecordBusy
@@ -55,23 +53,15 @@ class Gates(Protocol):
 
     async def close_gates(self) -> int:
         """Have no worker send requests; return how many are in flight. More than none if a worker does not say."""
-        ...
 
     def open_gates(self) -> None:
         """Have the workers send requests again, with the versions that the engines serve now."""
-        ...
 
     def tell(self) -> None:
         """Tell the workers what has changed of the engines."""
-        ...
-
-    async def in_use(self, member: Member, adapter: str | None) -> bool:
-        """Return whether a worker's request uses an adapter of an engine, or may yet do so."""
-        ...
 
     async def late(self) -> int:
         """Return how many workers do not say that they know what they were told; `Member.elsewhere` is as the others say."""
-        ...
 
 
 class Pool:
@@ -92,7 +82,6 @@ class Pool:
         record: called for every interval in which an engine was generating.
         order: as `rollout.order`.
         adapter: name of the adapter that all requests are sampled with.
-        slots: True if instead every version is an adapter of its own.
     """
 
     def __init__(
@@ -104,15 +93,14 @@ class Pool:
         *,
         order: Order = "fifo",
         adapter: str | None = None,
-        slots: bool = False,
     ) -> None:
-        self._adapter, self._has_slots = adapter, slots
+        self._adapter = adapter
         self.generated_tokens = self.lost_tokens = self.recomputed_tokens = self.recalled_tokens = self.lineage = 0
         self._timeout_s, self._record, self._standstill = timeout_s, record, Standstill()
         self.returns: Callable[[float], bool] = lambda _: False
         self.elsewhere: Gates | None = None
         self._none_since: float | None = None
-        self.members = [self._member(engine) for engine in engines]
+        self.members = [Member(engine) for engine in engines]
         self._lengths, self._homes = Lengths(), Homes()
         self._gate = Gate(limit, Waiting(order, PATIENCE * limit, self._lengths))
 
@@ -207,8 +195,7 @@ class Pool:
 
     def join(self, engine: EngineHandle) -> Member:
         """Add an engine; it receives requests after its first version."""
-        member = self._member(engine)
-        member.waiting = True
+        member = Member(engine, waiting=True)
         self.members.append(member)
         return member
 
@@ -287,15 +274,6 @@ class Pool:
         for member in self.members:
             member.note_busy(self._record)
 
-    def _member(self, engine: EngineHandle) -> Member:
-        member = Member(engine, self._adapter)
-        if self._has_slots:
-            member.slots = TwoSlots(engine.client, self._timeout_s, partial(self._in_use, member))
-        return member
-
-    async def _in_use(self, member: Member, adapter: str | None) -> bool:
-        return member.users[adapter] > 0 or (self.elsewhere is not None and await self.elsewhere.in_use(member, adapter))
-
     async def _some(self) -> None:
         """Return when an engine serves; all engines may be waiting for their first version, or start again.
 
@@ -316,12 +294,8 @@ class Pool:
         member.entered()
         try:
             async with self._asking(member):
-                with member.serving() as serving:
-                    salt = serving.version
-                    client = member.engine.client
-                    generation = await client.generate(tokens, sampling, serving.salt, self._timeout_s, routed, serving.adapter, listener)
-                    if self._has_slots:
-                        generation = attributed(generation, serving)
+                salt, client = member.version, member.engine.client
+                generation = await client.generate(tokens, sampling, member.salt, self._timeout_s, routed, self._adapter, listener)
         finally:
             member.left(self._record)
         member.heard, member.suspect = time.monotonic(), False

@@ -98,8 +98,7 @@ class Prober:
 
         async def ask(tokens: Sequence[int]) -> Sequence[float]:
             async with places:
-                with member.serving():
-                    return (await member.engine.client.prompt_logprobs(tokens, self._timeout_s, None)).logprobs
+                return (await member.engine.client.prompt_logprobs(tokens, self._timeout_s)).logprobs
 
         found = await asyncio.gather(*(ask(tokens) for tokens in probe.tokens), return_exceptions=True)
         scored: list[tuple[Sequence[float], Sequence[float]]] = []

@@ -160,8 +160,6 @@ class Listener(Protocol):
 
     def hear(self, tokens: Sequence[int]) -> bool:
         """Take the next sampled tokens of the response; return True if it ends with one of them, which sets `kept`."""
-        ...
 
     def forget(self) -> None:
         """Forget all tokens: the response begins again."""
-        ...

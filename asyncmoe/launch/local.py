@@ -152,10 +152,7 @@ def prepare(config: Config) -> Path:
         given = yaml.safe_dump(moved.absolute(config).model_dump(mode="json"), sort_keys=False)
         storage.replace(config.run.dir / origin.FILE, kept.encode())
         storage.replace(file, given.encode())
-        engines = None
-        with suppress(UserError):  # it is not on this machine, as where engines join
-            engines = engine_python(config.engines.python)
-        versions.record(config.run.dir, engines)
+        versions.record(config.run.dir, engine_python(config.engines.python))
     return file
 
 

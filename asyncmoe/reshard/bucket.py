@@ -38,9 +38,7 @@ def buckets(layout: RankLayout, bucket_bytes: int, glued: Container[str] = ()) -
     Args:
         glued: storages that must be in the same bucket as the preceding storage of their dtype.
     """
-    pieces: dict[str, list[Piece]] = {name: [] for name in layout.storages}
-    for piece in layout.pieces:
-        pieces[piece.storage].append(piece)
+    pieces = layout.pieces_by_storage
     return [_bucket(layout, names, pieces) for names in _groups(layout, bucket_bytes, glued)]
 
 

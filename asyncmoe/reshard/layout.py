@@ -102,6 +102,14 @@ class RankLayout:
             return self.pieces.blocks
         return (Block(self.storages, tuple(self.pieces)),)
 
+    @property
+    def pieces_by_storage(self) -> dict[str, list[Piece]]:
+        """The pieces of each storage, in their order."""
+        found: dict[str, list[Piece]] = {name: [] for name in self.storages}
+        for piece in self.pieces:
+            found[piece.storage].append(piece)
+        return found
+
     def at(self, rank: int) -> RankLayout:
         """Return the same layout for another rank. Planning processes all layouts derived this way only once."""
         return replace(self, rank=rank)

@@ -77,12 +77,12 @@ class Match:
         self.side.update(state)
         return state.hexdigest()
 
-    def part(self, ranks: Iterable[int]) -> tuple[np.ndarray, list[tuple[int, int, int, int, int]]]:
+    def part(self, ranks: Iterable[int]) -> tuple[np.ndarray, list[tuple[int, int, int, int]]]:
         """Return the copies with one of `ranks` as source or destination.
 
         Returns:
             int64[n, columns of csrc/plan.h], and for each pair of ranks, in order: (source, destination, bytes on the wire, index after the
-            pair's last copy, check).
+            pair's last copy).
         """
         return self._matching.part(np.array(sorted({*ranks} & {*self.ranks}), np.int64))
 

@@ -134,7 +134,7 @@ def plan_each(
 def assemble(match: Match, ranks: Iterable[int] | None) -> Plan:
     """Return the plan of a match, or the part of it that involves some ranks."""
     copies, pairs = match.part(match.ranks if ranks is None else ranks)
-    ends = np.array([last for _, _, _, last, _ in pairs], np.int64)
+    ends = np.array([last for *_, last in pairs], np.int64)
     counts = np.diff(ends, prepend=0)
     sender = np.repeat(np.array([pair[0] for pair in pairs], np.int64), counts)
     receiver = np.repeat(np.array([pair[1] for pair in pairs], np.int64), counts)
@@ -143,7 +143,7 @@ def assemble(match: Match, ranks: Iterable[int] | None) -> Plan:
     copies.flags.writeable = False
     transfers = tuple(
         Transfer(source, destination, nbytes, copies[last - count : last])
-        for (source, destination, nbytes, last, _), count in zip(pairs, counts.tolist(), strict=True)
+        for (source, destination, nbytes, last), count in zip(pairs, counts.tolist(), strict=True)
     )
     return Plan(sources, destinations, transfers, match)
 

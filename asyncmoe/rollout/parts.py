@@ -31,7 +31,7 @@ from asyncmoe.rollout.scoring.plugin import close_own
 from asyncmoe.rollout.scoring.types import Scorer
 from asyncmoe.rollout.tasks import EvaluationQuestions, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory.recording import Recording
+from asyncmoe.trajectory import Recording
 
 _MOST_THREADS, _END_S = 4096, 15.0
 

@@ -179,13 +179,6 @@ class WeightsCommit(TrainerMessage, frozen=True):
     update: Count = 0
 
 
-class WeightsAdapter(TrainerMessage, frozen=True):
-    """Every engine loads the adapter in `folder` and samples new requests with it, as `version`."""
-
-    version: Count
-    folder: str
-
-
 class WeightsFiles(TrainerMessage, frozen=True):
     """Every engine pauses, loads the Hugging Face checkpoint in `folder` as `version`, and resumes; `checksums` as in `WeightsCommit`."""
 
@@ -370,7 +363,6 @@ Request = (
     | WeightsBegin
     | WeightsBucket
     | WeightsCommit
-    | WeightsAdapter
     | WeightsFiles
     | WeightsAbort
     | EnginesAsk

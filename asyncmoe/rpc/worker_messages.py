@@ -29,8 +29,6 @@ class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str
     version: Count
     lineage: Count
-    adapter: str | None = None
-    """Name of the adapter that the version is sampled with."""
     suspect: bool = False
     waiting: bool = False
     """It gets no requests until it has a version, nor if it is `leaving`."""
@@ -44,14 +42,12 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
         serial: as in `WorkerEngine`.
         heard_s: seconds since it last answered; None: it never has.
         failed: why the worker does not use it any more; empty: it does.
-        adapters: names of those that its requests in flight are sampled with; None: without one.
     """
 
     serial: Count
     in_flight: Count
     heard_s: float | None = None
     failed: str = ""
-    adapters: tuple[str | None, ...] = ()
 
 
 Busy = tuple[str, float, float]

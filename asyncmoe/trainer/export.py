@@ -8,6 +8,9 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from asyncmoe.platform import megatron
 
 megatron.prepare()
@@ -20,12 +23,12 @@ from asyncmoe.config import Config  # noqa: E402
 from asyncmoe.errors import AsyncmoeError, StorageError  # noqa: E402
 from asyncmoe.models import family_of  # noqa: E402
 from asyncmoe.models.lora import peft  # noqa: E402
+from asyncmoe.models.lora.adapter import Adapter  # noqa: E402
 from asyncmoe.process import WARNING, die_with_parent, leave, named, say  # noqa: E402
-from asyncmoe.trainer.lora.files import gathered  # noqa: E402
 from asyncmoe.trainer.lora.merge import merge  # noqa: E402
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh  # noqa: E402
 from asyncmoe.trainer.model.gpt import Model  # noqa: E402
-from asyncmoe.weights.sender.gather import Gatherer  # noqa: E402
+from asyncmoe.weights.sender.gather import Gatherer, tensors_in  # noqa: E402
 from asyncmoe.weights.sender.hf_files import SHARD_BYTES, unfinished, write_hf  # noqa: E402
 
 
@@ -78,14 +81,22 @@ def write_adapter(built: Model, origin: Path, out: Path, gatherer: Gatherer) -> 
     assert built.adapter is not None
     shape, kind = family_of(built.hf).shape_of(built.hf), built.adapter
     peft.check_expressible(shape, kind)
-    whole = gathered(built, gatherer)
-    if whole is None:
+    halves: dict[str, np.ndarray] = {}
+    for bucket, flat in gatherer.run():
+        if flat is not None:
+            halves |= {name: _array(tensor) for name, tensor in tensors_in(bucket, flat.cpu()).items()}
+    if built.mesh.rank:
         return
+    whole = Adapter(kind, str(built.dtype).removeprefix("torch."), halves)
     writing = unfinished(out)
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
     peft.write(writing, peft.to_peft(shape, whole, str(origin)))
     writing.rename(out)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def main() -> None:

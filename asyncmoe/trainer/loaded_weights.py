@@ -14,7 +14,7 @@ import numpy as np
 from asyncmoe.config import Config
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.messages import EnginesAsk, Probe, WeightsLoaded
-from asyncmoe.trainer.data.batch import pack
+from asyncmoe.trainer.data.batch_client import Update, microbatches
 from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model.gpt import Model
@@ -60,22 +60,10 @@ def compare(model: Model, expected: ExpectedChecksums, client: Client, step: int
 def _scored(model: Model, config: Config, texts: Sequence[Sequence[int]]) -> dict[int, np.ndarray]:
     """Return the log-probabilities of texts, float32[T] by number, at temperature 1; routers choose live."""
     mesh, trainer, bare = model.mesh, config.trainer, {i: _bare(i, np.asarray(text, np.int32)) for i, text in enumerate(texts)}
-    lengths, nothing = [len(text) for text in texts], np.zeros(len(texts))
+    lengths = [len(text) for text in texts]
     planned = schedule(lengths, mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid)
-    made = [
-        pack(
-            bare,
-            indices,
-            advantages=nothing,
-            weights=nothing,
-            grid=mesh.grid,
-            packed=trainer.pack,
-            rows=planned.rows,
-            cp_rank=mesh.cp_rank,
-        )
-        for indices in planned.ranks[mesh.dp_rank]
-    ]
-    return logprobs_only(model, made, lengths, 1.0)
+    update = Update(tuple(bare), planned, dict.fromkeys(bare, 0.0))
+    return logprobs_only(model, microbatches(update, bare, dict.fromkeys(bare, np.zeros(1)), config, mesh), lengths, 1.0)
 
 
 def _bare(number: int, tokens: np.ndarray) -> Trajectory:

@@ -31,7 +31,6 @@ from asyncmoe.trainer.batch_trainer import Learned, Learner
 from asyncmoe.trainer.checks import SKIPPED
 from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.lora import canonical
-from asyncmoe.trainer.lora.files import AdapterFiles
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from asyncmoe.trainer.model.replay import Replay
@@ -324,7 +323,5 @@ def publisher(config: Config, built: gpt.Model, client: Client, expected: Expect
         return ReshardPublisher(config, built, client, expected)
     if config.sync.method == "disk":
         return DiskPublisher(config, built, client, expected)
-    if built.adapter is not None:
-        return AdapterFiles(config, built, client)
     gatherer = Gatherer(built, config.sync.bucket_bytes, config.sync.timeout_s, quantised=True)
     return BroadcastPublisher(config, gatherer, client, built.mesh, expected)

@@ -3,12 +3,11 @@
 Depends only on `asyncmoe.errors`, NumPy and msgspec; csrc/trajectory packs routes and masks.
 """
 
-from asyncmoe.trajectory.codec import Limits, decode, encode, frames_in, part
+from asyncmoe.trajectory.codec import decode, encode, frames_in, part
 from asyncmoe.trajectory.masks import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
 from asyncmoe.trajectory.native import Buffer
-from asyncmoe.trajectory.recording import NOTHING, Recording
 from asyncmoe.trajectory.routes import Routes, Routing, decode_routes, encode_routes, expect_valid
-from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Trajectory
+from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, NOTHING, OPTIONAL, Recording, Trajectory
 from asyncmoe.trajectory.validation import validate
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "OPTIONAL",
     "Buffer",
     "EncodedMasks",
-    "Limits",
     "Masks",
     "Recording",
     "Routes",

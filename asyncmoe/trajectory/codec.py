@@ -1,14 +1,14 @@
 """The wire format of a trajectory.
 
 A msgpack header (names, dtypes, shapes, digests), then one raw little-endian frame per array, one for the encoded routes and one for the
-encoded masks; the frame of an absent part is empty. Decoding checks every length against the header and against `Limits` before it
+encoded masks; the frame of an absent part is empty. Decoding checks every length against the header and against upper bounds before it
 allocates memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,13 +19,8 @@ from asyncmoe.trajectory.native import Buffer, crc32c
 from asyncmoe.trajectory.routes import Routes, check_routes
 from asyncmoe.trajectory.trajectory import ARRAYS, OPTIONAL, Trajectory
 
-
-@dataclass(frozen=True)
-class Limits:
-    """Upper bounds that the decoder enforces before it allocates memory."""
-
-    max_tokens: int = 1 << 20
-    max_header_bytes: int = 64 << 10
+MAX_TOKENS = 1 << 20
+MAX_HEADER_BYTES = 64 << 10
 
 
 class _ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,6 +63,10 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forked: int = 0
 
 
+_PLAIN = tuple(name for name in _Header.__struct_fields__ if name not in ("arrays", "digest", "routes", "masks"))
+"""The fields of a trajectory that the header has as they are."""
+
+
 def encode(trajectory: Trajectory) -> list[Buffer]:
     """Encode as a header frame, one frame per array of `ARRAYS` and `OPTIONAL`, then routes and masks. Does not copy contiguous arrays.
 
@@ -89,23 +88,13 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
     digest = 0
     for a in arrays.values():
         digest = crc32c(a.data.cast("B"), digest)
+    plain: dict[str, Any] = {name: getattr(trajectory, name) for name in _PLAIN}
     header = _Header(
-        key=trajectory.key,
-        group=trajectory.group,
-        episode=trajectory.episode,
-        agent=trajectory.agent,
-        attempt=trajectory.attempt,
-        reward=float(trajectory.reward),
-        finish=trajectory.finish,
-        prefix_version=trajectory.prefix_version,
-        seconds=trajectory.seconds,
+        **plain | {"reward": float(trajectory.reward)},
         arrays=tuple(_ArraySpec(n, dtypes[n], a.shape) for n, a in arrays.items()),
         digest=digest,
         routes=None if r is None else _RoutesSpec(r.rows, r.layers, r.top_k, r.experts, r.digests),
         masks=None if m is None else _MasksSpec(m.rows, m.ids, m.vocabulary, m.digest),
-        branch=trajectory.branch,
-        parent=trajectory.parent,
-        forked=trajectory.forked,
     )
     record: tuple[Buffer, Buffer] = (b"" if r is None else r.planes, b"" if m is None else m.data)
     every: list[Buffer] = [arrays[n].data.cast("B") if n in arrays else b"" for n in (*ARRAYS, *OPTIONAL)]
@@ -152,44 +141,28 @@ def frames_in(trajectory_count: int) -> int:
     return trajectory_count * (1 + len(ARRAYS) + len(OPTIONAL) + 2)
 
 
-def decode(frames: Sequence[Buffer], limits: Limits | None = None) -> Trajectory:
+def decode(frames: Sequence[Buffer]) -> Trajectory:
     """The inverse of `encode`; arrays are read-only views of the frames.
 
     Raises:
-        ProtocolError: a frame count, length, dtype, shape or digest disagrees with the header or exceeds `limits`.
+        ProtocolError: a frame count, length, dtype, shape or digest disagrees with the header, or exceeds its bound.
     """
-    limits = limits or Limits()
     if len(frames) != frames_in(1):
         raise ProtocolError(f"trajectory: got {len(frames)} frames, expected {frames_in(1)}")
     head, *views, routes_frame, masks_frame = (memoryview(frame).cast("B") for frame in frames)
-    if len(head) > limits.max_header_bytes:
-        raise ProtocolError(f"trajectory header: got {len(head)} bytes, expected at most {limits.max_header_bytes}")
+    if len(head) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"trajectory header: got {len(head)} bytes, expected at most {MAX_HEADER_BYTES}")
     try:
         header = msgspec.msgpack.decode(head, type=_Header)
     # In addition to its own error, msgspec raises ValueError for invalid UTF-8 and RecursionError for deep nesting.
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"trajectory header: {error}") from error
-    h, arrays = header, _read_arrays(header, views, limits)
-    return Trajectory(
-        h.key,
-        h.group,
-        h.episode,
-        reward=h.reward,
-        finish=h.finish,
-        prefix_version=h.prefix_version,
-        agent=h.agent,
-        branch=h.branch,
-        parent=h.parent,
-        forked=h.forked,
-        attempt=h.attempt,
-        seconds=h.seconds,
-        routes=_read_routes(h, routes_frame),
-        masks=_read_masks(h, masks_frame),
-        **arrays,
-    )
+    plain: dict[str, Any] = {name: getattr(header, name) for name in _PLAIN}
+    arrays = _read_arrays(header, views)
+    return Trajectory(**plain, **arrays, routes=_read_routes(header, routes_frame), masks=_read_masks(header, masks_frame))
 
 
-def _read_arrays(header: _Header, frames: Sequence[memoryview], limits: Limits) -> dict[str, np.ndarray]:
+def _read_arrays(header: _Header, frames: Sequence[memoryview]) -> dict[str, np.ndarray]:
     specs = {s.name: s for s in header.arrays}
     expected = ARRAYS | {n: dtype for n, dtype in OPTIONAL.items() if n in specs}
     got = [(s.name, s.dtype) for s in header.arrays]
@@ -202,16 +175,16 @@ def _read_arrays(header: _Header, frames: Sequence[memoryview], limits: Limits) 
         if name not in specs:
             _expect_empty(header, name, frame)
             continue
-        arrays[name] = _read(header.key, specs[name], frame, limits)
+        arrays[name] = _read(header.key, specs[name], frame)
         digest = crc32c(frame, digest)
     if digest != header.digest:
         raise ProtocolError(f"trajectory {header.key}: got digest {digest:08x}, expected {header.digest:08x}")
     return arrays
 
 
-def _read(key: str, spec: _ArraySpec, frame: memoryview, limits: Limits) -> np.ndarray:
-    if len(spec.shape) != 1 or not 1 <= spec.shape[0] <= limits.max_tokens:
-        raise ProtocolError(f"trajectory {key} {spec.name}: got shape {spec.shape}, expected [T] with 1 <= T <= {limits.max_tokens}")
+def _read(key: str, spec: _ArraySpec, frame: memoryview) -> np.ndarray:
+    if len(spec.shape) != 1 or not 1 <= spec.shape[0] <= MAX_TOKENS:
+        raise ProtocolError(f"trajectory {key} {spec.name}: got shape {spec.shape}, expected [T] with 1 <= T <= {MAX_TOKENS}")
     expected = spec.shape[0] * np.dtype(spec.dtype).itemsize
     if len(frame) != expected:
         raise ProtocolError(f"trajectory {key} {spec.name}: got {len(frame)} bytes, expected {expected}")

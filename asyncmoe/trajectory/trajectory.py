@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncmoe.trajectory.masks import EncodedMasks
-from asyncmoe.trajectory.routes import Routes
+from asyncmoe.trajectory.routes import Routes, Routing
 
 NOT_SAMPLED = -1
 """Value of `versions` for a token that the policy did not sample (prompt, observation)."""
@@ -87,3 +87,27 @@ class Trajectory:
         """Whether every key, value and token is known to come from one weight version."""
         sampled = self.versions[self.versions != NOT_SAMPLED]
         return len(sampled) > 0 and bool((sampled == self.prefix_version).all())
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The data that engines must return and that a sampled trajectory must carry to be trained on.
+
+    Attributes:
+        routing: the model's routing, if the experts of every token are recorded; None: they are not.
+        masks: the ids from which every token was sampled are recorded, and its log-probability is over these ids; if false, it is over
+            the whole vocabulary.
+        vocabulary: size of the vocabulary; None: token ids are not checked.
+        rewards: steps have rewards.
+        teacher: a teacher supplies log-probabilities.
+    """
+
+    routing: Routing | None = None
+    masks: bool = False
+    vocabulary: int | None = None
+    rewards: bool = False
+    teacher: bool = False
+
+
+NOTHING = Recording()
+"""No additional data."""

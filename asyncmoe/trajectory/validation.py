@@ -6,9 +6,8 @@ import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory.masks import EncodedMasks, decode_masks, token_outside
-from asyncmoe.trajectory.recording import NOTHING, Recording
 from asyncmoe.trajectory.routes import Routes, Routing, check_routes
-from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, OPTIONAL, Trajectory
+from asyncmoe.trajectory.trajectory import ARRAYS, NOT_SAMPLED, NOTHING, OPTIONAL, Recording, Trajectory
 
 
 def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_version: int | None = None) -> None:

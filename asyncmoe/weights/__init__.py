@@ -2,7 +2,7 @@
 
 `sender/` runs in the trainer's ranks, `receiver/` inside every SGLang worker, `coordinator/` in the controller, which pauses the engines
 and keeps the ledger of who serves which version. `protocol.py` has the messages between trainer and engine ranks; what either asks of the
-controller is in `asyncmoe.rpc.messages`. A version takes one of four ways: shard to shard (`sender/reshard.py`), by broadcast
-(`sender/broadcast.py`), through a directory (`sender/disk.py`), or as the files of an adapter (`asyncmoe.trainer.lora.files`).
+controller is in `asyncmoe.rpc.messages`. A version takes one of three ways: shard to shard (`sender/reshard.py`), by broadcast
+(`sender/broadcast.py`), or through a directory (`sender/disk.py`).
 `sender/__init__.py` tells the steps in their order.
 """

@@ -1,4 +1,4 @@
-"""A real engine with adapters computes what the merged weights do, and changes them without a request noticing."""
+"""A real engine with adapters computes what the merged weights do."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from asyncmoe.engines.adapter_slots import ServedBy, attributed
-from asyncmoe.engines.member import Member
+from asyncmoe.engines.sglang.connection import Acknowledged
 from asyncmoe.engines.sglang.lora import flags
 from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.engines.types import Generation, Sampling
@@ -21,20 +19,15 @@ from asyncmoe.errors import EngineError
 from asyncmoe.models import load_hf_config, qwen3_moe
 from asyncmoe.models.lora.adapter import Adapter, Experts, Kind
 from asyncmoe.models.lora.peft import write_served
-from asyncmoe.models.make import VOCAB
 from asyncmoe.models.shape import Shape
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
-from asyncmoe.trajectory import Recording, Routing, decode_routes, validate
 from tests.engine.conftest import running, settings
-from tests.engine.oracle import TIE, Merged, gaps, routes
+from tests.engine.oracle import Merged
 from tests.unit.adapters import ALL, random_adapter
-from tests.unit.test_adapters_slots import engine, publish
 
 pytestmark = pytest.mark.engine
 
 LIMIT = 6
 """Of the rank; adapters have less, so that what a slot holds besides them is seen."""
-WORKERS = 8
 
 
 @dataclass
@@ -52,6 +45,9 @@ class Rig:
     def write(self, folder: Path, adapter: Adapter) -> Path:
         folder.mkdir()
         return write_served(folder, self.m, adapter)
+
+    async def unload(self, name: str) -> None:
+        await self.engine.client._post("/unload_lora_adapter", {"lora_name": name}, Acknowledged, 60.0)
 
     async def generate(self, prompt: tuple[int, ...], adapter: str | None, tokens: int = 16) -> Generation:
         return await self.engine.client.generate(prompt, Sampling(0.8, tokens, ()), "0", 60.0, adapter=adapter)
@@ -90,7 +86,7 @@ def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path
         # At once with requests that have none.
         with_it, base = await asyncio.gather(ask(name), ask(None))
         assert max(plain.difference(p, g.tokens, g.logprobs, 0.8) for p, g in zip(prompts, base, strict=True)) < 1e-4
-        await client.unload_adapter(name, 60.0)
+        await rig.unload(name)
         return with_it
 
     plain = Merged(model, rig.m, None)
@@ -117,89 +113,9 @@ def test_many_prompts_of_one_adapter_may_come_at_once(rig: Rig, model: Path, tmp
         await asyncio.sleep(0.5)  # so that they wait together
         await client.resume()
         found = await asyncio.gather(*asked)
-        await client.unload_adapter("many", 60.0)
+        await rig.unload("many")
         return found
 
     merged = Merged(model, rig.m, adapter)
     found = rig.run(use())
     assert max(merged.difference(p, g.tokens, g.logprobs, 0.8) for p, g in zip(prompts, found, strict=True)) < 1e-4
-
-
-def test_a_record_under_an_adapter_has_its_version_and_its_routes(rig: Rig, model: Path, tmp_path: Path) -> None:
-    adapter = random_adapter(rig.m, rig.kind(), 4)
-    recording, prompt = Recording(Routing(4, (0, 1, 2, 3), 2, 8), vocabulary=VOCAB), (20, 30, 40)
-
-    async def use() -> Generation:
-        slots = engine(rig.engine.client, 60.0)
-        await publish(slots, 7, rig.write(tmp_path / "7", adapter))
-        with slots.serving() as serving:
-            sampling = Sampling(0.8, 16, (), recording=recording)
-            generation = await rig.engine.client.generate(prompt, sampling, "7", 60.0, adapter=serving.adapter)
-        await rig.engine.client.unload_adapter("v7", 60.0)
-        return attributed(generation, serving)
-
-    record = assemble([Turn(prompt, rig.run(use()), 7)], EpisodeId(0, 0, 0), recording, 0.0, {})
-    validate(record, recording, newest_version=7)
-    assert set(record.versions[record.loss_mask].tolist()) == {7}
-    assert record.is_pure
-    assert record.routes is not None
-    with_it, without = (routes(Merged(model, rig.m, one).model, record.tokens) for one in (adapter, None))
-    np.testing.assert_array_equal(decode_routes(record.routes, "g0"), with_it)
-    assert (with_it != without).any()
-
-
-def test_swaps_under_load(rig: Rig, model: Path, tmp_path: Path, thorough: bool) -> None:
-    """More than there are slots: each is used again."""
-    newest = 20 if thorough else 6
-    made = {version: random_adapter(rig.m, rig.kind(), 100 + version) for version in range(1, newest + 1)}
-    answers: list[tuple[tuple[int, ...], ServedBy, Generation, bool]] = []
-
-    async def load(slots: Member, worker: int, done: asyncio.Event) -> None:
-        turn, last = 0, False
-        while not last:
-            # One more after the last version is there.
-            last = done.is_set()
-            prompt, turn = (9, worker, turn % 50), turn + 1
-            with slots.serving() as serving:
-                generation = await rig.generate(prompt, serving.adapter, 8 + 8 * worker)
-            answers.append((prompt, serving, attributed(generation, serving), slots.served != serving))
-
-    async def swap(slots: Member, done: asyncio.Event) -> None:
-        for version, adapter in made.items():
-            folder = rig.write(tmp_path / str(version), adapter)
-            await publish(slots, version, folder)
-            shutil.rmtree(folder)
-            await asyncio.sleep(0.1)
-        done.set()
-
-    async def everything() -> None:
-        done = asyncio.Event()
-        slots = engine(rig.engine.client, 60.0)
-        async with asyncio.timeout(300):
-            await asyncio.gather(swap(slots, done), *(load(slots, worker, done) for worker in range(WORKERS)))
-        for version in (newest - 1, newest):
-            await rig.engine.client.unload_adapter(f"v{version}", 60.0)
-
-    rig.run(everything())
-    versions = {serving.version for _, serving, _, _ in answers}
-    overtaken = sum(late for *_, late in answers)
-    worst = apart = 0.0
-    ties = 0
-    for version in sorted(versions):
-        merged = Merged(model, rig.m, made.get(version))
-        for prompt, serving, generation, _ in answers:
-            assert [span.version for span in generation.spans] == [str(serving.version)]
-            if serving.version == version:
-                found = merged.difference(prompt, generation.tokens, generation.logprobs, 0.8)
-                gap = 1.0 if found < 1e-4 else float(gaps(merged.model, np.array([*prompt, *generation.tokens])).min())
-                if gap < TIE:  # a router may decide it either way, and what follows differs
-                    ties += 1
-                else:
-                    worst = max(worst, found)
-            elif serving.version == version + 1 and not apart:
-                apart = merged.difference(prompt, generation.tokens, generation.logprobs, 0.8)
-    assert versions >= made.keys()
-    assert overtaken >= newest
-    assert worst < 1e-4
-    assert ties <= len(answers) // 50
-    assert apart > 0.05

@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncmoe.engines.sglang.answer import answer, packed_answer, response
+from asyncmoe.engines.sglang.answer import packed_answer, response
 from asyncmoe.engines.sglang.generation import request_body
+from asyncmoe.engines.sglang.streaming import answer
 from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import VOCAB
 from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
@@ -33,7 +34,7 @@ def test_a_real_engine_packs_its_answer(rig: Rig, routing: Routing | None, masks
     reply = rig.run(client._ask("/generate", body, 60.0, MEDIA_TYPE))
     assert reply.kind == MEDIA_TYPE
     made = response("engine", packed_answer(reply.body), recording)
-    shown = response("engine", answer(rig.run(client._send("/generate", body, 60.0))), recording)
+    shown = response("engine", answer("engine", rig.run(client._send("/generate", body, 60.0))), recording)
     assert made.tokens.tolist() == shown.tokens.tolist()
     assert np.allclose(made.logprobs, shown.logprobs, atol=1e-4)
     assert (made.spans, made.finish) == (shown.spans, shown.finish)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from fake_nccl import built
 from reshard_gpu_fakes import FakeGpu
 from reshard_ranks import on_ranks
@@ -25,7 +26,7 @@ from asyncmoe.weights import protocol
 from asyncmoe.weights.receiver import channel, channel_end
 
 WORLD, UPDATE = 3, 3
-SIDE: Any = SimpleNamespace(stream=SimpleNamespace(cuda_stream=0, device=SimpleNamespace(index=0)))
+SIDE: Any = SimpleNamespace(handle=0, device=torch.device("cuda", 0), relieve=lambda: None)
 
 
 class Met:

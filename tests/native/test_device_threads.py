@@ -23,6 +23,7 @@ from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, LocalTransport, ipc_
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.transport import Lane, MessageLink
 from asyncmoe.weights import protocol
+from asyncmoe.weights.receiver.channel import HOST
 from asyncmoe.weights.sender.publisher import Published
 from asyncmoe.weights.sender.reshard import ReshardPublisher
 
@@ -159,7 +160,7 @@ def test_a_receiver_on_device_1_receives_and_commits(machine: Machine, rig: Rig,
     assert waits[0], "nothing is written before the commit"
     assert waits[1] == waits[0], "a commit waits for what reads the weights before it writes them"
     assert waits[-1] == rig.wrong == [], "a commit returns when its copies are done"
-    assert made_in == {receiver._side.stream for receiver in rig.receivers if receiver._side}
+    assert made_in == {receiver._side.stream for receiver in rig.receivers if receiver._side.stream}
     assert machine.contexts == {1}
 
 
@@ -180,7 +181,7 @@ class OneRank(ReshardPublisher):
         mesh = SimpleNamespace(device=torch.device("cuda", 1), rank=0, world=1)
         vars(self).update(_model=SimpleNamespace(mesh=mesh), _expected=SimpleNamespace(of_next=lambda: ()), _act=act)
         vars(self).update(_config=SimpleNamespace(engines=SimpleNamespace(start_timeout_s=5.0)), _sync=SimpleNamespace(timeout_s=5.0))
-        vars(self).update(_sources=SimpleNamespace(refresh=lambda: None), _side=None)
+        vars(self).update(_sources=SimpleNamespace(refresh=lambda: None), _side=HOST)
         self._settling, self._sent, self._hold = threading.Event(), threading.Event(), threading.Lock()
 
     def _publish(self, version: int, expected: Any) -> Published | None:

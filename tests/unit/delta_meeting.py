@@ -226,7 +226,7 @@ def meet(
     for rank, store in enumerate(stores):
         rig.sources.append({name: one.as_subclass(there) for name, one in tensors_of(rig.layout(rank), values).items()})
         mesh = SimpleNamespace(rank=rank, device=place, world=2)
-        side = SideStream(place) if place.type == "cuda" else None
+        side = SideStream(place)
         met = Meeting(1, store, terms, transfer_plan.route(terms, rank))
         event: Any = SimpleNamespace(set=lambda: None)
         rig.senders.append(Sender(config, SimpleNamespace(mesh=mesh), rig, met, rig.sources[rank], side, event))  # type: ignore[arg-type]

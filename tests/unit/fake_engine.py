@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from asyncmoe.engines.engine import EngineHandle
@@ -39,7 +38,6 @@ class FakeEngine:
     def __init__(self, name: str) -> None:
         self.name, self.version, self.partial = name, 0, False
         self.paused, self.updating, self.dead, self.hangs = False, False, False, False
-        self.adapters: set[str] = set()
         self.failures: deque[type[EngineError] | None] = deque()
         self.wrong: list[str] = []
         self._aborting = 0
@@ -65,10 +63,7 @@ class FakeEngine:
         adapter: str | None = None,
         listener: Listener | None = None,
     ) -> Generation:
-        if adapter is not None and adapter not in self.adapters:
-            raise EngineError(f"{self.name}: no adapter {adapter}")
-        if adapter is None:
-            self._check(salt.split(".")[0] == str(self.version), f"began under version {self.version} with the salt {salt}")
+        self._check(salt.split(".")[0] == str(self.version), f"began under version {self.version} with the salt {salt}")
         versions: list[int] = []
         aborting, until = self._aborting, time.monotonic() + timeout_s
         while len(versions) < sampling.max_new_tokens and aborting == self._aborting:
@@ -86,7 +81,7 @@ class FakeEngine:
         finish = "length" if len(versions) == sampling.max_new_tokens else ABORTED
         return Generation.of(made, (-1.0,) * len(made), _spans(versions), finish, 0)
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
         await self._called()
         return PromptLogprobs((0.0, *(-float(token) for token in tokens[1:])), str(self.version))
 
@@ -155,14 +150,6 @@ class FakeEngine:
     async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
         await self._called()
         return ({"weight": str(self.version)},)
-
-    async def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
-        await self._called()
-        self.adapters.add(name)
-
-    async def unload_adapter(self, name: str, timeout_s: float) -> None:
-        await self._called()
-        self.adapters.remove(name)
 
     def _check(self, right: bool, wrong: str) -> None:
         if not right:

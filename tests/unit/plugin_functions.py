@@ -55,9 +55,6 @@ def centred(responses: Responses) -> np.ndarray:
 def no_argument() -> None: ...
 
 
-async def coroutine(rows: PolicyRows) -> None: ...
-
-
 def raises(given: Any) -> Any:
     raise ZeroDivisionError("no\nmean")
 

@@ -15,7 +15,7 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import family_of
 from asyncmoe.models.cost import attention_width
 from asyncmoe.trainer.data.batch import MicroBatch, pack
-from asyncmoe.trainer.data.schedule import BatchGrid, Schedule, best_fit_decreasing, cost, schedule, split_updates
+from asyncmoe.trainer.data.schedule import BatchGrid, best_fit_decreasing, cost, schedule, split_updates
 from asyncmoe.trajectory import NOT_SAMPLED, Routing, Trajectory, decode, decode_routes, encode, encode_routes
 from asyncmoe.trajectory.routes import check_routes
 from benchmarks.published import REAL
@@ -63,16 +63,6 @@ def test_ranks_are_balanced_and_in_lockstep(shape: dict) -> None:
     assert max(map(sum, sizes)) - min(map(sum, sizes)) <= max(max(s) for s in sizes)
     for before, after in zip(zip(*sizes, strict=True), list(zip(*sizes, strict=True))[1:], strict=False):
         assert min(before) >= max(after)  # whatever waits for the m-th of another rank waits for one of like size
-
-
-def test_padding_counts_towards_the_bound() -> None:
-    assert schedule([5, 5], 1, 10, True, BatchGrid(4)).microbatches == 2
-    assert schedule([5, 5], 1, 12, True, BatchGrid(4)).microbatches == 1
-
-
-def test_the_bound_goes_before_balance() -> None:
-    assert schedule([3, 3, 2, 2, 2], 1, 6, True, BatchGrid(1)) == Schedule((((0, 1), (2, 3, 4)),))
-    assert schedule([3, 3, 2, 2, 2], 3, 6, True, BatchGrid(1)).microbatches == 1
 
 
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 40))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,35 +19,20 @@ HOW: tuple[Interruption, ...] = ("in_place", "retract")
 """In one call, or in a pause of several."""
 
 
-class Client:
-    """Every request is answered at once."""
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*_: Any, **__: Any) -> None:
-            pass
-
-        return call
-
-
-def engine(number: int) -> Any:
-    return SimpleNamespace(name=f"engine.{number}", tp=1, ep=1, host="", died="the process ended", kill=lambda: None, client=Client())
-
-
 def publish(engines: int, dead: int, how: Interruption) -> tuple[Pool, list[int], Committed]:
     """Publish version 1; the processes of the last engines are found to have ended while the first one swaps it in, or ends its pause."""
 
     async def run() -> tuple[Pool, list[int], Committed]:
-        pool, published = Pool([engine(number) for number in range(engines)], 8, 5.0, lambda *_: None), []
+        pool, published = Pool(handles(engines), 8, 5.0, lambda *_: None), []
 
         async def publishing(version: int) -> None:
             published.append(version)
 
         async def found(*_: Any) -> None:
             for member in pool.members[engines - dead :]:
-                pool.fence(member, "")
+                pool.fence(member, "the process ended")
 
-        client: Any = pool.members[0].engine.client
-        setattr(client, "end_update" if how == "retract" else "command_receivers", found)
+        setattr(fake(pool.members[0].engine), "end_update" if how == "retract" else "command_receivers", found)
         coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None, how)
         await coordinator.handle(WeightsStage(1))
         committed = await coordinator.handle(WeightsCommit(1, update=1))
@@ -94,7 +78,7 @@ def test_asked_after_a_failed_update_a_server_that_is_gone_is_fenced_though_nobo
 
 def test_an_update_that_is_being_committed_takes_no_other_end() -> None:
     async def run() -> None:
-        pool, published = Pool([engine(0), engine(1)], 8, 5.0, lambda *_: None), list[int]()
+        pool, published = Pool(handles(2), 8, 5.0, lambda *_: None), list[int]()
         swapping, swapped = asyncio.Event(), asyncio.Event()
 
         async def swap(*_: Any) -> None:
@@ -104,8 +88,7 @@ def test_an_update_that_is_being_committed_takes_no_other_end() -> None:
         async def publishing(version: int) -> None:
             published.append(version)
 
-        client: Any = pool.members[0].engine.client
-        client.command_receivers = swap
+        fake(pool.members[0].engine).command_receivers = swap  # type: ignore[method-assign]
         coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
         await coordinator.handle(WeightsStage(1))
         committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
@@ -136,9 +119,7 @@ def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version
     """All engines wait in the pause, and paused engines are not probed: the limit is that of a pause, not of an update."""
 
     async def run() -> tuple[Pool, list[int]]:
-        pool, published = Pool([engine(number) for number in range(2)], 8, 5.0, lambda *_: None), []
-        for member in pool.members:
-            member.engine.died = None  # type: ignore[misc]
+        pool, published = Pool(handles(2), 8, 5.0, lambda *_: None), []
 
         async def hang(*_: Any) -> None:
             await asyncio.sleep(3600.0)
@@ -146,7 +127,7 @@ def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version
         async def publishing(version: int) -> None:
             published.append(version)
 
-        setattr(pool.members[1].engine.client, call, hang)
+        setattr(fake(pool.members[1].engine), call, hang)
         coordinator = WeightUpdateCoordinator(pool, 3600.0, publishing, lambda *_: None, how, pause_s=0.2)
         await coordinator.handle(WeightsStage(1))
         async with asyncio.timeout(30.0):
@@ -169,12 +150,8 @@ def test_a_roster_that_changes_while_receivers_start_does_not_concern_them() -> 
 
     async def run() -> list[int]:
         ranks: list[int] = []
-        pool = Pool([engine(number) for number in range(2)], 8, 5.0, lambda *_: None)
-
-        async def publishing(version: int) -> None:
-            pass
-
-        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
+        pool = Pool(handles(2), 8, 5.0, lambda *_: None)
+        coordinator = WeightUpdateCoordinator(pool, 5.0, lambda _: asyncio.sleep(0), lambda *_: None)
         coordinator.engines_started()
 
         async def started(joins: Any, *_: Any) -> None:
@@ -183,8 +160,7 @@ def test_a_roster_that_changes_while_receivers_start_does_not_concern_them() -> 
             await coordinator.handle(EnginesAsk(0.0))
 
         for member in pool.members:
-            running: Any = member.engine
-            running.died, running.client.command_receivers = None, started
+            fake(member.engine).command_receivers = started  # type: ignore[method-assign]
         await coordinator.handle(WeightsJoin("127.0.0.1", 1, "weights", "gloo", "reshard", 1))
         return ranks
 
@@ -197,7 +173,7 @@ def test_what_engines_have_loaded_is_compared_with_the_trainers_before_they_samp
 
     async def run() -> None:
         pool, expected = Pool(handles(3), 8, 5.0, lambda *_: None), ({"weight": "0", "other": "1"},)
-        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
+        coordinator = WeightUpdateCoordinator(pool, 5.0, lambda _: asyncio.sleep(0), lambda *_: None)
         coordinator.engines_started()
         with pytest.raises(Disagreement, match=r"engine\.0 has loaded other weights .* checksums differ: other of rank 0"):
             await coordinator.compare_loaded(expected, kept)
@@ -209,7 +185,5 @@ def test_what_engines_have_loaded_is_compared_with_the_trainers_before_they_samp
         pool.join(later)
         await coordinator.handle(EnginesAsk(1.0))
         assert ("checksums differ: weight of rank 0" in str(pool.members[-1].fenced)) == kept
-
-    async def publishing(version: int) -> None: ...
 
     asyncio.run(run())

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool, PooledGeneration
 from asyncmoe.engines.types import EngineLost, Generation, Sampling
 from asyncmoe.errors import EngineError, TrajectoryRejected
-from asyncmoe.rpc.messages import WeightsAdapter, WeightsCommit, WeightsStage
+from asyncmoe.rpc.messages import WeightsCommit, WeightsStage
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.unit.fake_engine import fake, handles
 
@@ -140,28 +139,6 @@ def test_requests_go_to_those_that_have_a_version_while_an_engine_does_not_take_
     assert longest < min(seconds, 0.4), "requests do not wait for the late engine, nor for the limit of its pause"
     assert all(fake(member.engine).wrong == [] for member in pool.members)
     assert all(begin <= end for _, begin, end in busy)
-
-
-def test_an_engine_that_loads_an_adapter_is_not_silent() -> None:
-    async def run() -> Pool:
-        pool = Pool(handles(1), 8, 5.0, lambda *_: None, slots=True)
-        engine = fake(pool.members[0].engine)
-
-        async def load(name: str, folder: Path, timeout_s: float) -> None:
-            engine.hangs = True
-            await asyncio.sleep(1.5 * LIMIT_S)
-            engine.hangs = False
-
-        engine.load_adapter = load  # type: ignore[method-assign]
-        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None)
-        watch = asyncio.create_task(Liveness(pool, LIMIT_S, coordinator.paused).run())
-        await coordinator.handle(WeightsAdapter(1, "/nowhere"))
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-        return pool
-
-    (member,) = asyncio.run(run()).members
-    assert (member.fenced, member.version) == (None, 1)
 
 
 class Hearing:

@@ -60,6 +60,12 @@ def test_what_cannot_be_is_refused(values: dict[str, Any], said: str) -> None:
         config.parse({**BASE, "lora": values})
 
 
+@pytest.mark.parametrize("method", ["broadcast", "disk"])
+def test_adapters_reach_engines_from_shard_to_shard_only(method: str) -> None:
+    with pytest.raises(ConfigError, match=rf"sync\.method: got {method}, expected reshard because train is lora"):
+        config.parse({**BASE, "train": "lora", "sync": {"method": method}})
+
+
 def test_experts_that_there_are_not_share_nothing() -> None:
     with pytest.raises(ConfigError, match=r"lora\.experts: got shared_outer"):
         check(kind_of(LoraSection(rank=2, experts="shared_outer"), DENSE), DENSE)

@@ -11,7 +11,7 @@ import torch
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.trainer.objective import Rows, metrics, policy_loss, segments, token_weights
-from asyncmoe.trainer.objective.correction import RULES, Correction, correct
+from asyncmoe.trainer.objective.correction import RULES, Correction, _outside, correct
 from asyncmoe.trainer.objective.surrogate import loglinear
 
 
@@ -71,22 +71,9 @@ def test_what_each_rule_rejects(log_rho: list[list[float]], rule: dict[str, Any]
     assert judged(log_rho, **rule).rejected.any(dim=0).tolist() == rejected
 
 
-@pytest.mark.parametrize(
-    ("log_rho", "rule", "weights", "capped"),
-    [
-        ([[0.0, math.log(4.0), math.log(0.4)]], {"weight": "token", "cap": None}, [1.0, 4.0, 0.4], [NO] * 3),
-        ([[math.inf, 1e30, -math.inf, 0.0]], {"weight": "token", "cap": 2.0}, [2.0, 2.0, 0.0, 1.0], [YES, YES, NO, NO]),
-        ([[0.0]], {"weight": "token", "cap": 1.0}, [1.0], [NO]),
-        (PAIR, {"weight": "sequence", "cap": 3.0}, [3.0] * 4 + [math.sqrt(2)], [YES] * 4 + [NO]),
-        ([[1.0, 0.0]], {"weight": "none", "proximal": "behaviour"}, [1.0, 1.0], [NO, NO]),
-    ],
-)
-def test_what_each_token_weighs(log_rho: list[list[float]], rule: dict[str, Any], weights: list[float], capped: list[bool]) -> None:
-    """An infinite ratio is capped: it is not dropped."""
-    found = judged(log_rho, **rule)
-    assert found.weight.tolist() == pytest.approx(weights, abs=1e-6)
-    assert found.capped.tolist() == capped
-    assert not found.rejected.any()
+def test_a_band_includes_its_ends() -> None:
+    ends = torch.tensor([math.log(0.5), math.log(2.0)], dtype=torch.float64)
+    assert not _outside(ends, (0.5, 2.0)).any()
 
 
 def test_rules_are_counted_each_on_its_own() -> None:

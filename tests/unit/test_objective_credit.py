@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncmoe.config.objective import ObjectiveSection
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.trainer.data.credit import credit_figures, token_advantages
 from asyncmoe.trainer.objective import group_advantages
@@ -114,14 +113,3 @@ def test_figures_of_a_batch_are_means_over_its_steps_and_tokens() -> None:
     bare = replace(other, rewards=None, teacher=None)
     assert credit_figures([describe(t) for t in (one, other, bare)]) == {"step_reward_mean": 5 / 3, "kl_teacher": 1.5 / 4}
     assert credit_figures([describe(bare)]) == {"step_reward_mean": None, "kl_teacher": None}
-
-
-@pytest.mark.parametrize(
-    ("section", "lacking", "said"),
-    [({"process": {"weight": 1}}, {"rewards": None}, "no step rewards"), ({"distill": {"weight": 1}}, {"teacher": None}, "no teacher")],
-)
-def test_what_a_weight_needs_must_be_there(section: dict[str, object], lacking: dict[str, None], said: str) -> None:
-    t = replace(made(0, (0, 0, 1.0, [(True, 1.0, -1.0, -1.0)])), **lacking)
-    assert len(token_advantages([describe(t)], {0: t}, ObjectiveSection())[0]) == len(t)
-    with pytest.raises(InvariantBroken, match=said):
-        token_advantages([describe(t)], {0: t}, ObjectiveSection.model_validate(section))

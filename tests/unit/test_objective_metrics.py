@@ -29,11 +29,6 @@ def sums_of(new: list[float], version: int = 0, correction: Any = ON_POLICY, **f
     return policy_loss(torch.tensor(new), rows, ObjectiveSection(correction=correction), version)[1]
 
 
-def test_one_token_with_all_the_weight_leaves_one_effective_sample() -> None:
-    said = metrics(sums_of([0.0] * 50, behaviour=[-1e30] + [0.0] * 49))
-    assert said["ess"] == pytest.approx(1 / 50, rel=1e-4)
-
-
 def test_engine_and_trainer_are_compared_at_the_same_version_only() -> None:
     given_ = {
         "behaviour": [-1.1, -1.3, -2.0, -3.0, -9.0],

@@ -152,8 +152,7 @@ BAD: list[tuple[str, str, str]] = [
     (LOSS, "no.such.module:f", "ModuleNotFoundError"),
     (LOSS, f"{OWN}:nome", f"did you mean {OWN}:none"),
     (LOSS, f"{OWN}:NUMBER", "an integer"),
-    (LOSS, f"{OWN}:coroutine", "a coroutine function"),
-    (LOSS, f"{OWN}:no_argument", r"\(rows\)"),
+    (LOSS, f"{OWN}:no_argument", "takes 0 positional arguments"),
     (LOSS, f"{OWN}:exits", "SystemExit: 3"),
     (LOSS, f"{OWN}:raises", "ZeroDivisionError: no mean"),
     (LOSS, f"{OWN}:none", "NoneType"),
@@ -189,7 +188,7 @@ def test_an_unfit_function_is_refused_with_its_name_file_and_line(key: str, targ
     assert line.startswith(f"{key}: got ")
     assert "\n" not in line
     assert target in line
-    if hasattr(plugin_functions, name := target.rpartition(":")[2]) and name not in ("NUMBER", "coroutine"):
+    if hasattr(plugin_functions, name := target.rpartition(":")[2]) and name != "NUMBER":
         assert re.search(rf"\({FILE}:\d+\)", line)
 
 
@@ -215,18 +214,12 @@ def test_options_that_no_function_takes() -> None:
     for names, said in (
         ({"loss": f"{OWN}:ppo", "loss_options": {"lwo": 1}}, "an unexpected keyword argument 'lwo'"),
         ({"loss": f"{OWN}:ppo", "loss_options": {"rows": 1}}, "multiple values for argument 'rows'"),
-        ({"loss": f"{OWN}:tempered"}, "missing a required .*argument: 'tau'"),
+        ({"loss": f"{OWN}:tempered"}, "missing 1 required keyword-only argument: 'tau'"),
         ({"advantage": f"{OWN}:centred", "advantage_options": {"x": 1}}, "an unexpected keyword argument 'x'"),
     ):
         with pytest.raises(ConfigError, match=said):
             own(**names)
     own(loss=f"{OWN}:tempered", loss_options={"tau": 2.0, "anything": 1})
-
-
-def test_every_unfit_function_is_said_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        own(loss=f"{OWN}:raises", advantage="no.such:f", correction={"weight": f"{OWN}:truncated"})
-    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [ADVANTAGE, LOSS]
 
 
 # ---------------------------------------------------------------- code that does not return
@@ -324,10 +317,10 @@ def prepared(tmp_path: Path, **objective_keys: Any) -> Config:
 
 @pytest.mark.usefixtures("engines_here")
 def test_a_run_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    config = prepared(tmp_path, loss=f"{OWN}:raises", family=f"{OWN}:BROKEN")
+    config = prepared(tmp_path, loss=f"{OWN}:raises", advantage="no.such:f", family=f"{OWN}:BROKEN")
     with pytest.raises(UserError) as caught:
         local.prepare(config)
-    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["model.family", LOSS]
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["model.family", ADVANTAGE, LOSS]
     assert not config.run.dir.exists()
     local.prepare(prepared(tmp_path, family=f"{OWN}:SAME", loss=f"{OWN}:ppo", advantage=f"{OWN}:centred"))
 

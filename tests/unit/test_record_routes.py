@@ -46,29 +46,10 @@ def test_round_trip_and_format(case: tuple[Routing, np.ndarray]) -> None:
     np.testing.assert_array_equal(back, routes[:, list(routing.layers)].transpose(1, 0, 2))
 
 
-@settings(deadline=None)
-@given(cases(), st.data())
-def test_some_layers_alone(case: tuple[Routing, np.ndarray], data: st.DataObject) -> None:
-    routing, routes = case
-    made = encode_routes(routes, routing, "t")
-    first = data.draw(st.integers(0, len(routing.layers)))
-    last = data.draw(st.integers(first, len(routing.layers)))
-    part = made.part(first, last)
-    assert len(part.planes) == (last - first) * made.plane_bytes
-    alone = dataclasses.replace(part, planes=bytes(part.planes))
-    np.testing.assert_array_equal(decode_routes(alone, "t"), decode_routes(made, "t")[first:last])
-
-
 def test_rows_that_are_not_contiguous() -> None:
     wide = np.arange(4 * 6 * 4, dtype=np.int32).reshape(4, 6, 4)
     routing = Routing(3, (0, 2), 4, 96)
     np.testing.assert_array_equal(decode_routes(encode_routes(wide[:, ::2], routing, "t"), "t"), wide[:, [0, 4]].transpose(1, 0, 2))
-
-
-def test_48_layers_of_8_out_of_128_take_336_bytes_a_token() -> None:
-    routing = Routing(50, tuple(range(2, 50)), 8, 128)
-    made = encode_routes(distinct(np.random.default_rng(0), 1000, 50, 8, 128), routing, "t")
-    assert len(made.planes) == 336 * 1000
 
 
 @settings(deadline=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -67,16 +66,6 @@ def test_boxes(item: int, extent: tuple[int, ...], gaps: tuple[int, ...], order:
 @pytest.mark.parametrize("extent", [(1, 1, 1, 5 << 20), (1, 3, 2, 1 << 20), (1, 1 << 11, 1, 3 << 10), (3, 700, 1, 1 << 11)])
 def test_large_boxes_are_cut_for_threads(extent: tuple[int, ...], gap: int, threads: int) -> None:
     check_box(lambda *a: on_cpu(*a, threads=threads), 1, extent, (0, 0, 0, gap), (0, 1, 2, 3), 1, False)
-
-
-def test_many_rows_and_bases() -> None:
-    sources = [np.arange(10 * k, 10 * k + 10, dtype=np.int32) for k in range(5)]
-    destinations = [np.zeros(50, np.int32) for _ in range(2)]
-    rows = [[k, 0, d, 40 * (4 - k), 4, 1, 1, 1, 10, 0, 0, 0, 4, 0, 0, 0, 4] for k, d in itertools.product(range(5), range(2))]
-    bases = [np.array([a.ctypes.data for a in arrays], np.int64) for arrays in (sources, destinations)]
-    _C.copy(np.array(rows, np.int64), *bases, 2)
-    for destination in destinations:
-        np.testing.assert_array_equal(destination, np.concatenate(sources[::-1]))
 
 
 @pytest.mark.parametrize(

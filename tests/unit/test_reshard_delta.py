@@ -197,17 +197,6 @@ def coded(ranks: Ranks, density: float = 0.01, version: int = 2) -> dict[int, li
     return ranks.messages(1)
 
 
-def test_who_missed_a_version_is_refused_and_everything_helps() -> None:
-    ranks, shapes, wanted = large("bfloat16", 2)
-    coded(ranks)
-    refused(ranks, coded(ranks, 0.01, 3), "does not make the new version")
-    assert ranks.receivers[1].version is None
-    ranks.full(4)
-    change(ranks.sources[0]["s"], 0.01, np.random.default_rng(5))
-    ranks.update(5)
-    ranks.check(shapes, [wanted])
-
-
 def test_a_flipped_bit_under_a_change_is_found_before_anything_is_written() -> None:
     ranks = large("bfloat16", 2)[0]
     ranks.full(1)
@@ -262,6 +251,14 @@ def test_any_damaged_byte_is_refused() -> None:
             damaged[place] ^= flip
             ranks.receivers[1].version = 1
             refused(ranks, {0: [damaged]}, "must be everything")
+
+
+def test_what_any_thread_finds_wrong_is_refused() -> None:
+    """Of a message whose blocks several threads share: positions beyond their blocks."""
+    ranks = large("bfloat16", 2, rows=3000, bucket_bytes=1 << 24)[0]
+    ((message,),) = coded(ranks).values()
+    message[len(message) // 2 :] = 0xFF
+    refused(ranks, {0: [message]}, "must be everything")
 
 
 def body(*entries: tuple[int, int], rest: bytes = b"") -> bytes:

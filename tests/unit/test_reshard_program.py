@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, digest, plan
-from asyncmoe.reshard.chunks import cut_boxes, cut_transfer, cuts_of
+from asyncmoe.reshard.chunks import TRAILER_BYTES, cut_boxes, cut_transfer, cuts_of
 from asyncmoe.reshard.layout import contiguous_strides
 from tests.unit.example_counts import examples
 
@@ -93,21 +93,6 @@ def test_contiguous_copies_of_every_alignment(nbytes: int, offset: int) -> None:
     assert (message[64 + offset + nbytes :] == 0xAA).all()
 
 
-def test_chunks_run_apart() -> None:
-    rows, held = message_rows([(0, (1, 1, 1, 10))], 4)
-    rows = np.concatenate([rows, rows])
-    rows[1, 1] = 20  # the second chunk reads further on, into its own message
-    rows[:, 8] = 5
-    program = _C.Program(rows, np.array([0, 1, 2], np.int64), "destination")
-    source = np.arange(10, dtype=np.int32)
-    message = np.zeros(5, np.int32)
-    assert program.chunks == 2
-    assert held == 40
-    for chunk, expected in enumerate([range(5), range(5, 10)]):
-        program.run(chunk, address(source), address(message), 1)
-        assert message.tolist() == list(expected)
-
-
 def rounded(values: np.ndarray) -> np.ndarray:
     """bfloat16 bits by torch."""
     return torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
@@ -130,24 +115,6 @@ def test_cast_rounds_as_torch_does(how: str) -> None:
     np.testing.assert_array_equal(got[number], rounded(values)[number])
     assert ((got[~number] & 0x7F80) == 0x7F80).all()
     assert ((got[~number] & 0x7F) != 0).all()
-
-
-@given(extent=st.tuples(*[st.integers(1, 5)] * 3), gap=st.integers(0, 2), order=st.permutations(range(3)))
-@settings(max_examples=examples(100), deadline=None)
-def test_cast_of_strided_boxes(extent: tuple[int, int, int], gap: int, order: list[int]) -> None:
-    larger = np.random.default_rng(0).standard_normal([n + gap for n in extent]).astype(np.float32)
-    box = larger[: extent[0], : extent[1], : extent[2]]
-    got = np.zeros([extent[k] for k in order], np.uint16)
-    strides = [got.strides[order.index(k)] for k in range(3)]
-    row = np.array([[0, 0, 0, 0, 4, 1, *extent, 0, *larger.strides, 0, *strides]], np.int64)
-    _C.copy(row, address(larger), address(got), 1, casts(1))
-    np.testing.assert_array_equal(got.transpose(np.argsort(order)), rounded(np.ascontiguousarray(box)))
-    if order == [0, 1, 2]:
-        message = np.zeros_like(got)
-        program = _C.Program(row, np.array([0, 1], np.int64), "destination", casts(1))
-        assert program.bytes(0) == got.nbytes
-        assert program.run(0, address(larger), address(message), 1) == digest(got)
-        np.testing.assert_array_equal(message, got)
 
 
 # ---------------------------------------------------------------- messages
@@ -182,20 +149,20 @@ def test_cut_boxes_are_small_and_cover_what_was_cut(limit: int) -> None:
 
 
 @pytest.mark.parametrize(("sources", "destinations"), [(1, 1), (4, 2), (3, 7)])
-@pytest.mark.parametrize("bucket", [1 << 10, 5000, 1 << 20])
-def test_one_message_of_every_pair_fits_into_a_bucket(sources: int, destinations: int, bucket: int) -> None:
+def test_one_message_of_every_pair_fits_into_a_bucket(sources: int, destinations: int) -> None:
     shapes = {"w": (sources * 24, destinations * 40)}
     made = plan(shapes, *rows_to_columns(sources, destinations, shapes["w"]))
-    cuts = cuts_of(made, bucket)
-    held = dict.fromkeys(range(sources + destinations), 0)
-    for transfer in made.transfers:
-        cut = cuts[transfer.source, transfer.destination]
-        chunks = cut_transfer(made, transfer, *cut)
-        assert sum(chunks.nbytes) == transfer.nbytes
-        assert chunks.slot_bytes <= cut.limit
-        assert cut.messages <= len(chunks) <= cut.messages + 1 + cut.messages // 16
-        if len(chunks) == cut.messages:
-            assert max(chunks.nbytes) - min(chunks.nbytes) <= max(8, transfer.nbytes // cut.messages // 8)
-        for rank in (transfer.source, transfer.destination):
-            held[rank] += chunks.slot_bytes
-    assert max(held.values()) <= bucket
+    for bucket in (*range(1 << 10, 6000, 100), 1 << 20):
+        cuts = cuts_of(made, bucket)
+        held = dict.fromkeys(range(sources + destinations), 0)
+        for transfer in made.transfers:
+            cut = cuts[transfer.source, transfer.destination]
+            chunks = cut_transfer(made, transfer, *cut)
+            assert sum(chunks.nbytes) == transfer.nbytes
+            assert chunks.slot_bytes <= cut.limit
+            assert len(chunks) == cut.messages or cut.limit < 16 * 4 + TRAILER_BYTES  # an element is more than 1/16 of a message
+            if len(chunks) == cut.messages:
+                assert max(chunks.nbytes) - min(chunks.nbytes) <= max(8, transfer.nbytes // cut.messages // 8)
+            for rank in (transfer.source, transfer.destination):
+                held[rank] += chunks.slot_bytes
+        assert max(held.values()) <= bucket

@@ -122,22 +122,6 @@ async def test_every_worker_uses_every_engine_with_its_share_of_the_requests(clu
         handle.client.hangs = False
 
 
-@clustered(workers=2, engines=1, seed=8, staleness=40)
-async def test_an_adapter_is_in_use_until_all_workers_know_the_next_one_and_their_requests_have_ended(cluster: Cluster) -> None:
-    (member,), (handle,) = cluster.pool.members, cluster.handles
-    member.adapter = "v1"
-    cluster.fleet._gates.tell()
-    while not all(any(one.users["v1"] for one in lent.worker.pool.members) for lent in cluster.lent.values()):
-        await asyncio.sleep(0.001)
-    handle.client.hangs, member.adapter = True, "v2"
-    assert await cluster.pool._in_use(member, "v1")
-    handle.client.hangs = False
-    while await cluster.pool._in_use(member, "v1"):
-        await asyncio.sleep(0.01)
-    with mock.patch.object(cluster.fleet._gates, "late", mock.AsyncMock(return_value=1)):
-        assert await cluster.pool._in_use(member, "v1"), "a worker that has not heard of the next one may still ask for it"
-
-
 def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -> None:
     told: list[WorkerBegin] = []
     begin = WorkerService._begin

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,19 +78,6 @@ def test_what_continues_goes_first_and_then_the_longest(order: Order, requests: 
     }
     assert [waiting.take() for _ in requests] == sorted(rank, key=rank.__getitem__)
     assert not len(waiting)
-
-
-def test_the_first_request_to_each_unknown_prompt_probes_for_the_others() -> None:
-    lengths = Lengths()
-    waiting = Waiting("probes_first", 1000, lengths)
-    tickets = {name: waiting.come(ScheduledRequest(name[0])) for name in ("a1", "a2", "a3", "b1", "b2", "c1", "c2")}
-    names = {ticket: name for name, ticket in tickets.items()}
-    assert [names[waiting.take()] for _ in range(3)] == ["a1", "b1", "c1"]
-    lengths.note("a", 10)
-    lengths.note("b", 70)
-    assert [names[waiting.take()] for _ in range(2)] == ["c2", "b2"], "what nothing is known of counts as longest"
-    waiting.come(ScheduledRequest("a"))
-    assert names[waiting.take()] == "a2", "a known prompt needs no probe"
 
 
 @given(
@@ -260,30 +246,18 @@ def test_only_the_most_recent_conversations_are_remembered() -> None:
     assert (homes.of(""), homes.of("a"), homes.of("b"), homes.of("later 0")) == ("", "engine.2", "", "engine.1")
 
 
-@pytest.mark.parametrize(("order", "expected"), [("fifo", [1, 2, 3]), ("longest_first", [3, 2, 1])])
-def test_longest_first_learns_from_responses_that_have_ended(order: Order, expected: list[int]) -> None:
+def test_longest_first_learns_from_whole_responses_that_have_ended() -> None:
     async def run() -> None:
-        pool, (server,) = made(1, limit=1, order=order)
-        for prompt, tokens in (("short", 2), ("long", 90)):
-            server.client.answers.put_nowait((tokens, "stop"))
-            await ask(pool, 0, prompt)
+        pool, (server,) = made(1, limit=1, order="longest_first")
+        for prompt, tokens, finish, sampled in (("short", 2, "stop", 0), ("long", 1, ABORTED, 0), ("long", 1, "stop", 89)):
+            server.client.answers.put_nowait((tokens, finish))
+            await pool.generate((0,), Sampling(1.0, 100, ()), request=ScheduledRequest(prompt, sampled > 0, sampled))
         busy = ask(pool, 0)
         waiting = [ask(pool, 1, "short"), ask(pool, 2, "unknown"), ask(pool, 3, "long")]
         await settle()
         for _ in range(4):
             server.client.answers.put_nowait((46, "stop"))
         await asyncio.gather(busy, *waiting)
-        assert [tokens[0] for tokens in server.client.asked[3:]] == expected
-
-    asyncio.run(run())
-
-
-def test_pieces_of_a_response_do_not_count_as_short_ones() -> None:
-    async def run() -> None:
-        pool, (server,) = made(1, limit=1, order="longest_first")
-        for tokens, finish, sampled in ((5, ABORTED, 0), (4, "stop", 50)):
-            server.client.answers.put_nowait((tokens, finish))
-            await pool.generate((0,), Sampling(1.0, 100, ()), request=ScheduledRequest("p", sampled > 0, sampled))
-        assert pool._lengths.expected("p") == 54
+        assert [tokens[0] for tokens in server.client.asked[4:]] == [3, 2, 1]
 
     asyncio.run(run())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,33 +127,18 @@ def streamed(known: Tokenizer, pieces: Sequence[bytes], stops: Sequence[str] = (
     bodies: list[Any] = []
     listening = Listening(known, stops)
 
-    async def generate(request: web.Request) -> web.StreamResponse:
-        bodies.append(await request.json())
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for piece in pieces:
-            await response.write(piece)
-            await asyncio.sleep(0)
-        return response
+    class Client(SGLangClient):
+        async def _stream(self, path: str, body: Any, seconds: float) -> AsyncGenerator[bytes]:
+            bodies.append(body)
+            for piece in pieces:
+                yield piece
 
-    async def abort(request: web.Request) -> web.Response:
-        bodies.append(await request.json())
-        return web.json_response({})
+        async def _send(self, path: str, body: Any, seconds: float) -> bytes:
+            bodies.append(body)
+            return b"{}"
 
     async def run() -> Generation:
-        app = web.Application()
-        app.router.add_post("/generate", generate)
-        app.router.add_post("/abort_request", abort)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        client = SGLangClient("engine.0", f"http://127.0.0.1:{runner.addresses[0][1]}")
-        try:
-            return await client.generate((1, 2), Sampling(1.0, 8, ()), "0", 5.0, listener=listening)
-        finally:
-            await client.close()
-            await runner.cleanup()
+        return await Client("engine.0", "http://nowhere").generate((1, 2), Sampling(1.0, 8, ()), "0", 5.0, listener=listening)
 
     return asyncio.run(run()), bodies, listening
 

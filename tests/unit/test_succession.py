@@ -185,15 +185,15 @@ def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_ag
     async def scene(it: Site) -> None:
         for name in ("a", "b"):
             it.agent(name)
-        follow = engine_stay.following
+        find = engine_stay.controller
         late = asyncio.Event()
 
-        async def slow(run_dir: Path, engine: Any, until: float) -> Any:
-            if engine.name == "b":
+        async def slow(run_dir: Path, wait_s: float, engine: Any = None) -> Any:
+            if engine is not None and engine.name == "b":
                 await late.wait()
-            return await follow(run_dir, engine, until)
+            return await find(run_dir, wait_s, engine)
 
-        monkeypatch.setattr(engine_stay, "following", slow)
+        monkeypatch.setattr(engine_stay, "controller", slow)
         async with controller(it.config) as first:
             await first.publish(3)
         async with controller(it.config) as second:

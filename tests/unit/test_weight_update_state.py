@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import EngineLost, Sampling
-from asyncmoe.errors import AsyncmoeError, EngineError, TrajectoryRejected, WeightSyncError
+from asyncmoe.errors import AsyncmoeError, EngineError, InvariantBroken, TrajectoryRejected, WeightSyncError
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.weights.coordinator import state
 from asyncmoe.weights.coordinator.coordinator import WeightsRequest, WeightUpdateCoordinator
@@ -22,78 +23,37 @@ from asyncmoe.weights.coordinator.state import Ending, UpdateState
 from tests.unit.example_counts import examples
 from tests.unit.fake_engine import fake, handles
 
-
-class Phases(RuleBasedStateMachine):
-    """Every order of transitions; what the update has been through is remembered beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.update: UpdateState | None = None
-        self.paused = self.loaded = False
-        self.version = 0
-
-    @rule(staged=st.booleans())
-    def claim(self, staged: bool) -> None:
-        self.version += 1
-        if self.paused:
-            with pytest.raises(WeightSyncError, match=f"cannot begin version {self.version}: version .* is still open"):
-                state.claim(self.update, self.version, staged)
-            return
-        self.update = state.claim(self.update, self.version, staged)
-        self.loaded = False
-
-    @precondition(lambda self: self.update is not None and not self.paused)
-    @rule()
-    def pause(self) -> None:
-        self.update, self.paused = state.pause(self.update), True
-
-    @precondition(lambda self: self.paused)
-    @rule()
-    def load(self) -> None:
-        self.update, self.loaded = state.load(self.update), True
-
-    @precondition(lambda self: self.paused)
-    @rule()
-    def load_bucket(self) -> None:
-        if self.update.staged:
-            with pytest.raises(WeightSyncError, match="it takes no buckets"):
-                state.load_bucket(self.update)
-            return
-        self.update, self.loaded = state.load_bucket(self.update), True
-
-    @precondition(lambda self: self.update is not None)
-    @rule()
-    def end(self) -> None:
-        concluding = state.conclude(self.update)
-        with pytest.raises(WeightSyncError, match="is being concluded already"):
-            state.conclude(concluding)
-        with pytest.raises(WeightSyncError, match="is still open"):
-            state.claim(concluding, self.version + 1)
-        expected = Ending.FENCE if self.loaded else Ending.RESUME if self.paused else Ending.DROP
-        assert state.ending(self.update) is expected
-        self.update, self.paused, self.loaded = None, False, False
-
-    @precondition(lambda self: self.update is not None)
-    @rule(pausing=st.booleans())
-    def refuse(self, pausing: bool) -> None:
-        if pausing == self.paused:
-            with pytest.raises(AsyncmoeError, match="its engines are"):
-                (state.pause if pausing else state.load)(self.update)
-
-    @rule()
-    def expect(self) -> None:
-        with pytest.raises(WeightSyncError, match=r"is not open \(open: (none|version)"):
-            state.expect(self.update, self.version + 1)
-        if self.update is not None:
-            assert state.expect(self.update, self.update.version) is self.update
-
-    @invariant()
-    def the_gate_is_closed_while_engines_pause(self) -> None:
-        assert (self.update is not None and self.update.gate_closed) == self.paused
+ARRIVING = state.claim(None, 3)
+PAUSED = state.pause(ARRIVING)
+LOADING = state.load(PAUSED)
 
 
-TestPhases = Phases.TestCase
-TestPhases.settings = settings(max_examples=examples(100), stateful_step_count=20, deadline=None)
+@pytest.mark.parametrize(
+    ("update", "ending"),
+    [(ARRIVING, Ending.DROP), (PAUSED, Ending.RESUME), (LOADING, Ending.FENCE), (state.load_bucket(LOADING), Ending.FENCE)],
+)
+def test_what_each_phase_allows(update: UpdateState, ending: Ending) -> None:
+    assert state.ending(update) is ending
+    assert state.expect(update, 3) is update
+    assert update.gate_closed == (update != ARRIVING)
+    concluding, staged = state.conclude(update), replace(update, staged=True)
+    refused: list[Callable[[], object]] = [
+        lambda: state.conclude(concluding),
+        lambda: state.claim(concluding, 4),
+        lambda: state.expect(update, 4),
+        lambda: state.expect(None, 3),
+        lambda: state.load_bucket(staged),
+    ]
+    if update.gate_closed:
+        refused.append(lambda: state.claim(update, 4))
+    else:
+        assert state.claim(update, 4) == UpdateState(4)
+    for act in refused:
+        with pytest.raises(WeightSyncError, match="version"):
+            act()
+    with pytest.raises(InvariantBroken, match="its engines are"):
+        (state.pause if update.gate_closed else state.load)(update)
+
 
 REQUESTS = st.sampled_from(["broadcast", "reshard", "in place", "receivers", "abort", "silence", "ask"])
 FAILURES = st.lists(st.sampled_from([None, None, None, None, EngineError, EngineLost]), max_size=24)

@@ -3,7 +3,7 @@
 - `process.py`: one server as a child process: command line, environment, start and end.
 - `connection.py`: HTTP requests and their errors.
 - `generation.py`: the bodies of `/generate`; pure functions.
-- `answer.py`: a response from its answer; pure functions.
+- `answer.py`, `streaming.py`: a response from its answer, packed or in JSON; pure functions.
 - `weights.py`: pause, weight updates, checksums.
 - `client.py`: all of these as an `Engine`; health, aborts, adapters.
 - `lora.py`: server arguments and messages for adapters.

@@ -1,7 +1,7 @@
 """The answer of `/generate`, as arrays.
 
 An engine that this program started packs them (`asyncmoe.platform.sglang.packed_answers`), and they are used where they lie. What it cannot
-pack comes as SGLang's own JSON.
+pack comes as SGLang's own JSON (`streaming.py`).
 """
 
 from __future__ import annotations
@@ -30,21 +30,6 @@ class Finish(msgspec.Struct, frozen=True):
     status_code: int | None = None
 
 
-class _Meta(msgspec.Struct, frozen=True):
-    finish_reason: Finish
-    output_token_logprobs: list[Entry]
-    weight_versions: list[VersionSpan]
-    cached_tokens: int = 0
-    routed_experts: bytes | None = None
-    output_token_sampling_mask: list[list[int]] | None = None
-    output_token_sampling_logprobs: list[float] | None = None
-
-
-class _Generated(msgspec.Struct, frozen=True):
-    output_ids: list[int]
-    meta_info: _Meta
-
-
 @dataclass(frozen=True, eq=False)
 class GenerateAnswer:
     """All of an answer that is used.
@@ -60,34 +45,10 @@ class GenerateAnswer:
     entries: tuple[np.ndarray, np.ndarray]
     spans: Sequence[VersionSpan]
     finish: Finish
-    cached_tokens: int = 0
-    routes: Buffer | None = None
-    masks: IdLists | None = None
-    mask_logprobs: np.ndarray | None = None
-
-
-def answer(body: Buffer) -> GenerateAnswer:
-    """Read an answer in JSON.
-
-    Raises:
-        ValueError, RecursionError: it is no JSON, or not of this form.
-    """
-    whole = msgspec.json.decode(body, type=_Generated)
-    meta = whole.meta_info
-    masks, values = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
-    try:
-        return GenerateAnswer(
-            np.array(whole.output_ids, np.int32),
-            entries(meta.output_token_logprobs),
-            meta.weight_versions,
-            meta.finish_reason,
-            meta.cached_tokens,
-            meta.routed_experts,
-            None if masks is None else IdLists.of(masks),
-            None if values is None else _floats(values),
-        )
-    except OverflowError as error:
-        raise ValueError("got a number of more than 32 bits") from error
+    cached_tokens: int
+    routes: Buffer | None
+    masks: IdLists | None
+    mask_logprobs: np.ndarray | None
 
 
 def packed_answer(body: Buffer) -> GenerateAnswer:
@@ -151,7 +112,7 @@ def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.n
 def entries(given: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
     """Return the log-probabilities, NaN for None, and the tokens of entries. Raises OverflowError for a token of more than 32 bits."""
     values = [np.nan if value is None else value for value, _, _ in given]
-    return _floats(values), np.array([token for _, token, _ in given], np.int32)
+    return floats(values), np.array([token for _, token, _ in given], np.int32)
 
 
 def response(name: str, given: GenerateAnswer, recording: Recording) -> Generation:
@@ -179,6 +140,7 @@ def response(name: str, given: GenerateAnswer, recording: Recording) -> Generati
     return Generation(given.tokens, values, tuple(given.spans), given.finish.type, given.cached_tokens, given.routes, given.masks)
 
 
-def _floats(values: Sequence[float]) -> np.ndarray:
-    with np.errstate(over="ignore"):  # infinite then, and refused where a trajectory is checked
+def floats(values: Sequence[float]) -> np.ndarray:
+    """Return float32[n]; numbers that are too large become infinite, and are refused where a trajectory is checked."""
+    with np.errstate(over="ignore"):
         return np.array(values, np.float64).astype(np.float32)

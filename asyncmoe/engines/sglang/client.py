@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from asyncmoe.engines.sglang.answer import GenerateAnswer, answer, packed_answer, response
+from asyncmoe.engines.sglang.answer import GenerateAnswer, packed_answer, response
 from asyncmoe.engines.sglang.connection import Acknowledged
 from asyncmoe.engines.sglang.generation import Scored, request_body, scored, scoring_body
-from asyncmoe.engines.sglang.streaming import Parts, StreamPart, events
+from asyncmoe.engines.sglang.streaming import Parts, StreamPart, answer, events
 from asyncmoe.engines.sglang.weights import WeightEndpoints
 from asyncmoe.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
 from asyncmoe.errors import EngineError
@@ -67,7 +67,7 @@ class SGLangClient(WeightEndpoints):
             return response(self.name, await self._heard(body, listener, timeout_s), sampling.recording)
         reply = await self._ask("/generate", body, timeout_s, f"{MEDIA_TYPE}, application/json")
         try:
-            whole = packed_answer(reply.body) if reply.kind == MEDIA_TYPE else answer(reply.body)
+            whole = packed_answer(reply.body) if reply.kind == MEDIA_TYPE else answer(self.name, reply.body)
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.name}: /generate: unexpected answer: {error}") from error
         return response(self.name, whole, sampling.recording)
@@ -95,8 +95,8 @@ class SGLangClient(WeightEndpoints):
                         await self._send("/abort_request", {"rid": rid, "abort_all": False}, self._timeout_s)
         return parts.whole()
 
-    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float, adapter: str | None = None) -> PromptLogprobs:
-        body = scoring_body(tokens, f"probe-{uuid.uuid4().hex}", adapter)
+    async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
+        body = scoring_body(tokens, f"probe-{uuid.uuid4().hex}")
         return scored(self.name, tokens, await self._post("/generate", body, Scored, timeout_s))
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
@@ -107,15 +107,7 @@ class SGLangClient(WeightEndpoints):
     async def abort(self) -> None:
         await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)
 
-    async def load_adapter(self, name: str, folder: Path, timeout_s: float, pinned: bool = False) -> None:
-        """SGLang generates nothing meanwhile. It silently reloads a folder for a request that names the adapter after `unload_adapter`.
-
-        Args:
-            pinned: once used, the adapter keeps its place in adapter memory, whichever other adapters are requested.
-        """
-        body = {"lora_name": name, "lora_path": str(folder), "pinned": pinned}
+    async def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
+        """Load an adapter for requests that name it. Once used, it keeps its place in adapter memory, whatever else is requested."""
+        body = {"lora_name": name, "lora_path": str(folder), "pinned": True}
         await self._post("/load_lora_adapter", body, Acknowledged, timeout_s)
-
-    async def unload_adapter(self, name: str, timeout_s: float) -> None:
-        """SGLang answers, and loads another adapter, only when no request that names this one is left."""
-        await self._post("/unload_lora_adapter", {"lora_name": name}, Acknowledged, timeout_s)

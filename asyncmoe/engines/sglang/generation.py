@@ -26,14 +26,13 @@ class Scored(msgspec.Struct, frozen=True):
     meta_info: ScoredMeta
 
 
-def scoring_body(tokens: Sequence[int], salt: str, adapter: str | None) -> dict[str, Any]:
-    """Return the request for the log-probabilities of a prompt. One token is sampled: its version is that of the forward pass."""
+def scoring_body(tokens: Sequence[int], salt: str) -> dict[str, Any]:
+    """Return the request for a prompt's log-probabilities, without an adapter. One token is sampled: its version is the forward pass's."""
     return {
         "input_ids": list(tokens),
         "return_logprob": True,
         "logprob_start_len": 0,
         "cache_salt": salt,
-        "lora_path": adapter,
         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "ignore_eos": True},
     }
 

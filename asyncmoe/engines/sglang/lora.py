@@ -28,7 +28,6 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
         "--enable-lora",
         *(LIMIT, str(limit or kind.rank)),
         *("--lora-target-modules", *served_targets(kind)),
-        # Requests without an adapter occupy a slot too.
         *("--max-loras-per-batch", str(SLOTS)),
         # By default SGLang infers this from the adapters given at the start, and there are none.
         f"--{sharing}experts-shared-outer-loras",
@@ -47,5 +46,5 @@ async def install(client: SGLangClient, m: Shape, kind: Kind, dtype: str, timeou
     """
     with TemporaryDirectory(prefix="asyncmoe-adapter-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
         peft.write_blank(Path(folder), m, replace(kind, alpha=float(kind.rank)), dtype)
-        await client.load_adapter(NAME, Path(folder), timeout_s, pinned=True)
+        await client.load_adapter(NAME, Path(folder), timeout_s)
     await client.generate((0,), Sampling(1.0, 1, ()), NAME, timeout_s, adapter=NAME)

@@ -17,7 +17,6 @@ import msgspec
 
 from asyncmoe import models
 from asyncmoe.config import Config, devices, sglang_arguments
-from asyncmoe.engines import adapters
 from asyncmoe.engines.engine_python import engine_python
 from asyncmoe.engines.nodes import NodePlace, process_name, reserve
 from asyncmoe.engines.sglang import lora
@@ -92,7 +91,7 @@ class SGLangProcess:
         hf = models.hf_config_of(config)
         self._adapter = None
         kind = models.adapter_of(config, hf)
-        if kind is not None and adapters.in_memory(config):
+        if kind is not None:
             self._adapter = family_of(hf).shape_of(hf), kind, models.engine_dtype(hf, section)
         routing = models.kept_routing(config, hf)
         own = ("--dtype", models.engine_dtype(hf, section), *family_of(hf).engine.arguments, *memory)

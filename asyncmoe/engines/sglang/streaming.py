@@ -1,4 +1,5 @@
-"""A response of `/generate` in parts, as SGLang 0.5.23 streams it with --incremental-streaming-output: every part has what is new in it.
+"""A response of `/generate` in JSON: whole, or in parts, as SGLang 0.5.23 streams it with --incremental-streaming-output: every part has
+what is new in it.
 
 One part is an exception: a request that is aborted while it waits in the queue ends with a part that repeats all log-probabilities
 (`tokenizer_manager.py`, `_handle_abort_req`). `output_token_logprobs_length`, which counts all of them in every part, tells the two apart.
@@ -10,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from asyncmoe.engines.sglang.answer import Entry, Finish, GenerateAnswer, entries
+from asyncmoe.engines.sglang.answer import Entry, Finish, GenerateAnswer, entries, floats
 from asyncmoe.engines.types import IdLists, VersionSpan
 from asyncmoe.errors import EngineError
+from asyncmoe.trajectory import Buffer
 
 
 class _PartMeta(msgspec.Struct, frozen=True):
@@ -29,7 +30,7 @@ class _PartMeta(msgspec.Struct, frozen=True):
 
 
 class StreamPart(msgspec.Struct, frozen=True):
-    """One server-sent event."""
+    """One server-sent event, or a whole answer."""
 
     output_ids: list[int] = []
     meta_info: _PartMeta = _PartMeta()
@@ -46,7 +47,7 @@ class Parts:
     def __init__(self, name: str) -> None:
         self._name = name
         self._entries: list[Entry] = []
-        self._masks: list[list[int]] = []
+        self._masks: list[list[int]] | None = None
         self._mask_logprobs: list[float] = []
         self._last: _PartMeta | None = None
 
@@ -67,7 +68,9 @@ class Parts:
         if not repeats and [entry[1] for entry in entries] != part.output_ids:
             raise EngineError(f"{self._name}: log-probabilities do not match the {len(part.output_ids)} tokens of a part")
         self._entries += entries
-        self._masks += meta.output_token_sampling_mask or ()
+        if meta.output_token_sampling_mask is not None:
+            self._masks = self._masks or []
+            self._masks += meta.output_token_sampling_mask
         self._mask_logprobs += meta.output_token_sampling_logprobs or ()
         if meta.finish_reason is not None:
             self._last = meta
@@ -84,13 +87,25 @@ class Parts:
             raise EngineError(f"{self._name}: /generate: the answer ended after {len(self._entries)} tokens without its last part")
         try:
             made = entries(self._entries)
-            masks = IdLists.of(self._masks) if self._masks else None
+            masks = None if self._masks is None else IdLists.of(self._masks)
         except (ValueError, OverflowError) as error:
             raise EngineError(f"{self._name}: /generate: unexpected answer: {error}") from error
-        values = np.array(self._mask_logprobs, np.float32) if self._mask_logprobs else None
+        values = floats(self._mask_logprobs)
         return GenerateAnswer(
             made[1], made, last.weight_versions, last.finish_reason, last.cached_tokens, last.routed_experts, masks, values
         )
+
+
+def answer(name: str, body: Buffer) -> GenerateAnswer:
+    """Read a whole answer.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON, or not of this form.
+        EngineError: as `Parts`.
+    """
+    parts = Parts(name)
+    parts.add(msgspec.json.decode(body, type=StreamPart))
+    return parts.whole()
 
 
 def events(buffer: bytearray) -> list[bytes]:

@@ -53,7 +53,6 @@ class LentEngines:
         for one in told.engines:
             member = self._lent.get(one.serial) or self._join(one)
             member.serve(one.version, one.lineage)
-            member.adapter = one.adapter
             member.suspect, member.waiting, member.leaving = one.suspect, one.waiting, one.leaving
         if told.open:
             self._pool.release()
@@ -64,13 +63,7 @@ class LentEngines:
         """Return what is known of each engine."""
         now = time.monotonic()
         return tuple(
-            EngineUse(
-                serial,
-                member.in_flight,
-                now - member.heard if member.heard else None,
-                member.fenced or "",
-                tuple(name for name, count in member.users.items() if count),
-            )
+            EngineUse(serial, member.in_flight, now - member.heard if member.heard else None, member.fenced or "")
             for serial, member in self._lent.items()
         )
 
@@ -80,5 +73,4 @@ class LentEngines:
 
     def _join(self, one: WorkerEngine) -> Member:
         member = self._lent[one.serial] = self._pool.join(LentEngine(one.name, self._connect(one.name, one.url, one.key)))
-        member.slots = None  # the controller loads versions that are adapters
         return member

@@ -70,13 +70,6 @@ class WorkerGates:
             await asyncio.wait(telling, timeout=self._answer_s * PATIENCE)
         return sum(bool(worker.telling) for worker in self._alive())
 
-    async def in_use(self, member: Member, adapter: str | None) -> bool:
-        """Return whether a worker's request uses an adapter of an engine, or may yet do so."""
-        self.tell(always=True)
-        return await self.late() > 0 or any(
-            adapter in use.adapters for worker in self._alive() if (use := worker.uses.get(member.serial)) is not None
-        )
-
     def note(self, worker: RemoteWorker, uses: Sequence[EngineUse]) -> None:
         """Take what a worker says of the engines. What it says of one that has started again since is of no use."""
         if worker.gone:
@@ -98,6 +91,6 @@ class WorkerGates:
             member.elsewhere = sum(use.in_flight for use in uses if use is not None)
 
     def _told(self, member: Member) -> WorkerEngine:
-        (url, key), served = self._address_of(member.engine.client), member.served
+        url, key = self._address_of(member.engine.client)
         flags = member.suspect, member.waiting, member.leaving
-        return WorkerEngine(member.engine.name, member.serial, url, key, served.version, served.lineage, served.adapter, *flags)
+        return WorkerEngine(member.engine.name, member.serial, url, key, member.version, member.lineage, *flags)

@@ -7,7 +7,6 @@ takes tensors in device memory only if there are GPUs; bytes then pass through i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -27,23 +26,16 @@ ALIGNED = 16
 """Each buffer begins at a multiple of it, as arrays are made of buffers in place."""
 
 
-@dataclass(frozen=True, eq=False)
-class Joined:
-    """Read-only buffers that lie in `whole`, uint8[n], so that they can be broadcast as one."""
-
-    whole: np.ndarray
-    buffers: Sequence[memoryview]
-
-
-def joined(sizes: Sequence[int], buffers: Sequence[Buffer] | None = None) -> Joined:
-    """Return buffers of some sizes with the contents of `buffers`; without them, with whatever was in memory."""
+def joined(sizes: Sequence[int], buffers: Sequence[Buffer] | None = None) -> tuple[np.ndarray, Sequence[memoryview]]:
+    """Return an array, uint8[n], that can be broadcast as one, and read-only buffers of some sizes in it, with the contents of `buffers`;
+    without them, with whatever was in memory."""
     starts = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
     places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
     whole = np.empty(starts[-1], np.uint8)
     into = memoryview(whole.data).cast("B")
     for place, one in zip(places, buffers or (), strict=False):
         into[place] = memoryview(one).cast("B")
-    return Joined(whole, [into.toreadonly()[place] for place in places])
+    return whole, [into.toreadonly()[place] for place in places]
 
 
 def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer]]) -> Sequence[Buffer]:
@@ -51,42 +43,38 @@ def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer]]) -> Seque
 
     Args:
         count: number of buffers, the same on all ranks.
-        ask: called on the first rank only.
+        ask: called on the first rank only; returns so many.
 
     Raises:
         AsyncmoeError: what `ask` raised, on the first rank; on the others a `ProtocolError` with its text.
     """
     if mesh.tp * mesh.cp == 1:
         return ask()
-    found, failure = _asked(count, ask) if mesh.fetches else ([b""] * count, None)
+    found: Sequence[Buffer] = [b""] * count
+    failure: AsyncmoeError | None = None
+    if mesh.fetches:
+        try:
+            found = ask()
+        except AsyncmoeError as error:
+            failure = error
     why = str(failure).encode() if failure is not None else b""
     sizes = torch.tensor([*(memoryview(one).nbytes for one in found), len(why)], dtype=torch.int64, device=mesh.device)
     _broadcast(mesh, sizes)
     *each, told = sizes.tolist()
     if told:
-        text = bytes(_spread(mesh, joined([told], [why] if mesh.fetches else None)).buffers[0])
+        text = bytes(_spread(mesh, *joined([told], [why] if mesh.fetches else None))[0])
         raise failure or ProtocolError(f"rank {_first(mesh)} could not fetch the batch: {text.decode()}")
-    return _spread(mesh, joined(each, found if mesh.fetches else None)).buffers
+    return _spread(mesh, *joined(each, found if mesh.fetches else None))
 
 
-def _asked(count: int, ask: Callable[[], Sequence[Buffer]]) -> tuple[Sequence[Buffer], AsyncmoeError | None]:
-    try:
-        found = ask()
-    except AsyncmoeError as error:
-        return [b""] * count, error
-    if len(found) != count:
-        return [b""] * count, ProtocolError(f"got a batch of {len(found)} frames, expected {count}")
-    return found, None
-
-
-def _spread(mesh: Mesh, ours: Joined) -> Joined:
-    """Fill the buffers of every rank with the first rank's, of the same sizes."""
-    for part in torch.split(torch.from_numpy(ours.whole), PART_BYTES):
+def _spread(mesh: Mesh, whole: np.ndarray, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
+    """Fill the buffers in `whole` of every rank with the first rank's, of the same sizes; return them."""
+    for part in torch.split(torch.from_numpy(whole), PART_BYTES):
         sent = part.to(mesh.device)  # on a CPU the part itself
         _broadcast(mesh, sent)
         if sent is not part and not mesh.fetches:
             part.copy_(sent)
-    return ours
+    return buffers
 
 
 def _broadcast(mesh: Mesh, tensor: torch.Tensor) -> None:

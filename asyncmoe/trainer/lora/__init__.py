@@ -10,9 +10,6 @@ which rank.
     module      all pairs of a model chunk as one module; checkpoint form
     hooks       where Megatron's layers add pairs
     attach      attaching adapters to a GPTModel; switching them off
-    snapshot    copies that are sent to engines, shard to shard
-    files       publishing to engines as files instead
     merge       merging adapters into the weights
-    gradients   gradient sums over ranks that Megatron does not compute
     canonical   distributing whole tensors over the ranks
 """

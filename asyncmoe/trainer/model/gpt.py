@@ -17,7 +17,7 @@ from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.halves import PREFIX as ADAPTERS
 from asyncmoe.models.megatron import chunk_prefix
 from asyncmoe.platform import megatron
-from asyncmoe.reshard import LocalTransport, Piece, RankLayout, exchange, plan_each
+from asyncmoe.reshard import LocalTransport, RankLayout, exchange, plan_each
 from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.model.switches import Switches
@@ -157,19 +157,14 @@ def local_tensors(model: Model, checkpoint: HFCheckpoint) -> Iterator[tuple[str,
     source = family.hf_layout(model.hf, dtype).at(0)
     local = family.megatron_layout(model.hf, model.parallel, model.mesh.rank, dtype).at(0)
     _check_layout(local, model.weights())
-    plans = plan_each(family.tensors(model.hf), [source], [[part] for part in _each_storage(local)])
+    pieces = local.pieces_by_storage
+    each = [[RankLayout(0, {name: storage}, tuple(pieces[name]))] for name, storage in local.storages.items()]
+    plans = plan_each(family.tensors(model.hf), [source], each)
     for name, steps in zip(local.storages, plans, strict=True):
         arrays = {n: checkpoint.read(n, one.shape, getattr(torch, one.dtype)) for n, one in steps.sources.get(0, {}).items()}
         value = torch.empty(local.storages[name].shape, dtype=getattr(torch, local.storages[name].dtype))
         exchange(steps, LocalTransport(), arrays, {name: value})
         yield name, value
-
-
-def _each_storage(layout: RankLayout) -> list[RankLayout]:
-    pieces: dict[str, list[Piece]] = {name: [] for name in layout.storages}
-    for piece in layout.pieces:
-        pieces[piece.storage].append(piece)
-    return [RankLayout(layout.rank, {name: storage}, tuple(pieces[name])) for name, storage in layout.storages.items()]
 
 
 def _check_layout(layout: RankLayout, built: Mapping[str, torch.Tensor]) -> None:

@@ -6,19 +6,17 @@ how sequences are distributed over micro-batches and ranks.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from asyncmoe import plugins
 from asyncmoe.config.objective import ObjectiveSection
-from asyncmoe.errors import ConfigError, UserError, together
+from asyncmoe.errors import UserError, together
 from asyncmoe.trainer.objective import plugin
 from asyncmoe.trainer.objective.plugin import Plugin, Plugins, Responses
 from asyncmoe.trainer.objective.rows import PolicyRows, segments
@@ -55,28 +53,12 @@ def try_one(section: ObjectiveSection, key: str, cp: int = 1) -> Plugin:
     """Load and try the function that a key of the configuration names. Arguments and errors as of `load`."""
     target, options = section.own[key]
     log.info("trying %s %s", key, target)
-    found = _find(key, target, options or {})
+    found = Plugin(key, target, plugins.load_function(target, key, forms=plugins.FORM), options or {})
     try:
         with plugins.guarded(plugins.CALL_S):
             return try_advantage(found) if key == plugin.ADVANTAGE else try_rows(found, cp)
     except plugins.Failed as failed:
         raise found.refused(str(failed), "a result; it must not raise an exception, end the process or wait") from failed
-
-
-def _find(key: str, target: str, options: Mapping[str, Any]) -> Plugin:
-    function = plugins.load_function(target, key, forms=plugins.FORM)
-    made = Plugin(key, target, function, options)
-    if inspect.isclass(function) or inspect.iscoroutinefunction(function):
-        kind = "a class" if inspect.isclass(function) else "a coroutine function"
-        raise ConfigError(key, got=f"{target}, {kind}", expected="a plain function")
-    signature = inspect.signature(function)
-    try:
-        signature.bind(None, **options)
-    except TypeError as error:
-        given = "responses" if key == plugin.ADVANTAGE else "rows"
-        got = f"the signature {signature} and the options {dict(options)}: {error}"
-        raise made.refused(got, f"one that takes ({given}) and the options by name") from error
-    return made
 
 
 def try_advantage(tried: Plugin) -> Plugin:

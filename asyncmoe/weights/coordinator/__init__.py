@@ -1,6 +1,6 @@
 """The controller's side of weight sync: the coordinator drives all engines through an update, and keeps the ledger of their versions.
 
-A version reaches the engines in one of four ways. By broadcast, while they are paused:
+A version reaches the engines in one of three ways. By broadcast, while they are paused:
 
     WeightsBegin    close the gate; every engine: pause, begin_update
     WeightsBucket   all engines concurrently: load_bucket, while the sender broadcasts
@@ -13,10 +13,6 @@ Shard to shard, while they generate, through the receivers inside them (`asyncmo
     WeightsCommit   close the gate; every engine: swap, in one call; then open the gate. If the weights were written in
                     place, are to be compared, or running requests drop their keys and values, as in a broadcast:
                     every engine: pause, begin_update, swap, end_update, compare checksums, resume
-
-Adapters, as files that the engine loads (`asyncmoe.engines.adapter_slots`):
-
-    WeightsAdapter  all engines concurrently: unload the older of the two loaded versions, load this one; no engine pauses
 
 Through a directory, while they are paused:
 

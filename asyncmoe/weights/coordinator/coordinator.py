@@ -18,7 +18,6 @@ from asyncmoe.rpc.messages import (
     Engines,
     EnginesAsk,
     WeightsAbort,
-    WeightsAdapter,
     WeightsBegin,
     WeightsBucket,
     WeightsCommit,
@@ -33,9 +32,7 @@ from asyncmoe.weights.coordinator.roster import EngineSet
 
 _ROSTERS = 32
 """Bits for the rosters of one controller."""
-WeightsRequest = (
-    WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsAdapter | WeightsFiles | WeightsAbort | EnginesAsk
-)
+WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsFiles | WeightsAbort | EnginesAsk
 
 
 class WeightUpdateCoordinator:
@@ -110,9 +107,7 @@ class WeightUpdateCoordinator:
         return self.driver.current is not None and member in self.driver.current.members
 
     def paused(self, member: Member) -> bool:
-        """Return True if this engine cannot sample at the moment: it is paused for an open update, or loads an adapter."""
-        if member.slots is not None and member.slots.loading:
-            return True
+        """Return True if this engine cannot sample at the moment: it is paused for an open update."""
         return self.driver.current is not None and member.engine.name in self.driver.current.paused
 
     async def compare_loaded(self, expected: checksums.Checksums, kept: bool) -> None:
@@ -197,9 +192,6 @@ class WeightUpdateCoordinator:
                 await self._expecting_next(self.driver.pause_all(self.driver.claim(request.version), "writing"))
             case WeightsBucket():
                 await self._expecting_next(ways.load_bucket(self.driver, request))
-            case WeightsAdapter():
-                serving, failed = await ways.load_adapter(self.driver, request)
-                return await self._publish(request.version, (0.0,) * serving, failed)
             case WeightsFiles():
                 await self.driver.pause_all(self.driver.claim(request.version, session=False))
                 return await self._commit(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncmoe.errors import ProtocolError
 from asyncmoe.rpc.base import Message
-from asyncmoe.rpc.messages import WeightsAdapter, WeightsBegin, WeightsFiles, WeightsStage
+from asyncmoe.rpc.messages import WeightsBegin, WeightsFiles, WeightsStage
 
 
 def check(request: Message, serving: int, trained: int | None) -> None:
@@ -17,7 +17,7 @@ def check(request: Message, serving: int, trained: int | None) -> None:
     Raises:
         ProtocolError: the request is out of turn.
     """
-    if not isinstance(request, WeightsStage | WeightsBegin | WeightsAdapter | WeightsFiles):
+    if not isinstance(request, WeightsStage | WeightsBegin | WeightsFiles):
         return
     name = type(request).__name__
     if trained is None:

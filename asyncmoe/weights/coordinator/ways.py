@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from asyncmoe.engines.member import Member
 from asyncmoe.errors import AsyncmoeError, WeightSyncError
 from asyncmoe.platform.sglang.receiver_command import CommitCommand, JoinCommand
-from asyncmoe.rpc.messages import WeightsAdapter, WeightsBucket, WeightsJoin
+from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.weights.coordinator import state
 from asyncmoe.weights.coordinator.asking import Failures, on_each, raise_first
@@ -158,28 +157,3 @@ async def load_files(driver: UpdateDriver, update: OpenUpdate, folder: str) -> F
     part of it."""
     update.state = state.load(update.state)
     return await driver.fencing(update, lambda member: member.engine.client.load_files(folder, driver.timeout_s))
-
-
-async def load_adapter(driver: UpdateDriver, request: WeightsAdapter) -> tuple[int, Failures]:
-    """Have all engines sample new requests with an adapter (`asyncmoe.engines.adapter_slots`); requests in progress keep theirs.
-
-    Returns:
-        The number of engines that serve it, and the engines that failed; they are fenced.
-
-    Raises:
-        WeightSyncError: an engine is gone, or was started without adapters.
-    """
-    members = driver.whole()
-    without = [member.engine.name for member in members if member.slots is None]
-    if without:
-        raise WeightSyncError(f"{without[0]} was started without adapter loading (sync.method broadcast)")
-
-    async def load(member: Member) -> None:
-        assert member.slots is not None
-        await member.slots.publish(request.version, Path(request.folder), driver.pool.lineage)
-        member.serve(request.version, driver.pool.lineage)
-
-    failed = await on_each(members, load)
-    for member, error in failed:
-        driver.pool.fence(member, str(error))
-    return len(members) - len(failed), failed

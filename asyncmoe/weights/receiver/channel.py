@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.reshard import Exchanger, Plan
-from asyncmoe.reshard.gpu import nothing_to_give
+from asyncmoe.reshard.gpu import Relieve, nothing_to_give
 from asyncmoe.reshard.nccl import make_unique_id
 from asyncmoe.reshard.transport import Watch, nothing_to_watch
 from asyncmoe.weights.protocol import (
@@ -34,23 +34,36 @@ _GRACE_S = 5.0
 
 
 class SideStream:
-    """A CUDA stream for copies, separate from the stream that computes with the weights.
+    """Where the copies of weights on a device are enqueued: on a GPU, a CUDA stream separate from the one that computes with the weights.
 
     An exchange waits on the host for its copies, so the arrays may be used when it has returned. Earlier work is ordered before the copies
     only by `follow`.
+
+    Attributes:
+        stream: None on a CPU, as on which no call has an effect.
+        handle: the stream as a cudaStream_t.
+        relieve: frees the device's cached memory.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.device = device
+        on_gpu = device.type == "cuda"
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self.handle = 0 if self.stream is None else self.stream.cuda_stream
+        self.relieve: Relieve = nothing_to_give if self.stream is None else torch.cuda.empty_cache
 
     def follow(self) -> None:
         """Order later work on this stream after all work enqueued on the calling thread's current stream."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def allocating(self) -> AbstractContextManager[object]:
         """Context in which new tensors belong to this stream: torch's caching allocator (torch/cuda/memory.py) neither hands their memory
         to another stream before the work enqueued here is done, nor takes memory that another stream still uses."""
-        return torch.cuda.stream(self.stream)
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+HOST = SideStream(torch.device("cpu"))
 
 
 Arrays = Callable[[], tuple[Mapping[str, torch.Tensor] | None, Mapping[str, torch.Tensor] | None]]
@@ -62,7 +75,7 @@ def connect(
     terms: Terms,
     plan: Plan,
     epoch: int,
-    side: SideStream | None = None,
+    side: SideStream = HOST,
     watch: Watch = nothing_to_watch,
     arrays: Arrays | None = None,
     update: Callable[[], int] = lambda: 0,
@@ -74,7 +87,7 @@ def connect(
     of memory for messages or copy tables reports it before any rank sends.
 
     Args:
-        side: where to enqueue copies, if the weights are on GPUs.
+        side: where to enqueue copies.
         watch: on rank 0, called every second while waiting; raises if a rank will not join or is gone.
         arrays: returns the arrays to bind.
         update: returns the number of the update under way; connecting stops if another rank fails in that update.
@@ -84,9 +97,6 @@ def connect(
         WeightSyncError: a rank is gone or could not make its end (no memory for the messages, no usable NCCL or GPU); the same message on
             every rank.
     """
-    stream = side.stream.cuda_stream if side else 0
-    place = side.stream.device if side else torch.device("cpu")
-    relieve = torch.cuda.empty_cache if side else nothing_to_give
     bound, failure = None, ""
     exchanger: Exchanger | None = None
 
@@ -97,9 +107,9 @@ def connect(
     try:
         bound = arrays() if arrays is not None else None
     except Exception as error:  # noqa: BLE001  reported to all ranks
-        failure = failing.said(error, terms, store.rank, place)
+        failure = failing.said(error, terms, store.rank, side.device)
     if failure:
-        relieve()  # some of the arrays may have been allocated
+        side.relieve()  # some of the arrays may have been allocated
     unique_id = make_unique_id if TRANSPORTS[terms.transport].nccl else bytes
     arrived = _assemble(store, terms, epoch, "arrive", watch, Outcome(failure), unique_id)
     try:
@@ -108,20 +118,30 @@ def connect(
             world=terms.world,
             session=f"{terms.session}-{epoch}",
             timeout_s=terms.timeout_s,
-            device=place.index,
-            stream=stream,
-            relieve=relieve,
+            device=side.device.index,
+            stream=side.handle,
+            relieve=side.relieve,
             watch=look,
             store=store,
             epoch=epoch,
             terms=terms,
             unique_id=arrived.unique_id,
         )
-        exchanger = _exchanger(end, plan)
+        exchanger = Exchanger(
+            plan,
+            opener(terms.transport)(end),
+            bucket_bytes=terms.bucket_bytes,
+            timeout_s=terms.timeout_s,
+            threads=1,  # the trainer's step or the engine runs at the same time
+            stream=side.handle,
+            relieve=side.relieve,
+            delta=terms.delta,
+            watch=look,
+        )
         if bound is not None:
             exchanger.bind(*bound)
     except Exception as error:  # reported to all ranks
-        failure = failing.said(error, terms, store.rank, place)
+        failure = failing.said(error, terms, store.rank, side.device)
         if not isinstance(error, AsyncmoeError):  # of the transport's code, whose line the other ranks' reports do not have
             log.exception("rank %d cannot make its end of channel %d over %s", store.rank, epoch, terms.transport)
     try:
@@ -132,20 +152,6 @@ def connect(
         raise
     assert exchanger is not None
     return exchanger
-
-
-def _exchanger(end: ChannelEnd, plan: Plan) -> Exchanger:
-    return Exchanger(
-        plan,
-        opener(end.terms.transport)(end),
-        bucket_bytes=end.terms.bucket_bytes,
-        timeout_s=end.timeout_s,
-        threads=1,  # the trainer's step or the engine runs at the same time
-        stream=end.stream,
-        relieve=end.relieve,
-        delta=end.terms.delta,
-        watch=end.watch,
-    )
 
 
 def _assemble(

@@ -79,23 +79,20 @@ class Store:
         """Set a value. Raise StoreGone if rank 0 is gone."""
         self._ask(lambda: self._store.set(key.name, msgspec.msgpack.encode(value)))
 
-    def get(self, key: Key[T], timeout_s: float, whom: str = "") -> T:
+    def get(self, key: Key[T], timeout_s: float) -> T:
         """Wait for a value.
-
-        Args:
-            whom: name of the rank that sets it, for the error.
 
         Raises:
             WaitTimeout: it was not set in time.
             StoreGone: rank 0 is gone.
         """
         if self._file is None:
-            self._ask(lambda: self._store.wait([key.name], timedelta(seconds=max(0.001, timeout_s))), key.name, whom)
+            self._ask(lambda: self._store.wait([key.name], timedelta(seconds=max(0.001, timeout_s))), key.name)
         else:
-            self._wait_in_file(self._file, key, timeout_s, whom)
-        return msgspec.msgpack.decode(self._ask(lambda: self._store.get(key.name), key.name, whom), type=key.type)
+            self._wait_in_file(self._file, key, timeout_s)
+        return msgspec.msgpack.decode(self._ask(lambda: self._store.get(key.name), key.name), type=key.type)
 
-    def _wait_in_file(self, file: Path, key: Key[Any], timeout_s: float, whom: str) -> None:
+    def _wait_in_file(self, file: Path, key: Key[Any], timeout_s: float) -> None:
         """Wait for a value as `get` does. A FileStore's own wait does not notice that its keeper is gone."""
         begin, seen = time.monotonic(), -1
         while True:
@@ -107,7 +104,7 @@ class Store:
                 return
             seen = size
             if (waited := time.monotonic() - begin) > timeout_s:
-                raise WaitTimeout(whom or self._peer, key.name, waited)
+                raise WaitTimeout(self._peer, key.name, waited)
             _pause(waited)
 
     def get_all(
@@ -213,14 +210,14 @@ class Store:
         """Return whether all keys are set."""
         return not keys or bool(self._ask(lambda: self._store.check([key.name for key in keys])))
 
-    def _ask(self, call: Callable[[], R], what: str = "an answer of the store", whom: str = "") -> R:
+    def _ask(self, call: Callable[[], R], what: str = "an answer of the store") -> R:
         """Call the store. Raise WaitTimeout if it waited in vain, StoreGone if rank 0 is gone."""
         self._look()
         begin = time.monotonic()
         try:
             return call()
         except dist.DistStoreError as error:
-            raise WaitTimeout(whom or self._peer, what, time.monotonic() - begin) from error
+            raise WaitTimeout(self._peer, what, time.monotonic() - begin) from error
         except RuntimeError as error:
             raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
 

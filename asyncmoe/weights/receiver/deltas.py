@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from asyncmoe.errors import TransferError, WeightSyncError
 from asyncmoe.reshard import DeltaDecoder, Exchanger, Plan
-from asyncmoe.reshard.gpu import nothing_to_give
 from asyncmoe.weights.protocol import Header, Terms
 from asyncmoe.weights.receiver import failing
-from asyncmoe.weights.receiver.channel import SideStream
+from asyncmoe.weights.receiver.channel import HOST, SideStream
 from asyncmoe.weights.receiver.delta_messages import Coming
 
 
@@ -20,20 +17,20 @@ class DeltaRefused(WeightSyncError):
     """A delta, or the memory that it would change, is in doubt. Nothing was written; a full update may succeed."""
 
 
-def decoder_of(plan: Plan, rank: int, terms: Terms, side: SideStream | None = None) -> DeltaDecoder:
+def decoder_of(plan: Plan, rank: int, terms: Terms, side: SideStream = HOST) -> DeltaDecoder:
     """Return what knows of the version a worker holds, and keeps the coded delta of the next.
 
     Args:
         plan: the rank's part.
-        side: where to enqueue copies and kernels, if the weights are on a GPU. Around `commit` the caller waits for all of its streams.
+        side: where to enqueue copies and kernels. Around `commit` the caller waits for all of its streams.
     """
     return DeltaDecoder(
         plan,
         rank,
         bucket_bytes=terms.bucket_bytes,
         threads=1,  # the engine generates at the same time
-        stream=side.stream.cuda_stream if side else 0,
-        relieve=torch.cuda.empty_cache if side else nothing_to_give,
+        stream=side.handle,
+        relieve=side.relieve,
     )
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import weakref
-from contextlib import nullcontext
 
 import torch
 
@@ -75,9 +74,7 @@ class Receiver:
         self._left, self._ended = threading.Event(), ""
         self._device = next(model.parameters()).device
         self._former = former
-        self._side = SideStream(self._device) if self._device.type == "cuda" else None
-        if former is not None and former._side is not None:
-            self._side = former._side  # whose memory torch hands out again
+        self._side = SideStream(self._device) if former is None else former._side  # whose memory torch hands out again
         self._store: Store | None = None
         self._terms: Terms | None = None
         self._number = _FIRST  # number of the update under way, or of the next one
@@ -145,7 +142,7 @@ class Receiver:
             self._wait_idle()
             self._write(staged)
             self._wait_idle()
-            if staged.tensors is not None and self._side is not None:
+            if staged.tensors is not None:
                 self._side.follow()
 
     def _wait_idle(self) -> None:
@@ -271,7 +268,7 @@ class Receiver:
 
     def _staging(self) -> dict[str, torch.Tensor]:
         """Return staging memory for an update: after a swap, the memory the parameters occupied before."""
-        with self._lock, nullcontext() if self._side is None else self._side.allocating():
+        with self._lock, self._side.allocating():
             if not self._spare:
                 self._spare = self._target.room()
             return self._spare

@@ -16,6 +16,6 @@ A version on its way from the optimizer step to serving, with `sync.method: resh
 6. `sender.py`: until `settle`, rank 0 watches whether the version must be sent again to new engines, then sets `over(N)`.
 
 `asyncmoe.weights.receiver` lists the engine's side of steps 3 to 5. With `sync.method: broadcast`, `broadcast.py` gathers whole tensors to
-rank 0 (`gather.py`) and broadcasts them in a process group with the paused engines (`broadcast_group.py`); adapters are published as files
-(`trainer/lora/files.py`). With `sync.method: disk`, `disk.py` writes them to a directory (`hf_files.py`), from which the engines load them.
+rank 0 (`gather.py`) and broadcasts them in a process group with the paused engines (`broadcast_group.py`). With `sync.method: disk`,
+`disk.py` writes them to a directory (`hf_files.py`), from which the engines load them.
 """

@@ -37,14 +37,14 @@ from asyncmoe.weights.receiver import failing, hosting
 from asyncmoe.weights.sender import broadcast_group
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 from asyncmoe.weights.sender.gather import Gatherer
-from asyncmoe.weights.sender.publisher import AtOnce, Checksums, Published
+from asyncmoe.weights.sender.publisher import Checksums, Published, Publisher
 from asyncmoe.weights.sender.trained import TrainerRank
 
 _GROUP = "asyncmoe_weights"
 
 
-class BroadcastPublisher(AtOnce):
-    """See `AtOnce`.
+class BroadcastPublisher(Publisher):
+    """See `Publisher`.
 
     Args:
         gatherer: gathers the weights to rank 0.
@@ -59,7 +59,6 @@ class BroadcastPublisher(AtOnce):
         mesh: TrainerRank,
         expected: ExpectedChecksums,
     ) -> None:
-        super().__init__()
         self._sync, self._gatherer, self._client, self._mesh = config.sync, gatherer, client, mesh
         self._expected = expected
         self._start_timeout_s = config.engines.start_timeout_s

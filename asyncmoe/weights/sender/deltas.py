@@ -10,23 +10,20 @@ import torch
 from asyncmoe.config import Config
 from asyncmoe.errors import OutOfDeviceMemory
 from asyncmoe.reshard import DeltaEncoder, Plan
-from asyncmoe.reshard.gpu import nothing_to_give
-from asyncmoe.weights.receiver.channel import SideStream
+from asyncmoe.weights.receiver.channel import HOST, SideStream
 from asyncmoe.weights.receiver.delta_messages import LARGEST_SHARE, Coming, Offer, Portion
 from asyncmoe.weights.sender.publisher import Traffic
 
 log = logging.getLogger(__name__)
 
 
-def encoder_of(
-    plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream | None = None
-) -> DeltaEncoder:
+def encoder_of(plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream = HOST) -> DeltaEncoder:
     """Return what codes a rank's part of all updates of a meeting that may be deltas.
 
     Args:
         plan: the rank's part.
         tensors: the tensors to send, by the names of the plan's storages.
-        side: where to enqueue copies and kernels, if the tensors are on a GPU.
+        side: where to enqueue copies and kernels.
 
     Raises:
         OutOfDeviceMemory: the GPU has no room for what was sent last, or for two messages.
@@ -36,8 +33,8 @@ def encoder_of(
         rank,
         bucket_bytes=bucket_bytes,
         threads=1,  # the trainer's step runs at the same time
-        stream=side.stream.cuda_stream if side else 0,
-        relieve=torch.cuda.empty_cache if side else nothing_to_give,
+        stream=side.handle,
+        relieve=side.relieve,
     )
     encoder.bind(tensors)
     return encoder

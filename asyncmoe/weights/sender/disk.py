@@ -19,7 +19,7 @@ from asyncmoe.rpc.messages import Committed, EnginesAsk, WeightsFiles
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 from asyncmoe.weights.sender.gather import Gatherer
 from asyncmoe.weights.sender.hf_files import SHARD_BYTES, unfinished, write_hf
-from asyncmoe.weights.sender.publisher import AtOnce, Checksums, Published
+from asyncmoe.weights.sender.publisher import Checksums, Published, Publisher
 from asyncmoe.weights.sender.trained import TrainedModel
 
 
@@ -31,15 +31,14 @@ def folder_of(config: Config) -> Path:
     return config.sync.directory / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:12]}"
 
 
-class DiskPublisher(AtOnce):
-    """See `AtOnce`.
+class DiskPublisher(Publisher):
+    """See `Publisher`.
 
     Args:
         client: connection to the controller; used on rank 0 only.
     """
 
     def __init__(self, config: Config, model: TrainedModel, client: Client, expected: ExpectedChecksums) -> None:
-        super().__init__()
         self._config, self._sync, self._model, self._client = config, config.sync, model, client
         self._folder = folder_of(config)
         self._gatherer = Gatherer(model, SHARD_BYTES, config.sync.timeout_s)

@@ -6,9 +6,7 @@ needs memory for more than a bucket, whatever the size of the model.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -21,24 +19,14 @@ from asyncmoe.platform.float8 import dequantised
 from asyncmoe.reshard import Plan, RankLayout, exchange, plan_each
 from asyncmoe.reshard.checksum import engine_checksums
 from asyncmoe.reshard.float8 import SCALES
-from asyncmoe.reshard.layout import Piece, Storage
+from asyncmoe.reshard.layout import Storage
 from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.weights.sender.publisher import Checksums
 from asyncmoe.weights.sender.sources import WeightSources
 from asyncmoe.weights.sender.trained import TrainedModel
 
-
-@dataclass(frozen=True)
-class HashedPart:
-    """Parameters of one engine rank that one trainer rank hashes.
-
-    Attributes:
-        engine_rank: the engine's rank, from 0.
-        layout: the parameters, on the trainer's rank.
-    """
-
-    engine_rank: int
-    layout: RankLayout
+HashedPart = tuple[int, RankLayout]
+"""A rank of an engine, from 0, and those of its parameters, on the trainer's rank, that one trainer rank hashes."""
 
 
 class ExpectedChecksums:
@@ -80,10 +68,10 @@ class ExpectedChecksums:
         self._sources.refresh()
         found: list[tuple[int, dict[str, str]]] = []
         for plan, share in self._rounds:
-            held = {} if share is None else self._empty(share.layout.storages)
+            held = {} if share is None else self._empty(share[1].storages)
             exchange(plan, self._transport, self._sources.tensors, held, timeout_s=self.config.sync.timeout_s)
             if share is not None:
-                found.append((share.engine_rank, self._hashed(held, self._served[share.engine_rank])))
+                found.append((share[0], self._hashed(held, self._served[share[0]])))
         everyone = collectives.gathered(found)
         if everyone is None:
             return ()
@@ -115,7 +103,7 @@ class ExpectedChecksums:
         model, dtype = self.model, str(self.model.dtype).removeprefix("torch.")
         rounds = list(shared_out(self._engine(dtype), self._mesh.world, self.config.sync.bucket_bytes))
         payload = Payload(model.hf)
-        destinations = [[share.layout for share in shares] for shares in rounds]
+        destinations = [[layout for _, layout in shares] for shares in rounds]
         plans = plan_each(payload.tensors(), payload.trainer(model.parallel, dtype), destinations, ranks=[self._mesh.rank])
         mine = [shares[self._mesh.rank] if self._mesh.rank < len(shares) else None for shares in rounds]
         return list(zip(plans, mine, strict=True))
@@ -143,12 +131,12 @@ def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> I
         bucket_bytes: upper bound of a share, unless it is one parameter, with its scales if it has any.
     """
     groups = [(rank, names) for rank, layout in enumerate(engine) for names in _grouped(layout.storages, bucket_bytes)]
-    of_rank = [_pieces_by_storage(layout) for layout in engine]
+    of_rank = [layout.pieces_by_storage for layout in engine]
     for first in range(0, len(groups), world):
         shares = []
         for at, (rank, names) in enumerate(groups[first : first + world]):
             pieces = tuple(piece for name in names for piece in of_rank[rank][name])
-            shares.append(HashedPart(rank, RankLayout(at, {name: engine[rank].storages[name] for name in names}, pieces)))
+            shares.append((rank, RankLayout(at, {name: engine[rank].storages[name] for name in names}, pieces)))
         yield shares
 
 
@@ -166,10 +154,3 @@ def _grouped(storages: Mapping[str, Storage], bucket_bytes: int) -> Iterator[lis
         filled += nbytes
     if group:
         yield group
-
-
-def _pieces_by_storage(layout: RankLayout) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = defaultdict(list)
-    for piece in layout.pieces:
-        found[piece.storage].append(piece)
-    return found

@@ -1,6 +1,6 @@
 """Gather Megatron's shards to rank 0 as whole tensors, one bounded bucket at a time.
 
-Used by the `broadcast` publisher, checkpoint export, checksum verification and adapter files.
+Used by the `broadcast` and `disk` publishers, and by export.
 """
 
 from __future__ import annotations

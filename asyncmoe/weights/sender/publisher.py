@@ -1,9 +1,8 @@
-"""The `Publisher` interface and the checksum types that all publishers share."""
+"""What all publishers of weights share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 Checksums = tuple[dict[str, str], ...]
 """One {SGLang parameter: checksum} for each rank of an engine; empty: the version is not verified."""
@@ -38,11 +37,21 @@ class Published:
     traffic: Traffic | None = None
 
 
-class Publisher(Protocol):
-    """Publishes a trainer's weights. Every call is collective over the trainer's ranks. One version at a time: `begin`, then `settle`."""
+class Publisher:
+    """Publishes a trainer's weights. Every call is collective over the trainer's ranks. One version at a time: `begin`, then `settle`.
+
+    As it is, for publishers with whom every engine serves a version when `begin` returns: they implement `publish`.
+    """
+
+    _published: Published | None = None
+
+    def publish(self, version: int) -> Published:
+        """Publish `version`; return when all engines serve it."""
+        raise NotImplementedError
 
     def begin(self, version: int) -> None:
         """Start publishing the current weights. They must not change until `wait_sent` has returned."""
+        self._published = self.publish(version)
 
     def check(self) -> None:
         """Raise the error of the version under way, if it has failed; do not wait."""
@@ -56,33 +65,8 @@ class Publisher(Protocol):
         Raises:
             WeightSyncError: with the same message on every rank.
         """
-
-    def close(self) -> None:
-        """Disconnect from the engines and release resources."""
-
-
-class AtOnce:
-    """A synchronous `Publisher`: every engine serves the version when `begin` returns."""
-
-    def __init__(self) -> None:
-        self._published: Published | None = None
-
-    def publish(self, version: int) -> Published:
-        """Publish `version`; return when all engines serve it."""
-        raise NotImplementedError
-
-    def begin(self, version: int) -> None:
-        self._published = self.publish(version)
-
-    def check(self) -> None:
-        pass
-
-    def wait_sent(self) -> None:
-        pass
-
-    def settle(self) -> Published | None:
         published, self._published = self._published, None
         return published
 
     def close(self) -> None:
-        pass
+        """Disconnect from the engines and release resources."""

@@ -41,7 +41,7 @@ from asyncmoe.weights.receiver import failing
 from asyncmoe.weights.receiver.channel import SideStream
 from asyncmoe.weights.receiver.channel_end import opener
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
-from asyncmoe.weights.sender.publisher import Checksums, Published
+from asyncmoe.weights.sender.publisher import Checksums, Published, Publisher
 from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, NotMet, changed, in_all, meet, part
 from asyncmoe.weights.sender.sender import LOOK_S, Sender
 from asyncmoe.weights.sender.sources import AdapterSources, WeightSources
@@ -50,8 +50,8 @@ from asyncmoe.weights.sender.trained import TrainedModel
 log = logging.getLogger(__name__)
 
 
-class ReshardPublisher:
-    """See `asyncmoe.weights.sender.publisher.Publisher`. A version is sent by a thread of its own (`_publish`).
+class ReshardPublisher(Publisher):
+    """See `Publisher`. A version is sent by a thread of its own (`_publish`).
 
     Args:
         client: connection to the controller, not shared with other threads; used on rank 0 only.
@@ -67,7 +67,7 @@ class ReshardPublisher:
         self._expected = expected
         # For the sending thread only: the trainer's main thread uses other groups at the same time.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.engines.start_timeout_s + 2 * self._limit))
-        self._side = SideStream(model.mesh.device) if model.mesh.device.type == "cuda" else None
+        self._side = SideStream(model.mesh.device)
         self._sender: Sender | None = None
         self._running: Future[Published | None] | None = None
         self._tried = 0.0  # start of the latest attempt to send the version under way, or of `settle`
@@ -80,8 +80,7 @@ class ReshardPublisher:
     def begin(self, version: int) -> None:
         expected = self._expected.of_next()
         self._sources.refresh()
-        if self._side is not None:
-            self._side.follow()
+        self._side.follow()
         self._changing = False
         self._tried = time.monotonic()
         self._sent.clear()

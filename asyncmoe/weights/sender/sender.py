@@ -40,7 +40,7 @@ class Sender:
     Args:
         client: connection to the controller; used on rank 0 only.
         tensors: the tensors to send, by the names of the plan's storages.
-        side: where to enqueue copies, if the weights are on GPUs.
+        side: where to enqueue copies.
         sent: set as soon as this rank has sent its part of an update and no longer reads `tensors`.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sender:
         client: Client,
         met: Meeting,
         tensors: Mapping[str, torch.Tensor],
-        side: SideStream | None,
+        side: SideStream,
         sent: threading.Event,
     ) -> None:
         self.met, self._rank, self._is_sent, self._device = met, model.mesh.rank, sent, model.mesh.device

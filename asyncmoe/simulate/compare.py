@@ -89,7 +89,7 @@ def compare(plant: Plant, workload: Workload, modes: tuple[Mode, ...] = MODES) -
     outcomes: dict[str, SimulatedRun] = {}
     wanted: tuple[Mode, ...] = ("sync", *(mode for mode in modes if mode != "sync"))
     for mode in wanted:
-        outcomes[mode] = simulate(plant if mode == "async" else plant.having({"queue_capacity": None}), workload, mode)
+        outcomes[mode] = simulate(plant, workload, mode)
     pools = baseline(plant, outcomes["sync"])
     speedups = {mode: pools.step_s / outcome.step_s for mode, outcome in outcomes.items()}
     rows = {mode: ModeComparison(outcome, speedups[mode], speedups[mode] / pools.s_pools) for mode, outcome in outcomes.items()}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from asyncmoe.config.fields import FINITE, NUMBER, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from asyncmoe.errors import ConfigError
@@ -36,11 +36,6 @@ class PlantEngines(Section):
     )
     step_s: PositiveFloat = Field(0.008, description="Seconds of a decoding step with an empty batch: the time to read the weights.")
     step_batch: PositiveFloat = Field(128.0, description="Batch size at which a decoding step takes twice as long as an empty one.")
-    order: Literal["arrival", "fifo", "longest_first", "probes_first"] = Field(
-        "arrival",
-        description="Which request gets a free slot: the first that came, or the order of that name of the live pool (`rollout.order`), in "
-        "which continued episodes precede new ones.",
-    )
     prefill_s: NonNegativeFloat = Field(
         0.0, description="Seconds to prefill the prompts that arrived since the last step; the engine's other requests wait meanwhile."
     )
@@ -86,9 +81,6 @@ class Plant(Section):
         description="Versions a trained token may be behind the trainer, in mode async. Raise it until engines and trainer no longer wait "
         "for each other; older tokens are worse to learn from. --sweep tries several.",
     )
-    queue_capacity: Positive | None = Field(
-        None, description="Trajectories the queue holds before complete groups wait outside; null: (max_staleness + 1) batches."
-    )
     max_concurrent: Positive | None = Field(
         None,
         description="Requests in flight over all engines, as `rollout.max_concurrent`; at most as many as there are slots. null: so many.",
@@ -108,15 +100,6 @@ class Plant(Section):
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return text
-
-    @model_validator(mode="after")
-    def _check(self) -> Plant:
-        if self.queue_capacity is not None and self.queue_capacity < self.batch:
-            raise ValueError(
-                f"queue_capacity: got {self.queue_capacity}, expected at least a step's batch of groups_per_step * group_size = "
-                f"{self.batch}; leave it out or raise it"
-            )
-        return self
 
     @property
     def batch(self) -> int:
@@ -151,10 +134,6 @@ class Plant(Section):
         next starts. one_step_off has the bound 1, and a batch starts only when the previous one is complete.
         """
         return Admission(self.batch, {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[mode])
-
-    def capacity(self, mode: Mode) -> int:
-        """Return the number of trajectories the queue holds."""
-        return self.queue_capacity or (self.admission(mode).max_staleness + 1) * self.batch
 
     def having(self, changes: Mapping[str, Any]) -> Plant:
         """Return a plant with other values at some keys, e.g. {"engines.count": 8}. Raises pydantic's ValidationError."""

@@ -99,7 +99,6 @@ def _sizes(config: Config) -> dict[str, Any]:
         "engines.count": config.engines.count,
         "engines.gpus": config.engines.tp,
         "engines.max_running": config.engines.max_running,
-        "engines.order": config.rollout.order,
         "trainer.gpus": config.trainer.ranks,
         "scoring.concurrency": config.scoring.concurrency,
     }

@@ -14,12 +14,13 @@ import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.simulate.generating import SimulatedEngines
 from asyncmoe.simulate.plant import Mode, Plant
-from asyncmoe.simulate.state import RunState, SimulatedGroup
-from asyncmoe.simulate.trace import Reading, SimulatedRun, summarise
+from asyncmoe.simulate.state import Reading, RunState, SimulatedGroup
+from asyncmoe.simulate.trace import SimulatedRun, summarise
 from asyncmoe.simulate.training import SimulatedQueue, SimulatedScorer, SimulatedSync, SimulatedTrainer
 from asyncmoe.simulate.workload import Workload
 
@@ -80,7 +81,7 @@ class Simulation:
                     f"simulation: nothing can happen any more at step {state.steps}, version {state.version}: {state.ledger}"
                 )
         self._read()
-        return summarise(state.plant, state.mode, state.trace, self._since, self._warm, state.ledger)
+        return summarise(state, self._since, self._warm)
 
     # ------------------------------------------------------------ what follows when an actor has acted
 
@@ -89,8 +90,7 @@ class Simulation:
         self._fill()
 
     def _fill(self) -> None:
-        """Let groups into the queue, and the trainer lease."""
-        self._queue.admit()
+        """Let groups start, where whole batches do, and the trainer lease."""
         if self._state.mode != "async":
             self._engines.start_groups()
         self._trainer.try_lease()
@@ -117,7 +117,6 @@ class Simulation:
 
     def _read(self) -> Reading:
         """Bring the totals up to date and return a copy."""
-        now = self._state.trace.now
-        now.seconds = self._state.clock.now
-        self._engines.read(now)
-        return Reading(**vars(now))
+        self._state.now.seconds = self._state.clock.now
+        self._engines.read()
+        return replace(self._state.now)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from asyncmoe.queue.admission import Ledger
 from asyncmoe.simulate.plant import Mode, Plant
-from asyncmoe.simulate.trace import Trace
 from asyncmoe.simulate.workload import Episode
 
 
@@ -17,16 +18,15 @@ class SimulatedGroup:
     """A group between start and training.
 
     Attributes:
-        number: groups started before it.
         left: members not scored yet.
         oldest: version of the group's first sampled token.
         tokens: tokens of complete turns, by version.
     """
 
-    __slots__ = ("episodes", "left", "members", "number", "oldest", "tokens")
+    __slots__ = ("episodes", "left", "members", "oldest", "tokens")
 
-    def __init__(self, episodes: list[Episode], number: int) -> None:
-        self.episodes, self.number = episodes, number
+    def __init__(self, episodes: list[Episode]) -> None:
+        self.episodes = episodes
         self.members = [SimulatedResponse(self, episode) for episode in episodes]
         self.left = len(episodes)
         self.oldest: float = math.inf
@@ -98,19 +98,34 @@ class EventClock:
         what()
 
 
+@dataclass
+class Reading:
+    """Totals at one moment; two readings delimit a window."""
+
+    seconds: float = 0.0
+    training: float = 0.0
+    waiting: float = 0.0
+    syncing: float = 0.0
+    busy: float = 0.0
+    sampled: float = 0.0
+    trained_tokens: int = 0
+
+
 class RunState:
     """The facts of a run that several actors read and change.
 
     Attributes:
         law: the live system's admission policy, with the bound of the mode.
-        capacity: trajectories the queue holds.
         version: version that the engines serve.
         steps: steps trained so far.
+        now: totals so far.
+        ages: trained tokens by age, the number of versions they were behind the trainer.
+        oldest_age: largest age of a trained group's oldest token.
     """
 
     def __init__(self, plant: Plant, mode: Mode) -> None:
-        self.plant, self.mode = plant, mode
-        self.law, self.capacity = plant.admission(mode), plant.capacity(mode)
+        self.plant, self.mode, self.law = plant, mode, plant.admission(mode)
         self.clock, self.rng = EventClock(), random.Random(plant.seed)
-        self.trace, self.ledger = Trace(), Ledger()
+        self.ledger, self.now = Ledger(), Reading()
+        self.ages, self.oldest_age = Counter[int](), 0
         self.version, self.steps = 0, 0

@@ -62,7 +62,7 @@ def sweep(plant: Plant, workload: Workload) -> Sweep:
     Raises:
         InvariantBroken: see `asyncmoe.simulate.simulation.simulate`.
     """
-    best = baseline(plant, simulate(plant.having({"queue_capacity": None}), workload, "sync")).engine_gpus
+    best = baseline(plant, simulate(plant, workload, "sync")).engine_gpus
     points = tuple(point for part in _splits(plant, best) for point in _points(part, workload))
     fastest = min(points, key=lambda point: point.outcome.step_s)
     as_fast = [point for point in points if point.outcome.step_s <= _AS_FAST * fastest.outcome.step_s]
@@ -84,7 +84,7 @@ def _splits(plant: Plant, best: float) -> list[Plant]:
 
 
 def _points(plant: Plant, workload: Workload) -> Iterator[Point]:
-    pools = baseline(plant, simulate(plant.having({"queue_capacity": None}), workload, "sync"))
+    pools = baseline(plant, simulate(plant, workload, "sync"))
     for bound in sorted(BOUNDS | {plant.max_staleness}):
         outcome = simulate(plant.having({"max_staleness": bound}), workload)
         yield Point(plant.engine_gpus, plant.trainer.gpus, pools.step_s / outcome.step_s, pools.s_pools, outcome)

@@ -1,42 +1,10 @@
-"""Records of a simulation, and their summary."""
+"""The outcome of a simulation."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from asyncmoe.queue.admission import Ledger
-from asyncmoe.simulate.plant import Mode, Plant
-
-
-@dataclass
-class Reading:
-    """Totals at one moment; two readings delimit a window."""
-
-    seconds: float = 0.0
-    training: float = 0.0
-    waiting: float = 0.0
-    syncing: float = 0.0
-    busy: float = 0.0
-    sampled: float = 0.0
-    trained_tokens: int = 0
-
-
-@dataclass
-class Trace:
-    """Counts of a whole run.
-
-    Attributes:
-        ages: trained tokens by age, the number of versions they were behind the trainer.
-        oldest_age: largest age of a trained group's oldest token.
-        dropped: trajectories by reason.
-    """
-
-    now: Reading = field(default_factory=Reading)
-    ages: Counter[int] = field(default_factory=Counter)
-    oldest_age: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+from asyncmoe.simulate.state import Reading, RunState
 
 
 @dataclass(frozen=True)
@@ -56,7 +24,7 @@ class SimulatedRun:
         ages: share of the trained tokens by age in versions.
         oldest_age: largest age of a trained token.
         lost: share of the started trajectories that were dropped.
-        ledger: counts of trajectories by final state.
+        ledger: number of trajectories by what became of them, and of those that were started.
     """
 
     mode: str
@@ -74,7 +42,6 @@ class SimulatedRun:
     ages: dict[int, float]
     oldest_age: int
     lost: float
-    dropped: dict[str, int]
     ledger: dict[str, int]
 
     @property
@@ -83,15 +50,13 @@ class SimulatedRun:
         return sum(age * share for age, share in self.ages.items())
 
 
-def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int, ledger: Ledger) -> SimulatedRun:
+def summarise(state: RunState, since: Reading, warm: int) -> SimulatedRun:
     """Summarise a run whose steady state began at the reading `since`, after `warm` steps."""
-    now, steps = trace.now, plant.steps - warm
-    window = now.seconds - since.seconds
-    counts: dict[str, Any] = {name: getattr(ledger, name) for name in ("started", "running", "queued", "leased", "trained", "dropped")}
-    tokens = sum(trace.ages.values())
+    plant, now, ledger = state.plant, state.now, state.ledger
+    steps, window, tokens = plant.steps - warm, now.seconds - since.seconds, sum(state.ages.values())
     return SimulatedRun(
-        mode=mode,
-        max_staleness=plant.admission(mode).max_staleness,
+        mode=state.mode,
+        max_staleness=state.law.max_staleness,
         steps=plant.steps,
         wall=now.seconds,
         step_s=window / steps,
@@ -102,9 +67,8 @@ def summarise(plant: Plant, mode: Mode, trace: Trace, since: Reading, warm: int,
         trainer_idle=max(0.0, 1 - (now.training - since.training) / window),
         engine_idle=max(0.0, 1 - (now.busy - since.busy) / (window * plant.engines.count)),
         engine_rate=(now.sampled - since.sampled) / (window * plant.full_rate),
-        ages={age: trace.ages[age] / tokens for age in sorted(trace.ages)},
-        oldest_age=trace.oldest_age,
+        ages={age: state.ages[age] / tokens for age in sorted(state.ages)},
+        oldest_age=state.oldest_age,
         lost=ledger.dropped / ledger.started,
-        dropped=dict(trace.dropped),
-        ledger=counts,
+        ledger={name: getattr(ledger, name) for name in ("started", "running", "queued", "leased", "trained", "dropped")},
     )

@@ -16,26 +16,18 @@ QueuedGroup = tuple[float, int, SimulatedGroup]
 
 
 class SimulatedQueue:
-    """Complete groups between scorer and trainer: bounded, oldest first; groups wait outside a full one, stale ones are dropped."""
+    """Complete groups between scorer and trainer, oldest first; stale ones are dropped. The capacity law bounds their number."""
 
     def __init__(self, state: RunState) -> None:
         self._state, self._size, self._batch = state, state.plant.group_size, state.plant.batch
-        self._outside: deque[SimulatedGroup] = deque()
         self._queued: list[QueuedGroup] = []
         self._arrivals = 0
 
     def put(self, group: SimulatedGroup) -> None:
-        """Add a group to those that wait for space; `admit` lets it in."""
-        self._outside.append(group)
-
-    def admit(self) -> None:
-        """Let in waiting groups, first come first served, while there is space."""
-        state = self._state
-        while self._outside and state.ledger.queued + state.ledger.leased + self._size <= state.capacity:
-            group = self._outside.popleft()
-            self._arrivals += 1
-            heappush(self._queued, (group.oldest, self._arrivals, group))
-            state.ledger = state.ledger.accept(self._size)
+        """Add a group."""
+        self._arrivals += 1
+        heappush(self._queued, (group.oldest, self._arrivals, group))
+        self._state.ledger = self._state.ledger.accept(self._size)
 
     def drop_stale(self) -> bool:
         """Drop groups that are too old for the next step; True if there were any."""
@@ -45,7 +37,6 @@ class SimulatedQueue:
             stale += self._size
         if stale:
             state.ledger = state.ledger.drop(stale)
-            state.trace.dropped["stale"] += stale
         return bool(stale)
 
     def lease(self) -> list[QueuedGroup] | None:
@@ -126,28 +117,28 @@ class SimulatedTrainer:
         if lease is None:
             return
         self._training = True
-        state.trace.now.waiting += self._clock.now - self._free_since
+        state.now.waiting += self._clock.now - self._free_since
         self._clock.after(plant.trainer.step_s, lambda: self._finish(lease))
 
     def _finish(self, lease: list[QueuedGroup]) -> None:
         state, self._training = self._state, False
         self._count_ages(lease)
         state.ledger = state.ledger.train(state.plant.batch)
-        state.trace.now.training += state.plant.trainer.step_s
+        state.now.training += state.plant.trainer.step_s
         state.steps += 1
         self._free_since = self._clock.now
         self._stepped()
 
     def _count_ages(self, lease: list[QueuedGroup]) -> None:
-        trace, step, bound = self._state.trace, self._state.steps, self._state.law.age_bound
+        state, step, bound = self._state, self._state.steps, self._state.law.age_bound
         for _, _, group in lease:
             age = step - int(group.oldest)
             if age > bound:
                 raise InvariantBroken(f"simulation: step {step} trained a token of age {age}, the law allows {bound}")
-            trace.oldest_age = max(trace.oldest_age, age)
+            state.oldest_age = max(state.oldest_age, age)
             for version, tokens in group.tokens.items():
-                trace.ages[step - version] += round(tokens)
-            trace.now.trained_tokens += sum(turn for episode in group.episodes for turn in episode[0])
+                state.ages[step - version] += round(tokens)
+            state.now.trained_tokens += sum(turn for episode in group.episodes for turn in episode[0])
             group.end()
 
 
@@ -179,6 +170,6 @@ class SimulatedSync:
         self._clock.resume()
         self._state.version = version
         self._engines.land()
-        self._state.trace.now.syncing += self._clock.now - began
+        self._state.now.syncing += self._clock.now - began
         self.publishing = False
         self._served()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.advice import advise
-from asyncmoe.telemetry.gauges import gauge
 from asyncmoe.telemetry.report import figures, timeline
 from asyncmoe.telemetry.report.figures import PageSection
 from asyncmoe.telemetry.report.settings import settings
@@ -68,7 +67,7 @@ def page_of(run_dirs: Sequence[Path], samples: bool = False) -> tuple[Page, list
         RunPage(
             name=name,
             what=what_it_was(run, summary := summary_of(run)),
-            advice=advise(gauge(run.rl, run.rollout)),
+            advice=advise(run.rl, run.rollout),
             summary=rows(run, summary),
             settings=settings(run_dir),
             versions=read_versions(run_dir),

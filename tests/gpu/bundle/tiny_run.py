@@ -23,7 +23,7 @@ from asyncmoe.engines.sglang.process import reason_in
 from asyncmoe.launch.torchrun import free_port, torchrun, trainer_environment
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
-from asyncmoe.telemetry.summary import summarise
+from asyncmoe.telemetry.summary import write_summary
 from tests.gpu.bundle import needs, servers
 from tests.gpu.bundle.summary import write_outcome
 
@@ -88,7 +88,7 @@ def attempt(server: servers.Server, limit: float) -> dict[str, Any]:
         file.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         try:
             _run(file, config.run.dir / "logs", limit)
-            return summarise(config.run.dir)
+            return write_summary(config.run.dir)
         finally:
             if kept := os.environ.get("ASYNCMOE_BUNDLE_LOGS"):
                 shutil.copytree(config.run.dir / "logs", Path(kept) / "tiny-run" / server.name, dirs_exist_ok=True)

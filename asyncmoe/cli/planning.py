@@ -36,16 +36,20 @@ def plan(
             help="config.json of a Hugging Face model, or its directory; with --config in place of model.path. No weights are read."
         ),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Suggest how to split this many nodes, instead of --config.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node, for --nodes.")] = 8,
+    nodes: Annotated[
+        int | None, typer.Option(min=2, max=1 << 10, help="Suggest how to split this many nodes, instead of --config.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=1 << 7, help="GPUs per node, for --nodes.")] = 8,
     context: Annotated[int, typer.Option(help="Tokens of the longest conversation and of a micro-batch, for --nodes.", min=1)] = 8192,
     lora: Annotated[
         str | None,
         typer.Option(help="Train an adapter, for --nodes: rank=32, or rank=32,experts=shared_outer,targets=q_proj+v_proj."),
     ] = None,
     family: Annotated[str, typer.Option(help="Model family of your own, package.module:name, for --nodes.")] = "auto",
-    gpu_gb: Annotated[float | None, typer.Option(help="Memory of a GPU in GB; default: 80.")] = None,
-    nic: Annotated[float, typer.Option(help="GB/s that a rank sends while receiving as much: 450 over NVLink within a node.")] = 50.0,
+    gpu_gb: Annotated[float | None, typer.Option(min=1e-3, max=1e6, help="Memory of a GPU in GB; default: 80.")] = None,
+    nic: Annotated[
+        float, typer.Option(min=1e-3, max=1e6, help="GB/s that a rank sends while receiving as much: 450 over NVLink within a node.")
+    ] = 50.0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
 ) -> None:
     """Estimate the memory of every GPU of a run and the cost of moving its weights to engines; --nodes suggests a split of a cluster.
@@ -63,15 +67,15 @@ def plan(
 
     if (config is None) == (nodes is None):
         raise ConfigError("asyncmoe plan", got="neither" if config is None else "both", expected="one of --config FILE and --nodes")
-    hardware, console = plan_command.Hardware(gpu_gb, nic), tables.console()
+    console = tables.console()
     if config is not None:
-        found = plan_command.of_run(config, overrides or (), model, hardware, console)
+        found = plan_command.of_run(config, overrides or (), model, gpu_gb, nic, console)
     elif model is None or overrides:
         got = "no --model" if model is None else " ".join(overrides or ())
         raise ConfigError("asyncmoe plan --nodes", got=got, expected="--model, and no keys, which are for --config")
     else:
-        cluster = Cluster(nodes or 0, gpus_per_node, hardware.gb, context)
-        found = plan_command.of_cluster(cluster, model, family, lora, hardware, console)
+        cluster = Cluster(nodes or 0, gpus_per_node, gpu_gb or plan_command.GPU_GB, context)
+        found = plan_command.of_cluster(cluster, model, family, lora, nic, console)
     if json_file is not None:
         tables.write_json(found, json_file)
 

@@ -178,6 +178,8 @@ PLANT: Mapping[str, Gone] = {
         for key in ("token_s", "attention_width", "bytes_per_token", "fetch_bytes_per_s")
     },
     "tail_batching": Gone(_TAIL, (1.0,)),
+    "engines.order": Gone("nothing: requests are simulated in the order in which they came", ("arrival",)),
+    "queue_capacity": Gone("nothing: max_staleness bounds what is queued", (None,)),
     "sync.plan": Gone("sync.seconds, as asyncmoe plan prints them", (None,)),
     "sync.landing": Gone("nothing: engines pause for a new version", ("pause",)),
     "sync.recompute": Gone(_CONTEXTS, (False,)),

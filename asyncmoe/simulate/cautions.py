@@ -51,14 +51,12 @@ _RECORDED = ("trainer.step_s", "sync.seconds", "sync.pause_s", "scoring.seconds"
 
 
 def of_trace(run: RecordedRun, plant: Plant, given: Sequence[str]) -> tuple[str, ...]:
-    """Return what of a run is not simulated, and a sentence that names keys whose values are the plant's, because its records lack them.
+    """Return a sentence that names keys whose values are the plant's, because a run's records lack them; () if there are none.
 
     Args:
         plant: with the run's records in it.
         given: keys that the command line sets.
     """
     lacking = [f"{key}={plant.value(key):g}" for key in _RECORDED if key not in run.keys and key not in given]
-    if not lacking:
-        return run.notes
     found = f"of the plant, not of the run: {', '.join(lacking)}, which {run.path} does not tell; measure, and give each as KEY=VALUE"
-    return (*run.notes, found)
+    return (found,) if lacking else ()

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncmoe.config.loading import load_as, read
-from asyncmoe.config.schema import Config
-from asyncmoe.errors import ConfigError
+from asyncmoe.config.loading import load_as
 from asyncmoe.simulate.compare import Comparison, compare
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.recorded import RecordedRun
@@ -29,7 +27,7 @@ def run(plant: Plant, swept: bool, known: Sequence[str] = ()) -> Comparison | Sw
     """
     drawn = parse(plant.workload)
     found = sweep(plant, drawn) if swept else compare(plant, drawn)
-    return replace(found, cautions=tuple(dict.fromkeys((*known, *drawn.notes, *found.cautions))))
+    return replace(found, cautions=(*known, *found.cautions))
 
 
 def read_plant(arguments: Sequence[str], trace: RecordedRun | None = None) -> Plant:
@@ -44,20 +42,5 @@ def read_plant(arguments: Sequence[str], trace: RecordedRun | None = None) -> Pl
     values = {} if trace is None else {"workload": str(trace.path), **trace.keys}
     recorded = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     if arguments and "=" not in arguments[0]:
-        path = Path(arguments[0])
-        _refuse_run(path)
-        return load_as(Plant, path, [*recorded, *arguments[1:]])
+        return load_as(Plant, Path(arguments[0]), [*recorded, *arguments[1:]])
     return load_as(Plant, None, [*recorded, *arguments])
-
-
-def _refuse_run(path: Path) -> None:
-    """Raise ConfigError if the file describes a run: it has the sections that every run needs."""
-    values, _ = read(path)
-    needed = [name for name, field in Config.model_fields.items() if field.is_required()]
-    if values.keys() >= set(needed):
-        raise ConfigError(
-            str(path),
-            got=f"the configuration of a run ({', '.join(needed)})",
-            expected="a plant: how many engines and trainer GPUs there are, and how fast they are",
-            hint="examples/plant.yaml is one, docs/simulate.md lists its keys; asyncmoe plan --config takes the configuration of a run",
-        )

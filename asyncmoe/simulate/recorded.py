@@ -33,13 +33,11 @@ class RecordedRun:
         path: directory of the run.
         groups: the kept groups' episodes. A trajectory of several agents or paths counts as one of its own.
         keys: values of a plant's keys.
-        notes: what of the run is not simulated, a sentence each.
     """
 
     path: Path
     groups: tuple[tuple[Episode, ...], ...]
     keys: dict[str, Any]
-    notes: tuple[str, ...] = ()
 
 
 def read_recorded(run_dir: Path) -> RecordedRun:
@@ -52,11 +50,6 @@ def read_recorded(run_dir: Path) -> RecordedRun:
     """
     config = of_run(run_dir)
     steps = [step for step in read_steps(run_dir / METRICS) if step.phase == "rl"]
-    notes: list[str] = []
-    if config.rollout.interruption == "drain":
-        notes.append(
-            "rollout.interruption=drain is not simulated: here engines pause for a new version, and do not wait for the longest response"
-        )
     found = list(_groups(run_dir / FOLDER / ROLLOUT_SAMPLES))
     members = [member for group in found for member in group]
     groups = tuple(tuple(map(_episode, group)) for group in found)
@@ -64,7 +57,7 @@ def read_recorded(run_dir: Path) -> RecordedRun:
         expected = "one that has trained, and keeps groups (telemetry.samples.groups)"
         raise DataError(str(run_dir), got="a run without kept groups", expected=expected)
     keys = {**_sizes(config), **_step_seconds(steps), **_scoring(members)}
-    return RecordedRun(run_dir, groups, keys, tuple(notes))
+    return RecordedRun(run_dir, groups, keys)
 
 
 def _groups(path: Path) -> Iterator[list[SampledMember]]:

@@ -43,7 +43,6 @@ class Workload:
         turns: weights of 1, 2, ... turns.
         tool: seconds of a tool call, by z; None: 0.
         recorded: groups of a run, drawn from at random instead; all else is then without effect.
-        notes: which records of the run were left out, a sentence each.
     """
 
     name: str
@@ -52,7 +51,6 @@ class Workload:
     turns: tuple[float, ...] = (1.0,)
     tool: Quantile | None = None
     recorded: Sequence[Sequence[Episode]] = ()
-    notes: tuple[str, ...] = ()
 
     def groups(self, size: int, seed: int) -> Iterator[list[Episode]]:
         """Yield groups of `size` episodes without end; the same seed gives the same groups."""
@@ -147,8 +145,7 @@ def parse(text: str) -> Workload:
     """
     name, values = _spec(text)
     if values is None and Path(text).is_dir():
-        run = read_recorded(Path(text))
-        return Workload(text, fixed(1), recorded=run.groups, notes=run.notes)
+        return Workload(text, fixed(1), recorded=read_recorded(Path(text)).groups)
     if values is None:
         return Workload(text, empirical(_read(Path(text))))
     return replace(_build(name, values), name=text, icc=values.get("icc", 0.0))

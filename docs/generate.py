@@ -56,12 +56,11 @@ First measure three things on a few GPUs: the step time of an engine at two batc
 seconds of a training step (`trainer.step_s`), and some response lengths (`workload`). `asyncmoe plan`
 estimates the weight sync (`sync.seconds`).
 
-Or let a run say it: `--trace RUN_DIR` draws from the groups that the run kept (`telemetry.samples`), and takes its sizes and the medians of
-its training, sync, pause and scoring times. The file's other keys stay, and the command line goes before both. The time of an engine's step
-is in no record. What the records do not say (a run without steps: training and sync) stays as the plant has it, and a caution names it.
+Or let a run say the lengths: `workload=RUN_DIR` draws from the groups that the run kept (`telemetry.samples`). The seconds of its training,
+sync and pause are in its report.
 
 ```
-asyncmoe simulate my-plant.yaml --trace runs/mine engines.count=96
+asyncmoe simulate my-plant.yaml workload=runs/mine engines.count=96
 ```
 
 Steps do not grow with contexts here, prompts are prefilled in no time unless `engines.prefill_s` says otherwise, requests go in the order in

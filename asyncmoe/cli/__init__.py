@@ -52,13 +52,13 @@ for _command in (
     models.import_checkpoint,
     planning.doctor,
     planning.plan,
+    planning.simulate,
+    report.report,
+    checkpoints.checkpoints,
+    records.stacks,
+    records.show,
 ):
     app.command()(_command)
-app.command("simulate")(planning.simulate_command)
-app.command()(report.report)
-app.command()(checkpoints.checkpoints)
-app.command()(records.stacks)
-app.command()(records.show)
 app.command("log")(records.log_command)
 app.add_typer(config_commands.app, name="config")
 app.add_typer(bench.commands(), name="bench")

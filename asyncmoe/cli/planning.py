@@ -80,7 +80,7 @@ def plan(
         tables.write_json(found, json_file)
 
 
-def simulate_command(
+def simulate(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -88,8 +88,7 @@ def simulate_command(
             help="YAML file that describes cluster and run, and keys to override. docs/simulate.md lists the keys and their defaults.",
         ),
     ] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take lengths, sizes and seconds from a run's records.")] = None,
-    sweep: Annotated[
+    swept: Annotated[
         bool,
         typer.Option(
             "--sweep",
@@ -108,7 +107,7 @@ def simulate_command(
 
     - the seconds of a training step: trainer.step_s
 
-    - some response lengths, one per line in a file: workload (or --trace)
+    - some response lengths: workload=FILE, one per line, or the directory of a run
 
     Then describe the whole cluster and find its best split:
 
@@ -117,14 +116,15 @@ def simulate_command(
     It reports the best split, max_staleness, and speed-up over synchronous.
     """
     from asyncmoe import tables
-    from asyncmoe.simulate import cautions, command, show
-    from asyncmoe.simulate.recorded import read_recorded
+    from asyncmoe.simulate import show
+    from asyncmoe.simulate.compare import Comparison, compare
+    from asyncmoe.simulate.plant import read_plant
+    from asyncmoe.simulate.sweep import Sweep, sweep
+    from asyncmoe.simulate.workload import parse
 
-    words = arguments or ()
-    recorded = None if trace is None else read_recorded(trace)
-    plant = command.read_plant(words, recorded)
-    known = () if recorded is None else cautions.of_trace(recorded, plant, [word.partition("=")[0] for word in words])
-    found = command.run(plant, sweep, known)
+    plant = read_plant(arguments or ())
+    drawn = parse(plant.workload)
+    found: Comparison | Sweep = sweep(plant, drawn) if swept else compare(plant, drawn)
     if json_file is not None:
         tables.write_json(asdict(found), json_file)
     show.table(found, tables.console())

@@ -220,6 +220,7 @@ OPTIONS: Mapping[str, str] = {
     "plan --trainer": _RUN,
     "report --port": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",
     "simulate --mode": "nothing: all modes are simulated",
+    "simulate --trace": "workload=RUN_DIR for its lengths; sizes and seconds are keys, as its config.yaml and its report have them",
     "simulate --staleness": "max_staleness=N, which --sweep tries besides 1, 2, 4 and 8",
     "show --plain": "asyncmoe show --json, for programs",
     "report --serve": "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live",

@@ -5,13 +5,14 @@ The loader of `asyncmoe.config` reads it, so a wrong key or value is refused as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import reduce
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
 from asyncmoe.config.fields import FINITE, NUMBER, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from asyncmoe.config.loading import load_as
 from asyncmoe.errors import ConfigError
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import workload as workloads
@@ -143,10 +144,16 @@ class Plant(Section):
             (values[section[0]] if section else values)[name] = value
         return Plant.model_validate(values)
 
-    def value(self, key: str) -> Any:
-        """Return the value at a key such as `engines.count`."""
-        return reduce(getattr, key.split("."), self)
-
     def described(self) -> dict[str, Any]:
         """Return all values for JSON; a plant file may have the same."""
         return self.model_dump(mode="json")
+
+
+def read_plant(arguments: Sequence[str]) -> Plant:
+    """Read the plant from `[PLANT] [KEY=VALUE]...`; without a file every key has its default.
+
+    Raises:
+        ConfigError: a file, key or value that is refused; see `asyncmoe.config.loading.load_as`.
+    """
+    file = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
+    return load_as(Plant, file, arguments if file is None else arguments[1:])

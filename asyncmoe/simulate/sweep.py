@@ -43,7 +43,6 @@ class Sweep:
         fastest: the point with the shortest step.
         advised: among the points whose step is at most 3 % longer, the fastest one with the smallest max_staleness, because older
             trajectories are worse to learn from.
-        cautions: where the figures need care, a sentence each.
     """
 
     workload: str
@@ -53,7 +52,6 @@ class Sweep:
     points: tuple[Point, ...]
     fastest: Point
     advised: Point
-    cautions: tuple[str, ...] = ()
 
 
 def sweep(plant: Plant, workload: Workload) -> Sweep:

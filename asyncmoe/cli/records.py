@@ -85,7 +85,7 @@ def log_command(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run
     of the files.
     """
     from asyncmoe.log import belonging, files
-    from asyncmoe.telemetry.report.settings import settings
+    from asyncmoe.telemetry.report.run_page import settings
 
     known, told = belonging.read(run_dir), settings(run_dir).get("log.folder", "null")
     folder = run_dir / belonging.FOLDER if told == "null" else Path(told)

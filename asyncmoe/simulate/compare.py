@@ -9,7 +9,7 @@ from typing import Any
 from asyncmoe.simulate import laws
 from asyncmoe.simulate.plant import MODES, Mode, Plant
 from asyncmoe.simulate.simulation import simulate
-from asyncmoe.simulate.trace import SimulatedRun
+from asyncmoe.simulate.state import SimulatedRun
 from asyncmoe.simulate.workload import Workload
 from asyncmoe.telemetry.format import percent
 
@@ -91,7 +91,7 @@ def compare(plant: Plant, workload: Workload) -> Comparison:
     pools = baseline(plant, outcomes["sync"])
     speedups = {mode: pools.step_s / outcome.step_s for mode, outcome in outcomes.items()}
     rows = {mode: ModeComparison(outcome, speedups[mode], speedups[mode] / pools.s_pools) for mode, outcome in outcomes.items()}
-    return Comparison(workload.name, plant.described(), plant.gpus, pools, rows, tuple(_cautions(plant, pools.t_gen, outcomes)))
+    return Comparison(workload.name, plant.model_dump(mode="json"), plant.gpus, pools, rows, tuple(_cautions(plant, pools.t_gen, outcomes)))
 
 
 def _cautions(plant: Plant, t_gen: float, outcomes: Mapping[Mode, SimulatedRun]) -> Iterator[str]:

@@ -16,7 +16,6 @@ from asyncmoe.config.loading import load_as
 from asyncmoe.errors import ConfigError
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import workload as workloads
-from asyncmoe.simulate.decoding import StepTime
 
 Mode = Literal["sync", "one_step_off", "async"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -117,16 +116,15 @@ class Plant(Section):
         """GPUs of both pools together."""
         return self.engine_gpus + self.trainer.gpus
 
-    @property
-    def step(self) -> StepTime:
-        """Step time of an engine."""
-        return StepTime(self.engines.step_s, self.engines.step_batch)
+    def step_s(self, requests: int) -> float:
+        """Seconds of an engine's step with so many requests."""
+        return self.engines.step_s * (1 + requests / self.engines.step_batch)
 
     @property
     def full_rate(self) -> float:
         """Tokens per second of all engines with every slot taken and nothing to prefill."""
         slots = self.engines.max_running
-        return self.engines.count * slots / self.step(slots)
+        return self.engines.count * slots / self.step_s(slots)
 
     def admission(self, mode: Mode) -> Admission:
         """Return the live system's admission policy.
@@ -143,10 +141,6 @@ class Plant(Section):
             *section, name = key.split(".")
             (values[section[0]] if section else values)[name] = value
         return Plant.model_validate(values)
-
-    def described(self) -> dict[str, Any]:
-        """Return all values for JSON; a plant file may have the same."""
-        return self.model_dump(mode="json")
 
 
 def read_plant(arguments: Sequence[str]) -> Plant:

@@ -22,8 +22,7 @@ from heapq import heappop, heappush
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.simulate.generating import SimulatedEngines
 from asyncmoe.simulate.plant import Mode, Plant
-from asyncmoe.simulate.state import Reading, RunState, SimulatedGroup, SimulatedResponse
-from asyncmoe.simulate.trace import SimulatedRun, summarise
+from asyncmoe.simulate.state import Reading, RunState, SimulatedGroup, SimulatedResponse, SimulatedRun, summarise
 from asyncmoe.simulate.workload import Workload
 
 QueuedGroup = tuple[float, int, SimulatedGroup]

@@ -9,7 +9,7 @@ from typing import Any
 from asyncmoe.simulate.compare import baseline
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.simulation import simulate
-from asyncmoe.simulate.trace import SimulatedRun
+from asyncmoe.simulate.state import SimulatedRun
 from asyncmoe.simulate.workload import Workload
 
 BOUNDS = frozenset({1, 2, 4, 8})
@@ -65,7 +65,7 @@ def sweep(plant: Plant, workload: Workload) -> Sweep:
     fastest = min(points, key=lambda point: point.outcome.step_s)
     as_fast = [point for point in points if point.outcome.step_s <= _AS_FAST * fastest.outcome.step_s]
     advised = min(as_fast, key=lambda point: (point.outcome.max_staleness, point.outcome.step_s))
-    return Sweep(workload.name, plant.described(), plant.gpus, best, points, fastest, advised)
+    return Sweep(workload.name, plant.model_dump(mode="json"), plant.gpus, best, points, fastest, advised)
 
 
 def _splits(plant: Plant, best: float) -> list[Plant]:

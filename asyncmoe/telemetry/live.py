@@ -12,14 +12,13 @@ from rich.console import Console
 
 from asyncmoe.config import Config
 from asyncmoe.telemetry.advice import ALL_WELL, FEW_STEPS, NO_STEP, advise
-from asyncmoe.telemetry.follow import Followed, Follower, Sink
 from asyncmoe.telemetry.format import ABSENT, duration, quantity
 from asyncmoe.telemetry.loggers import checks
 from asyncmoe.telemetry.loggers.sink import LoggerSink, client
 from asyncmoe.telemetry.measured import median
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.prometheus import Prometheus
-from asyncmoe.telemetry.records import sessions
+from asyncmoe.telemetry.records import Followed, Follower, Sink, sessions
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
 from asyncmoe.telemetry.summary import evaluated, rejected

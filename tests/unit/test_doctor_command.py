@@ -19,7 +19,7 @@ import asyncmoe
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.doctor import command, finding, nvidia, run
-from asyncmoe.doctor.compare import Report
+from asyncmoe.doctor.examination import Report
 from asyncmoe.doctor.planned import planned
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from doctor_machines import LAPTOP, NODE, SOURCES, but
 
-from asyncmoe.doctor.compare import versions_of
+from asyncmoe.doctor.examination import versions_of
 
 
 @pytest.mark.parametrize(

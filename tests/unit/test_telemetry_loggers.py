@@ -17,13 +17,12 @@ from telemetry_runs import evaluation, write_run
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError, DataError
-from asyncmoe.telemetry.follow import Follower
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.loggers import checks, sink
 from asyncmoe.telemetry.loggers.mlflow_client import metric_name
 from asyncmoe.telemetry.loggers.points import LoggedPoint, Points, Sent, flat
 from asyncmoe.telemetry.loggers.sink import LoggerSink
-from asyncmoe.telemetry.records import read_steps
+from asyncmoe.telemetry.records import Follower, read_steps
 from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import METRICS, Resume, Step
 from asyncmoe.telemetry.versions import versions

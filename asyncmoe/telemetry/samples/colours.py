@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from rich.color import Color
 from rich.style import Style
@@ -13,7 +13,6 @@ from asyncmoe.telemetry.samples.records import CAPPED, CLIPPED, REJECTED, TRAINE
 from asyncmoe.telemetry.samples.tokens import TokenView
 
 Colour = Literal["version", "logprob", "ratio", "mask", "mismatch"]
-COLOURS: tuple[Colour, ...] = get_args(Colour)
 
 GIVEN = Style(dim=True)
 _VERSIONS = ("cyan", "yellow", "magenta", "green", "bright_blue", "bright_red", "bright_cyan", "bright_yellow")

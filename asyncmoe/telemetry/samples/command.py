@@ -14,9 +14,9 @@ from rich.console import Console
 
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.telemetry.samples import terminal
-from asyncmoe.telemetry.samples.as_json import as_json
 from asyncmoe.telemetry.samples.colours import Colour
 from asyncmoe.telemetry.samples.index import Entry, Index, Outcome, index
+from asyncmoe.telemetry.samples.tokens import as_json
 
 DEFAULT_LIMIT = 3
 DEFAULT_TOKENS = 400

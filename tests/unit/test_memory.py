@@ -145,20 +145,6 @@ def test_all_ranks_together_hold_the_model_as_often_as_there_are_replicas(hf: di
 # ---------------------------------------------------------------- activations
 
 
-def test_what_a_layer_keeps() -> None:
-    """By the terms of the docstring; with tensor parallelism 4 a rank has a fourth of it, but for the rotary angles."""
-    m = family_of(HF).shape_of(HF)
-    attention = 3 * H + (Q + 2 * KV) + (2 * Q + KV) + (Q + KV) + 2 * Q
-    experts = 3 * H + K * (H + 6 * F)
-    router = 5 * E + 20 * K
-    alone = Microbatch(1000, recompute=False)
-    assert activations.layer(m, MegatronParallel(), alone, dense=False) == 1000 * (2 * (attention + 4 * D + experts) + router)
-    quarter = activations.layer(m, MegatronParallel(tp=4), alone, dense=False)
-    assert quarter == 250 * (2 * (attention + 16 * D + experts) + router)
-    spread = activations.layer(m, MegatronParallel(ep=8, dp=8), alone, dense=False)
-    assert spread - activations.layer(m, MegatronParallel(), alone, dense=False) == 1000 * K * (H + 6 * F)  # half more, at 2 bytes
-
-
 def test_stages_keep_micro_batches_as_the_published_schedules_do() -> None:
     """The first of p stages p of them; with m chunks p (1 + (p - 1) / (p m)) (arXiv 2205.05198, section 4.2.3); the last stage one."""
     m = family_of(HF).shape_of(HF)
@@ -252,15 +238,10 @@ def test_the_output_layer_is_the_last_stages_and_has_a_block_of_logits() -> None
     assert activations.head(m, parallel, small) == kept + max(block + (4 << 26), block + gradient)
     assert activations.head(m, parallel, small, entropy=False) == kept + block + gradient
     assert activations.head(m, parallel, replace(small, support=20)) == activations.head(m, parallel, small) + 8192 * (12 * 20 + 1)
-    on_cpu = replace(small, dtype="float32", cpu=True)
-    assert activations.head(m, parallel, on_cpu) == 8192 * (4 * H + 12) + max(8 << 22, (4 << 22) + 4 * 8192 * H)
     layer = activations.working(m, parallel, 0, small)
     assert activations.working(m, parallel, 1, small) == max(layer, activations.head(m, parallel, small))
-    assert activations.working(m, parallel, 1, replace(small, rows=64)) == activations.head(m, parallel, replace(small, rows=64))
-    first = activations.working(m, parallel, 0, small)
-    assert first == activations.layer(m, parallel, small, dense=False) + 16 * 2 * F * H * 2
     again = activations.working(m, parallel, 0, PASS)
-    assert again - first == activations.layer(m, parallel, small, dense=False)
+    assert again - layer == activations.layer(m, parallel, small, dense=False)
 
 
 def test_key_heads_are_divided_until_each_rank_has_one() -> None:

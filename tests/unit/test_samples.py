@@ -21,7 +21,6 @@ from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import Sample, Score
-from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice, kept
 from asyncmoe.telemetry.samples.index import GroupSample, index
@@ -343,11 +342,3 @@ def test_a_torn_line_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -> N
     path.write_bytes(b'\xff\xfe{"record": "what"}\n' + whole)
     with pytest.raises(DataError, match=r"rollout\.jsonl line 1"):
         index(tmp_path / "run")
-
-
-def test_a_long_file_without_a_line_feed_is_cut_where_its_last_line_began(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    for whole in (b"", b'{"a":1}\n', b'{"a":"' + b"x" * 200_000 + b'"}\n'):
-        path.write_bytes(whole + b"{" + b"y" * 150_000)
-        JsonLines(path).close()
-        assert path.read_bytes() == whole

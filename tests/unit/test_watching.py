@@ -1,9 +1,10 @@
-"""Heartbeats, what follows from their absence, and alerts."""
+"""Heartbeats, what follows from their absence, `asyncmoe stacks`, and alerts."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,13 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncmoeError, DataError
+from asyncmoe.errors import AsyncmoeError, DataError, UserError
 from asyncmoe.launch import stacks, watching
-from asyncmoe.telemetry import alerts, heartbeats
+from asyncmoe.telemetry import alerts, heartbeats, processes
 from asyncmoe.telemetry.alerts import NO_STEP_S, Alarm, Alert, Told, tell
 from asyncmoe.telemetry.heartbeats import Beat, BeatListener, Heart, Silence
 from asyncmoe.telemetry.rollout_schema import Rollout
@@ -160,40 +162,24 @@ def test_a_silent_engine_is_told_but_ends_no_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- alerts
 
 
-def told_of(*batches: Sequence[Step | Rollout], seconds: float = 1.0) -> list[list[str]]:
-    told, found = Told(), []
+def told_of(*batches: Sequence[Step | Rollout], seconds: float = 1.0) -> dict[int, str]:
+    """The events that batches of records raise, by the number of the batch, one every so many seconds."""
+    told, found = Told(), dict[int, str]()
     for number, records in enumerate(batches):
-        told, alerts = tell(told, records, number * seconds)
-        found.append([one.event for one in alerts])
+        told, raised = tell(told, records, number * seconds)
+        found |= {number: one.event for one in raised}
     return found
 
 
 def test_each_event_is_told_once() -> None:
     broken = step(3, anomalies={"kl_engine": 3.2, "reward": None}, skipped_updates=1)
-    assert told_of([step(1)], [step(2)], [broken], [step(4, anomalies={"kl_engine": 4.0})], [step(5)], [broken]) == [
-        [],
-        [],
-        ["anomaly"],
-        [],
-        [],
-        ["anomaly"],
-    ]
-    assert told_of([], [], [], [], [], [step(1)], [], [], [], [], seconds=NO_STEP_S / 2.5) == [
-        [],
-        [],
-        [],
-        ["no_step"],
-        [],
-        [],
-        [],
-        [],
-        ["no_step"],
-        [],
-    ]
-    lost = [[Rollout(time=0.0, engines_lost=n)] for n in (0, 1, 1, 3, 0, 1)]  # the controller was started again before the fifth
-    assert told_of(*lost) == [[], ["engine_lost"], [], ["engine_lost"], [], ["engine_lost"]]
-    lost = [[Rollout(time=0.0, workers_lost=n)] for n in (0, 1, 1, 3, 0, 1)]
-    assert told_of(*lost) == [[], ["worker_lost"], [], ["worker_lost"], [], ["worker_lost"]]
+    again = told_of([step(1)], [step(2)], [broken], [step(4, anomalies={"kl_engine": 4.0})], [step(5)], [broken])
+    assert again == {2: "anomaly", 5: "anomaly"}
+    assert told_of([], [], [], [], [], [step(1)], [], [], [], [], seconds=NO_STEP_S / 2.5) == {3: "no_step", 8: "no_step"}
+    for what in ("engine", "worker"):
+        counts = [{f"{what}s_lost": n} for n in (0, 1, 1, 3, 0, 1)]  # the controller was started again before the fifth
+        lost = [[Rollout(time=0.0, **count)] for count in counts]  # type: ignore[arg-type]
+        assert told_of(*lost) == dict.fromkeys((1, 3, 5), f"{what}_lost")
 
 
 def sent(command: tuple[str, ...] | None, *alerts: Alert) -> list[str]:
@@ -237,3 +223,40 @@ def test_another_failure_while_a_process_is_silent_names_it_and_keeps_its_exit_c
     with pytest.raises(AsyncmoeError, match=r"^trainer\.1 has been silent for 6 s.*; then: rank 0: gloo timed out$") as caught:
         watched(tmp_path, (0.0, 6.0), role="trainer.1", error=error)
     assert caught.value.exit_code == 2
+
+
+# ---------------------------------------------------------------- the processes that a run recorded
+
+
+def test_the_processes_of_a_run_are_shown_and_those_of_no_other(tmp_path: Path) -> None:
+    """Not those of which another process has the pid now, nor the run's from which a directory was copied."""
+    run, copy, moved = tmp_path / "run", tmp_path / "copy", tmp_path / "moved"
+    with hanging(run) as root:
+        shutil.copytree(run, copy)
+        run.rename(moved)
+        assert next(iter(stacks.stacks(moved))).startswith(f"== trainer.0, pid {root.pid}\n")
+        (path,) = (moved / processes.FOLDER).glob("*.json")
+        ours = msgspec.json.decode(path.read_bytes(), type=processes.Recorded)
+        for changed in ({"started": ours.started - 1}, {"boot": "another"}):
+            path.write_bytes(msgspec.json.encode(msgspec.structs.replace(ours, **changed)))
+            for nothing in (moved, copy, tmp_path / "no"):
+                with pytest.raises(UserError, match=f"{nothing}, which has no running process on this host"):
+                    list(stacks.stacks(nothing))
+
+
+def test_other_hosts_are_named(tmp_path: Path) -> None:
+    processes.record(tmp_path, "engine.a/b")
+    (path,) = (tmp_path / "processes").iterdir()
+    assert path.name == "engine.a_b.json"
+    ours = msgspec.json.decode(path.read_bytes(), type=processes.Recorded)
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(ours, host="node2")))
+    with pytest.raises(UserError, match=r"run the command on node2 \(engine\.a/b\)"):
+        list(stacks.stacks(tmp_path))
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "processes").mkdir()
+    (tmp_path / "processes" / "x.json").write_text("{}")
+    with pytest.raises(DataError, match=r"x\.json: .*delete it"):
+        processes.read(tmp_path)
+    assert processes.started(1 << 30) is None

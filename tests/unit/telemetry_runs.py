@@ -82,22 +82,11 @@ def _rl_step(draw: random.Random, step: int, warmup: int, rl: int, edges: Sequen
         staleness_max=1,
         staleness_mean=1 - young / 1500,
         ages={0: young, 1: 1500 - young},
-        logprob_diff_max_same_version=draw.uniform(1e-6, 3e-5),
-        train_infer_kl=draw.uniform(1e-4, 2e-3),
-        kl_reference=0.01 * progress,
         rejected_by_rule={"token_band": draw.uniform(0, 0.01)},
         routing_mismatch={0: 0.05, 1: draw.uniform(0.1, 0.15)},
-        clip_fraction=draw.uniform(0, 0.02),
-        tis_capped_fraction=0.001,
-        ratio_mean=1.0,
         response_tokens_mean=4.2,
         response_tokens_quantiles={"0.1": 2.0, "0.5": 4.0, "0.9": 7.0, "1.0": float(draw.randrange(8, 12))},
-        truncated_fraction=draw.uniform(0, 0.1),
         entropy=2.0 - progress + draw.gauss(0, 0.05),
-        ess=draw.uniform(0.8, 1.0),
-        rejected_by_age={0: 0.0, 1: draw.uniform(0, 0.01)},
-        queue_depth=draw.randrange(0, 128),
-        dropped={"stale": 2},
     )
 
 
@@ -115,7 +104,6 @@ def _rollout(run_dir: Path, draw: random.Random, begin: float, end: float, versi
                     started=started,
                     accepted=started - 10,
                     rejected={"scorer_timeout": 1},
-                    dropped={"stale": 2},
                     tokens_per_s=draw.uniform(700, 1100),
                     engine_utilization={engine: draw.uniform(0.85, 1.0) for engine in ENGINES},
                 )

@@ -16,7 +16,7 @@ from rich.console import Console
 from telemetry_runs import evaluation, write_run
 
 from asyncmoe.config import Config, parse
-from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.errors import ConfigError
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.loggers import checks, sink
 from asyncmoe.telemetry.loggers.mlflow_client import metric_name
@@ -188,27 +188,14 @@ def test_a_slow_logger_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     holds.set()
 
 
-def test_a_damaged_state_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "wandb.json"
-    path.write_text("{")
-    with pytest.raises(DataError, match=r"wandb\.json: .*delete it"):
-        sink.read(path)
-
-
 # ---------------------------------------------------------------- what is refused, and a run whose logger is down
 
 
-@pytest.mark.parametrize(
-    ("telemetry", "said"),
-    [
-        ({"mlflow": {"uri": "http://u:secret@host:1"}}, "with a secret in it"),
-        ({"mlflow": {"uri": "localhost:5000"}}, "expected an address"),
-        ({"wandb": {"api_key": "x"}}, "an unknown key"),
-    ],
-)
-def test_secrets_and_contradictions_are_refused(tmp_path: Path, telemetry: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as refused:
+@pytest.mark.parametrize("telemetry", [{"mlflow": {"uri": "http://u:secret@host:1"}}, {"mlflow": {"uri": "localhost:5000"}}])
+def test_secrets_and_contradictions_are_refused(tmp_path: Path, telemetry: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
         config_of(tmp_path, **telemetry)
+    assert refused.value.what == "telemetry.mlflow.uri"
     assert "secret@" not in str(refused.value)
 
 
@@ -224,12 +211,10 @@ def test_missing_credentials_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    for telemetry, said in (
-        ({"wandb": {}}, "WANDB_API_KEY"),
-        ({"mlflow": {}}, "MLFLOW_TRACKING_URI"),
-    ):
-        with pytest.raises(ConfigError, match=said):
+    for telemetry, what in (({"wandb": {}}, "telemetry.wandb"), ({"mlflow": {}}, "telemetry.mlflow.uri")):
+        with pytest.raises(ConfigError) as refused:
             checks.check(config_of(tmp_path, **telemetry).telemetry)
+        assert refused.value.what == what
     monkeypatch.setenv("WANDB_MODE", "offline")
     checks.check(config_of(tmp_path, wandb={}).telemetry)
 

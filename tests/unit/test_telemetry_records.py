@@ -10,6 +10,7 @@ import pytest
 
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.records import JsonLines, Tail, read_steps, sessions
+from asyncmoe.telemetry.report.run_page import page_of
 from asyncmoe.telemetry.schema import Resume, Step
 
 
@@ -88,3 +89,19 @@ def test_a_metric_of_a_plug_in_that_is_not_finite_is_read_as_none(tmp_path: Path
     with JsonLines(path) as lines:
         lines.write(Step(step=1, phase="rl", time=1.0, plugin_metrics={"loss/a": math.nan, "loss/b": 2.0}))
     assert read_steps(path)[0].plugin_metrics == {"loss/a": None, "loss/b": 2.0}
+
+
+def test_a_run_of_the_version_before_is_read(tmp_path: Path) -> None:
+    """Its records have fields that are gone, and its samples end with a line of their own once they are full."""
+    step = {"step": 1, "phase": "rl", "time": 2.0, "step_seconds": 1.0, "replay_drift": 0.1, "ratio_quantiles": {"0.5": 1.0}}
+    rollout = {"time": 1.5, "probed_tokens": 3, "scoring": {"scorer": {"scored": 2, "breaker": "closed"}}}
+    begin = {"record": "begin", "time": 0.0, "step": 0, "format": 1, "kept": True}
+    group = {"record": "group", "time": 1.0, "group": 0, "fate": "queued", "version": 0, "question": "1+1=", "answer": "2"}
+    full = {"record": "full", "time": 3.0, "bound": 9}
+    for name, records in (("metrics", [step]), ("rollout", [rollout]), ("samples/rollout", [begin, group, full])):
+        with JsonLines(tmp_path / f"{name}.jsonl") as lines:
+            for record in records:
+                lines.write(record)
+    page, (groups,) = page_of([tmp_path], samples=True)
+    assert page.runs[0].what.startswith("1 RL steps")
+    assert len(groups) == 1

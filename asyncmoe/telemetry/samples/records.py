@@ -53,6 +53,10 @@ class Begin(SampleRecord, frozen=True, kw_only=True, tag="begin"):
     step: int
 
 
+class Full(SampleRecord, frozen=True, kw_only=True, tag="full"):
+    """The file has reached its bound; the last line of the files of asyncmoe 0.1."""
+
+
 class Stretch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Consecutive tokens; of too many, the middle is left out.
 

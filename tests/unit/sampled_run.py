@@ -29,7 +29,6 @@ from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rollout.workers.worker import Worker
-from asyncmoe.rpc.item import Item
 from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.batch import MicroBatch
@@ -109,7 +108,7 @@ class SampledRun:
     def prompt(self, text: str = "12+7=", answer: str = "19") -> Prompt:
         return Prompt(text, self.tokenizer.encode(text), answer)
 
-    def group(self, number: int, texts: list[str], prompt: Prompt | None = None, *, write: bool = True) -> list[Trajectory]:
+    def group(self, number: int, texts: list[str], prompt: Prompt | None = None) -> list[Trajectory]:
         """Play a whole group and note it as queued."""
         from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 
@@ -122,39 +121,22 @@ class SampledRun:
             for place in places:
                 await self.worker.episode(asked, place)
                 found += self.worker._ended[number][place]
-            if write:
-                await self.samples.write(number, 0, places, asked, "queued", 4, "")
+            await self.samples.write(number, 0, places, asked, "queued", 4, "")
             return found
 
         return asyncio.run(played())
 
-    def train(
-        self, trajectories: Sequence[Trajectory], version: int, drift: float = 0.1, parts: int = 1, proximal_drift: float | None = None
-    ) -> list[Item]:
-        """Train on whole groups as one update of `parts` micro-batches.
-
-        The trainer's log-probabilities are the engine's plus `drift`, those before the batch's first update plus `proximal_drift`.
-        """
+    def train(self, trajectories: Sequence[Trajectory], version: int, drift: float = 0.1) -> None:
+        """Train on whole groups as one micro-batch. The trainer's log-probabilities are the engine's plus `drift`."""
         items = [describe(t) for t in trajectories]
         collected = self.trainer.of(items)
         assert collected is not None
-        members = tuple(range(len(items)))
         section = ObjectiveSection(clip_high=0.05, correction={"token_band": (0.5, 2.0)})  # type: ignore[arg-type]
         loss = PolicyLoss(section, 1.0, version, observe=collected.observe)
-        for part in np.array_split(np.array(members), parts):
-            self._micro(loss, collected, trajectories, [int(i) for i in part], drift, proximal_drift)
+        self._micro(loss, collected, trajectories, list(range(len(items))), drift)
         self.trainer.write(collected, items, dict(enumerate(trajectories)), version)
-        return items
 
-    def _micro(
-        self,
-        loss: PolicyLoss,
-        collected: Any,
-        trajectories: Any,
-        indices: list[int],
-        drift: float,
-        before: float | None = None,
-    ) -> None:
+    def _micro(self, loss: PolicyLoss, collected: Any, trajectories: Any, indices: list[int], drift: float) -> None:
         made: MicroBatch = batch.pack(
             dict(enumerate(trajectories)),
             indices,
@@ -162,7 +144,6 @@ class SampledRun:
             weights=[0.1] * len(trajectories),
             grid=BatchGrid(),
             packed=True,
-            proximal=None if before is None else {i: trajectories[i].logprobs + np.float32(before) for i in indices},
         )
         new = (made.behaviour + drift).requires_grad_()
         if (counter := collected.count(made)) is not None:

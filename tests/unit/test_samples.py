@@ -134,9 +134,9 @@ def _without_mismatch(whole: torch.Tensor, part: Any, made: Any) -> torch.Tensor
     start = 0
     for trajectory in made:
         count = int(trajectory.loss_mask.sum())
-        mismatch = slice(start + 1 + 5 * count, start + 1 + 6 * count)
+        mismatch = slice(start + 1 + 4 * count, start + 1 + 5 * count)
         fixed[mismatch] = split[mismatch]
-        start += 1 + 6 * count
+        start += 1 + 5 * count
     return fixed
 
 

@@ -131,7 +131,7 @@ def test_mappings_from_numbers_are_heat_maps_over_the_steps(
 def test_the_timeline_has_a_bar_for_each_stretch_of_the_last_steps(tmp_path: Path) -> None:
     steps = [Step(step=n, phase="rl", time=end, step_seconds=6.0) for n, end in ((1, 6.0), (2, 12.0))]
     spans = [Span("trainer.0", "train", -3, 5), Span("engine.0", "generate", 3, 7), Span("engine.0", "generate", 6, 22)]
-    run = RunRecords("x", [steps], [], [*spans, Span("engine.0", "pause", 5, 6)])
+    run = RunRecords([steps], [], [*spans, Span("engine.0", "pause", 5, 6)])
     (figure,) = timeline.section({"x": run}).figures
     bars = {trace["name"]: (trace["y"], trace["base"], trace["x"]) for trace in figure.data if trace["y"]}
     assert bars == {
@@ -141,7 +141,7 @@ def test_the_timeline_has_a_bar_for_each_stretch_of_the_last_steps(tmp_path: Pat
     }
     assert [line["x0"] for line in figure.layout["shapes"]] == [6, 12]
     assert "generates during 40 %" in figure.title
-    still = RunRecords("x", [[Step(step=1, phase="rl", time=5.0, step_seconds=0.0)]], [], spans)
+    still = RunRecords([[Step(step=1, phase="rl", time=5.0, step_seconds=0.0)]], [], spans)
     assert timeline.section({"x": still}).figures == []
 
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 
 from asyncmoe.config import Config, parse
@@ -147,5 +146,5 @@ class SampledRun:
         )
         new = (made.behaviour + drift).requires_grad_()
         if (counter := collected.count(made)) is not None:
-            counter += torch.arange(made.rows, dtype=torch.int32) % 3
+            counter += made.tokens[0].int() % 3
         loss(new, made, None)

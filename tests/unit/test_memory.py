@@ -81,19 +81,6 @@ def test_the_base_of_deltas_is_what_a_rank_sends_by_the_real_plan(sizes: Megatro
     assert max(bases) == pytest.approx(sent, rel=0.01)
 
 
-def test_adapters_are_all_that_has_gradients() -> None:
-    """Rank 32 on all targets; 16 experts a rank, attention over 4 ranks with its undivided halves on each."""
-    found = of(NODE, Training(replace(PASS, adapter=KIND)))
-    r = 32
-    attention = r * (3 * H + Q // 4) + r * ((Q + 2 * KV) // 4 + H)  # A of q, k, v and o; B of them
-    experts = 16 * 3 * r * (H + F)
-    assert found["weights"] == of(NODE, Training(PASS))["weights"]
-    assert found["adapters"] == 2 * L * (attention + experts)
-    assert found["gradients"] == 4 * L * (attention + experts)
-    assert found["optimizer"] == 12 * L * (attention // 2 + experts)
-    assert found["weight sync"] == 2 * (256 << 20) + found["adapters"]  # a copy of them is sent
-
-
 @pytest.mark.parametrize("kind", [KIND, SHARED], ids=["per_expert", "shared_outer"])
 def test_all_ranks_together_hold_an_adapter_as_often_as_there_are_replicas(kind: Kind) -> None:
     m = family_of(HF).shape_of(HF)

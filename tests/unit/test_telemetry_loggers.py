@@ -191,14 +191,6 @@ def test_a_slow_logger_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- what is refused, and a run whose logger is down
 
 
-@pytest.mark.parametrize("telemetry", [{"mlflow": {"uri": "http://u:secret@host:1"}}, {"mlflow": {"uri": "localhost:5000"}}])
-def test_secrets_and_contradictions_are_refused(tmp_path: Path, telemetry: Any) -> None:
-    with pytest.raises(ConfigError) as refused:
-        config_of(tmp_path, **telemetry)
-    assert refused.value.what == "telemetry.mlflow.uri"
-    assert "secret@" not in str(refused.value)
-
-
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
@@ -211,10 +203,12 @@ def test_missing_credentials_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    for telemetry, what in (({"wandb": {}}, "telemetry.wandb"), ({"mlflow": {}}, "telemetry.mlflow.uri")):
-        with pytest.raises(ConfigError) as refused:
+    for telemetry, said in (
+        ({"wandb": {}}, "WANDB_API_KEY"),
+        ({"mlflow": {}}, "MLFLOW_TRACKING_URI"),
+    ):
+        with pytest.raises(ConfigError, match=said):
             checks.check(config_of(tmp_path, **telemetry).telemetry)
-        assert refused.value.what == what
     monkeypatch.setenv("WANDB_MODE", "offline")
     checks.check(config_of(tmp_path, wandb={}).telemetry)
 

@@ -1,4 +1,4 @@
-"""Heartbeats, what follows from their absence, `asyncmoe stacks`, and alerts."""
+"""Heartbeats, what follows from their absence, alerts, and the stacks of what a run recorded."""
 
 from __future__ import annotations
 
@@ -162,24 +162,27 @@ def test_a_silent_engine_is_told_but_ends_no_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- alerts
 
 
-def told_of(*batches: Sequence[Step | Rollout], seconds: float = 1.0) -> dict[int, str]:
-    """The events that batches of records raise, by the number of the batch, one every so many seconds."""
-    told, found = Told(), dict[int, str]()
+def told_of(*batches: Sequence[Step | Rollout], seconds: float = 1.0) -> list[list[str]]:
+    told, found = Told(), []
     for number, records in enumerate(batches):
-        told, raised = tell(told, records, number * seconds)
-        found |= {number: one.event for one in raised}
+        told, alerts = tell(told, records, number * seconds)
+        found.append([one.event for one in alerts])
     return found
 
 
 def test_each_event_is_told_once() -> None:
-    broken = step(3, anomalies={"kl_engine": 3.2, "reward": None}, skipped_updates=1)
-    again = told_of([step(1)], [step(2)], [broken], [step(4, anomalies={"kl_engine": 4.0})], [step(5)], [broken])
-    assert again == {2: "anomaly", 5: "anomaly"}
-    assert told_of([], [], [], [], [], [step(1)], [], [], [], [], seconds=NO_STEP_S / 2.5) == {3: "no_step", 8: "no_step"}
-    for what in ("engine", "worker"):
-        counts = [{f"{what}s_lost": n} for n in (0, 1, 1, 3, 0, 1)]  # the controller was started again before the fifth
-        lost = [[Rollout(time=0.0, **count)] for count in counts]  # type: ignore[arg-type]
-        assert told_of(*lost) == dict.fromkeys((1, 3, 5), f"{what}_lost")
+    broken, more = step(3, anomalies={"kl_engine": 3.2, "reward": None}, skipped_updates=1), step(4, anomalies={"kl_engine": 4.0})
+    found = told_of([step(1)], [step(2)], [broken], [more], [step(5)], [broken])
+    assert found == [[], [], ["anomaly"], [], [], ["anomaly"]]
+    found = told_of([], [], [], [], [], [step(1)], [], [], [], [], seconds=NO_STEP_S / 2.5)
+    assert found == [[], [], [], ["no_step"], [], [], [], [], ["no_step"], []]
+    counts = (0, 1, 1, 3, 0, 1)  # the controller was started again before the fifth
+    lost = {
+        "engine_lost": [[Rollout(time=0.0, engines_lost=n)] for n in counts],
+        "worker_lost": [[Rollout(time=0.0, workers_lost=n)] for n in counts],
+    }
+    for event, records in lost.items():
+        assert told_of(*records) == [[], [event], [], [event], [], [event]]
 
 
 def sent(command: tuple[str, ...] | None, *alerts: Alert) -> list[str]:
@@ -225,13 +228,14 @@ def test_another_failure_while_a_process_is_silent_names_it_and_keeps_its_exit_c
     assert caught.value.exit_code == 2
 
 
-# ---------------------------------------------------------------- the processes that a run recorded
+# ---------------------------------------------------------------- the processes that a run recorded, and `asyncmoe stacks`
 
 
 def test_the_processes_of_a_run_are_shown_and_those_of_no_other(tmp_path: Path) -> None:
     """Not those of which another process has the pid now, nor the run's from which a directory was copied."""
     run, copy, moved = tmp_path / "run", tmp_path / "copy", tmp_path / "moved"
     with hanging(run) as root:
+        assert "in hangs_here" in next(iter(stacks.stacks(run)))
         shutil.copytree(run, copy)
         run.rename(moved)
         assert next(iter(stacks.stacks(moved))).startswith(f"== trainer.0, pid {root.pid}\n")
@@ -252,4 +256,11 @@ def test_other_hosts_are_named(tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(ours, host="node2")))
     with pytest.raises(UserError, match=r"run the command on node2 \(engine\.a/b\)"):
         list(stacks.stacks(tmp_path))
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "processes").mkdir()
+    (tmp_path / "processes" / "x.json").write_text("{}")
+    with pytest.raises(DataError, match=r"x\.json: .*delete it"):
+        processes.read(tmp_path)
     assert processes.started(1 << 30) is None

@@ -107,7 +107,7 @@ class SampledRun:
     def prompt(self, text: str = "12+7=", answer: str = "19") -> Prompt:
         return Prompt(text, self.tokenizer.encode(text), answer)
 
-    def group(self, number: int, texts: list[str], prompt: Prompt | None = None) -> list[Trajectory]:
+    def group(self, number: int, texts: list[str], prompt: Prompt | None = None, *, write: bool = True) -> list[Trajectory]:
         """Play a whole group and note it as queued."""
         from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 
@@ -120,7 +120,8 @@ class SampledRun:
             for place in places:
                 await self.worker.episode(asked, place)
                 found += self.worker._ended[number][place]
-            await self.samples.write(number, 0, places, asked, "queued", 4, "")
+            if write:
+                await self.samples.write(number, 0, places, asked, "queued", 4, "")
             return found
 
         return asyncio.run(played())

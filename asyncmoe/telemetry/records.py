@@ -91,16 +91,12 @@ class Tail:
         self._offset = 0
         self._line = 0
 
-    def poll(self) -> list[dict[str, Any]]:
+    def poll_as(self, kind: type[T]) -> list[T]:
         """Return the new records. An incomplete last line is left for the next call.
 
         Raises:
-            DataError: a complete line is not a JSON object; names file and line.
+            DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.
         """
-        return self.poll_as(dict[str, Any])
-
-    def poll_as(self, kind: type[T]) -> list[T]:
-        """Like `poll`, with typed records. Raises DataError also for a field that is missing or has a wrong type."""
         return [_decoded(self.path, number, line, kind) for number, line in self.lines()]
 
     def poll_steps(self) -> list[Step | Resume]:

@@ -48,12 +48,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     reward_std: Annotated[float | None, Metric("Standard deviation of the batch's rewards.", "reward")] = None
     rewards: Annotated[
         Mapping[float, int] | None,
-        Metric(
-            "Number of the batch's responses by reward, rounded to at most 20 steps of 1, 2 or 5 times a power of ten from the least to "
-            "the greatest.",
-            "responses",
-            key="reward",
-        ),
+        Metric("Number of the batch's responses by reward, rounded to a grid of at most 20 steps.", "responses", key="reward"),
     ] = None
     step_reward_mean: Annotated[float | None, Metric("Mean reward of the rewarded steps of the batch's responses.", "reward")] = None
     loss: Annotated[float | None, Metric("Loss.", "loss", word="loss")] = None
@@ -98,10 +93,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     train_infer_kl: Annotated[
         float | None,
-        Metric(
-            "KL(engine || trainer), estimated, never negative: the combined effect of staleness and train-inference mismatch.",
-            "nats a token",
-        ),
+        Metric("KL(engine || trainer), estimated, never negative: the effect of staleness and train-inference mismatch.", "nats a token"),
     ] = None
     train_infer_kl_direct: Annotated[
         float | None,
@@ -146,10 +138,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     kl_teacher: Annotated[
         float | None,
-        Metric(
-            "KL(engine || teacher) per sampled token, estimated as the mean log-probability difference: unbiased, may be negative.",
-            "nats a token",
-        ),
+        Metric("KL(engine || teacher) per sampled token: the mean log-probability difference, which may be negative.", "nats a token"),
     ] = None
     anomalies: Annotated[
         Mapping[str, float | None] | None,

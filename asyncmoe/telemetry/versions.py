@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from asyncmoe import installed
 from asyncmoe.telemetry.records import JsonLines, Tail
@@ -29,7 +30,7 @@ def read(run_dir: Path) -> Mapping[str, str]:
     Raises:
         DataError: a line is damaged.
     """
-    starts = Tail(run_dir / VERSIONS).poll()
+    starts = Tail(run_dir / VERSIONS).poll_as(dict[str, Any])
     return starts[-1]["versions"] if starts else {}
 
 

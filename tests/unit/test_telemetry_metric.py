@@ -62,7 +62,8 @@ def test_the_figures_of_the_report_are_of_metrics_that_are_alike() -> None:
         metrics = [of_kind[field] for field in plot.curves]
         assert plot.section in SECTIONS
         assert {one.unit for one in metrics} | ({of_kind[plot.error].unit} if plot.error else set()) == {metrics[0].unit} != {""}, plot
-        assert plot.heat is None or all("Mapping[int" in str(hints[field]) or "float, int" in str(hints[field]) for field in plot.curves), plot
+        from_numbers = all("Mapping[int" in str(hints[field]) or "float, int" in str(hints[field]) for field in plot.curves)
+        assert plot.heat is None or from_numbers, plot
         assert len(metrics) == 1 or all(plot.curves.values()), plot
     named = [(plot.kind, field) for plot in PLOTS for field in plot.curves]
     assert len(named) == len(set(named)), "each metric is drawn once"

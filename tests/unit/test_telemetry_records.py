@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,14 +74,14 @@ def test_going_back_without_a_mark_supersedes_too(tmp_path: Path) -> None:
 def test_tail_gives_each_record_once_and_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     tail = Tail(path)
-    assert tail.poll() == []
+    assert tail.poll_as(dict[str, Any]) == []
     with path.open("ab", buffering=0) as file:
         file.write(b'{"a": 1}\n{"a"')
-        assert tail.poll() == [{"a": 1}]
-        assert tail.poll() == []
+        assert tail.poll_as(dict[str, Any]) == [{"a": 1}]
+        assert tail.poll_as(dict[str, Any]) == []
         file.write(b": 2}\nbroken\n")
     with pytest.raises(DataError, match="line 3"):
-        tail.poll()
+        tail.poll_as(dict[str, Any])
 
 
 def test_a_run_of_the_version_before_is_read(tmp_path: Path) -> None:

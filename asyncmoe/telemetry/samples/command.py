@@ -58,8 +58,8 @@ def select(found: Index, wanted: SampleQuery) -> list[Entry]:
     if not chosen:
         raise DataError(f"samples of {found.run_dir}", got="no group as asked", expected=summary(found))
     if wanted.order == "newest":
-        if wanted == SampleQuery(limit=wanted.limit) and found.steps:
-            chosen = [entry for entry in chosen if entry.step == found.steps[-1]]
+        if wanted == SampleQuery(limit=wanted.limit) and (steps := [entry.step for entry in chosen if entry.step is not None]):
+            chosen = [entry for entry in chosen if entry.step == max(steps)]
         chosen = chosen[::-1]
     else:
         sign = 1 if wanted.order == "worst" else -1

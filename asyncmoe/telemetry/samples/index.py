@@ -64,11 +64,6 @@ class Index:
     run_dir: Path
     entries: Sequence[Entry]
 
-    @property
-    def steps(self) -> list[int]:
-        """The steps that trained kept groups, ascending."""
-        return sorted({entry.step for entry in self.entries if entry.step is not None})
-
 
 def index(run_dir: Path) -> Index:
     """Read the samples of a run, finished or running.

@@ -69,9 +69,8 @@ class Simulation:
         self._scoring = 0
         self._queued: list[QueuedGroup] = []
         self._arrivals = 0
-        self._training = self._publishing = False
-        self._settling = False
-        """The trainer has finished a step and the version of the step before is not served yet; it leases nothing then."""
+        # Settling: the trainer has finished a step, and leases nothing until engines serve the version of the step before.
+        self._training = self._settling = self._publishing = False
         self._free_since = 0.0
         self._warm = min(2 * (self._state.law.max_staleness + 1), plant.steps // 2) if skip is None else skip
         self._since = Reading()

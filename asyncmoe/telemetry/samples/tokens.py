@@ -64,27 +64,25 @@ class Gap:
 
 def tokens_of(group: SampledGroup, member: SampledMember, trained: Trained | None) -> list[TokenView | Gap]:
     """Return the tokens of a member in order; `Gap`s stand for those that were left out."""
-    shared = group.prompt if member.shared else Stretch()
     roles = [role for role, count in member.roles for _ in range(count)]
-    sampled = _sampled(member, trained, roles.count("response"))
+    sampled = iter(_sampled(member, trained, roles.count("response")))
     found: list[TokenView | Gap] = []
-    place = ordinal = 0
-    for stretch in (shared, member.rest):
-        tokens = [*zip(stretch.tokens, stretch.pieces, strict=True)]
-        gap = [stretch.left_out] if stretch.left_out else []
-        parts: Sequence[tuple[int, str] | int] = (*tokens[: stretch.after], *gap, *tokens[stretch.after :])
-        for part in parts:
-            role = roles[place]
-            if isinstance(part, int):
-                found.append(Gap(place, part, role))
-                ordinal += roles[place : place + part].count("response")
-                place += part
-                continue
-            fields = sampled[ordinal] if role == "response" else ()
-            found.append(TokenView(place, part[0], part[1], role, *fields))
-            ordinal += role == "response"
-            place += 1
+    place = 0
+    for part in (*_parts(group.prompt if member.shared else Stretch()), *_parts(member.rest)):
+        count = part if isinstance(part, int) else 1
+        fields = [next(sampled) for role in roles[place : place + count] if role == "response"]
+        if isinstance(part, int):
+            found.append(Gap(place, count, roles[place]))
+        else:
+            found.append(TokenView(place, *part, roles[place], *(fields[0] if fields else ())))
+        place += count
     return found
+
+
+def _parts(stretch: Stretch) -> list[tuple[int, str] | int]:
+    """Return id and text of each kept token, and in their place the number of those that were left out."""
+    tokens = list(zip(stretch.tokens, stretch.pieces, strict=True))
+    return [*tokens[: stretch.after], *([stretch.left_out] if stretch.left_out else []), *tokens[stretch.after :]]
 
 
 def split(tokens: Sequence[TokenView | Gap]) -> tuple[list[TokenView | Gap], list[TokenView | Gap]]:

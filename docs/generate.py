@@ -63,9 +63,9 @@ sync and pause are in its report.
 asyncmoe simulate my-plant.yaml workload=runs/mine engines.count=96
 ```
 
-Steps do not grow with contexts here, prompts are prefilled in no time unless `engines.prefill_s` says otherwise, requests go in the order in
-which they came, engines pause for a new version (also where a run has `rollout.interruption: drain`), and nothing fails: measure with contexts
-of the usual length, and let `engines.max_running` be what has room for its keys and values.
+Steps do not grow with contexts here, prompts are prefilled in no time unless `engines.prefill_s` says otherwise, requests go in the order
+in which they came, engines pause for a new version (also where a run has `rollout.interruption: drain`), and nothing fails: measure with
+contexts of the usual length, and let `engines.max_running` be what has room for its keys and values.
 
 The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory and the
 number of GPUs that should generate by it (`asyncmoe/simulate/laws.py` derives both). A caution says where an assumption of the theory does

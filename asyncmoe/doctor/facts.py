@@ -11,6 +11,7 @@ from asyncmoe.platform.kernels import Kernels
 IN_USE = 0.05
 """Share of a GPU's memory that an idle driver may take."""
 
+
 @dataclass(frozen=True)
 class GpuFacts:
     """A GPU, from a line of nvidia-smi, or as CUDA shows it to a process (`doctor.cards`): then perhaps an instance of one.

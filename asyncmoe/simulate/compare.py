@@ -60,7 +60,7 @@ class Comparison:
     plant: dict[str, Any]
     gpus: int
     pools: Baseline
-    rows: dict[str, ModeComparison]
+    rows: dict[Mode, ModeComparison]
     cautions: tuple[str, ...]
 
 

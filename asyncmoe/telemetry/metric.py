@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
+
 @dataclass(frozen=True)
 class Metric:
     """The declaration of a metric.

@@ -40,9 +40,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     time: Annotated[float, "Unix seconds."]
     version: Annotated[int | None, Metric("Version that the engines serve.", source="queue")] = None
-    running: Annotated[
-        int | None, Metric("Trajectories being generated or scored, at the moment.", "trajectories", source="queue")
-    ] = None
+    running: Annotated[int | None, Metric("Trajectories being generated or scored, at the moment.", "trajectories", source="queue")] = None
     queue_depth: Annotated[int | None, Metric("Trajectories ready for the trainer, at the moment.", "trajectories")] = None
     started: Annotated[int, Metric("Started trajectories.", "trajectories", source="queue")] = 0
     accepted: Annotated[int, Metric("Accepted trajectories.", "trajectories", source="queue")] = 0

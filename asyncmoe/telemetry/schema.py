@@ -74,9 +74,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: Annotated[float | None, Metric("Mean age of the sampled tokens.", "versions")] = None
 
     # Agreement of engines and trainer
-    logprob_diff_mean: Annotated[
-        float | None, Metric("Mean |trainer - engine| log-probability per sampled token.", "nats a token")
-    ] = None
+    logprob_diff_mean: Annotated[float | None, Metric("Mean |trainer - engine| log-probability per sampled token.", "nats a token")] = None
     logprob_diff_max_same_version: Annotated[
         float | None,
         Metric(
@@ -133,9 +131,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
             key="name",
         ),
     ] = None
-    kl_reference: Annotated[
-        float | None, Metric("KL(trainer || reference policy), estimated, per sampled token.", "nats a token")
-    ] = None
+    kl_reference: Annotated[float | None, Metric("KL(trainer || reference policy), estimated, per sampled token.", "nats a token")] = None
     kl_teacher: Annotated[
         float | None,
         Metric("KL(engine || teacher) per sampled token: the mean log-probability difference, which may be negative.", "nats a token"),
@@ -156,9 +152,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     step_seconds: Annotated[float | None, Metric("Duration of the step.", "seconds")] = None
     wait_seconds: Annotated[float | None, Metric("Time the step waited for its batch.", "seconds", word="wait")] = None
-    train_seconds: Annotated[
-        float | None, Metric("Time from the batch's arrival to the end of training.", "seconds", word="train")
-    ] = None
+    train_seconds: Annotated[float | None, Metric("Time from the batch's arrival to the end of training.", "seconds", word="train")] = None
 
     # Weight updates
     sync_seconds: Annotated[

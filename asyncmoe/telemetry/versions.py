@@ -53,7 +53,9 @@ def _commit() -> str | None:
         return None
     describe = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     try:
-        done = subprocess.run(["git", "-C", str(Path(__file__).parents[2]), *describe], capture_output=True, text=True, timeout=_GIT_S, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parents[2]), *describe], capture_output=True, text=True, timeout=_GIT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

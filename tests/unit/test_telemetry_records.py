@@ -27,7 +27,9 @@ def test_numpy_scalars_int_keys_and_non_finite_numbers(tmp_path: Path) -> None:
             {"step": np.int64(3), "phase": "rl", "time": 1.5, "loss": float("nan"), "lr": np.float64(0.25), "grad_norm": np.float32("inf")}
             | {"ages": {0: 5, np.int64(1): np.int32(2)}, "unknown": [1], "plugin_metrics": {"loss/a": float("nan"), "loss/b": 2.0}}
         )
-    assert read_steps(path) == [Step(step=3, phase="rl", time=1.5, lr=0.25, ages={0: 5, 1: 2}, plugin_metrics={"loss/a": None, "loss/b": 2.0})]
+    assert read_steps(path) == [
+        Step(step=3, phase="rl", time=1.5, lr=0.25, ages={0: 5, 1: 2}, plugin_metrics={"loss/a": None, "loss/b": 2.0})
+    ]
     assert b"NaN" not in path.read_bytes()
 
 

@@ -6,7 +6,6 @@ import socket
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 
 import asyncmoe
@@ -22,16 +21,16 @@ from asyncmoe.errors import UserError
 def gather(config: Config | None, with_model: bool = True) -> Machine:
     """Return the facts of this machine, and of the configuration if there is one. Every program that is asked has a time limit."""
     package = Path(asyncmoe.__file__).resolve().parent
-    specifiers, train = pythons.declared()
+    declared = pythons.declared(package.parent)
     with ThreadPoolExecutor() as pool:
-        trainer = pool.submit(pythons.look, sys.executable, tuple(specifiers))
-        engine = pool.submit(_engine, config, tuple(specifiers))
+        trainer = pool.submit(pythons.look, sys.executable, tuple(declared.specifiers))
+        engine = pool.submit(_engine, config, tuple(declared.specifiers))
         gpus = pool.submit(nvidia.look)
         return Machine(
             host=socket.gethostname(),
-            asyncmoe=f"{metadata.version('asyncmoe')} ({build.package_digest(package)[:12]})",
-            requirements=specifiers,
-            train=train,
+            asyncmoe=f"{declared.version} ({build.package_digest(package)[:12]})",
+            requirements=declared.specifiers,
+            train=declared.train,
             sources=build.source_digests(package.parent),
             run=planned(config) if with_model else None,
             trainer=trainer.result(),

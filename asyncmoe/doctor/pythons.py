@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,27 @@ LOOK_S = 180.0
 """Timeout in seconds; importing torch and Transformer Engine from a file system that all nodes read at once takes a minute."""
 
 
-def declared() -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the version specifiers of what asyncmoe requires as it was installed, by name, and the names that trainer and controller
-    need."""
-    lines = importlib.metadata.requires("asyncmoe") or []
-    needed = _specifiers(_asked(lines, "train"))
-    return {**_specifiers(_asked(lines, "engine", "gpu")), **needed}, tuple(needed)
+@dataclass(frozen=True)
+class Declared:
+    """asyncmoe's version, the specifiers by name, and the names that trainer and controller need."""
+
+    version: str
+    specifiers: Mapping[str, str]
+    train: tuple[str, ...]
+
+
+def declared(checkout: Path) -> Declared:
+    """Read the requirements of the checkout, or of the installation if there is no pyproject.toml."""
+    file = checkout / "pyproject.toml"
+    if file.is_file():
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        version, extras = project["version"], project["optional-dependencies"]
+        train, others = [*project["dependencies"], *extras["train"]], [*extras["engine"], *extras["gpu"]]
+    else:
+        version, lines = importlib.metadata.version("asyncmoe"), importlib.metadata.requires("asyncmoe") or []
+        train, others = _asked(lines, "train"), _asked(lines, "engine", "gpu")
+    needed = _specifiers(train)
+    return Declared(version, {**_specifiers(others), **needed}, tuple(needed))
 
 
 def look(executable: str, names: Sequence[str], seconds: float = LOOK_S) -> PythonFacts:

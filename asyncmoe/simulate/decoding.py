@@ -73,6 +73,10 @@ class DecodingEngine(Generic[R]):
         self.load -= 1
         return request, (start, end)
 
+    def read_clock(self, now: float) -> float:
+        """Return the steps done until now."""
+        return self.clock + (max(0.0, now - self.since) * (1 / self._step_s[self.load]) if self.load else 0.0)
+
     def advance(self, now: float) -> None:
         """Bring the engine up to now."""
         gone = now - self.since

@@ -82,11 +82,15 @@ class Fleet(Generic[R]):
         self._left(number)
         return request, number, span
 
-    def advance(self, now: float) -> list[float]:
-        """Bring all engines up to now, and so `tokens` and `busy`; return the number of steps each has done."""
-        for engine in self._engines:
+    def clocks(self, now: float) -> list[float]:
+        """Return the number of steps each engine has done."""
+        return [engine.read_clock(now) for engine in self._engines]
+
+    def settle(self, now: float) -> None:
+        """Bring `tokens` and `busy` up to now."""
+        for number, engine in enumerate(self._engines):
             engine.advance(now)
-        return [engine.clock for engine in self._engines]
+            self._changed.add(number)
 
     def _left(self, number: int) -> None:
         load = self._engines[number].load

@@ -31,7 +31,7 @@ class SimulatedEngines:
             engines.count, engines.max_running, plant.step_s, engines.prefill_s, plant.max_concurrent
         )
         self._waiting: deque[SimulatedResponse] = deque()
-        self._served_at: list[list[float]] = [self._fleet.advance(0.0)]
+        self._served_at: list[list[float]] = [self._fleet.clocks(0.0)]
 
     def start_groups(self) -> None:
         """Start as many groups as the policy allows."""
@@ -59,11 +59,11 @@ class SimulatedEngines:
 
     def land(self) -> None:
         """Serve the version of the state."""
-        self._served_at.append(self._fleet.advance(self._clock.engine_time))
+        self._served_at.append(self._fleet.clocks(self._clock.engine_time))
 
     def read(self) -> None:
         """Bring the engines' totals of the state's reading up to date."""
-        self._fleet.advance(self._clock.engine_time)
+        self._fleet.settle(self._clock.engine_time)
         self._state.now.busy, self._state.now.sampled = self._fleet.busy, self._fleet.tokens
 
     def _may_start(self) -> int:

@@ -105,7 +105,6 @@ def test_the_command_splits_a_cluster(tmp_path: Path) -> None:
         (["--nodes", 2, "--config", CLUSTER], "got both"),
         (["--nodes", 2], "got no --model"),
         (["--nodes", 2, "--model", MODELS, "run.steps=1"], "got run.steps=1"),
-        (["--nodes", 2, "--model", MODELS / "Qwen3-30B-A3B.json", "--nic", "0"], "--nic"),
         (["--config", "examples/demo.yaml", "--json", "none/plan.json"], "none/plan.json: got No such file or directory"),
         (["--config", CLUSTER, "--model", MODELS / "Qwen3-30B-A3B.json", "trainer.tp=3"], "trainer.ranks: got 8"),
     ],

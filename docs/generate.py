@@ -56,37 +56,16 @@ First measure three things on a few GPUs: the step time of an engine at two batc
 seconds of a training step (`trainer.step_s`), and some response lengths (`workload`). `asyncmoe plan`
 estimates the weight sync (`sync.seconds`).
 
-Or let a run say it: `--trace RUN_DIR` draws from the groups that the run kept (`telemetry.samples`), and takes its sizes and the medians of
-its training, sync, pause and scoring times. The file's other keys stay, and the command line goes before both. The time of an engine's step
-is in no record. What the records do not say (a run without steps: training and sync) stays as the plant has it, and a caution names it.
+Or let a run say the lengths: `workload=RUN_DIR` draws from the groups that the run kept (`telemetry.samples`). The seconds of its training,
+sync and pause are in its report.
 
 ```
-asyncmoe simulate my-plant.yaml --trace runs/mine engines.count=96
+asyncmoe simulate my-plant.yaml workload=runs/mine engines.count=96
 ```
 
-Steps do not grow with contexts here, prompts are prefilled in no time unless `engines.prefill_s` says otherwise, and nothing fails: measure
-with contexts of the usual length, and let `engines.max_running` be what has room for its keys and values.
-
-Policies of scheduling can be tried before a run has them; all are off by default, and decided by the same functions here and in a run:
-
-- `engines.order: probes_first` lets one response to each prompt tell how long the others will be, and starts the longest first (Seer, arXiv
-  2511.14617); in a run `rollout.order`.
-
-Simulated tokens a second, by those of sync without a policy, for responses of a group that are half alike (`icc=0.5`):
-
-| | lognormal | math | heavy |
-|---|---|---|---|
-| as many responses as slots (a): async, max_staleness 4, no policy | 3.54 | 3.00 | 2.06 |
-| its engines' rate, of the most | 99.3 % | 99.5 % | 99.5 % |
-| four times as many (b): sync, probes_first | 1.09 | 1.05 | 1.00 |
-| async, max_staleness 2, no policy | 1.86 | 1.44 | 2.14 |
-| async, max_staleness 2, probes_first | 1.61 | 1.23 | 1.79 |
-
-heavy: `lognormal:median=1024,sigma=2.51,cap=65536`, whose p90 is 25 times its median. (a) `engines.count=16 engines.max_running=32
-groups_per_step=64 steps=30`; (b) `engines.count=6 engines.max_running=16 groups_per_step=48 steps=14`; both `trainer.step_s=20
-sync.seconds=4 sync.pause_s=0.5`. The policy shortens the tail of a batch, and asynchronous training has none, so it gains more. There,
-probes_first makes old groups wait behind the probes of new ones until a tenth of them is dropped.
-A policy holds for the synchronous baseline too, so compare steps, not speed-ups, with a plant that has none.
+Steps do not grow with contexts here, prompts are prefilled in no time unless `engines.prefill_s` says otherwise, requests go in the order
+in which they came, engines pause for a new version (also where a run has `rollout.interruption: drain`), and nothing fails: measure with
+contexts of the usual length, and let `engines.max_running` be what has room for its keys and values.
 
 The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory and the
 number of GPUs that should generate by it (`asyncmoe/simulate/laws.py` derives both). A caution says where an assumption of the theory does

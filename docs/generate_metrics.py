@@ -1,7 +1,7 @@
 """Write docs/metrics.md from the declarations of the records' fields. `make docs` runs this script.
 
-The page depends on `asyncmoe.telemetry.schema`, `learning_schema` and `rollout_schema` alone. tests/unit/test_telemetry_metric.py compares
-it with the file.
+The page depends on `asyncmoe.telemetry.schema`, `rollout_schema` and `report.plots` alone. tests/unit/test_telemetry_metric.py compares it
+with the file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import get_args, get_type_hints
 import msgspec
 
 from asyncmoe.telemetry.metric import Metric
+from asyncmoe.telemetry.report.plots import PLOTS
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import EVALUATION, METRICS, ROLLOUT, Step
 
@@ -21,7 +22,7 @@ OUT = Path(__file__).parent / "metrics.md"
 HEAD = """\
 # Metrics
 
-<!-- Made by docs/generate_metrics.py from asyncmoe/telemetry/schema.py, learning_schema.py and rollout_schema.py. After a change of them:
+<!-- Made by docs/generate_metrics.py from asyncmoe/telemetry: schema.py, rollout_schema.py and report/plots.py. After a change of them:
 `make docs`. -->
 
 The records of a run, in its directory `run.dir`: one JSON object a line. A number that was not measured is `null`. The last column has the
@@ -39,7 +40,7 @@ def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
     for name, hint in get_type_hints(kind, include_extras=True).items():
         annotated, about = get_args(hint)
         metric = about if isinstance(about, Metric) else Metric(about)
-        drawn = "" if metric.plot is None else _plain(metric.plot.figure)
+        drawn = next((_plain(plot.title) for plot in PLOTS if plot.kind is kind and name in plot.curves), "")
         yield f"| `{prefix}{name}` | {_plain(metric.help)} | {metric.unit} | {metric.key} | {drawn} |"
         inner = [part for part in get_args(annotated) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
         for record in inner:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from asyncmoe import config_commands, usage
-from asyncmoe.cli import bench, checkpoints, models, planning, records, report, running
+from asyncmoe.cli import checkpoints, models, planning, records, report, running
 from asyncmoe.launch import part
 
 app = typer.Typer(
@@ -51,16 +53,21 @@ for _command in (
     models.export,
     planning.doctor,
     planning.plan,
+    planning.simulate,
+    report.report,
+    checkpoints.checkpoints,
+    records.stacks,
+    records.show,
 ):
     app.command()(_command)
-app.command("simulate")(planning.simulate_command)
-app.command()(report.report)
-app.command()(checkpoints.checkpoints)
-app.command()(records.stacks)
-app.command()(records.show)
 app.command("log")(records.log_command)
 app.add_typer(config_commands.app, name="config")
-app.add_typer(bench.commands(), name="bench")
+_checkout = Path(__file__).parents[2]
+if (_checkout / "benchmarks" / "commands.py").is_file():  # an installed wheel has no benchmarks
+    sys.path.insert(0, str(_checkout))
+    from benchmarks.commands import bench
+
+    app.add_typer(bench, name="bench")
 
 
 def main() -> None:

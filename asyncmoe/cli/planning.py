@@ -36,16 +36,20 @@ def plan(
             help="config.json of a Hugging Face model, or its directory; with --config in place of model.path. No weights are read."
         ),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Suggest how to split this many nodes, instead of --config.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node, for --nodes.")] = 8,
+    nodes: Annotated[
+        int | None, typer.Option(min=2, max=1 << 10, help="Suggest how to split this many nodes, instead of --config.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=1 << 7, help="GPUs per node, for --nodes.")] = 8,
     context: Annotated[int, typer.Option(help="Tokens of the longest conversation and of a micro-batch, for --nodes.", min=1)] = 8192,
     lora: Annotated[
         str | None,
         typer.Option(help="Train an adapter, for --nodes: rank=32, or rank=32,experts=shared_outer,targets=q_proj+v_proj."),
     ] = None,
     family: Annotated[str, typer.Option(help="Model family of your own, package.module:name, for --nodes.")] = "auto",
-    gpu_gb: Annotated[float | None, typer.Option(help="Memory of a GPU in GB; default: 80.")] = None,
-    nic: Annotated[float, typer.Option(help="GB/s that a rank sends while receiving as much: 450 over NVLink within a node.")] = 50.0,
+    gpu_gb: Annotated[float | None, typer.Option(min=1e-3, max=1e6, help="Memory of a GPU in GB; default: 80.")] = None,
+    nic: Annotated[
+        float, typer.Option(min=1e-3, max=1e6, help="GB/s that a rank sends while receiving as much: 450 over NVLink within a node.")
+    ] = 50.0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
 ) -> None:
     """Estimate the memory of every GPU of a run and the cost of moving its weights to engines; --nodes suggests a split of a cluster.
@@ -63,20 +67,20 @@ def plan(
 
     if (config is None) == (nodes is None):
         raise ConfigError("asyncmoe plan", got="neither" if config is None else "both", expected="one of --config FILE and --nodes")
-    hardware, console = plan_command.Hardware(gpu_gb, nic), tables.console()
+    console = tables.console()
     if config is not None:
-        found = plan_command.of_run(config, overrides or (), model, hardware, console)
+        found = plan_command.of_run(config, overrides or (), model, gpu_gb, nic, console)
     elif model is None or overrides:
         got = "no --model" if model is None else " ".join(overrides or ())
         raise ConfigError("asyncmoe plan --nodes", got=got, expected="--model, and no keys, which are for --config")
     else:
-        cluster = Cluster(nodes or 0, gpus_per_node, hardware.gb, context)
-        found = plan_command.of_cluster(cluster, model, family, lora, hardware, console)
+        cluster = Cluster(nodes or 0, gpus_per_node, gpu_gb or plan_command.GPU_GB, context)
+        found = plan_command.of_cluster(cluster, model, family, lora, nic, console)
     if json_file is not None:
         tables.write_json(found, json_file)
 
 
-def simulate_command(
+def simulate(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -84,8 +88,7 @@ def simulate_command(
             help="YAML file that describes cluster and run, and keys to override. docs/simulate.md lists the keys and their defaults.",
         ),
     ] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take lengths, sizes and seconds from a run's records.")] = None,
-    sweep: Annotated[
+    swept: Annotated[
         bool,
         typer.Option(
             "--sweep",
@@ -104,7 +107,7 @@ def simulate_command(
 
     - the seconds of a training step: trainer.step_s
 
-    - some response lengths, one per line in a file: workload (or --trace)
+    - some response lengths: workload=FILE, one per line, or the directory of a run
 
     Then describe the whole cluster and find its best split:
 
@@ -113,14 +116,15 @@ def simulate_command(
     It reports the best split, max_staleness, and speed-up over synchronous.
     """
     from asyncmoe import tables
-    from asyncmoe.simulate import cautions, command, show
-    from asyncmoe.simulate.recorded import read_recorded
+    from asyncmoe.simulate import show
+    from asyncmoe.simulate.compare import Comparison, compare
+    from asyncmoe.simulate.plant import read_plant
+    from asyncmoe.simulate.sweep import Sweep, sweep
+    from asyncmoe.simulate.workload import parse
 
-    words = arguments or ()
-    recorded = None if trace is None else read_recorded(trace)
-    plant = command.read_plant(words, recorded)
-    known = () if recorded is None else cautions.of_trace(recorded, plant, [word.partition("=")[0] for word in words])
-    found = command.run(plant, sweep, known)
+    plant = read_plant(arguments or ())
+    drawn = parse(plant.workload)
+    found: Comparison | Sweep = sweep(plant, drawn) if swept else compare(plant, drawn)
     if json_file is not None:
         tables.write_json(asdict(found), json_file)
     show.table(found, tables.console())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,7 +29,8 @@ def show(
     group: Annotated[int | None, typer.Option(help="The group with this number, in all its attempts.")] = None,
     version: Annotated[int | None, typer.Option(help="Groups with a token that this weight version sampled.")] = None,
     outcome: Annotated[
-        str | None, typer.Option(help="Groups that were trained, queued, dropped, requeued, rejected or lost (in a restart of the run).")
+        Literal["trained", "queued", "dropped", "requeued", "rejected", "lost"] | None,
+        typer.Option(help="Groups of which this became; lost: in a restart of the run."),
     ] = None,
     worst: Annotated[bool, typer.Option("--worst", help="The lowest mean reward first.")] = False,
     best: Annotated[bool, typer.Option("--best", help="The highest mean reward first.")] = False,
@@ -37,7 +38,7 @@ def show(
         int | None, typer.Option(min=1, help="Number of groups; default: 3, or all of a --step or --group that is named.")
     ] = None,
     colour: Annotated[
-        str, typer.Option("--colour", "--color", help="What colours tokens: version, logprob, ratio, mask or mismatch.")
+        Literal["version", "logprob", "ratio", "mask", "mismatch"], typer.Option("--colour", "--color", help="What colours tokens.")
     ] = "version",
     tokens: Annotated[
         int | None,
@@ -70,12 +71,11 @@ def show(
     step's. docs/guides/samples.md explains what is shown.
     """
     from asyncmoe.telemetry.samples import command
-    from asyncmoe.telemetry.samples.select import SampleQuery
 
     if worst and best:
         raise UserError("asyncmoe show", got="--worst and --best", expected="one of them")
-    wanted = SampleQuery(step, group, version, command.outcome_of(outcome), "worst" if worst else "best" if best else "newest", limit)
-    command.show(run_dir, wanted, as_json, command.colour_of(colour), tokens)
+    wanted = command.SampleQuery(step, group, version, outcome, "worst" if worst else "best" if best else "newest", limit)
+    command.show(run_dir, wanted, as_json, colour, tokens)
 
 
 def log_command(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
@@ -85,7 +85,7 @@ def log_command(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run
     of the files.
     """
     from asyncmoe.log import belonging, files
-    from asyncmoe.telemetry.report.settings import settings
+    from asyncmoe.telemetry.report.run_page import settings
 
     known, told = belonging.read(run_dir), settings(run_dir).get("log.folder", "null")
     folder = run_dir / belonging.FOLDER if told == "null" else Path(told)

@@ -149,6 +149,8 @@ PLANT = _table(
     ("engines.affinity_slack", "nothing: a request goes to the engine with the fewest", ANY),
     ("engines.slow_share engines.slow_factor engines.per_node", _STEADY, ANY),
     ("trainer.token_s trainer.attention_width trainer.bytes_per_token trainer.fetch_bytes_per_s", "trainer.step_s", (0, None)),
+    ("engines.order", "nothing: requests are simulated in the order in which they came", ("arrival",)),
+    ("queue_capacity", "nothing: max_staleness bounds what is queued", (None,)),
     ("tail_batching", _TAIL, (1.0,)),
     ("sync.plan", "sync.seconds, as asyncmoe plan prints them", (None,)),
     ("sync.landing", "nothing: engines pause for a new version", ("pause",)),
@@ -197,6 +199,7 @@ COMMANDS: Mapping[str, str] = {
     "report --serve": _LIVE,
     "show --plain": "asyncmoe show --json, for programs",
     "simulate --mode": "nothing: all modes are simulated",
+    "simulate --trace": "workload=RUN_DIR for its lengths; sizes and seconds are keys, as its config.yaml and its report have them",
     "simulate --staleness": "max_staleness=N, which --sweep tries besides 1, 2, 4 and 8",
 }
 """Removed command of `asyncmoe`, or option of one -> what to do instead."""

@@ -1,25 +1,40 @@
-"""All checks, in display order."""
+"""All checks, in display order, and the versions in which the nodes of a cluster must agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from asyncmoe import plugins
-from asyncmoe.doctor import built, fit, gpus, host, packages, run
-from asyncmoe.doctor.compare import Report, versions_of
-from asyncmoe.doctor.facts import Machine
+from asyncmoe.doctor import fit, gpus, host, packages, run, versions
+from asyncmoe.doctor.facts import Machine, PythonFacts
 from asyncmoe.doctor.finding import Finding
 from asyncmoe.doctor.gather import gather
 
 CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
     check.__name__.replace("_", "-"): check
     for check in (
-        *(packages.packages, packages.torch, built.extension, packages.engine_python, packages.sglang),
-        *(built.cuda, packages.transformer_engine, gpus.gpus, fit.megatron_switches, fit.placement, fit.gpu_memory, built.nccl),
+        *(packages.packages, packages.torch, packages.extension, packages.engine_python, packages.sglang, packages.cuda),
+        *(packages.transformer_engine, gpus.gpus, fit.megatron_switches, fit.placement, fit.gpu_memory, packages.nccl),
     )
 }
 """What is judged by the facts of a machine, by the name of its line, which is the function's: a root cause precedes its consequences.
 Errors of these stop a run on GPUs."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `asyncmoe doctor --json` prints of a node.
+
+    Attributes:
+        host: its name.
+        versions: all in which nodes must agree, by name; a node lacks what another role need not have.
+        checks: what was found, by the name of the check.
+    """
+
+    host: str
+    versions: Mapping[str, str]
+    checks: Mapping[str, Finding]
 
 
 def examine(words: Sequence[str]) -> Report:
@@ -37,3 +52,29 @@ def examine(words: Sequence[str]) -> Report:
     if config is not None:
         checks |= {"network": run.network(config), "ports": run.ports(config), "run-dir": run.run_dir(config, machine.run)}
     return Report(machine.host, versions_of(machine, config.digest if config is not None else None), checks)
+
+
+def versions_of(machine: Machine, digest: str | None) -> dict[str, str]:
+    """Return what must be equal on all nodes of a run.
+
+    Args:
+        digest: of the configuration; None without one.
+    """
+    found = {"asyncmoe": machine.asyncmoe}
+    for whose, python in machine.pythons:
+        found |= _of_python(machine, python, f"of {whose} Python")
+    if machine.nvidia.driver is not None:
+        found["NVIDIA's driver"] = machine.nvidia.driver
+    return found if digest is None else {**found, "configuration": digest[:12]}
+
+
+def _of_python(machine: Machine, python: PythonFacts, of: str) -> Iterator[tuple[str, str]]:
+    yield f"version {of}", python.version or "none"
+    for name in machine.requirements:
+        yield f"{name} {of}", python.packages.get(name, "none")
+    if python.torch is not None:
+        yield f"CUDA of torch {of}", python.torch.cuda or "none"
+    if python.extension is not None:
+        yield f"sources of asyncmoe's extension {of}", " ".join(digest[:12] for digest in python.extension.built_from)
+    if python.nccl is not None and python.nccl.version is not None:
+        yield f"NCCL {of}", versions.nccl(python.nccl.version)

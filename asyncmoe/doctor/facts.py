@@ -8,20 +8,25 @@ from dataclasses import dataclass, field
 from asyncmoe.doctor.planned import PlannedRun
 from asyncmoe.platform.kernels import Kernels
 
+IN_USE = 0.05
+"""Share of a GPU's memory that an idle driver may take."""
+
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU, from a line of nvidia-smi.
+    """A GPU, from a line of nvidia-smi, or as CUDA shows it to a process (`doctor.cards`): then perhaps an instance of one.
 
     Attributes:
-        memory_mib, used_mib: total memory, and memory in use by processes.
+        index: nvidia-smi's number; None: it does not list it, as an instance.
+        memory_mib, used_mib: total memory, 0 if it is not told; and memory in use by processes.
         compute_mode: Default, Exclusive_Process or Prohibited.
         capability: compute capability, e.g. 9.0.
         mig: whether the GPU is partitioned into instances.
         uuid: identifier by which CUDA_VISIBLE_DEVICES may name the GPU.
+        number: CUDA's.
     """
 
-    index: int
+    index: int | None
     name: str
     memory_mib: int
     used_mib: int
@@ -29,6 +34,23 @@ class GpuFacts:
     capability: str
     mig: bool = False
     uuid: str = ""
+    number: int = 0
+
+    @property
+    def label(self) -> str:
+        """`1`, and nvidia-smi's number where it is another: `1 (nvidia-smi: 6)`."""
+        return str(self.number) if self.index in (None, self.number) else f"{self.number} (nvidia-smi: {self.index})"
+
+    @property
+    def generation(self) -> tuple[int, int] | None:
+        """The capability as numbers; None if it is not told."""
+        major, _, minor = self.capability.partition(".")
+        return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether more of its memory is in use than an idle driver takes; of an instance it is not told."""
+        return self.used_mib > IN_USE * self.memory_mib > 0
 
 
 @dataclass(frozen=True)

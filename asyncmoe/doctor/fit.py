@@ -94,10 +94,10 @@ def gpu_memory(machine: Machine, run: PlannedRun) -> Finding:
 
     visible, (trainer, engine) = cards.of(machine), budget.least(run.config, run.hf)
     for _, devices in cards.taken(machine):
-        for card in (visible[number] for number in devices.taken if visible[number].memory_bytes):
+        for card in (visible[number] for number in devices.taken if visible[number].memory_mib):
             mine = trainer if card.number in devices.trainer else relief.NOTHING
             others = engine if any(card.number in one for one in devices.engines) else relief.NOTHING
-            gpu_gb = (card.memory_bytes or 0) / 1e9
+            gpu_gb = (card.memory_mib << 20) / 1e9
             if mine.total + others.total > memory.usable(gpu_gb):
                 raise relief.too_large(mine, others, gpu_gb, labelled([card]))
     return finding.ok(f"trainer {trainer.total / 1e9:.3g} GB, engine at least {engine.total / 1e9:.3g} GB")

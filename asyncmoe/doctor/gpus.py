@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from asyncmoe.doctor import cards, finding
-from asyncmoe.doctor.cards import GpuCard, labelled
-from asyncmoe.doctor.facts import Machine
+from asyncmoe.doctor.cards import labelled
+from asyncmoe.doctor.facts import GpuFacts, Machine
 from asyncmoe.doctor.finding import Finding, State
 from asyncmoe.installed import rebuild
 
@@ -38,7 +38,7 @@ def gpus(machine: Machine) -> Finding:
     return finding.ok(told)
 
 
-def _disturbed(machine: Machine, there: Sequence[GpuCard]) -> Iterator[Finding]:
+def _disturbed(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Finding]:
     """What keeps processes from these GPUs, or slows them down: an error where the run takes them."""
     taken = cards.taken(machine)
     state: State = "error" if taken else "warning"
@@ -48,7 +48,7 @@ def _disturbed(machine: Machine, there: Sequence[GpuCard]) -> Iterator[Finding]:
     if alone := [card for card in there if card.compute_mode == "Exclusive_Process" and card.number in shared]:
         what = f"compute mode of {labelled(alone)} is Exclusive_Process, and the trainer and an engine share {labelled(alone)}"
         yield Finding(state, what, _compute_mode(alone), "a GPU that takes two processes")
-    if used := [card for card in there if card.used_mib]:
+    if used := [card for card in there if card.busy]:
         what = f"other processes use up to {max(card.used_mib for card in used)} MiB of {labelled(used)}"
         hint = "nvidia-smi says which; end them, or choose others with CUDA_VISIBLE_DEVICES"
         yield Finding(state, what, hint, "GPUs that nobody else uses")
@@ -62,9 +62,9 @@ def _disturbed(machine: Machine, there: Sequence[GpuCard]) -> Iterator[Finding]:
             yield Finding(state, f"{who} would compute on {' and '.join(kinds)}", hint, "GPUs of one kind in a group")
 
 
-def _without_kernels(machine: Machine, there: Sequence[GpuCard]) -> Iterator[Finding]:
+def _without_kernels(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Finding]:
     """What no build, or not the one that is there, can run on these GPUs."""
-    known = [(card, card.capability) for card in there if card.capability is not None]
+    known = [(card, card.generation) for card in there if card.generation is not None]
     needed, run = _OLDEST, machine.run
     if run is not None and (run.engine_dtype == "bfloat16" or not run.trainer_float32):
         needed = _BFLOAT16
@@ -86,7 +86,7 @@ def _runs(built: Sequence[str], capability: tuple[int, int]) -> bool:
     return any(int(arch[:-1]) == capability[0] and int(arch[-1]) <= capability[1] for arch in built)
 
 
-def _of_capability(group: Sequence[tuple[GpuCard, tuple[int, int]]]) -> str:
+def _of_capability(group: Sequence[tuple[GpuFacts, tuple[int, int]]]) -> str:
     versions = sorted({capability for _, capability in group})
     return f"{labelled(card for card, _ in group)} of compute capability {', '.join(f'{major}.{minor}' for major, minor in versions)}"
 
@@ -102,5 +102,5 @@ def _described(machine: Machine) -> str:
     return f"{told}, driver {machine.nvidia.driver}"
 
 
-def _compute_mode(closed: Sequence[GpuCard]) -> str:
+def _compute_mode(closed: Sequence[GpuFacts]) -> str:
     return f"nvidia-smi -i {','.join(str(card.index) for card in closed)} -c DEFAULT (as root)"

@@ -9,8 +9,7 @@ from dataclasses import replace
 from asyncmoe import models
 from asyncmoe.config import Config, devices
 from asyncmoe.doctor import cards, nvidia, pythons
-from asyncmoe.doctor.cards import GpuCard
-from asyncmoe.doctor.facts import Nvidia
+from asyncmoe.doctor.facts import GpuFacts, Nvidia
 from asyncmoe.errors import ConfigError
 from asyncmoe.plan import budget
 from asyncmoe.rpc import address
@@ -34,16 +33,16 @@ def engine_arguments(config: Config, index: int) -> tuple[str, ...]:
     taken = check(config, index, len(visible), cards.hidden(found, len(visible)))
     least = cards.smallest([visible[number] for number in taken])
     hf = models.hf_config_of(config)
-    if least is None or least.memory_bytes is None:
+    if least is None:
         return _unbounded(config)
-    return budget.engine_arguments(config, hf, least.memory_bytes / 1e9)
+    return budget.engine_arguments(config, hf, (least.memory_mib << 20) / 1e9)
 
 
-def _cards(found: Nvidia) -> tuple[GpuCard, ...]:
+def _cards(found: Nvidia) -> tuple[GpuFacts, ...]:
     """The GPUs that CUDA shows. torch is asked, in a process of its own, where nvidia-smi does not know their memory, and where they
     differ: CUDA's order is then not nvidia-smi's."""
     listed = cards.cards(found, None)
-    if listed and all(card.memory_bytes for card in listed) and len(cards.kinds(listed)) == 1:
+    if listed and all(card.memory_mib for card in listed) and len(cards.kinds(listed)) == 1:
         return listed
     return cards.cards(found, pythons.look(sys.executable, ["torch"]).torch)
 

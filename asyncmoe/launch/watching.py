@@ -14,10 +14,9 @@ from asyncmoe.errors import AsyncmoeError, DataError, Interrupted
 from asyncmoe.launch import stacks
 from asyncmoe.storage import writing
 from asyncmoe.telemetry import heartbeats
-from asyncmoe.telemetry.alarm import Alarm
-from asyncmoe.telemetry.alerts import Alert, Event, Told, tell
-from asyncmoe.telemetry.follow import Followed
+from asyncmoe.telemetry.alerts import Alarm, Alert, Event, Told, tell
 from asyncmoe.telemetry.heartbeats import TRAINER, BeatListener, Silence
+from asyncmoe.telemetry.records import Followed
 
 _KEPT = 20
 

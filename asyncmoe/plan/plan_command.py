@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +21,18 @@ from asyncmoe.models.shape import Shape
 from asyncmoe.plan import budget, render_plan, traffic
 from asyncmoe.plan.split import Cluster, suggest
 
-
-@dataclass(frozen=True)
-class Hardware:
-    """What a plan is for.
-
-    Attributes:
-        gpu_gb: memory of a GPU in GB (1e9 bytes); None: 80, or `budget.CPU_GB` for a run on CPUs.
-        nic: GB per second that a rank sends while it receives as much.
-    """
-
-    gpu_gb: float | None = None
-    nic: float = 50.0
-
-    def __post_init__(self) -> None:
-        for name, value in (("--gpu-gb", self.gb), ("--nic", self.nic)):
-            if not 0 < value < math.inf:
-                raise ConfigError(name, got=value, expected="a positive number")
-
-    @property
-    def gb(self) -> float:
-        return 80.0 if self.gpu_gb is None else self.gpu_gb
+GPU_GB = 80.0
+"""Memory of a GPU where nothing is said."""
 
 
-def of_run(path: Path, overrides: Sequence[str], model: Path | None, hardware: Hardware, console: Console) -> dict[str, Any]:
+def of_run(path: Path, overrides: Sequence[str], model: Path | None, gpu_gb: float | None, nic: float, console: Console) -> dict[str, Any]:
     """Print the plan of a run, and return it as values for JSON.
 
     Args:
         overrides: keys of the configuration, key.path=value.
         model: a config.json or its directory, in place of `model.path`.
+        gpu_gb: memory of a GPU in GB (1e9 bytes); None: `GPU_GB`, or `budget.CPU_GB` for a run on CPUs.
+        nic: GB per second that a rank sends while it receives as much.
 
     Raises:
         ConfigError: the configuration is refused, or its sizes do not suit the model.
@@ -61,23 +43,24 @@ def of_run(path: Path, overrides: Sequence[str], model: Path | None, hardware: H
     hf = budget.hf_of(config, model)
     models.check(config, hf)
     cpu = budget.for_cpu(config)
-    found = budget.of_run(config, hf, budget.CPU_GB if cpu and hardware.gpu_gb is None else hardware.gb, cpu)
+    found = budget.of_run(config, hf, gpu_gb or (budget.CPU_GB if cpu else GPU_GB), cpu)
     sizes = models.trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep), config.engines.count
     dtype, adapter = models.engine_dtype(hf, config.engines), budget.serving(config, hf, cpu).adapter
-    forecast = traffic.foresee(hf, *sizes, dtype=dtype, adapter=adapter, nic=hardware.nic)
-    render_plan.show_update(forecast, config.sync.method, hardware.nic, console)
+    forecast = traffic.foresee(hf, *sizes, dtype=dtype, adapter=adapter, nic=nic)
+    render_plan.show_update(forecast, config.sync.method, nic, console)
     render_plan.show_budget(found, console)
     columns = {"trainer": dict(found.trainer.parts), "engine": dict(found.engine.parts)}
     return {"update": asdict(forecast), "memory": columns, "host_memory": dict(found.host), "fits": not found.refusals}
 
 
-def of_cluster(cluster: Cluster, model: Path, family: str, lora: str | None, hardware: Hardware, console: Console) -> dict[str, Any]:
+def of_cluster(cluster: Cluster, model: Path, family: str, lora: str | None, nic: float, console: Console) -> dict[str, Any]:
     """Print suggestions for a cluster, and return them as values for JSON.
 
     Args:
         cluster: without an adapter.
         family: as `model.family`.
         lora: see `parse_adapter`.
+        nic: as in `of_run`.
 
     Raises:
         ConfigError: nothing fits.
@@ -89,10 +72,10 @@ def of_cluster(cluster: Cluster, model: Path, family: str, lora: str | None, har
     cluster = replace(cluster, adapter=adapter)
     splits = suggest(hf, cluster)
     found = [
-        (split, traffic.foresee(hf, split.trainer.parallel, split.engine.parallel, split.engines, adapter=adapter, nic=hardware.nic))
+        (split, traffic.foresee(hf, split.trainer.parallel, split.engine.parallel, split.engines, adapter=adapter, nic=nic))
         for split in splits
     ]
-    render_plan.show_splits(found, cluster, hardware.nic, console)
+    render_plan.show_splits(found, cluster, nic, console)
     return {"splits": [{**asdict(split), "update": asdict(forecast)} for split, forecast in found]}
 
 

@@ -1,7 +1,7 @@
 """A discrete-event model of a run: engines, scoring, queue, trainer and weight sync, with the live system's own admission policy.
 
 `asyncmoe simulate` predicts, before any GPU is rented, how many GPUs should generate, which staleness bound to choose, and the speed-up.
-Start with `plant`, the keys of a plant, and `laws`, the speed-up to expect. `simulation` connects the engines (`generating`) with what
-follows them (`training`), which share a `state`; `decoding` models an engine and `fleet` all of them, `workload` draws lengths, `recorded`
-reads them from a run, `trace` counts; `compare` and `sweep` run many, `cautions` says what to doubt, `show` prints them.
+Start with `plant`, the keys of a plant, and `laws`, the speed-up to expect. `simulation` connects the engines (`generating`), with which it
+shares a `state`, with what follows them; `decoding` models an engine and `fleet` all of them, `workload` draws lengths; `compare` and
+`sweep` run many, `show` prints them.
 """

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from asyncmoe.simulate import laws
-from asyncmoe.simulate.cautions import cautions
 from asyncmoe.simulate.plant import MODES, Mode, Plant
 from asyncmoe.simulate.simulation import simulate
-from asyncmoe.simulate.trace import SimulatedRun
+from asyncmoe.simulate.state import SimulatedRun
 from asyncmoe.simulate.workload import Workload
+from asyncmoe.telemetry.format import percent
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Comparison:
     plant: dict[str, Any]
     gpus: int
     pools: Baseline
-    rows: dict[str, ModeComparison]
+    rows: dict[Mode, ModeComparison]
     cautions: tuple[str, ...]
 
 
@@ -80,17 +81,32 @@ def baseline(plant: Plant, outcome: SimulatedRun) -> Baseline:
     )
 
 
-def compare(plant: Plant, workload: Workload, modes: tuple[Mode, ...] = MODES) -> Comparison:
-    """Simulate `modes`, and the synchronous baseline.
+def compare(plant: Plant, workload: Workload) -> Comparison:
+    """Simulate all modes.
 
     Raises:
         InvariantBroken: see `simulate`.
     """
-    outcomes: dict[str, SimulatedRun] = {}
-    wanted: tuple[Mode, ...] = ("sync", *(mode for mode in modes if mode != "sync"))
-    for mode in wanted:
-        outcomes[mode] = simulate(plant if mode == "async" else plant.having({"queue_capacity": None}), workload, mode)
+    outcomes = {mode: simulate(plant, workload, mode) for mode in MODES}
     pools = baseline(plant, outcomes["sync"])
     speedups = {mode: pools.step_s / outcome.step_s for mode, outcome in outcomes.items()}
     rows = {mode: ModeComparison(outcome, speedups[mode], speedups[mode] / pools.s_pools) for mode, outcome in outcomes.items()}
-    return Comparison(workload.name, plant.described(), plant.gpus, pools, rows, cautions(plant, pools.t_gen, outcomes))
+    return Comparison(workload.name, plant.model_dump(mode="json"), plant.gpus, pools, rows, tuple(_cautions(plant, pools.t_gen, outcomes)))
+
+
+def _cautions(plant: Plant, t_gen: float, outcomes: Mapping[Mode, SimulatedRun]) -> Iterator[str]:
+    """Yield what to know before believing a speed-up: where an assumption of the laws does not hold, and what was sampled for nothing."""
+    slots = plant.engines.count * plant.engines.max_running
+    if plant.batch < slots:
+        yield (
+            f"a batch of {plant.batch:,} responses does not fill the engines' {slots:,} slots, as the laws assume: synchronous engines are "
+            "never full, and the bounds are too high"
+        )
+    if (steps := t_gen / outcomes["async"].step_s) > plant.max_staleness:
+        yield (
+            f"the longest responses last {steps:.1f} steps, more than max_staleness = {plant.max_staleness}, which the laws take to be "
+            "large enough: engines wait, or long responses are dropped"
+        )
+    for mode, run in outcomes.items():
+        if run.lost:
+            yield f"{mode} lost {percent(run.lost)} of what it started; its speed-up counts only what was trained"

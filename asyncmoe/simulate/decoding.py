@@ -12,29 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)
 Span = tuple[float, float]
 """Clock readings between which a request was sampled: start and end."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of an engine's step with a batch of B: `t0 * (1 + B / b0)`.
-
-    Attributes:
-        t0: seconds of a step with an empty batch: the time to read the weights.
-        b0: batch size at which a step takes twice as long.
-    """
-
-    t0: float
-    b0: float
-
-    def __call__(self, batch: int) -> float:
-        return self.t0 * (1 + batch / self.b0)
 
 
 class DecodingEngine(Generic[R]):

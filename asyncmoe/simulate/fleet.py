@@ -7,13 +7,11 @@ A heap orders the engines by their next event. An engine that changed has an ent
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Generic
 
-import numpy as np
-
-from asyncmoe.simulate.decoding import DecodingEngine, R, Span, StepTime
-from asyncmoe.simulate.workload import Floats
+from asyncmoe.simulate.decoding import DecodingEngine, R, Span
 
 
 class Fleet(Generic[R]):
@@ -22,16 +20,17 @@ class Fleet(Generic[R]):
     Times are in seconds of engine time, which stops while the engines are paused.
 
     Args:
+        step_s: seconds of an engine's step by the number of its requests.
         limit: most requests placed and not finished; None: as many as there are slots.
 
     Attributes:
         free: requests that may be placed.
     """
 
-    def __init__(self, engines: int, slots: int, step: StepTime, prefill_s: float = 0.0, limit: int | None = None) -> None:
+    def __init__(self, engines: int, slots: int, step_s: Callable[[int], float], prefill_s: float = 0.0, limit: int | None = None) -> None:
         self.free = min(engines * slots, limit or engines * slots)
-        step_s = [step(batch) for batch in range(slots + 1)]
-        self._engines: list[DecodingEngine[R]] = [DecodingEngine(step_s, prefill_s) for _ in range(engines)]
+        seconds = [step_s(batch) for batch in range(slots + 1)]
+        self._engines: list[DecodingEngine[R]] = [DecodingEngine(seconds, prefill_s) for _ in range(engines)]
         self._by_load: list[set[int]] = [set(range(engines)), *(set() for _ in range(slots))]
         self._lowest = 0
         self._stamp = [0] * engines
@@ -83,9 +82,9 @@ class Fleet(Generic[R]):
         self._left(number)
         return request, number, span
 
-    def clocks(self, now: float) -> Floats:
+    def clocks(self, now: float) -> list[float]:
         """Return the number of steps each engine has done."""
-        return np.array([engine.read_clock(now) for engine in self._engines])
+        return [engine.read_clock(now) for engine in self._engines]
 
     def settle(self, now: float) -> None:
         """Bring `tokens` and `busy` up to now."""

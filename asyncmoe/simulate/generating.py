@@ -1,20 +1,17 @@
 """The engines of a simulation: groups start as the capacity law allows, turns are sampled and sometimes wait for tools.
 
-What waits for a slot does so in the order in which it came, or in that of the live pool's own `Waiting`.
+What waits for a slot does so in the order in which it came.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from asyncmoe.engines.scheduling import PATIENCE, Lengths, ScheduledRequest, Waiting
 from asyncmoe.simulate.decoding import Span
 from asyncmoe.simulate.fleet import Fleet
-from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.state import RunState, SimulatedGroup, SimulatedResponse
-from asyncmoe.simulate.trace import Reading
 from asyncmoe.simulate.workload import Episode
 
 
@@ -31,18 +28,18 @@ class SimulatedEngines:
         self._state, self._clock, self._groups, self._hand_over = state, state.clock, groups, sampled
         self._size, self._batch = plant.group_size, plant.batch
         self._fleet: Fleet[SimulatedResponse] = Fleet(
-            engines.count, engines.max_running, plant.step, engines.prefill_s, plant.max_concurrent
+            engines.count, engines.max_running, plant.step_s, engines.prefill_s, plant.max_concurrent
         )
-        self._started = 0
-        self._waiting = waiting_of(plant)
-        self._served_at: list[list[float]] = [self._fleet.clocks(0.0).tolist()]
+        self._waiting: deque[SimulatedResponse] = deque()
+        self._served_at: list[list[float]] = [self._fleet.clocks(0.0)]
 
     def start_groups(self) -> None:
         """Start as many groups as the policy allows."""
         state = self._state
         if count := self._may_start():
             state.ledger = state.ledger.start(count * self._size)
-            self._start(count)
+            for _ in range(count):
+                self._waiting.extend(SimulatedGroup(next(self._groups)).members)
         self._place()
 
     def next_event(self) -> float:
@@ -53,8 +50,6 @@ class SimulatedEngines:
         """Let the next event happen, at the current time."""
         response, engine, span = self._fleet.happen()
         self._count_tokens(response, engine, span)
-        if isinstance(self._waiting, OrderedWaiting):
-            self._waiting.learn(response)
         response.turn += 1
         if response.turn < len(response.turns):
             self._clock.after(response.tools[response.turn - 1], lambda: self._next_turn(response))
@@ -64,18 +59,12 @@ class SimulatedEngines:
 
     def land(self) -> None:
         """Serve the version of the state."""
-        self._served_at.append(self._fleet.clocks(self._clock.engine_time).tolist())
+        self._served_at.append(self._fleet.clocks(self._clock.engine_time))
 
-    def read(self, reading: Reading) -> None:
-        """Bring the engines' totals of a reading up to date."""
+    def read(self) -> None:
+        """Bring the engines' totals of the state's reading up to date."""
         self._fleet.settle(self._clock.engine_time)
-        reading.busy, reading.sampled = self._fleet.busy, self._fleet.tokens
-
-    def _start(self, count: int) -> None:
-        for _ in range(count):
-            group = SimulatedGroup(next(self._groups), self._started)
-            self._started += 1
-            self._waiting.extend(group.members)
+        self._state.now.busy, self._state.now.sampled = self._fleet.busy, self._fleet.tokens
 
     def _may_start(self) -> int:
         """Return how many groups may start now: at most a batch less what is under way, in modes that start whole batches."""
@@ -117,41 +106,3 @@ class SimulatedEngines:
             tokens[version - 1] = tokens.get(version - 1, 0.0) + until - before
             before = until
         tokens[served] = tokens.get(served, 0.0) + end - start - before
-
-
-class OrderedWaiting:
-    """Takes the place of a deque, in an order of the live pool."""
-
-    def __init__(self, waiting: Waiting, lengths: Lengths) -> None:
-        self._waiting, self._lengths = waiting, lengths
-        self._by_ticket: dict[int, SimulatedResponse] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_ticket)
-
-    def append(self, response: SimulatedResponse) -> None:
-        """Let a response wait for its next turn."""
-        request = ScheduledRequest(str(response.group.number), continues=response.turn > 0)
-        self._by_ticket[self._waiting.come(request)] = response
-
-    def extend(self, responses: Iterable[SimulatedResponse]) -> None:
-        """Let responses wait for their next turn."""
-        for response in responses:
-            self.append(response)
-
-    def popleft(self) -> SimulatedResponse:
-        """Remove and return the next one; at least one must be waiting."""
-        return self._by_ticket.pop(self._waiting.take())
-
-    def learn(self, response: SimulatedResponse) -> None:
-        """Note the length of a turn that is complete, as the pool does."""
-        self._lengths.note(str(response.group.number), response.turns[response.turn])
-
-
-def waiting_of(plant: Plant) -> deque[SimulatedResponse] | OrderedWaiting:
-    """Return an empty line in the order of the plant."""
-    order, slots = plant.engines.order, plant.engines.count * plant.engines.max_running
-    if order == "arrival":
-        return deque()
-    lengths = Lengths()
-    return OrderedWaiting(Waiting(order, PATIENCE * slots, lengths), lengths)

@@ -5,17 +5,17 @@ The loader of `asyncmoe.config` reads it, so a wrong key or value is refused as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import reduce
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from asyncmoe.config.fields import FINITE, NUMBER, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from asyncmoe.config.loading import load_as
 from asyncmoe.errors import ConfigError
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import workload as workloads
-from asyncmoe.simulate.decoding import StepTime
 
 Mode = Literal["sync", "one_step_off", "async"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -36,11 +36,6 @@ class PlantEngines(Section):
     )
     step_s: PositiveFloat = Field(0.008, description="Seconds of a decoding step with an empty batch: the time to read the weights.")
     step_batch: PositiveFloat = Field(128.0, description="Batch size at which a decoding step takes twice as long as an empty one.")
-    order: Literal["arrival", "fifo", "longest_first", "probes_first"] = Field(
-        "arrival",
-        description="Which request gets a free slot: the first that came, or the order of that name of the live pool (`rollout.order`), in "
-        "which continued episodes precede new ones.",
-    )
     prefill_s: NonNegativeFloat = Field(
         0.0, description="Seconds to prefill the prompts that arrived since the last step; the engine's other requests wait meanwhile."
     )
@@ -86,9 +81,6 @@ class Plant(Section):
         description="Versions a trained token may be behind the trainer, in mode async. Raise it until engines and trainer no longer wait "
         "for each other; older tokens are worse to learn from. --sweep tries several.",
     )
-    queue_capacity: Positive | None = Field(
-        None, description="Trajectories the queue holds before complete groups wait outside; null: (max_staleness + 1) batches."
-    )
     max_concurrent: Positive | None = Field(
         None,
         description="Requests in flight over all engines, as `rollout.max_concurrent`; at most as many as there are slots. null: so many.",
@@ -109,15 +101,6 @@ class Plant(Section):
             raise ValueError(str(error)) from error
         return text
 
-    @model_validator(mode="after")
-    def _check(self) -> Plant:
-        if self.queue_capacity is not None and self.queue_capacity < self.batch:
-            raise ValueError(
-                f"queue_capacity: got {self.queue_capacity}, expected at least a step's batch of groups_per_step * group_size = "
-                f"{self.batch}; leave it out or raise it"
-            )
-        return self
-
     @property
     def batch(self) -> int:
         """Trajectories in a training step."""
@@ -133,16 +116,15 @@ class Plant(Section):
         """GPUs of both pools together."""
         return self.engine_gpus + self.trainer.gpus
 
-    @property
-    def step(self) -> StepTime:
-        """Step time of an engine."""
-        return StepTime(self.engines.step_s, self.engines.step_batch)
+    def step_s(self, requests: int) -> float:
+        """Seconds of an engine's step with so many requests."""
+        return self.engines.step_s * (1 + requests / self.engines.step_batch)
 
     @property
     def full_rate(self) -> float:
         """Tokens per second of all engines with every slot taken and nothing to prefill."""
         slots = self.engines.max_running
-        return self.engines.count * slots / self.step(slots)
+        return self.engines.count * slots / self.step_s(slots)
 
     def admission(self, mode: Mode) -> Admission:
         """Return the live system's admission policy.
@@ -152,10 +134,6 @@ class Plant(Section):
         """
         return Admission(self.batch, {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[mode])
 
-    def capacity(self, mode: Mode) -> int:
-        """Return the number of trajectories the queue holds."""
-        return self.queue_capacity or (self.admission(mode).max_staleness + 1) * self.batch
-
     def having(self, changes: Mapping[str, Any]) -> Plant:
         """Return a plant with other values at some keys, e.g. {"engines.count": 8}. Raises pydantic's ValidationError."""
         values = self.model_dump()
@@ -164,10 +142,12 @@ class Plant(Section):
             (values[section[0]] if section else values)[name] = value
         return Plant.model_validate(values)
 
-    def value(self, key: str) -> Any:
-        """Return the value at a key such as `engines.count`."""
-        return reduce(getattr, key.split("."), self)
 
-    def described(self) -> dict[str, Any]:
-        """Return all values for JSON; a plant file may have the same."""
-        return self.model_dump(mode="json")
+def read_plant(arguments: Sequence[str]) -> Plant:
+    """Read the plant from `[PLANT] [KEY=VALUE]...`; without a file every key has its default.
+
+    Raises:
+        ConfigError: a file, key or value that is refused; see `asyncmoe.config.loading.load_as`.
+    """
+    file = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
+    return load_as(Plant, file, arguments if file is None else arguments[1:])

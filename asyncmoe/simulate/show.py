@@ -18,8 +18,8 @@ def table(found: Comparison | Sweep, console: Console) -> None:
         _sweep_table(found, console)
     else:
         _comparison_table(found, console)
-    for sentence in found.cautions:
-        console.print(f"caution: {sentence}", highlight=False, markup=False)
+        for sentence in found.cautions:
+            console.print(f"caution: {sentence}", highlight=False, markup=False)
 
 
 def _comparison_table(found: Comparison, console: Console) -> None:

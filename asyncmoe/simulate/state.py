@@ -1,15 +1,16 @@
-"""What all actors of a simulation share: time and events, the admission policy, counts, and groups of responses."""
+"""What a simulation and its engines share: time and events, the admission policy, counts, groups of responses; and the outcome."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from asyncmoe.queue.admission import Ledger
 from asyncmoe.simulate.plant import Mode, Plant
-from asyncmoe.simulate.trace import Trace
 from asyncmoe.simulate.workload import Episode
 
 
@@ -17,16 +18,15 @@ class SimulatedGroup:
     """A group between start and training.
 
     Attributes:
-        number: groups started before it.
         left: members not scored yet.
         oldest: version of the group's first sampled token.
         tokens: tokens of complete turns, by version.
     """
 
-    __slots__ = ("episodes", "left", "members", "number", "oldest", "tokens")
+    __slots__ = ("episodes", "left", "members", "oldest", "tokens")
 
-    def __init__(self, episodes: list[Episode], number: int) -> None:
-        self.episodes, self.number = episodes, number
+    def __init__(self, episodes: list[Episode]) -> None:
+        self.episodes = episodes
         self.members = [SimulatedResponse(self, episode) for episode in episodes]
         self.left = len(episodes)
         self.oldest: float = math.inf
@@ -98,19 +98,101 @@ class EventClock:
         what()
 
 
+@dataclass
+class Reading:
+    """Totals at one moment; two readings delimit a window."""
+
+    seconds: float = 0.0
+    training: float = 0.0
+    waiting: float = 0.0
+    syncing: float = 0.0
+    busy: float = 0.0
+    sampled: float = 0.0
+    trained_tokens: int = 0
+
+
 class RunState:
     """The facts of a run that several actors read and change.
 
     Attributes:
         law: the live system's admission policy, with the bound of the mode.
-        capacity: trajectories the queue holds.
         version: version that the engines serve.
         steps: steps trained so far.
+        now: totals so far.
+        ages: trained tokens by age, the number of versions they were behind the trainer.
+        oldest_age: largest age of a trained group's oldest token.
     """
 
     def __init__(self, plant: Plant, mode: Mode) -> None:
-        self.plant, self.mode = plant, mode
-        self.law, self.capacity = plant.admission(mode), plant.capacity(mode)
+        self.plant, self.mode, self.law = plant, mode, plant.admission(mode)
         self.clock, self.rng = EventClock(), random.Random(plant.seed)
-        self.trace, self.ledger = Trace(), Ledger()
+        self.ledger, self.now = Ledger(), Reading()
+        self.ages, self.oldest_age = Counter[int](), 0
         self.version, self.steps = 0, 0
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """One simulated run. Seconds per step and idle shares are for the steady state, the steps after the first few.
+
+    Attributes:
+        wall: simulated seconds of all steps.
+        step_s: seconds per step.
+        train_s: seconds per step spent training.
+        sync_s: seconds per step spent publishing, with engines generating or paused.
+        wait_s: seconds per step in which the trainer had nothing to train on.
+        tokens: tokens trained per step.
+        trainer_idle: share of the time in which the trainer did not train.
+        engine_idle: share of the engines' time in which they had no request or were paused.
+        engine_rate: tokens sampled, as a share of the tokens that engines sample with every slot taken.
+        ages: share of the trained tokens by age in versions.
+        oldest_age: largest age of a trained token.
+        lost: share of the started trajectories that were dropped.
+        ledger: number of trajectories by what became of them, and of those that were started.
+    """
+
+    mode: str
+    max_staleness: int
+    steps: int
+    wall: float
+    step_s: float
+    train_s: float
+    sync_s: float
+    wait_s: float
+    tokens: float
+    trainer_idle: float
+    engine_idle: float
+    engine_rate: float
+    ages: dict[int, float]
+    oldest_age: int
+    lost: float
+    ledger: dict[str, int]
+
+    @property
+    def mean_age(self) -> float:
+        """Mean age of a trained token."""
+        return sum(age * share for age, share in self.ages.items())
+
+
+def summarise(state: RunState, since: Reading, warm: int) -> SimulatedRun:
+    """Summarise a run whose steady state began at the reading `since`, after `warm` steps."""
+    plant, now, ledger = state.plant, state.now, state.ledger
+    steps, window, tokens = plant.steps - warm, now.seconds - since.seconds, sum(state.ages.values())
+    return SimulatedRun(
+        mode=state.mode,
+        max_staleness=state.law.max_staleness,
+        steps=plant.steps,
+        wall=now.seconds,
+        step_s=window / steps,
+        train_s=(now.training - since.training) / steps,
+        sync_s=(now.syncing - since.syncing) / steps,
+        wait_s=(now.waiting - since.waiting) / steps,
+        tokens=(now.trained_tokens - since.trained_tokens) / steps,
+        trainer_idle=max(0.0, 1 - (now.training - since.training) / window),
+        engine_idle=max(0.0, 1 - (now.busy - since.busy) / (window * plant.engines.count)),
+        engine_rate=(now.sampled - since.sampled) / (window * plant.full_rate),
+        ages={age: state.ages[age] / tokens for age in sorted(state.ages)},
+        oldest_age=state.oldest_age,
+        lost=ledger.dropped / ledger.started,
+        ledger={name: getattr(ledger, name) for name in ("started", "running", "queued", "leased", "trained", "dropped")},
+    )

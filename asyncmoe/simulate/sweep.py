@@ -9,7 +9,7 @@ from typing import Any
 from asyncmoe.simulate.compare import baseline
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.simulation import simulate
-from asyncmoe.simulate.trace import SimulatedRun
+from asyncmoe.simulate.state import SimulatedRun
 from asyncmoe.simulate.workload import Workload
 
 BOUNDS = frozenset({1, 2, 4, 8})
@@ -43,7 +43,6 @@ class Sweep:
         fastest: the point with the shortest step.
         advised: among the points whose step is at most 3 % longer, the fastest one with the smallest max_staleness, because older
             trajectories are worse to learn from.
-        cautions: where the figures need care, a sentence each.
     """
 
     workload: str
@@ -53,7 +52,6 @@ class Sweep:
     points: tuple[Point, ...]
     fastest: Point
     advised: Point
-    cautions: tuple[str, ...] = ()
 
 
 def sweep(plant: Plant, workload: Workload) -> Sweep:
@@ -62,12 +60,12 @@ def sweep(plant: Plant, workload: Workload) -> Sweep:
     Raises:
         InvariantBroken: see `asyncmoe.simulate.simulation.simulate`.
     """
-    best = baseline(plant, simulate(plant.having({"queue_capacity": None}), workload, "sync")).engine_gpus
+    best = baseline(plant, simulate(plant, workload, "sync")).engine_gpus
     points = tuple(point for part in _splits(plant, best) for point in _points(part, workload))
     fastest = min(points, key=lambda point: point.outcome.step_s)
     as_fast = [point for point in points if point.outcome.step_s <= _AS_FAST * fastest.outcome.step_s]
     advised = min(as_fast, key=lambda point: (point.outcome.max_staleness, point.outcome.step_s))
-    return Sweep(workload.name, plant.described(), plant.gpus, best, points, fastest, advised)
+    return Sweep(workload.name, plant.model_dump(mode="json"), plant.gpus, best, points, fastest, advised)
 
 
 def _splits(plant: Plant, best: float) -> list[Plant]:
@@ -84,7 +82,7 @@ def _splits(plant: Plant, best: float) -> list[Plant]:
 
 
 def _points(plant: Plant, workload: Workload) -> Iterator[Point]:
-    pools = baseline(plant, simulate(plant.having({"queue_capacity": None}), workload, "sync"))
+    pools = baseline(plant, simulate(plant, workload, "sync"))
     for bound in sorted(BOUNDS | {plant.max_staleness}):
         outcome = simulate(plant.having({"max_staleness": bound}), workload)
         yield Point(plant.engine_gpus, plant.trainer.gpus, pools.step_s / outcome.step_s, pools.s_pools, outcome)

@@ -18,8 +18,9 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncmoe.errors import ConfigError
-from asyncmoe.simulate.recorded import read_recorded
+from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.telemetry.samples.index import lines
+from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES, SampledGroup, SampledMember
 
 Floats = NDArray[np.float64]
 Quantile = Callable[[Floats], Floats]
@@ -43,7 +44,6 @@ class Workload:
         turns: weights of 1, 2, ... turns.
         tool: seconds of a tool call, by z; None: 0.
         recorded: groups of a run, drawn from at random instead; all else is then without effect.
-        notes: which records of the run were left out, a sentence each.
     """
 
     name: str
@@ -52,7 +52,6 @@ class Workload:
     turns: tuple[float, ...] = (1.0,)
     tool: Quantile | None = None
     recorded: Sequence[Sequence[Episode]] = ()
-    notes: tuple[str, ...] = ()
 
     def groups(self, size: int, seed: int) -> Iterator[list[Episode]]:
         """Yield groups of `size` episodes without end; the same seed gives the same groups."""
@@ -143,12 +142,11 @@ def parse(text: str) -> Workload:
 
     Raises:
         ConfigError: an unknown name or key, an invalid value, or a file that is not such a list.
-        UserError, DataError: see `asyncmoe.simulate.recorded.read_recorded`.
+        DataError: see `recorded`.
     """
     name, values = _spec(text)
     if values is None and Path(text).is_dir():
-        run = read_recorded(Path(text))
-        return Workload(text, fixed(1), recorded=run.groups, notes=run.notes)
+        return Workload(text, fixed(1), recorded=recorded(Path(text)))
     if values is None:
         return Workload(text, empirical(_read(Path(text))))
     return replace(_build(name, values), name=text, icc=values.get("icc", 0.0))
@@ -211,3 +209,32 @@ def _read(path: Path) -> list[float]:
     if len(values) < 2:
         raise ConfigError(str(path), got=f"{len(values)} lengths", expected="at least two, one a line")
     return values
+
+
+# ---------------------------------------------------------------- recorded workloads
+
+
+def recorded(run_dir: Path) -> list[list[Episode]]:
+    """Return the episodes of the groups that a run kept (`asyncmoe.telemetry.samples`); the run may still be running.
+
+    Kept groups are chosen by their number alone, so their lengths are those of all. A trajectory of several agents or paths counts as an
+    episode of its own.
+
+    Raises:
+        DataError: it kept no groups yet, or has records that are malformed.
+    """
+    groups = [record for record, _ in lines(run_dir / FOLDER / ROLLOUT_SAMPLES) if isinstance(record, SampledGroup)]
+    found = [[episode for member in group.members if (episode := _episode(member))] for group in groups]
+    if not any(found):
+        expected = "the directory of a run that has trained, and keeps groups (telemetry.samples.groups)"
+        raise DataError(str(run_dir), got="no kept groups", expected=expected)
+    return [group for group in found if group]
+
+
+def _episode(member: SampledMember) -> Episode | None:
+    """Return the turns of a whole trajectory; the seconds of its tool calls are divided evenly over the gaps between them."""
+    turns = tuple(count for role, count in member.roles if role == "response" and count)
+    if member.digest is None or not turns:
+        return None
+    gaps = len(turns) - 1
+    return turns, (sum(call.seconds for call in member.calls) / gaps,) * gaps if gaps else ()

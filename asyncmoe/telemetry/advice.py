@@ -1,11 +1,13 @@
-"""Advice from gauges: sentences that name a problem and the setting to change."""
+"""Advice on a run: sentences that name a problem and the setting to change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from asyncmoe.telemetry.format import number, percent
-from asyncmoe.telemetry.gauges import Gauges
+from asyncmoe.telemetry.measured import known, mean, median, share
+from asyncmoe.telemetry.rollout_schema import Rollout
+from asyncmoe.telemetry.schema import Step
 
 IDLE = 0.4
 """Share of idle time above which the other side is called the bottleneck."""
@@ -22,61 +24,76 @@ OFF_POLICY = 0.2
 LOGPROB_DIFF = 0.5
 """In nats. float32 on one machine stays below 1e-4; bfloat16 with a different expert choice reaches a few tenths."""
 
-ALL_WELL = "No gauge is off."
+ALL_WELL = "Nothing is off."
 NO_STEP = "No reinforcement-learning step yet."
 FEW_STEPS = f"Nothing is wrong so far; what limits the speed is said after {SETTLED_STEPS} RL steps."
 
 
-def advise(gauges: Gauges) -> list[str]:
-    """Return one sentence per abnormal gauge, the most urgent first: wrong results before lost time."""
-    if gauges.steps == 0:
+def advise(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> list[str]:
+    """Return one sentence per problem, the most urgent first: wrong results before lost time.
+
+    Args:
+        rl: RL steps, oldest first.
+        rollout: rollout records, oldest first; counters are those of the newest.
+    """
+    if not rl:
         return [NO_STEP]
-    settled = gauges.steps >= SETTLED_STEPS
-    found = [*_wrong(gauges), *(_slow(gauges) if settled else ())]
+    settled = len(rl) >= SETTLED_STEPS
+    found = [*_wrong(rl, rollout[-1] if rollout else Rollout(time=0.0)), *(_slow(rl, rollout) if settled else ())]
     return found or [ALL_WELL if settled else FEW_STEPS]
 
 
-def _wrong(g: Gauges) -> Iterator[str]:
-    if (g.logprob_diff or 0.0) > LOGPROB_DIFF:
+def _wrong(rl: Sequence[Step], last: Rollout) -> Iterator[str]:
+    if (difference := max(known(step.logprob_diff_max_same_version for step in rl), default=0.0)) > LOGPROB_DIFF:
         yield (
-            f"Engines and trainer differ by up to {number(g.logprob_diff)} nats on tokens of the same version: check the engines' weights "
+            f"Engines and trainer differ by up to {number(difference)} nats on tokens of the same version: check the engines' weights "
             "with sync.verify_every=1, and that both sides use the same dtype."
         )
-    if g.reward_std is not None and g.reward_std <= 1e-9:
+    if max(known(step.reward_std for step in rl), default=1.0) <= 1e-9:
+        reward = number(mean(step.reward_mean for step in rl))
         yield (
-            f"Every response gets the same reward ({number(g.reward)}), so there is nothing to learn from: change task.difficulty, "
+            f"Every response gets the same reward ({reward}), so there is nothing to learn from: change task.difficulty, "
             "raise rollout.temperature, or take more warmup.steps."
         )
-    if (g.rejected or 0.0) > REJECTED:
-        yield f"{percent(g.rejected)} of the trajectories were rejected, most of them because of {g.rejected_most}: check scoring.scorer."
-    for share, name in ((g.clip_fraction, "clipped"), (g.tis_capped, "capped by objective.correction.cap")):
-        if (share or 0.0) > OFF_POLICY:
-            yield f"{percent(share)} of the tokens are {name}: lower queue.staleness.max_staleness or trainer.optimizer.lr."
-    if (g.dropped or 0.0) > DROPPED:
+    if (rejected := share(last.rejected.values(), last.started) or 0.0) > REJECTED:
+        most = max(last.rejected, key=last.rejected.__getitem__)
+        yield f"{percent(rejected)} of the trajectories were rejected, most of them because of {most}: check scoring.scorer."
+    clipped, capped = mean(step.clip_fraction for step in rl), mean(step.tis_capped_fraction for step in rl)
+    for tokens, name in ((clipped, "clipped"), (capped, "capped by objective.correction.cap")):
+        if (tokens or 0.0) > OFF_POLICY:
+            yield f"{percent(tokens)} of the tokens are {name}: lower queue.staleness.max_staleness or trainer.optimizer.lr."
+    if (dropped := share([last.dropped.get("stale", 0), last.requeued.get("stale", 0)], last.accepted) or 0.0) > DROPPED:
         yield (
-            f"{percent(g.dropped)} of the trajectories were dropped or requeued as too old: raise queue.staleness.max_staleness or lower "
+            f"{percent(dropped)} of the trajectories were dropped or requeued as too old: raise queue.staleness.max_staleness or lower "
             "rollout.max_concurrent."
         )
 
 
-def _slow(g: Gauges) -> Iterator[str]:
-    trainer, engines = g.trainer_idle or 0.0, g.engine_idle or 0.0
+def _slow(rl: Sequence[Step], rollout: Sequence[Rollout]) -> Iterator[str]:
+    # The median of the steps, because one slow start does not move it; of engines what follows the first step, which waits for their start.
+    trainer = median(share([step.wait_seconds], step.step_seconds or 0.0) for step in rl) or 0.0
+    busy = mean(at_work for record in rollout if record.time > rl[0].time for at_work in record.engine_utilization.values())
+    engines = 0.0 if busy is None else 1 - busy
     if min(trainer, engines) > BOTH_IDLE:
         yield (
-            f"Trainer idle {percent(g.trainer_idle)} and engines idle {percent(g.engine_idle)}: they wait for each other, or for scorers, "
+            f"Trainer idle {percent(trainer)} and engines idle {percent(engines)}: they wait for each other, or for scorers, "
             "tools and agents; raise queue.staleness.max_staleness so that the engines may run ahead, or make the latter faster."
         )
     elif trainer > IDLE:
         yield (
-            f"Trainer idle {percent(g.trainer_idle)}: the engines are the bottleneck; add engines (engines.count), raise "
+            f"Trainer idle {percent(trainer)}: the engines are the bottleneck; add engines (engines.count), raise "
             "engines.max_running and rollout.max_concurrent, or lower rollout.max_new_tokens."
         )
     elif engines > IDLE:
         yield (
-            f"Engines idle {percent(g.engine_idle)}: the trainer is the bottleneck; add trainer ranks (trainer.ranks), raise "
+            f"Engines idle {percent(engines)}: the trainer is the bottleneck; add trainer ranks (trainer.ranks), raise "
             "trainer.tokens_per_microbatch, or give engines' devices to the trainer."
         )
-    if (g.sync_share or 0.0) > SYNC_SHARE:
-        yield f"Weight sync takes {percent(g.sync_share)} of the time ({number(g.sync_seconds, 's')} an update): raise sync.every."
-    if g.pause_ms is not None and g.step_seconds and g.pause_ms / 1000 > PAUSE_SHARE * g.step_seconds:
-        yield f"Engines pause {number(g.pause_ms, 'ms')} per update: raise sync.every, or leave GPUs room for a second copy of the weights."
+    seconds = known(step.step_seconds for step in rl)
+    updates = [step for step in rl if step.sync_seconds]
+    if (synced := share((step.sync_wait_seconds for step in rl), sum(seconds)) or 0.0) > SYNC_SHARE:
+        each = median(step.sync_seconds for step in updates)
+        yield f"Weight sync takes {percent(synced)} of the time ({number(each, 's')} an update): raise sync.every."
+    pause_ms, step_seconds = median(step.pause_ms for step in updates) or 0.0, median(seconds) or 0.0
+    if pause_ms / 1000 > PAUSE_SHARE * step_seconds > 0:
+        yield f"Engines pause {number(pause_ms, 'ms')} per update: raise sync.every, or leave GPUs room for a second copy of the weights."

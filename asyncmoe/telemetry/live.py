@@ -12,17 +12,16 @@ from rich.console import Console
 
 from asyncmoe.config import Config
 from asyncmoe.telemetry.advice import ALL_WELL, FEW_STEPS, NO_STEP, advise
-from asyncmoe.telemetry.follow import Followed, Follower, Sink
 from asyncmoe.telemetry.format import ABSENT, duration, quantity
-from asyncmoe.telemetry.gauges import gauge
 from asyncmoe.telemetry.loggers import checks
 from asyncmoe.telemetry.loggers.sink import LoggerSink, client
+from asyncmoe.telemetry.measured import median
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.prometheus import Prometheus
-from asyncmoe.telemetry.records import sessions
-from asyncmoe.telemetry.rejected import evaluated, rejected
+from asyncmoe.telemetry.records import Followed, Follower, Sink, sessions
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
+from asyncmoe.telemetry.summary import evaluated, rejected
 
 RECENT_STEPS = 10
 RECENT_ROLLOUTS = 30
@@ -95,11 +94,11 @@ class LiveView:
 
     def _left(self, step: Step) -> float | None:
         """Estimate the remaining time: the steps that remain, each as long as the recent ones."""
-        seconds = gauge([one for one in self._steps if one.phase == "rl"]).step_seconds
+        seconds = median(one.step_seconds for one in self._steps if one.phase == "rl")
         return None if seconds is None else seconds * (self._config.warmup.steps + self._config.run.steps - step.step)
 
     def _advise(self) -> None:
-        advice, *_ = advise(gauge([step for step in self._steps if step.phase == "rl"], list(self._rollout)))
+        advice, *_ = advise([step for step in self._steps if step.phase == "rl"], list(self._rollout))
         if advice != self._advice and advice not in (ALL_WELL, FEW_STEPS, NO_STEP):
             self.say(f"advice: {advice}")
         self._advice = advice

@@ -1,7 +1,8 @@
 """What a metric is: the declaration beside a field of a record, and what readers derive from it.
 
 A field of a record is a metric if its type is annotated with a `Metric`; a field annotated with a text is described, but not exported.
-TensorBoard, Prometheus, the terminal, the report and docs/metrics.md know no metric by name: they show what is declared.
+TensorBoard, Prometheus, the terminal and docs/metrics.md know no metric by name: they show what is declared. So does the report, where
+`report.plots` puts several metrics into a figure.
 """
 
 from __future__ import annotations
@@ -13,32 +14,6 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
-Section = Literal["Learning", "Staleness", "Agreement of engines and trainer", "Idle time and queue", "Weight updates", "Throughput"]
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A metric in the report's figure with the title `figure`; metrics with the same title share the figure.
-
-    A step's metric is drawn over RL steps, a rollout record's over minutes, an evaluation's over the step evaluated. A mapping is one curve
-    for each key, or a heat map. Metrics without a plot are drawn too, each in a figure of its own in the last section.
-
-    Attributes:
-        curve: the curve's name in the legend of a figure with several metrics; a mapping's key follows it.
-        from_zero: the axis begins at 0.
-        heat: draw a mapping from numbers as a heat map over the steps: its values, or the share of each in the step's total.
-        apart: draw every key of a mapping, whose units may differ, in a figure of its own, with the key in its title.
-        error: field of the same record with the standard error of each value, drawn as error bars.
-    """
-
-    section: Section
-    figure: str
-    curve: str = ""
-    from_zero: bool = False
-    heat: Literal["value", "share"] | None = None
-    apart: bool = False
-    error: str = ""
-
 
 @dataclass(frozen=True)
 class Metric:
@@ -49,7 +24,6 @@ class Metric:
         unit: unit in words, the label of the figure's axis. If it begins with "share", values are between 0 and 1, and people see per cent.
         key: what the keys of a mapping are; the label in Prometheus.
         word: its name in the line of a step on the terminal; "" leaves it out.
-        plot: where the report draws it; None: nowhere.
         over_updates: how the figures of a step's optimizer updates (`StepMetrics.figures` of the trainer) become one.
         source: the record copies the attribute of the same name, of the queue's statistics or of the engine pool.
     """
@@ -58,7 +32,6 @@ class Metric:
     unit: str = ""
     key: str = ""
     word: str = ""
-    plot: Plot | None = None
     over_updates: Literal["mean", "sum", "first"] = "mean"
     source: Literal["queue", "pool"] | None = None
 

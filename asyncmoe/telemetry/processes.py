@@ -41,12 +41,8 @@ def record(run_dir: Path, role: str) -> None:
     with writing("processes of the run", path):
         make_private(run_dir)
         path.parent.mkdir(exist_ok=True)
-        replace(path, msgspec.json.encode(of(role, os.getpid(), run_dir)) + b"\n")
-
-
-def of(role: str, pid: int, run_dir: Path) -> Recorded:
-    """Return what names a process of this host; of one that has ended, nothing that runs."""
-    return Recorded(role, socket.gethostname(), _boot(), pid, started(pid) or 0, int(run_dir.stat().st_ino))
+        this = Recorded(role, socket.gethostname(), _boot(), os.getpid(), started(os.getpid()) or 0, run_dir.stat().st_ino)
+        replace(path, msgspec.json.encode(this) + b"\n")
 
 
 def read(run_dir: Path) -> list[Recorded]:

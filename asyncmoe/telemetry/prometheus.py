@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.metric import numbers
+from asyncmoe.telemetry.records import Followed
 from asyncmoe.telemetry.schema import Resume, Step
 
 

@@ -1,4 +1,4 @@
-"""Write and read the records of a run: JSON lines, unbuffered."""
+"""Write and read the records of a run, and follow them while they are written: JSON lines, unbuffered."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
 from asyncmoe.errors import DataError, an
 from asyncmoe.storage import writing
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
-from asyncmoe.telemetry.schema import Resume, Span, Step, What
+from asyncmoe.telemetry.schema import EVALUATION, METRICS, ROLLOUT, Resume, Span, Step, What
 
-Record = Step | Resume | Rollout | Evaluation | Span
+Followed = Step | Resume | Rollout | Evaluation
+Record = Followed | Span
 T = TypeVar("T")
 
 
@@ -90,16 +91,12 @@ class Tail:
         self._offset = 0
         self._line = 0
 
-    def poll(self) -> list[dict[str, Any]]:
+    def poll_as(self, kind: type[T]) -> list[T]:
         """Return the new records. An incomplete last line is left for the next call.
 
         Raises:
-            DataError: a complete line is not a JSON object; names file and line.
+            DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.
         """
-        return self.poll_as(dict[str, Any])
-
-    def poll_as(self, kind: type[T]) -> list[T]:
-        """Like `poll`, with typed records. Raises DataError also for a field that is missing or has a wrong type."""
         return [_decoded(self.path, number, line, kind) for number, line in self.lines()]
 
     def poll_steps(self) -> list[Step | Resume]:
@@ -123,6 +120,33 @@ class Tail:
         self._offset += len(new) - len(torn)
         self._line += len(lines)
         return list(enumerate(lines, first))
+
+
+class Sink(Protocol):
+    """A consumer of new records, such as TensorBoard or Prometheus."""
+
+    def feed(self, records: list[Followed]) -> None:
+        """Consume new records, possibly none. Each record comes once; records of one file come in order."""
+
+    def close(self) -> None:
+        """Release files and ports."""
+
+
+class Follower:
+    """Tails the metrics, rollout and evaluation records of a run directory, which may not exist yet."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._metrics = Tail(run_dir / METRICS)
+        self._rollout = Tail(run_dir / ROLLOUT)
+        self._evaluations = Tail(run_dir / EVALUATION)
+
+    def poll(self) -> list[Followed]:
+        """Return the records written since the last call.
+
+        Raises:
+            DataError: a complete line is malformed; names file and line.
+        """
+        return [*self._metrics.poll_steps(), *self._rollout.poll_as(Rollout), *self._evaluations.poll_as(Evaluation)]
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from asyncmoe.telemetry.metric import Metric, Plot
+from asyncmoe.telemetry.metric import Metric
 
 
 class Scoring(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,23 +40,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     time: Annotated[float, "Unix seconds."]
     version: Annotated[int | None, Metric("Version that the engines serve.", source="queue")] = None
-    running: Annotated[
-        int | None,
-        Metric(
-            "Trajectories being generated or scored, at the moment.",
-            "trajectories",
-            plot=Plot("Idle time and queue", "Queue", curve="in flight", from_zero=True),
-            source="queue",
-        ),
-    ] = None
-    queue_depth: Annotated[
-        int | None,
-        Metric(
-            "Trajectories ready for the trainer, at the moment.",
-            "trajectories",
-            plot=Plot("Idle time and queue", "Queue", curve="queued", from_zero=True),
-        ),
-    ] = None
+    running: Annotated[int | None, Metric("Trajectories being generated or scored, at the moment.", "trajectories", source="queue")] = None
+    queue_depth: Annotated[int | None, Metric("Trajectories ready for the trainer, at the moment.", "trajectories")] = None
     started: Annotated[int, Metric("Started trajectories.", "trajectories", source="queue")] = 0
     accepted: Annotated[int, Metric("Accepted trajectories.", "trajectories", source="queue")] = 0
     rejected: Annotated[Mapping[str, int], Metric("Rejected trajectories by reason.", "trajectories", key="reason", source="queue")] = {}
@@ -74,22 +59,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     scoring: Annotated[Mapping[str, Scoring], Metric('Statistics by stage, "scorer" and "teacher", for stages in use.', key="who")] = {}
     tools: Annotated[Mapping[str, Calls], Metric("Calls by the tool's name.", key="tool")] = {}
-    tokens_per_s: Annotated[
-        float | None,
-        Metric(
-            "Sampled tokens per second since the last record.",
-            "tokens/s",
-            plot=Plot("Throughput", "Sampled tokens", from_zero=True),
-        ),
-    ] = None
+    tokens_per_s: Annotated[float | None, Metric("Sampled tokens per second since the last record.", "tokens/s")] = None
     engine_utilization: Annotated[
         Mapping[str, float],
-        Metric(
-            "Share of the time since the last record in which the engine had work.",
-            "share of time",
-            key="engine",
-            plot=Plot("Idle time and queue", "Engines at work", from_zero=True),
-        ),
+        Metric("Share of the time since the last record in which the engine had work.", "share of time", key="engine"),
     ] = {}
     engines_serving: Annotated[int, Metric("Engines that get requests, at the moment.", "engines")] = 0
     engines_lost: Annotated[int, Metric("Engines that died or were fenced since the controller started.", "engines")] = 0
@@ -116,12 +89,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     samples: Annotated[int, Metric("Episodes per question, failed ones included: the k of mean@k, which is `reward_mean`.")] = 1
     episodes: Annotated[int, Metric("Episodes.")]
     reward_mean: Annotated[
-        float | None,
-        Metric(
-            "Mean over questions of the mean reward of their episodes, without failed episodes.",
-            "reward",
-            plot=Plot("Learning", "Evaluation", error="reward_stderr"),
-        ),
+        float | None, Metric("Mean over questions of the mean reward of their episodes, without failed episodes.", "reward")
     ] = None
     reward_stderr: Annotated[
         float | None,
@@ -136,7 +104,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
             "pass@k: chance that one of k episodes passes (evaluation.pass_reward), unbiased, mean over questions with k rewards.",
             "share of questions",
             key="k",
-            plot=Plot("Learning", "Evaluation, pass@k by k", error="pass_at_stderr"),
         ),
     ] = {}
     pass_at_stderr: Annotated[

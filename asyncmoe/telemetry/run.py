@@ -25,7 +25,6 @@ class RunRecords:
         trainer_restarts: how often the trainer was started again in place (`records.trainer_restarts`).
     """
 
-    name: str
     sessions: Sequence[Sequence[Step]]
     rollout: Sequence[Rollout]
     spans: Sequence[Span]
@@ -75,7 +74,7 @@ def load(run_dir: Path) -> RunRecords:
         raise no_step(run_dir)
     spans = [span for name in (TRAINER_SPANS, CONTROLLER_SPANS) for span in Tail(run_dir / name).poll_as(Span)]
     evaluations = read_evaluations(run_dir / EVALUATION)
-    return RunRecords(run_dir.resolve().name, sessions(records), rollout, spans, evaluations, trainer_restarts(records))
+    return RunRecords(sessions(records), rollout, spans, evaluations, trainer_restarts(records))
 
 
 def no_step(run_dir: Path) -> DataError:

@@ -1,7 +1,9 @@
-"""The summary of a run: about a dozen numbers."""
+"""The summary of a run: about a dozen numbers, and what was rejected, scored and evaluated in words."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -10,15 +12,15 @@ import msgspec
 
 from asyncmoe import storage
 from asyncmoe.telemetry.format import duration, number, percent, quantity
-from asyncmoe.telemetry.gauges import known, mean, median, ratio, sum_over
+from asyncmoe.telemetry.measured import known, mean, median, share
 from asyncmoe.telemetry.metric import Metric, declared
 from asyncmoe.telemetry.overlap import intersection, length
-from asyncmoe.telemetry.rejected import describe, evaluated, rejected
-from asyncmoe.telemetry.rollout_schema import Evaluation
+from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.run import RunRecords, load, no_step
 
 ENDS = 5
 """Number of RL steps over which `reward_first` and `reward_last` are averaged."""
+_REASONS = 3
 Row = tuple[str, str, str]
 """What, its value, and what it means."""
 
@@ -61,19 +63,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trainer_restarts: Annotated[int, Metric("Starts in place after the trainer was lost, over all starts of the run.")] = 0
 
 
-def summarise(run_dir: Path) -> dict[str, object]:
-    """Read a run directory and return the fields of `Summary` by name.
-
-    Raises:
-        DataError: no step is recorded, or a line is malformed.
-    """
-    run = load(run_dir)
-    if not run.steps:
-        raise no_step(run_dir)
-    found: dict[str, object] = msgspec.to_builtins(summary_of(run))
-    return found
-
-
 def write_summary(run_dir: Path) -> dict[str, object]:
     """Write run_dir/summary.json atomically and return its content.
 
@@ -81,10 +70,14 @@ def write_summary(run_dir: Path) -> dict[str, object]:
         DataError: no step is recorded, or a line is malformed.
         StorageError: it cannot be written.
     """
-    summary = summarise(run_dir)
+    run = load(run_dir)
+    if not run.steps:
+        raise no_step(run_dir)
+    summary = summary_of(run)
     with storage.writing("summary of the run", run_dir / "summary.json"):
         storage.replace(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    return summary
+    found: dict[str, object] = msgspec.to_builtins(summary)
+    return found
 
 
 def summary_of(run: RunRecords) -> Summary:
@@ -98,7 +91,7 @@ def summary_of(run: RunRecords) -> Summary:
         steps=len(rl),
         reward_first=fmean(rewards[:ENDS]) if rewards else None,
         reward_last=fmean(rewards[-ENDS:]) if rewards else None,
-        tokens_per_s=ratio(sum(step.tokens or 0 for step in rl), wall),
+        tokens_per_s=share((step.tokens for step in rl), wall),
         max_staleness_seen=max(known(step.staleness_max for step in rl), default=None),
         sync_seconds_median=median(step.sync_seconds for step in updates),
         pause_ms_median=median(step.pause_ms for step in updates),
@@ -106,14 +99,14 @@ def summary_of(run: RunRecords) -> Summary:
         same_version_tokens=sum(step.logprob_tokens_same_version or 0 for step in rl) or None,
         same_version_versions=len({step.version for step in rl if step.logprob_tokens_same_version}) or None,
         train_infer_kl_mean=mean(step.train_infer_kl for step in rl),
-        routing_mismatch_mean=mean([share for step in rl for share in (step.routing_mismatch or {}).values()]),
-        trainer_idle_share=sum_over((step.wait_seconds for step in rl), wall),
+        routing_mismatch_mean=mean(sent for step in rl for sent in (step.routing_mismatch or {}).values()),
+        trainer_idle_share=share((step.wait_seconds for step in rl), wall),
         engine_idle_share=_engine_idle_share(run, wall),
         overlap_share=overlap_share(run),
         wall_seconds=wall,
         evaluation_first=run.evaluations[0] if run.evaluations else None,
         evaluation_last=next((one for one in reversed(run.evaluations) if one.name == run.evaluations[0].name), None),
-        rejected_share=ratio(sum(last.rejected.values()), last.started) if last else None,
+        rejected_share=_rejected_share(last) if last else None,
         rejected=dict(last.rejected) if last else None,
         trainer_restarts=run.trainer_restarts,
     )
@@ -149,7 +142,7 @@ def _shown(value: float | None, metric: Metric) -> str:
 def overlap_share(run: RunRecords) -> float | None:
     """Return the share of the trainer's training time, within RL time, in which at least one engine was generating."""
     train = intersection(run.intervals("train", "trainer.0"), run.rl_windows)
-    return ratio(length(intersection(train, run.intervals("generate"))), length(train))
+    return share([length(intersection(train, run.intervals("generate")))], length(train))
 
 
 def _engine_idle_share(run: RunRecords, wall: float) -> float | None:
@@ -157,3 +150,37 @@ def _engine_idle_share(run: RunRecords, wall: float) -> float | None:
         return None
     busy = [length(intersection(run.intervals("generate", engine), run.rl_windows)) for engine in run.engines]
     return 1 - fmean(busy) / wall
+
+
+def _rejected_share(last: Rollout) -> float | None:
+    return share([sum(last.rejected.values())], last.started)
+
+
+def rejected(records: Sequence[Rollout]) -> str:
+    """Describe the rejected trajectories of a run, which the newest record counts: "64 % of 132 started (scorer_error 80)"; "" if there are
+    none."""
+    last = records[-1] if records else Rollout(time=0.0)
+    return f"{percent(_rejected_share(last))} of {number(last.started)} started ({counts(last.rejected)})" if last.rejected else ""
+
+
+def describe(stage: Scoring) -> str:
+    """Describe a stage in one line: "1,204 scored in 0.12 s each   3 failed (scorer_error 3)"."""
+    ended = stage.scored + sum(stage.failed.values())
+    each = f" in {number(stage.seconds / ended, 's', 2)} each" if ended else ""
+    failed = f"   {sum(stage.failed.values()):,} failed ({counts(stage.failed)})" if stage.failed else ""
+    return f"{stage.scored:,} scored{each}{failed}"
+
+
+def evaluated(record: Evaluation) -> str:
+    """Describe an evaluation: "version 20   math   reward 0.43 ± 0.05   pass@4 0.7   25 % failed"; omits a name, pass@k and failures that
+    are not there."""
+    error = "" if record.reward_stderr is None else f" ± {number(record.reward_stderr)}"
+    failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
+    passed = [f"pass@{record.samples} {number(passing)}" for k, passing in record.pass_at.items() if k == str(record.samples) != "1"]
+    named = [record.name] if record.name else []
+    return "   ".join([f"version {record.version}", *named, f"reward {number(record.reward_mean)}{error}", *passed, *failed])
+
+
+def counts(by_reason: Mapping[str, int]) -> str:
+    """Name the most frequent reasons with their counts: "scorer_error 80, scorer_timeout 4"."""
+    return ", ".join(f"{reason} {count:,}" for reason, count in Counter(by_reason).most_common(_REASONS))

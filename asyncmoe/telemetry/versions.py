@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from asyncmoe import installed
 from asyncmoe.telemetry.records import JsonLines, Tail
@@ -29,7 +30,7 @@ def read(run_dir: Path) -> Mapping[str, str]:
     Raises:
         DataError: a line is damaged.
     """
-    starts = Tail(run_dir / VERSIONS).poll()
+    starts = Tail(run_dir / VERSIONS).poll_as(dict[str, Any])
     return starts[-1]["versions"] if starts else {}
 
 
@@ -47,14 +48,14 @@ def versions(engine_python: Path | str | None) -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Return the commit of this checkout, with a mark if files that git knows differ from it; None without a checkout or without git."""
+    """Return the commit of this checkout, with "-dirty" if files that git knows differ from it; None without a checkout or without git."""
     if not installed.from_checkout():
         return None
-    git = ["git", "-C", str(Path(__file__).parents[2])]
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
-        changed = subprocess.run(status, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parents[2]), *describe], capture_output=True, text=True, timeout=_GIT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{head}, with changes" if changed else head
+    return done.stdout.strip()

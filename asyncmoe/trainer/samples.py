@@ -30,7 +30,7 @@ from asyncmoe.trajectory import Trajectory
 if TYPE_CHECKING:  # imports Megatron
     from asyncmoe.trainer.model.mesh import Mesh
 
-_FIELDS = ("logprobs", "proximal", "weights", "advantages", "states", "mismatch")
+_FIELDS = ("logprobs", "weights", "advantages", "states", "mismatch")
 _RULES = {rule: letter for letter, rule in records.REJECTED.items()}
 _STATES = (records.TRAINED, records.CLIPPED, records.CAPPED, records.NO_WEIGHT, *(_RULES[rule] for rule in RULES))
 _Kept = list[tuple[int, int]]
@@ -98,7 +98,7 @@ class BatchSamples:
         """
         flat = np.zeros(self._size)
         for found, batch, fates in self._seen:
-            each = torch.stack([fates.logprobs, fates.proximal, fates.weight, batch.advantages, _states(fates).float()], dim=1)
+            each = torch.stack([fates.logprobs, fates.weight, batch.advantages, _states(fates).float()], dim=1)
             values = batch.everywhere(each).cpu().numpy()
             for i, first in found:
                 block = self.blocks[i]
@@ -138,7 +138,6 @@ class TrainerSamples:
     def __init__(self, config: Config, mesh: Mesh, done: int, layers: int) -> None:
         self._section, self._mesh, self._layers = config.telemetry.samples, mesh, layers
         self._choice = choice_of(config)
-        self._same_proximal = config.objective.proximal == "recompute" and config.objective.updates_per_batch == 1
         write = mesh.rank == 0 and self._section.groups > 0
         self._file = SampleFile(config.run.dir, records.TRAINER_SAMPLES, records.MOST_BYTES, done) if write else None
 
@@ -172,15 +171,12 @@ class TrainerSamples:
             version=version,
             key=item.key,
             digest=int(values[0]),
-            sampled=item.sampled,
             logprobs=found["logprobs"],
-            proximal=[] if self._same_proximal else found["proximal"],
             advantages=_one_or_all(found["advantages"]),
             weights=_one_or_all(found["weights"]),
             states="".join(map(_STATES.__getitem__, map(int, found["states"]))),
             mismatch=[*map(int, found["mismatch"])] if self._layers else [],
             layers=self._layers,
-            group_weight=item.weight,
         )
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import yaml
 
 from asyncmoe.config import Config, parse
-from asyncmoe.telemetry.follow import Follower
 from asyncmoe.telemetry.loggers.sink import FOLDER, LoggerSink, LoggerState, client, read
 from asyncmoe.telemetry.metric import numbers
-from asyncmoe.telemetry.records import read_evaluations, read_steps
+from asyncmoe.telemetry.records import Follower, read_evaluations, read_steps
 from asyncmoe.telemetry.schema import EVALUATION, METRICS
 from tests.unit.telemetry_runs import write_run
 

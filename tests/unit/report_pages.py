@@ -63,7 +63,7 @@ def write_samples(run_dir: Path, groups: int = 2, said: Sequence[str] = NASTY) -
             rollout.write(_group(number, said))
             if number < groups - 1 or groups == 1:
                 states = "".join("b" if i == 0 else "c" if i == 1 else "w" if i == 2 else "." for i in range(len(said)))
-                own = {"key": f"t{number}", "digest": number, "sampled": len(said), "states": states}
+                own = {"key": f"t{number}", "digest": number, "states": states}
                 drift = [-0.5 + 0.1 * i for i in range(len(said))]
                 values = {"logprobs": drift, "advantages": 1.0, "mismatch": [i % 3 for i in range(len(said))], "layers": 2}
                 trainer.write(Trained(time=2.0, step=21 + number, version=20, **own, **values))  # type: ignore[arg-type]

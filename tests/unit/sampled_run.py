@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 
 from asyncmoe.config import Config, parse
@@ -29,7 +28,6 @@ from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rollout.workers.worker import Worker
-from asyncmoe.rpc.item import Item
 from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.batch import MicroBatch
@@ -128,33 +126,17 @@ class SampledRun:
 
         return asyncio.run(played())
 
-    def train(
-        self, trajectories: Sequence[Trajectory], version: int, drift: float = 0.1, parts: int = 1, proximal_drift: float | None = None
-    ) -> list[Item]:
-        """Train on whole groups as one update of `parts` micro-batches.
-
-        The trainer's log-probabilities are the engine's plus `drift`, those before the batch's first update plus `proximal_drift`.
-        """
+    def train(self, trajectories: Sequence[Trajectory], version: int, drift: float = 0.1) -> None:
+        """Train on whole groups as one micro-batch. The trainer's log-probabilities are the engine's plus `drift`."""
         items = [describe(t) for t in trajectories]
         collected = self.trainer.of(items)
         assert collected is not None
-        members = tuple(range(len(items)))
         section = ObjectiveSection(clip_high=0.05, correction={"token_band": (0.5, 2.0)})  # type: ignore[arg-type]
         loss = PolicyLoss(section, 1.0, version, observe=collected.observe)
-        for part in np.array_split(np.array(members), parts):
-            self._micro(loss, collected, trajectories, [int(i) for i in part], drift, proximal_drift)
+        self._micro(loss, collected, trajectories, list(range(len(items))), drift)
         self.trainer.write(collected, items, dict(enumerate(trajectories)), version)
-        return items
 
-    def _micro(
-        self,
-        loss: PolicyLoss,
-        collected: Any,
-        trajectories: Any,
-        indices: list[int],
-        drift: float,
-        before: float | None = None,
-    ) -> None:
+    def _micro(self, loss: PolicyLoss, collected: Any, trajectories: Any, indices: list[int], drift: float) -> None:
         made: MicroBatch = batch.pack(
             dict(enumerate(trajectories)),
             indices,
@@ -162,9 +144,8 @@ class SampledRun:
             weights=[0.1] * len(trajectories),
             grid=BatchGrid(),
             packed=True,
-            proximal=None if before is None else {i: trajectories[i].logprobs + np.float32(before) for i in indices},
         )
         new = (made.behaviour + drift).requires_grad_()
         if (counter := collected.count(made)) is not None:
-            counter += torch.arange(made.rows, dtype=torch.int32) % 3
+            counter += made.tokens[0].int() % 3
         loss(new, made, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from asyncmoe.telemetry.records import JsonLines, Spans
@@ -11,22 +12,13 @@ from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Step
 
 START = 1_790_000_000.0
+ENGINES = ("engine.0", "engine.1")
 
 
-def write_run(
-    run_dir: Path,
-    *,
-    warmup: int = 20,
-    rl: int = 60,
-    engines: int = 2,
-    first: int = 1,
-    start: float = START,
-    wait: float = 0.4,
-) -> float:
+def write_run(run_dir: Path, *, warmup: int = 20, rl: int = 60, first: int = 1, start: float = START, wait: float = 0.4) -> float:
     """A run that learns: steps `first` to `warmup + rl`, about two seconds each. Returns when it ended; appends if there is a run."""
-    draw = random.Random(first)
-    now, rl_begins = start, start
-    with JsonLines(run_dir / METRICS) as metrics, Spans(run_dir / TRAINER_SPANS) as spans, Spans(run_dir / CONTROLLER_SPANS) as rollout:
+    draw, now, rl_begins = random.Random(first), start, start
+    with JsonLines(run_dir / METRICS) as metrics, Spans(run_dir / TRAINER_SPANS) as spans, Spans(run_dir / CONTROLLER_SPANS) as engines:
         if first > 1:
             metrics.write(Resume(first - 1, start))
         for step in range(first, warmup + rl + 1):
@@ -35,17 +27,15 @@ def write_run(
                 spans.add("trainer.0", "train", now, now + 0.45)
                 now = rl_begins = now + 0.5
                 continue
-            waited, trained, synced = wait * draw.uniform(0.1, 1.9), draw.uniform(1.0, 1.4), draw.uniform(0.25, 0.4)
-            edges = [now, now + waited, now + waited + trained, now + waited + trained + synced]
+            edges = [*accumulate((wait * draw.uniform(0.1, 1.9), draw.uniform(1.0, 1.4), draw.uniform(0.25, 0.4)), initial=now)]
             for what, begin, end in zip(("wait", "train", "sync"), edges, edges[1:], strict=False):
                 spans.add("trainer.0", what, begin, end)  # type: ignore[arg-type]
-            pause = draw.uniform(0.02, 0.06)
-            for engine in range(engines):
-                rollout.add(f"engine.{engine}", "pause", edges[-1] - pause, edges[-1])
-            now = edges[-1]
+            now, pause = edges[-1], draw.uniform(0.02, 0.06)
+            for engine in ENGINES:
+                engines.add(engine, "generate", edges[0], now - draw.choice((0.1, 0.3)))
+                engines.add(engine, "pause", now - pause, now)
             metrics.write(_rl_step(draw, step, warmup, rl, edges, pause))
-        _generate(rollout, draw, engines, rl_begins, now)
-    _rollout(run_dir, draw, engines, rl_begins, now, warmup)
+    _rollout(run_dir, draw, rl_begins, now, warmup)
     with JsonLines(run_dir / EVALUATION) as evaluations:
         for version in range(max(first - 1, warmup), warmup + rl, 10):
             evaluations.write(evaluation(version, 0.2 + 0.01 * (version - warmup)))
@@ -92,35 +82,15 @@ def _rl_step(draw: random.Random, step: int, warmup: int, rl: int, edges: Sequen
         staleness_max=1,
         staleness_mean=1 - young / 1500,
         ages={0: young, 1: 1500 - young},
-        logprob_diff_max_same_version=draw.uniform(1e-6, 3e-5),
-        train_infer_kl=draw.uniform(1e-4, 2e-3),
-        kl_reference=0.01 * progress,
         rejected_by_rule={"token_band": draw.uniform(0, 0.01)},
         routing_mismatch={0: 0.05, 1: draw.uniform(0.1, 0.15)},
-        clip_fraction=draw.uniform(0, 0.02),
-        tis_capped_fraction=0.001,
-        ratio_mean=1.0,
         response_tokens_mean=4.2,
         response_tokens_quantiles={"0.1": 2.0, "0.5": 4.0, "0.9": 7.0, "1.0": float(draw.randrange(8, 12))},
-        truncated_fraction=draw.uniform(0, 0.1),
         entropy=2.0 - progress + draw.gauss(0, 0.05),
-        ess=draw.uniform(0.8, 1.0),
-        rejected_by_age={0: 0.0, 1: draw.uniform(0, 0.01)},
-        queue_depth=draw.randrange(0, 128),
-        dropped={"stale": 2},
     )
 
 
-def _generate(spans: Spans, draw: random.Random, engines: int, begin: float, end: float) -> None:
-    for engine in range(engines):
-        now = begin + 0.1 * engine
-        while now < end:
-            busy = draw.uniform(0.3, 2.0)
-            spans.add(f"engine.{engine}", "generate", now, min(now + busy, end))
-            now += busy + draw.choice((0.0, 0.05, 0.3))
-
-
-def _rollout(run_dir: Path, draw: random.Random, engines: int, begin: float, end: float, version: int) -> None:
+def _rollout(run_dir: Path, draw: random.Random, begin: float, end: float, version: int) -> None:
     with JsonLines(run_dir / ROLLOUT) as lines:
         started = 0
         for second in range(1, int(end - begin)):
@@ -134,8 +104,7 @@ def _rollout(run_dir: Path, draw: random.Random, engines: int, begin: float, end
                     started=started,
                     accepted=started - 10,
                     rejected={"scorer_timeout": 1},
-                    dropped={"stale": 2},
                     tokens_per_s=draw.uniform(700, 1100),
-                    engine_utilization={f"engine.{engine}": draw.uniform(0.85, 1.0) for engine in range(engines)},
+                    engine_utilization={engine: draw.uniform(0.85, 1.0) for engine in ENGINES},
                 )
             )

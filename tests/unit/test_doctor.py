@@ -9,7 +9,7 @@ import pytest
 from doctor_machines import GPUS, LAPTOP, NODE, SOURCES, but
 
 from asyncmoe.doctor import versions
-from asyncmoe.doctor.examination import CHECKS
+from asyncmoe.doctor.examination import CHECKS, versions_of
 from asyncmoe.doctor.facts import Machine, Torch
 
 
@@ -28,47 +28,20 @@ Case = tuple[str, Machine, dict[str, Any], str, str, str]
 """Line, machine, what is changed on it, state, part of what is found, part of the hint."""
 BLIND = {"trainer__torch__shown": ()}
 
+UNDEFINED = {"trainer__transformer_engine": False, "trainer__unfinished": "undefined symbol"}
 CASES: list[Case] = [
-    ("packages", NODE, {"trainer__packages": {"torch": None}}, "error", "torch is not installed in /env/bin/python", "make setup GPU=1"),
+    ("packages", NODE, {"trainer__packages": {"torch": None}}, "error", "torch is not installed", "make setup GPU=1"),
     ("packages", LAPTOP, {"trainer__packages": {"megatron-core": "0.20.0"}}, "error", "0.20.0, and has to be >=0.16.1,<0.20", "make setup"),
-    (
-        "torch",
-        NODE,
-        {"trainer__torch": None, "trainer__unfinished": "importing torch: no libcudart"},
-        "error",
-        "no libcudart",
-        "make setup",
-    ),
+    ("torch", NODE, {"trainer__torch": None, "trainer__unfinished": "no libcudart"}, "error", "no libcudart", "make setup"),
     ("transformer-engine", NODE, {"trainer__packages": {"transformer-engine": None}}, "warning", "slower", "make transformer-engine GPU=1"),
-    (
-        "transformer-engine",
-        NODE,
-        {"trainer__transformer_engine": False, "trainer__unfinished": "undefined symbol"},
-        "error",
-        "cannot be imported: undefined symbol",
-        "uninstall it",
-    ),
+    ("transformer-engine", NODE, UNDEFINED, "error", "undefined symbol", "uninstall it"),
     ("extension", LAPTOP, {"trainer__extension__trouble": "No module named _C"}, "error", "No module named _C", "make setup"),
     ("extension", LAPTOP, {"trainer__extension__built_from": ("0" * 64, SOURCES[1])}, "error", "other sources", "make setup"),
     ("extension", NODE, {"trainer__extension__cuda": False}, "error", "without CUDA kernels", "make setup GPU=1"),
     ("engine-python", NODE, {"engine__version": None, "engine__unfinished": "no such file"}, "error", "no such file", "engines.python"),
-    (
-        "engine-python",
-        NODE,
-        {"engine__extension__trouble": "asyncmoe is not found"},
-        "error",
-        "/engine/bin/python: asyncmoe is not",
-        ".pth",
-    ),
+    ("engine-python", NODE, {"engine__extension__trouble": "asyncmoe is not found"}, "error", "asyncmoe is not found", ".pth"),
     ("sglang", NODE, {"engine__packages": {"sglang": "0.5.22"}}, "error", "0.5.22, and has to be ==0.5.23", "sglang==0.5.23"),
-    (
-        "cuda",
-        NODE,
-        {**BLIND, "trainer__cuda_driver": 11040},
-        "error",
-        "CUDA 12.8, and the driver takes up to 11.4",
-        "driver to 525 or newer",
-    ),
+    ("cuda", NODE, {**BLIND, "trainer__cuda_driver": 11040}, "error", "12.8, and the driver takes up to 11.4", "driver to 525 or newer"),
     ("cuda", NODE, {"engine__torch": Torch("2.14.1", "13.0", "too old")}, "error", "CUDA 13.0, and the driver takes", "cuda-compat-13-0"),
     ("cuda", NODE, {**BLIND, "trainer__cuda_driver": None}, "error", "libcuda.so.1", "--gpus all"),
     ("cuda", NODE, {"engine__torch": None}, "not here", "the engines' torch cannot be imported", "engine-python"),
@@ -94,3 +67,22 @@ def test_versions() -> None:
     assert not versions.within("0.20.0", ">=0.16.1,<0.20")
     assert not versions.within("from a branch", ">=1")
     assert (versions.nccl(22703), versions.cuda(12080), versions.cuda(13000)) == ("2.27.3", "12.8", "13.0")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "what", "found"),
+    [
+        ("asyncmoe", "0.1.0 (ba9876543210)", "asyncmoe", "0.1.0 (ba9876543210)"),
+        ("trainer__packages", {"transformer-engine": None}, "transformer-engine of the trainer's Python", "none"),
+        ("trainer__torch__cuda", "13.0", "CUDA of torch of the trainer's Python", "13.0"),
+        ("trainer__extension__built_from", ("0" * 64,), "sources of asyncmoe's extension of the trainer's Python", "0" * 12),
+        ("engine__nccl__version", 22809, "NCCL of the engines' Python", "2.28.9"),
+        ("nvidia__driver", "570.9.1", "NVIDIA's driver", "570.9.1"),
+    ],
+)
+def test_a_node_that_deviates_has_another_version(path: str, value: Any, what: str, found: str) -> None:
+    usual, other = versions_of(NODE, "d1" * 32), versions_of(but(NODE, **{path: value}), "d1" * 32)
+    assert {name: one for name, one in other.items() if one != usual[name]} == {what: found}
+    alone = versions_of(but(NODE, nvidia=LAPTOP.nvidia, trainer__nccl=LAPTOP.trainer.nccl, engine__nccl=None), None)
+    lacks = {"configuration", "NVIDIA's driver", "NCCL of the trainer's Python", "NCCL of the engines' Python"}
+    assert usual.keys() - alone.keys() == lacks, "what another role need not have"

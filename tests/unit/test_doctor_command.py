@@ -8,18 +8,16 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 import asyncmoe
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
-from asyncmoe.doctor import command, finding, nvidia, run
-from asyncmoe.doctor.compare import Report
+from asyncmoe.doctor import nvidia, run
+from asyncmoe.doctor.examination import Report
 from asyncmoe.doctor.planned import planned
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
@@ -50,17 +48,6 @@ def test_the_report_of_this_machine(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["checks"]["run-dir"]["found"].endswith("; a checkpoint takes about 4.61 MB")
 
 
-def test_each_line_has_its_state_and_its_way_out() -> None:
-    shown = StringIO()
-    checks = {"torch": finding.ok("2.9"), "sglang": finding.error("0.5.22", "install it", "0.5.23")}
-    command.show("laptop", checks, Console(file=shown, width=40))
-    torch, sglang, hint, end = shown.getvalue().splitlines()
-    assert torch.split() == ["ok", "torch", "2.9"]
-    assert sglang == "error     sglang              0.5.22, expected 0.5.23"
-    assert hint.strip() == "-> install it"
-    assert end == "laptop: ok: 1, warning: 0, error: 1, not here: 0"
-
-
 def test_a_configuration_is_checked_as_config_validate_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, found = run.configuration([str(DEMO), "run.stepz=3"])
     assert (config, found.state) == (None, "error")
@@ -77,17 +64,11 @@ def test_a_configuration_is_checked_as_config_validate_does(tmp_path: Path, monk
     assert run.configuration([])[1].state == "not here"
 
 
-def test_ports_and_addresses() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = server.getsockname()[1]
-        found = run.ports(demo(f"cluster.port={taken}"))
-    assert (found.state, found.found) == ("error", f"cluster.port {taken}: Address already in use")
-    assert "or choose another" in (found.hint or "")
-    assert run.ports(demo(f"cluster.port={taken}")).found == f"cluster.port {taken} can be listened on"
+def test_addresses() -> None:
     assert run.ports(demo()).state == "ok"
     assert run.network(demo()).state == "ok"
     found = run.network(demo("cluster.network=ib7"))
-    assert (found.state, found.found, "an interface or a network" in found.line) == ("error", "cluster.network: 'ib7'", True)
+    assert (found.state, found.found) == ("error", "cluster.network: 'ib7'")
 
 
 def test_a_run_directory(tmp_path: Path) -> None:

@@ -119,12 +119,9 @@ def test_a_python_is_looked_into(site: Path) -> None:
     assert found.unfinished is None
 
 
-def test_requirements_are_those_of_pyproject(tmp_path: Path) -> None:
+def test_requirements_are_those_of_pyproject_or_else_of_the_installation(tmp_path: Path) -> None:
     here, installed = pythons.declared(ROOT), pythons.declared(tmp_path)
-    assert here.specifiers["megatron-core"] in (">=0.16.1,<0.20", "<0.20,>=0.16.1")
-    assert here.specifiers["sglang"] == "==0.5.23"
+    assert (here.specifiers["sglang"], installed.specifiers["sglang"]) == ("==0.5.23", "==0.5.23")
     assert {"torch", "msgspec"} <= set(here.train)
     assert not {"sglang", "asyncmoe", "pytest", "transformer-engine"} & set(here.train)
-    assert "pytest" not in here.specifiers
-    assert installed.specifiers["sglang"] == "==0.5.23"
-    assert "pytest" not in installed.specifiers
+    assert "pytest" not in {**here.specifiers, **installed.specifiers}

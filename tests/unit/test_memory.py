@@ -81,19 +81,6 @@ def test_the_base_of_deltas_is_what_a_rank_sends_by_the_real_plan(sizes: Megatro
     assert max(bases) == pytest.approx(sent, rel=0.01)
 
 
-def test_adapters_are_all_that_has_gradients() -> None:
-    """Rank 32 on all targets; 16 experts a rank, attention over 4 ranks with its undivided halves on each."""
-    found = of(NODE, Training(replace(PASS, adapter=KIND)))
-    r = 32
-    attention = r * (3 * H + Q // 4) + r * ((Q + 2 * KV) // 4 + H)  # A of q, k, v and o; B of them
-    experts = 16 * 3 * r * (H + F)
-    assert found["weights"] == of(NODE, Training(PASS))["weights"]
-    assert found["adapters"] == 2 * L * (attention + experts)
-    assert found["gradients"] == 4 * L * (attention + experts)
-    assert found["optimizer"] == 12 * L * (attention // 2 + experts)
-    assert found["weight sync"] == 2 * (256 << 20) + found["adapters"]  # a copy of them is sent
-
-
 @pytest.mark.parametrize("kind", [KIND, SHARED], ids=["per_expert", "shared_outer"])
 def test_all_ranks_together_hold_an_adapter_as_often_as_there_are_replicas(kind: Kind) -> None:
     m = family_of(HF).shape_of(HF)
@@ -143,20 +130,6 @@ def test_all_ranks_together_hold_the_model_as_often_as_there_are_replicas(hf: di
 
 
 # ---------------------------------------------------------------- activations
-
-
-def test_what_a_layer_keeps() -> None:
-    """By the terms of the docstring; with tensor parallelism 4 a rank has a fourth of it, but for the rotary angles."""
-    m = family_of(HF).shape_of(HF)
-    attention = 3 * H + (Q + 2 * KV) + (2 * Q + KV) + (Q + KV) + 2 * Q
-    experts = 3 * H + K * (H + 6 * F)
-    router = 5 * E + 20 * K
-    alone = Microbatch(1000, recompute=False)
-    assert activations.layer(m, MegatronParallel(), alone, dense=False) == 1000 * (2 * (attention + 4 * D + experts) + router)
-    quarter = activations.layer(m, MegatronParallel(tp=4), alone, dense=False)
-    assert quarter == 250 * (2 * (attention + 16 * D + experts) + router)
-    spread = activations.layer(m, MegatronParallel(ep=8, dp=8), alone, dense=False)
-    assert spread - activations.layer(m, MegatronParallel(), alone, dense=False) == 1000 * K * (H + 6 * F)  # half more, at 2 bytes
 
 
 def test_stages_keep_micro_batches_as_the_published_schedules_do() -> None:
@@ -252,15 +225,10 @@ def test_the_output_layer_is_the_last_stages_and_has_a_block_of_logits() -> None
     assert activations.head(m, parallel, small) == kept + max(block + (4 << 26), block + gradient)
     assert activations.head(m, parallel, small, entropy=False) == kept + block + gradient
     assert activations.head(m, parallel, replace(small, support=20)) == activations.head(m, parallel, small) + 8192 * (12 * 20 + 1)
-    on_cpu = replace(small, dtype="float32", cpu=True)
-    assert activations.head(m, parallel, on_cpu) == 8192 * (4 * H + 12) + max(8 << 22, (4 << 22) + 4 * 8192 * H)
     layer = activations.working(m, parallel, 0, small)
     assert activations.working(m, parallel, 1, small) == max(layer, activations.head(m, parallel, small))
-    assert activations.working(m, parallel, 1, replace(small, rows=64)) == activations.head(m, parallel, replace(small, rows=64))
-    first = activations.working(m, parallel, 0, small)
-    assert first == activations.layer(m, parallel, small, dense=False) + 16 * 2 * F * H * 2
     again = activations.working(m, parallel, 0, PASS)
-    assert again - first == activations.layer(m, parallel, small, dense=False)
+    assert again - layer == activations.layer(m, parallel, small, dense=False)
 
 
 def test_key_heads_are_divided_until_each_rank_has_one() -> None:

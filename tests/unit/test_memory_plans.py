@@ -1,4 +1,7 @@
-"""What settings save of a trainer GPU's memory: context parallelism, and the section `trainer.memory`."""
+"""What settings save of a trainer GPU's memory, what they take of its host's, and models of other families.
+
+tests/ranks/test_memory.py compares what is kept with what Megatron's layers keep, test_async_save.py copies with real ones.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from model_cases import MODELS
+from test_models_plan import SMALL
 
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError
-from asyncmoe.models import MegatronParallel, family_of
-from asyncmoe.plan import activations, budget
+from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.plan import activations, budget, host, memory
 from asyncmoe.plan.activations import Microbatch
+from asyncmoe.plan.memory import EngineMemory, RankParameters, Training
 from benchmarks.published import REAL
 
-HF = REAL["Qwen3-30B-A3B"]
+HF, DEEPSEEK, GLM = REAL["Qwen3-30B-A3B"], REAL["DeepSeek-V3"], REAL["GLM-4.5"]
+SPARSE: dict[str, Any] = {**SMALL, "mlp_only_layers": []}
 BASE: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
 
 # ---------------------------------------------------------------- context parallelism
@@ -65,33 +72,6 @@ def test_float8_keeps_both_copies_of_the_matrices_but_of_the_layers_at_the_ends(
     assert every == 2 * (48 * layer + 48 * layer // 4096)
 
 
-@pytest.mark.parametrize(
-    ("modules", "dense"),
-    [("core_attn", False), ("layernorm", False), ("moe", False), ("moe_act", False), ("shared_experts", False), ("mlp", True)],
-)
-def test_what_is_recomputed_is_not_kept_and_comes_back_one_layer_at_a_time(modules: str, dense: bool) -> None:
-    """tests/ranks/test_memory.py compares what is kept with what Megatron's layers keep."""
-    hf = REAL["DeepSeek-V3"]
-    m, parallel, rows = family_of(hf).shape_of(hf), MegatronParallel(tp=4, pp=2, ep=8, dp=8, first_layers=30, last_layers=31), 4096
-    plain, again = Microbatch(rows, False), Microbatch(rows, False, modules=(modules,))
-    saved = activations.recomputed(m, parallel, again, dense)
-    width = {
-        "core_attn": 128 * 128 // 4,
-        "layernorm": 4 * 7168 // 4,
-        "mlp": 5 * 18432 // 4,
-        "moe_act": 8 * 1.5 * 4 * 2048 // 4,
-        "shared_experts": 5 * 2048 // 4,
-    }
-    if modules == "moe":
-        parts = activations.recomputed(m, parallel, replace(again, modules=("moe_act", "shared_experts")), dense)
-        assert saved > parts
-    else:
-        assert saved == 2 * rows * width[modules]
-    layers = (3 if dense else 27) if modules in ("mlp", "moe", "moe_act", "shared_experts") else 30
-    assert activations.kept(m, parallel, 0, plain) - activations.kept(m, parallel, 0, again) == 2 * layers * saved
-    assert activations._layer_backward(m, parallel, again, dense) == activations._layer_backward(m, parallel, plain, dense) + saved
-
-
 def test_an_offload_that_the_host_has_no_memory_for_is_refused_with_what_fits() -> None:
     config = trainer(memory={"optimizer_offload": 1})
     found = budget.of_run(config, HF)
@@ -106,10 +86,76 @@ def test_an_offload_that_the_host_has_no_memory_for_is_refused_with_what_fits() 
 
 def test_averages_in_bfloat16_take_half_but_for_copies_in_the_step() -> None:
     plain, both, one = (
-        budget.of_run(trainer(memory=memory), HF).trainer.parts
-        for memory in ({}, {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, {"exp_avg_dtype": "bfloat16"})
+        budget.of_run(trainer(memory=saved), HF).trainer.parts
+        for saved in ({}, {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, {"exp_avg_dtype": "bfloat16"})
     )
     parameters = plain["optimizer"] // 12
     assert (both["optimizer"], one["optimizer"]) == (8 * parameters, 10 * parameters)
     experts = 48 * 16 * 3 * 2048 * 768
     assert both["working set"] + both["activations"] == 4 * 2 * experts, "Transformer Engine's Adam copies both of all experts"
+
+
+# ---------------------------------------------------------------- the host's memory
+
+
+@pytest.mark.parametrize(("dtype", "weight", "plain"), [("bfloat16", 2, 14), ("float32", 4, 12)])
+def test_one_rank_copies_its_weights_and_adams_state(dtype: str, weight: int, plain: int) -> None:
+    parameters = memory.whole(SPARSE).all
+    training = Training(Microbatch(64, False, dtype, None), distributed=False)
+    assert host.checkpoint_copy(SPARSE, MegatronParallel(), training) == plain * parameters
+    assert host.checkpoint_copy(SPARSE, MegatronParallel(), replace(training, distributed=True)) == (weight + 12) * parameters
+    shared = host.checkpoint_copy(SPARSE, MegatronParallel(dp=2), replace(training, distributed=True))
+    assert shared == (weight + 6) * parameters
+
+
+def test_a_run_says_it_only_if_it_saves_so() -> None:
+    without = budget.of_run(parse({**BASE, "trainer": {"dtype": "bfloat16"}}), SPARSE)
+    assert without.host == {}
+    with_ = budget.of_run(parse({**BASE, "trainer": {"dtype": "bfloat16", "async_save": True}}), SPARSE)
+    assert with_.host == {"trainer.async_save": 14 * memory.whole(SPARSE).all}
+    assert with_.trainer == without.trainer, "a GPU's memory is not the host's"
+    cpu = budget.of_run(parse({**BASE, "trainer": {"dtype": "float32", "async_save": True}}), SPARSE, budget.CPU_GB, True)
+    assert cpu.trainer.parts["checkpoint copy"] == cpu.host["trainer.async_save"] == 12 * memory.whole(SPARSE).all
+
+
+# ---------------------------------------------------------------- other families, worked out by hand
+
+
+def test_parameters_of_deepseek_v3() -> None:
+    """Small vectors' layers are whole on every rank; a router's bias has neither gradient nor moments."""
+    down = 7168 * 1536 + 7168 * (512 + 64)
+    up = 128 * 192 * 1536 + 128 * 256 * 512 + 7168 * 128 * 128
+    norms = 2 * 7168 + 1536 + 512
+    expert = shared = 3 * 7168 * 2048
+    router, dense, table = 256 * 7168, 3 * 7168 * 18432, 129280 * 7168
+    experts = 58 * 256 * expert
+    others = 61 * (down + up + norms) + 3 * dense + 58 * (router + shared) + 2 * table + 7168
+    assert others + experts == 671_026_404_352
+    assert memory.whole(DEEPSEEK) == RankParameters(others, experts)
+    mine = 61 * (down + up // 8 + norms) + 3 * dense // 8 + 58 * (router + shared // 8) + 2 * table // 8 + 7168
+    held = memory.weights_of(DEEPSEEK, MegatronParallel(tp=8, ep=64, dp=16), 0, "bfloat16")
+    assert (held.dense, held.experts) == (mine, 58 * 4 * expert)
+
+
+@pytest.mark.parametrize("hf", MODELS.values(), ids=MODELS)
+def test_a_rank_alone_holds_the_model(hf: dict[str, Any]) -> None:
+    held, whole = memory.weights_of(hf, MegatronParallel(), 0, "float32"), memory.whole(hf)
+    assert held.all == whole.all
+    biases = 4 * sum(size[0] for name, size in family_of(hf).tensors(hf).items() if name.endswith("router_bias"))
+    assert held.nbytes == 4 * whole.all + biases
+
+
+def test_a_token_in_a_cache_of_small_vectors() -> None:
+    """Which are not divided over tensor-parallel ranks: 61 layers of 512 + 64."""
+    for parallel in (EngineParallel(), EngineParallel(8, 8), EngineParallel(16, 16)):
+        assert memory.kv_bytes(DEEPSEEK, parallel, "bfloat16") == 70_272
+    assert memory.kv_bytes(GLM, EngineParallel(), "bfloat16") == 376_832
+    assert memory.kv_bytes(GLM, EngineParallel(8, 8), "bfloat16") == 47_104
+
+
+def test_an_engine_keeps_the_layer_that_leads_up_twice() -> None:
+    found = memory.engine(DEEPSEEK, EngineParallel(16, 16), EngineMemory(1000)).parts
+    assert found["derived"] == 61 * 2 * 128 * 256 * 512 // 16
+    assert found["KV cache"] == 70_272_000
+    assert found["staging"] == found["weights"]
+    assert "derived" not in memory.engine(GLM, EngineParallel(8, 8), EngineMemory(1000)).parts

@@ -139,7 +139,7 @@ def test_the_page_has_the_versions_of_the_newest_start(tmp_path: Path) -> None:
     found = data_of(command.report(tmp_path))[0]["versions"]
     assert {"python", "torch", "megatron-core", "numpy"} <= set(found)
     assert found["torch"] != "2.6"
-    assert re.fullmatch(r"[0-9a-f]{40}(, with changes)?", found.get("commit", "0" * 40))
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", found.get("commit", "0" * 40))
 
 
 def test_a_run_whose_groups_were_all_rejected_has_a_page(tmp_path: Path) -> None:

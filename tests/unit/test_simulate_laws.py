@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from asyncmoe.simulate import laws
 from asyncmoe.simulate.compare import compare
-from asyncmoe.simulate.decoding import StepTime
 from asyncmoe.simulate.fleet import Fleet
 from asyncmoe.simulate.plant import Plant
 from asyncmoe.simulate.simulation import simulate
@@ -52,7 +56,7 @@ def test_within_5_percent_of_two_pools(workload: str, ratio: float) -> None:
     drawn = parse(workload)
     plant = balanced(SIXTEEN, drawn)
     plant = plant.having({"trainer.step_s": plant.trainer.step_s * ratio})
-    found = compare(plant, drawn, ("async",))
+    found = compare(plant, drawn)
     assert found.rows["async"].efficiency == pytest.approx(1, abs=0.05)
     if ratio == 1:
         assert found.pools.engine_gpus == pytest.approx(16, abs=1), "both pools need as long, so the split is the best"
@@ -87,21 +91,16 @@ def test_cost_of_stragglers_as_an_independent_simulation_has_it(workload: str, e
         assert sync.tokens / plant.full_rate / sync.wait_s == pytest.approx(e, rel=0.1)
 
 
-def finished(fleet: Fleet[str]) -> str:
-    """The request that finishes next."""
-    return fleet.happen()[0]
-
-
 def test_an_engine_slows_down_as_it_fills() -> None:
     """Two requests on one engine of t0 = 1 s, b0 = 2: alone a step takes 1.5 s, with two 2 s."""
-    fleet: Fleet[str] = Fleet(1, 2, StepTime(1.0, 2.0))
+    fleet: Fleet[str] = Fleet(1, 2, lambda batch: 1.0 + batch / 2.0)
     fleet.place("long", 10, now=0.0)
     assert fleet.next_event() == 15.0
     fleet.place("short", 2, now=3.0)
     assert fleet.next_event() == 7.0
-    assert finished(fleet) == "short"
+    assert fleet.happen()[0] == "short"
     assert fleet.next_event() == pytest.approx(7.0 + 6 * 1.5)
-    assert (finished(fleet), fleet.tokens, fleet.busy) == ("long", pytest.approx(12), pytest.approx(16.0))
+    assert (fleet.happen()[0], fleet.tokens, fleet.busy) == ("long", pytest.approx(12), pytest.approx(16.0))
 
 
 def test_a_slow_judge_sets_the_pace_and_nothing_else() -> None:
@@ -135,8 +134,30 @@ def test_a_pause_costs_engines_its_seconds_and_no_tokens() -> None:
 
 def test_one_step_off_takes_the_longer_phase_of_the_two() -> None:
     """Its law is (t_gen + t_train) / max(t_gen, t_train): the tail is still waited for."""
-    found = compare(balanced(SIXTEEN, parse("math")).having({"trainer.step_s": 20.0, "steps": 30}), parse("math"), ("one_step_off",))
+    found = compare(balanced(SIXTEEN, parse("math")).having({"trainer.step_s": 20.0, "steps": 30}), parse("math"))
     pools = found.pools
     assert found.rows["one_step_off"].speedup == pytest.approx((pools.t_gen + pools.t_train) / max(pools.t_gen, pools.t_train), rel=0.03)
     assert found.rows["one_step_off"].outcome.oldest_age == 1
     assert found.rows["sync"].outcome.oldest_age == 0
+
+
+def test_cautions_name_each_assumption_that_does_not_hold() -> None:
+    one = Plant().having({"engines.count": 1, "engines.max_running": 8, "groups_per_step": 1, "trainer.step_s": 5.0, "steps": 8})
+    assert compare(one, parse("fixed:tokens=100")).cautions == ()
+    keys = {"engines.count": 50, "max_staleness": 1, "groups_per_step": 32, "trainer.step_s": 5.0, "steps": 8}
+    found = compare(Plant().having(keys), parse("lognormal"))
+    assert found.rows["async"].outcome.lost > 0
+    told = [sentence.split()[0] for sentence in found.cautions]
+    assert told == ["a", "the", *(mode for mode, row in found.rows.items() if row.outcome.lost)], found.cautions
+
+
+BEFORE: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "simulated.json").read_text())
+
+
+@pytest.mark.parametrize("case", BEFORE, ids=lambda case: f"{case['workload']}-{case['mode']}")
+def test_plants_from_before_have_the_figures_from_before(case: dict[str, Any]) -> None:
+    found = asdict(simulate(Plant().having(case["plant"]), parse(case["workload"]), case["mode"]))
+    counts = ("oldest_age", "ledger")
+    assert {key: found[key] for key in counts} == {key: case["found"][key] for key in counts}
+    figures = [key for key in case["found"] if key not in (*counts, "dropped")]
+    assert {key: found[key] for key in figures} == pytest.approx({key: case["found"][key] for key in figures}, rel=1e-9, abs=1e-9)

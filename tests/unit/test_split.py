@@ -58,19 +58,6 @@ def test_what_is_suggested_fits_and_follows_the_rule(hf: dict[str, Any], cluster
         family_of(hf).check(hf, one.trainer.parallel, one.engine.parallel)
 
 
-def test_stages_that_do_not_divide_the_layers_have_shorter_ends() -> None:
-    assert split._stages(94, 8) == (11, 11)
-    assert split._stages(94, 4) == (23, 23)
-    assert split._stages(48, 4) == (None, None)
-    assert split._stages(7, 2) == (3, 4)
-    assert split._stages(5, 4) is None
-    for layers in range(1, 40):
-        for pp in range(1, 20):
-            ends = split._stages(layers, pp)
-            if ends is not None:
-                assert MegatronParallel(pp=pp, first_layers=ends[0], last_layers=ends[1]).stage_layers(layers) is not None
-
-
 def test_too_few_nodes_say_how_many_would_do() -> None:
     with pytest.raises(ConfigError, match="take at least 9 nodes, or train adapters") as caught:
         split.suggest(LARGE, Cluster(8))
@@ -87,7 +74,6 @@ def test_an_engine_that_no_node_has_room_for_takes_the_fewest_that_have() -> Non
         assert (found.nodes, found.parallel.tp % nodes) == (nodes, 0)
         assert found.parallel.tp > cluster.gpus * nodes // 2, "half the nodes have no room for it"
         assert found.memory.fits(cluster.gpu_gb)
-        assert split._engine_over(hf, cluster, nodes // 2) is None
     (first, *_) = split.suggest(LARGE, large)
     assert first.engine_nodes % 2 == 0
     assert first.engines == first.engine_nodes // 2 * (8 // first.engine.parallel.tp)

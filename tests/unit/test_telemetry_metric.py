@@ -5,7 +5,6 @@ from __future__ import annotations
 import runpy
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
@@ -18,7 +17,7 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.telemetry import metric
 from asyncmoe.telemetry.metric import Metric, declared
-from asyncmoe.telemetry.report.figures import SECTIONS
+from asyncmoe.telemetry.report.plots import PLOTS, SECTIONS
 from asyncmoe.telemetry.rollout_schema import Calls, Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.schema import Step
 from asyncmoe.trainer import objective
@@ -48,30 +47,26 @@ def _is_mapping(hint: Any) -> bool:
     return any(get_origin(option) is Mapping for option in (hint, *get_args(hint)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_declarations_make_sense(kind: type[msgspec.Struct]) -> None:
-    hints = get_type_hints(kind)
-    for name, found in declared(kind).items():
-        assert bool(found.key) == _is_mapping(hints[name]), f"{name}: a mapping needs a key, and only a mapping"
-        assert not (found.word and found.key), f"{name}: the terminal shows plain numbers"
-        assert found.source is None or kind is Rollout, f"{name}: only rollout records are copied"
-        if found.plot is not None:
-            assert found.unit, f"{name}: the axis of a figure needs a unit"
-            assert found.plot.section in SECTIONS
-            counted = found.plot.heat == "share" and "Mapping[float, int" in str(hints[name])
-            whole = "Mapping[int" in str(hints[name])
-            assert found.plot.heat is None or whole or counted, f"{name}: heat maps are of mappings from whole numbers, and of counts"
-            error = declared(kind).get(found.plot.error, found)
-            assert (error.unit, error.key) == (found.unit, found.key), f"{name}: its error has another unit or other keys"
-            assert found.plot.error in ("", *declared(kind)), f"{name}: no such field: {found.plot.error}"
+def test_declarations_make_sense() -> None:
+    for kind in KINDS:
+        hints = get_type_hints(kind)
+        for name, found in declared(kind).items():
+            assert bool(found.key) == _is_mapping(hints[name]), f"{name}: a mapping needs a key, and only a mapping"
+            assert not (found.word and found.key), f"{name}: the terminal shows plain numbers"
+            assert found.source is None or kind is Rollout, f"{name}: only rollout records are copied"
 
 
-def test_metrics_that_share_a_figure_agree_on_it() -> None:
-    plots = [(found.plot, found, kind) for kind in KINDS for found in declared(kind).values() if found.plot is not None]
-    for title, group in groupby(sorted(plots, key=lambda drawn: drawn[0].figure), key=lambda drawn: drawn[0].figure):
-        members = list(group)
-        assert len({(plot.section, plot.from_zero, found.unit, kind) for plot, found, kind in members}) == 1, title
-        assert len(members) == 1 or all(plot.curve and not plot.heat for plot, _, _ in members), title
+def test_the_figures_of_the_report_are_of_metrics_that_are_alike() -> None:
+    for plot in PLOTS:
+        of_kind, hints = declared(plot.kind), get_type_hints(plot.kind)
+        metrics = [of_kind[field] for field in plot.curves]
+        assert plot.section in SECTIONS
+        assert {one.unit for one in metrics} | ({of_kind[plot.error].unit} if plot.error else set()) == {metrics[0].unit} != {""}, plot
+        from_numbers = all("Mapping[int" in str(hints[field]) or "float, int" in str(hints[field]) for field in plot.curves)
+        assert plot.heat is None or from_numbers, plot
+        assert len(metrics) == 1 or all(plot.curves.values()), plot
+    named = [(plot.kind, field) for plot in PLOTS for field in plot.curves]
+    assert len(named) == len(set(named)), "each metric is drawn once"
 
 
 def test_figures_of_the_objective_are_recorded() -> None:

@@ -13,7 +13,7 @@ from asyncmoe.errors import DataError
 from asyncmoe.telemetry.records import JsonLines, Spans
 from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Step
-from asyncmoe.telemetry.summary import summarise, write_summary
+from asyncmoe.telemetry.summary import write_summary
 
 
 def _rl(step: int, end: float, *, wait: float = 1.0, sync: float | None = 2.0, pause: float | None = 30.0, **more: float) -> Step:
@@ -30,20 +30,8 @@ def run_dir(tmp_path: Path) -> Path:
         metrics.write(warmup)
         metrics.write(_rl(2, 20, wait=4, sync=1, pause=10))
         metrics.write(_rl(3, 30, sync=None, pause=None, logprob_diff_max_same_version=2e-5, same=7, train_infer_kl=0.5))
-        metrics.write(
-            _rl(
-                4,
-                40,
-                wait=9,
-                sync=50,
-                pause=5000,
-                staleness_max=60,
-                reward_mean=-7,
-                logprob_diff_max_same_version=9,
-                same=99,
-                train_infer_kl=9,
-            )
-        )
+        undone = {"staleness_max": 60, "reward_mean": -7, "logprob_diff_max_same_version": 9, "same": 99, "train_infer_kl": 9}
+        metrics.write(_rl(4, 40, wait=9, sync=50, pause=5000, **undone))
         metrics.write(Resume(3, 90))
         metrics.write(_rl(4, 110, sync=3, pause=20, staleness_max=2))
         metrics.write(_rl(5, 120, sync=0, pause=None, train_infer_kl=0.25, routing_mismatch={1: 0.1, 2: 0.3}))
@@ -53,13 +41,7 @@ def run_dir(tmp_path: Path) -> Path:
         for version, reward in ((1, 0.1), (3, 0.2), (5, 0.9), (3, 0.3), (4, 0.4)):  # the run was resumed from version 3
             evaluations.write(evaluation(version, reward))
     with JsonLines(tmp_path / ROLLOUT) as rollout:  # the controller was started three times; it takes over what it had rejected
-        for started, gone in (
-            (50, {}),
-            (90, {"scorer_nan": 4}),
-            (95, {"scorer_nan": 5}),
-            (140, {"scorer_nan": 6, "scorer_error": 8}),
-            (150, {"scorer_nan": 6, "scorer_error": 8}),
-        ):
+        for started, gone in ((50, {}), (90, {"scorer_nan": 4}), (95, {"scorer_nan": 5}), (150, {"scorer_nan": 6, "scorer_error": 8})):
             rollout.write(Rollout(time=10, started=started, rejected=gone))
     with Spans(tmp_path / TRAINER_SPANS) as spans:
         spans.add("trainer.0", "train", 1, 9)  # warm-up
@@ -80,7 +62,10 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_every_number(run_dir: Path) -> None:
     wall = 20 + 50  # two sessions
-    assert summarise(run_dir) == {
+    summary = write_summary(run_dir)
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert not [path for path in run_dir.iterdir() if "summary" in path.name and path.name != "summary.json"]
+    assert summary == {
         "steps": 7,
         "reward_first": pytest.approx((2 + 3 + 4 + 5 + 6) / 5),
         "reward_last": pytest.approx((4 + 5 + 6 + 7 + 8) / 5),
@@ -105,26 +90,13 @@ def test_every_number(run_dir: Path) -> None:
     }
 
 
-def test_written_summary_is_what_is_returned(run_dir: Path) -> None:
-    summary = write_summary(run_dir)
-    assert json.loads((run_dir / "summary.json").read_text()) == summary
-    assert not [path for path in run_dir.iterdir() if "summary" in path.name and path.name != "summary.json"]
-
-
 def test_only_warmup_gives_nulls(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=5, rl=0)
-    summary = summarise(tmp_path)
+    summary = write_summary(tmp_path)
     assert [summary.pop(name) for name in ("steps", "wall_seconds", "trainer_restarts")] == [0, 0, 0]
     assert set(summary.values()) == {None}
 
 
 def test_no_step_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metrics\.jsonl: got no step"):
-        summarise(tmp_path)
-
-
-def test_a_broken_span_is_named(run_dir: Path) -> None:
-    with (run_dir / TRAINER_SPANS).open("a") as file:
-        file.write('{"who": "trainer.0", "what": "sleep", "begin": 1, "end": 2}\n')
-    with pytest.raises(DataError, match=r"spans-trainer\.jsonl line 7"):
-        summarise(run_dir)
+        write_summary(tmp_path)

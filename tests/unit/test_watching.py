@@ -20,9 +20,8 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, DataError, UserError
 from asyncmoe.launch import stacks, watching
-from asyncmoe.telemetry import alarm, heartbeats, processes
-from asyncmoe.telemetry.alarm import Alarm
-from asyncmoe.telemetry.alerts import NO_STEP_S, Alert, Told, tell
+from asyncmoe.telemetry import alerts, heartbeats, processes
+from asyncmoe.telemetry.alerts import NO_STEP_S, Alarm, Alert, Told, tell
 from asyncmoe.telemetry.heartbeats import Beat, BeatListener, Heart, Silence
 from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import Step
@@ -202,13 +201,13 @@ def test_a_command_gets_the_alert(tmp_path: Path) -> None:
 
 
 def test_failing_and_slow_commands_hold_up_nothing_and_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    alerts = [Alert("failed", str(n), n) for n in range(3)]
-    (said,) = sent(("sh", "-c", "echo no such room >&2; exit 3"), *alerts)
+    three = [Alert("failed", str(n), n) for n in range(3)]
+    (said,) = sent(("sh", "-c", "echo no such room >&2; exit 3"), *three)
     assert "watch.alerts.command: status 3: no such room" in said
-    assert len(sent(("/no/such/program",), *alerts)) == 1
-    monkeypatch.setattr(alarm, "_TIMEOUT_S", 0.3)
+    assert len(sent(("/no/such/program",), *three)) == 1
+    monkeypatch.setattr(alerts, "_TIMEOUT_S", 0.3)
     begin = time.monotonic()
-    sent(("sleep", "60"), *(alerts * 50))
+    sent(("sleep", "60"), *(three * 50))
     assert time.monotonic() - begin < 3.0
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from asyncmoe.telemetry.follow import Followed
 from asyncmoe.telemetry.metric import Number, numbers
-from asyncmoe.telemetry.records import sessions
+from asyncmoe.telemetry.records import Followed, sessions
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
 

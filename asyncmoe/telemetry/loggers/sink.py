@@ -16,8 +16,12 @@ import msgspec
 from asyncmoe.config import Config
 from asyncmoe.errors import DataError
 from asyncmoe.storage import replace, writing
-from asyncmoe.telemetry.follow import Followed
+from asyncmoe.telemetry.loggers.mlflow_client import Mlflow
 from asyncmoe.telemetry.loggers.points import LoggedPoint, Points, Sent
+from asyncmoe.telemetry.loggers.tensorboard_client import TensorBoard
+from asyncmoe.telemetry.loggers.trackio_client import Trackio
+from asyncmoe.telemetry.loggers.wandb_client import Wandb
+from asyncmoe.telemetry.records import Followed
 from asyncmoe.telemetry.versions import versions
 
 FOLDER = "loggers"
@@ -131,19 +135,10 @@ def read(path: Path) -> LoggerState:
 def client(config: Config, name: str) -> LoggerClient:
     """Return a new client of a configured logger."""
     section, shown = config.telemetry, config.run.dir.resolve().name
-    if name == "tensorboard":
-        from asyncmoe.telemetry.loggers.tensorboard_client import TensorBoard
-
-        return TensorBoard(config.run.dir / "tensorboard")
     if name == "wandb" and section.wandb is not None:
-        from asyncmoe.telemetry.loggers.wandb_client import Wandb
-
         return Wandb(section.wandb, config.run.dir / FOLDER, shown)
     if name == "mlflow" and section.mlflow is not None:
-        from asyncmoe.telemetry.loggers.mlflow_client import Mlflow
-
         return Mlflow(section.mlflow, shown)
-    from asyncmoe.telemetry.loggers.trackio_client import Trackio
-
-    assert section.trackio is not None
-    return Trackio(section.trackio, shown)
+    if name == "trackio" and section.trackio is not None:
+        return Trackio(section.trackio, shown)
+    return TensorBoard(config.run.dir / "tensorboard")

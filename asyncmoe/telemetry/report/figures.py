@@ -1,11 +1,11 @@
-"""The page's figures as Plotly takes them: those that metrics declare, one for every other recorded metric, and runs overlaid."""
+"""The page's figures as Plotly takes them: those of `plots`, one for every other recorded metric, and runs overlaid."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import fmean
@@ -13,22 +13,11 @@ from typing import Any
 
 from asyncmoe.telemetry.distribution import grid_step, on_grid
 from asyncmoe.telemetry.metric import Metric, numbers
+from asyncmoe.telemetry.report.plots import PLOTS, REST, SECTIONS, Drawn, Plot
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.run import RunRecords
 from asyncmoe.telemetry.schema import Step
 
-SECTIONS: Mapping[str, str] = {
-    "Learning": "",
-    "Staleness": "Age: the trainer's version minus the version that sampled the token.",
-    "Agreement of engines and trainer": "How far apart the two are in what they make of the same tokens. Where routing is kept, tokens "
-    "that the trainer's router would have sent elsewhere are trained through the experts that sampled them.",
-    "Idle time and queue": "Who waits for whom.",
-    "Weight updates": "",
-    "Throughput": "",
-    "Everything else that is recorded": "",
-}
-"""Titles and notes of the sections with figures of metrics; the last has the metrics without a plot."""
-REST = [*SECTIONS][-1]
 MOST_POINTS = 500
 MOST_CURVES = 32
 """Curves of a run in a figure."""
@@ -39,7 +28,6 @@ COLOURS = (
 """The first are Okabe and Ito's, which colour-blind readers can distinguish."""
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SCALE = ((0, "#f7fafc"), (0.25, "#b9dcef"), (0.6, "#3d93c4"), (1, "#08306b"))
-Drawn = Step | Rollout | Evaluation
 _KINDS: Mapping[type[Drawn], str] = {Evaluation: "RL step", Step: "RL step", Rollout: "minutes of RL"}
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 Row = tuple[float | None, ...]
@@ -75,7 +63,6 @@ class Curve:
     Attributes:
         run, name: names of the run, and of the curve among those of the run in its figure.
         key: of the mapping; "" for a plain number.
-        x_axis: what the x axis has.
         points: y by x; shares are in per cent.
         errors: standard error of y by x, as far as it is known.
     """
@@ -84,27 +71,30 @@ class Curve:
     name: str
     key: str
     metric: Metric
-    x_axis: str
     points: Mapping[float, float]
     errors: Mapping[float, float]
 
 
+Recorded = Mapping[str, tuple[Metric, Mapping[str, Mapping[float, float]]]]
+"""Metrics by name: y by x, by key of the mapping; shares are in per cent."""
+
+
 def sections(runs: Mapping[str, RunRecords]) -> list[PageSection]:
     """Return the figures of the metrics of runs by name, as far as there is data."""
-    drawn: dict[tuple[str, str], list[Curve]] = {}
-    for kind in _KINDS:
-        for name, run in runs.items():
-            for section, title, curve in _curves(name, run, kind):
-                drawn.setdefault((section, title), []).append(curve)
+    recorded = {(kind, name): _recorded(run, kind) for kind in _KINDS for name, run in runs.items()}
+    named = {(plot.kind, field) for plot in PLOTS for field in plot.curves}
+    others = dict.fromkeys((kind, field) for (kind, _), metrics in recorded.items() for field in metrics if (kind, field) not in named)
+    rest = [Plot(kind, REST, f"{kind.__name__.lower()}: {field.replace('_', ' ')}", {field: ""}, False) for kind, field in others]
     found: dict[str, list[Figure]] = {title: [] for title in SECTIONS}
-    for (section, title), curves in drawn.items():
-        plot = curves[0].metric.plot
-        if plot is None or plot.heat is None:
-            found[section].append(_lines(title, curves, list(runs)))
-            continue
-        for name in dict.fromkeys(curve.run for curve in curves):
-            of_run = [curve for curve in curves if curve.run == name]
-            found[section].append(_heat(f"{title} · {name}" if len(runs) > 1 else title, of_run, plot.heat == "share"))
+    for plot in (*PLOTS, *rest):
+        figures: dict[str, list[Curve]] = {}
+        for name in runs:
+            for curve in _curves(plot, name, recorded[plot.kind, name]):
+                more = f" {curve.key}" if plot.apart else f" · {name}" if plot.heat and len(runs) > 1 else ""
+                figures.setdefault(plot.title + more, []).append(curve)
+        found[plot.section] += [
+            _heat(title, curves, plot) if plot.heat else _lines(title, curves, plot, list(runs)) for title, curves in figures.items()
+        ]
     return [PageSection(title, note, found[title], folded=title == REST) for title, note in SECTIONS.items()]
 
 
@@ -129,31 +119,33 @@ def rl_step(run: RunRecords, step: Step) -> int:
     return step.step - run.rl[0].step + 1
 
 
-def _curves(run_name: str, run: RunRecords, kind: type[Drawn]) -> Iterator[tuple[str, str, Curve]]:
-    """Yield the curves of a run's records of a kind, with the section and the title of their figures."""
-    found: dict[str, dict[str, dict[float, float]]] = {}
-    metrics: dict[str, Metric] = {}
+def _recorded(run: RunRecords, kind: type[Drawn]) -> Recorded:
+    """Return the measured metrics of a run's records of a kind."""
+    found: dict[str, tuple[Metric, dict[str, dict[float, float]]]] = {}
     for x, record in _placed(run, kind):
         of_set = record.name if isinstance(record, Evaluation) else ""
         for one in numbers(record):
-            metrics[one.name] = one.metric
             key = " ".join(part for part in (of_set, one.key) if part)
-            found.setdefault(one.name, {}).setdefault(key, {})[x] = 100 * one.value if one.metric.is_share else one.value
-    for name in sorted(found, key=[*kind.__struct_fields__, *found].index):
-        metric, plot = metrics[name], metrics[name].plot
-        for key in sorted(found[name], key=lambda key: (float(key) if _NUMBER.fullmatch(key) else math.inf, key)):
-            section, title, label = REST, f"{kind.__name__.lower()}: {name.replace('_', ' ')}", key
-            if plot is not None:
-                section, title, label = plot.section, plot.figure, " ".join(part for part in (plot.curve, key) if part)
-                if plot.apart:
-                    title, label = f"{title} {key}", ""
-            errors = {} if plot is None else found.get(plot.error, {}).get(key, {})
-            yield section, title, Curve(run_name, label, key, metric, _KINDS[kind], found[name][key], errors)
+            _, keys = found.setdefault(one.name, (one.metric, {}))
+            keys.setdefault(key, {})[x] = 100 * one.value if one.metric.is_share else one.value
+    return found
 
 
-def _heat(title: str, curves: Sequence[Curve], shares: bool) -> Figure:
+def _curves(plot: Plot, run: str, recorded: Recorded) -> list[Curve]:
+    """Return the curves of a run in a figure; those of a mapping by ascending key."""
+    found = []
+    for field in (field for field in plot.curves if field in recorded):
+        metric, keys = recorded[field]
+        errors = recorded[plot.error][1] if plot.error in recorded else {}
+        for key in sorted(keys, key=lambda key: (float(key) if _NUMBER.fullmatch(key) else math.inf, key)):
+            name = "" if plot.apart else " ".join(part for part in (plot.curves[field], key) if part)
+            found.append(Curve(run, name, key, metric, keys[key], errors.get(key, {})))
+    return found
+
+
+def _heat(title: str, curves: Sequence[Curve], plot: Plot) -> Figure:
     """Return the heat map of a mapping from numbers: its values, or the share of each in their total, in per cent, on one grid of keys."""
-    metric, x_axis = curves[0].metric, curves[0].x_axis
+    metric, x_axis, shares = curves[0].metric, _KINDS[plot.kind], plot.heat == "share"
     places = [float(curve.key) for curve in curves]
     step = grid_step(min(places), max(places)) if shares else 0.0
     columns: dict[float, dict[float, float]] = {}
@@ -184,7 +176,7 @@ def _heat(title: str, curves: Sequence[Curve], shares: bool) -> Figure:
     return Figure(title, metric.help, unit, [trace], layout(266, axis(x_axis), axis(metric.key, type="category"), hovermode="closest"))
 
 
-def _lines(title: str, curves: Sequence[Curve], runs: Sequence[str]) -> Figure:
+def _lines(title: str, curves: Sequence[Curve], plot: Plot, runs: Sequence[str]) -> Figure:
     metric, several, data = curves[0].metric, len(runs) > 1, list[dict[str, Any]]()
     named = several or any(curve.name for curve in curves)
     numbers_of: Counter[str] = Counter()
@@ -199,12 +191,11 @@ def _lines(title: str, curves: Sequence[Curve], runs: Sequence[str]) -> Figure:
     about = " ".join(dict.fromkeys(curve.metric.help for curve in curves))
     about += f" {len(data)} of {len(curves)} curves are drawn." if len(data) < len(curves) else ""
     about += " Bars: one standard error to either side." if any("error_y" in trace for trace in data) else ""
-    floor = {"rangemode": "tozero"} if metric.plot is not None and metric.plot.from_zero else {}
+    floor = {"rangemode": "tozero"} if plot.from_zero else {}
     legend = {"orientation": "h", "x": 0, "y": -0.24, "yanchor": "top"}
     height = 248 + 18 * min(-(-len(data) // 3), 12) * named
-    return Figure(
-        title, about, _unit(metric), data, layout(height, axis(curves[0].x_axis), axis(hoverformat=".4~g", **floor), legend=legend)
-    )
+    axes = axis(_KINDS[plot.kind]), axis(hoverformat=".4~g", **floor)
+    return Figure(title, about, _unit(metric), data, layout(height, *axes, legend=legend))
 
 
 def _trace(curve: Curve, colour: str) -> dict[str, Any]:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
 
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.advice import advise
-from asyncmoe.telemetry.gauges import gauge
+from asyncmoe.telemetry.loggers.points import flat
 from asyncmoe.telemetry.report import figures, timeline
 from asyncmoe.telemetry.report.figures import PageSection
-from asyncmoe.telemetry.report.settings import settings
 from asyncmoe.telemetry.run import load
-from asyncmoe.telemetry.samples.as_json import as_json
 from asyncmoe.telemetry.samples.index import index
 from asyncmoe.telemetry.samples.records import REJECTED
+from asyncmoe.telemetry.samples.tokens import as_json
 from asyncmoe.telemetry.samples.visible import visible
 from asyncmoe.telemetry.summary import Row, rows, summary_of, what_it_was
 from asyncmoe.telemetry.versions import read as read_versions
 
+CONFIG = "config.yaml"
+HIDDEN = "(hidden)"
+_SECRET = re.compile(r"(?:^|[._-])(?:\w*key|token|secret|password|passwd|credentials?|authorization|cookie)$", re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^/@]*@")
+_MOST_TEXT = 2000
 MOST_GROUPS, MOST_TOKENS = 200, 1500
 """Groups that a page has of its runs, and tokens of a response, from both ends."""
 MOST_BYTES = 32 << 20
@@ -57,7 +66,7 @@ def page_of(run_dirs: Sequence[Path], samples: bool = False) -> tuple[Page, list
     """Read runs, finished or running.
 
     Returns:
-        The page, and each run's groups in JSON (`samples.as_json.as_json`), without `samples` none.
+        The page, and each run's groups in JSON (`samples.tokens.as_json`), without `samples` none.
 
     Raises:
         DataError: nothing is recorded, or a record is damaged.
@@ -68,7 +77,7 @@ def page_of(run_dirs: Sequence[Path], samples: bool = False) -> tuple[Page, list
         RunPage(
             name=name,
             what=what_it_was(run, summary := summary_of(run)),
-            advice=advise(gauge(run.rl, run.rollout)),
+            advice=advise(run.rl, run.rollout),
             summary=rows(run, summary),
             settings=settings(run_dir),
             versions=read_versions(run_dir),
@@ -100,3 +109,23 @@ def _groups(run_dir: Path, runs: int) -> tuple[list[str], str]:
         groups.append(text)
     more = f"the newest {len(groups)} of {len(entries)} kept groups; asyncmoe show has all of them"
     return groups, more if len(groups) < len(entries) else ""
+
+
+def settings(run_dir: Path) -> dict[str, str]:
+    """Return the resolved configuration, by path of the key ("rollout.group_size"); {} if the run has no config.yaml that can be read.
+
+    No key of asyncmoe's own holds a secret, but the options of a user's parts, and addresses, may: a text under a key such as `api_key`,
+    and the user of an address, are hidden.
+    """
+    try:
+        values = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError):
+        return {}
+    return {visible(path): visible(_shown(path, value)) for path, value in flat(values).items()} if isinstance(values, Mapping) else {}
+
+
+def _shown(path: str, value: Any) -> str:
+    if isinstance(value, str) and value and _SECRET.search(path):
+        return HIDDEN
+    text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
+    return _USER.sub(f"{HIDDEN}@", text)[:_MOST_TEXT]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from rich.color import Color
 from rich.style import Style
@@ -13,7 +13,6 @@ from asyncmoe.telemetry.samples.records import CAPPED, CLIPPED, REJECTED, TRAINE
 from asyncmoe.telemetry.samples.tokens import TokenView
 
 Colour = Literal["version", "logprob", "ratio", "mask", "mismatch"]
-COLOURS: tuple[Colour, ...] = get_args(Colour)
 
 GIVEN = Style(dim=True)
 _VERSIONS = ("cyan", "yellow", "magenta", "green", "bright_blue", "bright_red", "bright_cyan", "bright_yellow")
@@ -45,7 +44,7 @@ def style_of(token: TokenView, colour: Colour, versions: Sequence[int], layers: 
     if token.role != "response":
         return GIVEN
     if colour == "version":
-        return Style() if token.version is None else Style(color=_VERSIONS[versions.index(token.version) % len(_VERSIONS)])
+        return Style() if token.version is None else version_style(versions.index(token.version))
     if colour == "mask":
         return _REJECTED if token.state in REJECTED else _STATES.get(token.state, Style())
     if colour == "logprob":
@@ -55,9 +54,9 @@ def style_of(token: TokenView, colour: Colour, versions: Sequence[int], layers: 
     return Style() if token.mismatch is None or not layers else _between(token.mismatch / layers, _RAMP)
 
 
-def version_legend(versions: Sequence[int]) -> list[tuple[str, Style]]:
-    """Return the versions with their styles."""
-    return [(str(version), Style(color=_VERSIONS[i % len(_VERSIONS)])) for i, version in enumerate(versions)]
+def version_style(place: int) -> Style:
+    """Return the style of a version, by its place among those that are shown."""
+    return Style(color=_VERSIONS[place % len(_VERSIONS)])
 
 
 def _between(share: float, ramp: tuple[tuple[int, int, int], ...]) -> Style:

@@ -1,37 +1,78 @@
-"""`asyncmoe show`."""
+"""`asyncmoe show`: choose which of a run's samples are shown, and print them."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
+from typing import Literal
 
 from rich.console import Console
 
-from asyncmoe.errors import UserError
+from asyncmoe.errors import DataError, UserError
 from asyncmoe.telemetry.samples import terminal
-from asyncmoe.telemetry.samples.as_json import as_json
-from asyncmoe.telemetry.samples.colours import COLOURS, Colour
+from asyncmoe.telemetry.samples.colours import Colour
 from asyncmoe.telemetry.samples.index import Entry, Index, Outcome, index
-from asyncmoe.telemetry.samples.select import SampleQuery, select, summary
+from asyncmoe.telemetry.samples.tokens import as_json
 
+DEFAULT_LIMIT = 3
 DEFAULT_TOKENS = 400
 
 
-def colour_of(name: str) -> Colour:
-    """Return a way to colour tokens. Raises UserError if there is none of that name."""
-    if name not in COLOURS:
-        raise UserError("--colour", got=name, expected=f"one of {', '.join(COLOURS)}")
-    return name
+@dataclass(frozen=True)
+class SampleQuery:
+    """What to show; None: anything.
+
+    Attributes:
+        step: trained in this step (`telemetry.schema.Step.step`).
+        group: number of the prompt.
+        version: has a token that this version sampled.
+        outcome: what became of it.
+        order: worst: lowest mean reward first; best: highest first; newest: last written first.
+        limit: maximum number of groups; None: `DEFAULT_LIMIT`, or all of a step or a group that is asked for.
+    """
+
+    step: int | None = None
+    group: int | None = None
+    version: int | None = None
+    outcome: Outcome | None = None
+    order: Literal["worst", "best", "newest"] = "newest"
+    limit: int | None = None
+
+    def takes(self, entry: Entry) -> bool:
+        """Whether a group meets all conditions."""
+        same = ((self.step, entry.step), (self.group, entry.group), (self.outcome, entry.outcome))
+        return all(asked in (None, it) for asked, it in same) and (self.version is None or self.version in entry.versions)
 
 
-def outcome_of(name: str | None) -> Outcome | None:
-    """Return what became of a group. Raises UserError if there is none of that name."""
-    if name is not None and name not in get_args(Outcome):
-        raise UserError("--outcome", got=name, expected=f"one of {', '.join(get_args(Outcome))}")
-    return cast("Outcome | None", name)
+def select(found: Index, wanted: SampleQuery) -> list[Entry]:
+    """Return the groups to show. Without any condition: those of the newest step that trained kept groups.
+
+    Raises:
+        DataError: none is as wanted; says what there is.
+    """
+    chosen = [entry for entry in found.entries if wanted.takes(entry)]
+    if not chosen:
+        raise DataError(f"samples of {found.run_dir}", got="no group as asked", expected=summary(found))
+    if wanted.order == "newest":
+        if wanted == SampleQuery(limit=wanted.limit) and (steps := [entry.step for entry in chosen if entry.step is not None]):
+            chosen = [entry for entry in chosen if entry.step == max(steps)]
+        chosen = chosen[::-1]
+    else:
+        sign = 1 if wanted.order == "worst" else -1
+        chosen.sort(key=lambda entry: (entry.reward is None, sign * (entry.reward or 0.0)))
+    pinned = wanted.step is not None or wanted.group is not None
+    limit = wanted.limit if wanted.limit is not None else len(chosen) if pinned and wanted.order == "newest" else DEFAULT_LIMIT
+    return chosen[:limit]
+
+
+def summary(found: Index) -> str:
+    """Return a line on all samples: "24 groups: 20 trained, 4 rejected"."""
+    outcomes = Counter(entry.outcome for entry in found.entries).most_common()
+    return f"{len(found.entries)} groups: {', '.join(f'{count} {outcome}' for outcome, count in outcomes)}"
 
 
 def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens: int | None) -> None:

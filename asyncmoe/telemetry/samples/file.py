@@ -30,7 +30,7 @@ class SampleFile:
     """
 
     def __init__(self, run_dir: Path, name: str, max_bytes: int, step: int) -> None:
-        self._path, self._most, self._lock = run_dir / FOLDER / name, max_bytes // 2, threading.Lock()
+        self._path, self._most, self._lock = run_dir / FOLDER / name, max_bytes // 2, threading.RLock()
         self._lines: JsonLines | None = None
         try:
             with writing("samples of the run", self._path):
@@ -58,14 +58,11 @@ class SampleFile:
                 log.warning("%s is full: it has %d bytes; no more groups are kept, the run goes on", self._path, self._most)
             except (StorageError, OSError) as error:
                 log.warning("no more samples are kept (asyncmoe show): %s", error)
-            self._close()
+            self.close()
 
     def close(self) -> None:
         """Close the file; later records are ignored."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
+            if self._lines is not None:
+                self._lines.close()
+                self._lines = None

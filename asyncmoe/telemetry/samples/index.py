@@ -12,8 +12,9 @@ import msgspec
 
 from asyncmoe.errors import DataError
 from asyncmoe.telemetry.records import Tail
-from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES, TRAINER_SAMPLES, Begin, SampledGroup, Stale, Trained
+from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES, TRAINER_SAMPLES, Begin, Full, SampledGroup, Stale, Trained
 
+Line = Begin | SampledGroup | Stale | Trained | Full
 Outcome = Literal["trained", "queued", "dropped", "requeued", "rejected", "lost"]
 """What became of a group. queued: it waits, or nothing more was written of it. lost: its training was undone, because the run resumed from
 an earlier checkpoint."""
@@ -62,11 +63,6 @@ class Index:
 
     run_dir: Path
     entries: Sequence[Entry]
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps that trained kept groups, ascending."""
-        return sorted({entry.step for entry in self.entries if entry.step is not None})
 
 
 def index(run_dir: Path) -> Index:
@@ -131,13 +127,13 @@ def _entry(group: SampledGroup, line: bytes, trained: _Steps, undone: set[_Key])
     )
 
 
-def lines(path: Path) -> Iterator[tuple[Begin | SampledGroup | Stale | Trained, bytes]]:
+def lines(path: Path) -> Iterator[tuple[Line, bytes]]:
     """Yield the records of a file, with their lines. A missing file has none, and of a line that is being written nothing is known.
 
     Raises:
         DataError: a line is no record.
     """
-    decoder = msgspec.json.Decoder[Begin | SampledGroup | Stale | Trained](Begin | SampledGroup | Stale | Trained)
+    decoder = msgspec.json.Decoder[Line](Line)
     for number, line in Tail(path).lines():
         try:
             yield decoder.decode(line), line

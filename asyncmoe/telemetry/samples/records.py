@@ -53,6 +53,10 @@ class Begin(SampleRecord, frozen=True, kw_only=True, tag="begin"):
     step: int
 
 
+class Full(SampleRecord, frozen=True, kw_only=True, tag="full"):
+    """The file has reached its bound; the last line of the files of asyncmoe 0.1."""
+
+
 class Stretch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Consecutive tokens; of too many, the middle is left out.
 
@@ -169,30 +173,24 @@ class Trained(SampleRecord, frozen=True, kw_only=True, tag="trained"):
     Attributes:
         step: as in `telemetry.schema.Step`.
         version: weight version before the step.
-        sampled: number of sampled tokens of the trajectory.
         logprobs: the trainer's log-probability when it trained on the token.
-        proximal: that of the policy in the denominator of the clipped ratio; empty if it is the same.
         advantages: one number if it is the same for all.
         weights: importance weights of objective.correction; one number if they are the same for all.
         states: a letter for each token: `TRAINED`; `CLIPPED`: the clip acts on it; `CAPPED`: trained with a capped weight; or `REJECTED`.
         mismatch: number of layers whose router would have sent the token elsewhere than the engine's; empty if routing is not kept.
         layers: number of layers with experts.
-        group_weight: factor on the group's weight for its age.
     """
 
     step: int
     version: int
     key: str
     digest: int
-    sampled: int
     logprobs: Sequence[Value]
-    proximal: Sequence[Value] = []
     advantages: float | Sequence[Value]
     weights: float | Sequence[Value] = 1.0
     states: str
     mismatch: Sequence[int] = []
     layers: int = 0
-    group_weight: float = 1.0
 
 
 def digest_of(tokens: np.ndarray, logprobs: np.ndarray) -> int:

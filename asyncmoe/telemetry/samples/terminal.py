@@ -12,11 +12,10 @@ from rich.style import Style
 from rich.text import Text
 
 from asyncmoe.telemetry.format import number
-from asyncmoe.telemetry.samples.as_json import advantage
-from asyncmoe.telemetry.samples.colours import GIVEN, LEGENDS, Colour, style_of, version_legend
+from asyncmoe.telemetry.samples.colours import GIVEN, LEGENDS, Colour, style_of, version_style
 from asyncmoe.telemetry.samples.index import GroupSample
 from asyncmoe.telemetry.samples.records import REJECTED, SampledMember, Trained
-from asyncmoe.telemetry.samples.tokens import Gap, TokenView, shortened, split, tokens_of
+from asyncmoe.telemetry.samples.tokens import Gap, TokenView, advantage, shortened, split, tokens_of
 from asyncmoe.telemetry.samples.visible import visible
 
 _BORDERS = {"trained": "green", "queued": "blue", "dropped": "yellow", "requeued": "yellow", "lost": "yellow", "rejected": "red"}
@@ -119,6 +118,6 @@ def _text(tokens: Sequence[TokenView | Gap], colour: Colour, versions: Sequence[
 def _legend(colour: Colour, versions: Sequence[int]) -> Text:
     legend = Text(LEGENDS[colour], style=GIVEN)
     if colour == "version":
-        for name, style in version_legend(versions):
-            legend.append(f" {name}", style=Style(dim=False) + style)
+        for place, version in enumerate(versions):
+            legend.append(f" {version}", style=Style(dim=False) + version_style(place))
     return legend

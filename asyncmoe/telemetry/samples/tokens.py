@@ -1,15 +1,20 @@
-"""Aligns the two halves of a sampled trajectory by token."""
+"""Aligns the two halves of a sampled trajectory by token, for the terminal, and as JSON for other programs and the page of a run."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from asyncmoe.telemetry.samples.choice import kept
+from asyncmoe.telemetry.samples.index import GroupSample
 from asyncmoe.telemetry.samples.records import Role, SampledGroup, SampledMember, Stretch, Trained, Value
 
+_COLUMNS = ("id", "piece", "role", "version", "engine", "trainer", "ratio", "advantage", "weight", "teacher", "state", "mismatch")
 _LIMIT = 20.0
 """Log-ratios are clamped to this, as in the objective."""
 
@@ -59,27 +64,25 @@ class Gap:
 
 def tokens_of(group: SampledGroup, member: SampledMember, trained: Trained | None) -> list[TokenView | Gap]:
     """Return the tokens of a member in order; `Gap`s stand for those that were left out."""
-    shared = group.prompt if member.shared else Stretch()
     roles = [role for role, count in member.roles for _ in range(count)]
-    sampled = _sampled(member, trained, roles.count("response"))
+    sampled = iter(_sampled(member, trained, roles.count("response")))
     found: list[TokenView | Gap] = []
-    place = ordinal = 0
-    for stretch in (shared, member.rest):
-        tokens = [*zip(stretch.tokens, stretch.pieces, strict=True)]
-        gap = [stretch.left_out] if stretch.left_out else []
-        parts: Sequence[tuple[int, str] | int] = (*tokens[: stretch.after], *gap, *tokens[stretch.after :])
-        for part in parts:
-            role = roles[place]
-            if isinstance(part, int):
-                found.append(Gap(place, part, role))
-                ordinal += roles[place : place + part].count("response")
-                place += part
-                continue
-            fields = sampled[ordinal] if role == "response" else ()
-            found.append(TokenView(place, part[0], part[1], role, *fields))
-            ordinal += role == "response"
-            place += 1
+    place = 0
+    for part in (*_parts(group.prompt if member.shared else Stretch()), *_parts(member.rest)):
+        count = part if isinstance(part, int) else 1
+        fields = [next(sampled) for role in roles[place : place + count] if role == "response"]
+        if isinstance(part, int):
+            found.append(Gap(place, count, roles[place]))
+        else:
+            found.append(TokenView(place, *part, roles[place], *(fields[0] if fields else ())))
+        place += count
     return found
+
+
+def _parts(stretch: Stretch) -> list[tuple[int, str] | int]:
+    """Return id and text of each kept token, and in their place the number of those that were left out."""
+    tokens = list(zip(stretch.tokens, stretch.pieces, strict=True))
+    return [*tokens[: stretch.after], *([stretch.left_out] if stretch.left_out else []), *tokens[stretch.after :]]
 
 
 def split(tokens: Sequence[TokenView | Gap]) -> tuple[list[TokenView | Gap], list[TokenView | Gap]]:
@@ -114,3 +117,44 @@ def _spread(values: float | Sequence[Any], size: int, absent: Any = None) -> lis
         return [float(values)] * size
     head, tail = kept(size, len(values))
     return [*values[:head], *[absent] * (size - head - tail), *values[len(values) - tail :]]
+
+
+def as_json(sample: GroupSample, most: int = 0) -> str:
+    """Return a group as one line of JSON, with a list for each property of its tokens; what was left out is named in `gaps`.
+
+    Args:
+        most: tokens of a prompt and of what follows it; of more, the middle is left out. 0: all.
+    """
+    entry, group = sample.entry, sample.group
+    values = {
+        **{name: getattr(entry, name) for name in ("group", "attempt", "outcome", "reason", "step", "reward")},
+        **{name: getattr(group, name) for name in ("detail", "version", "time", "question", "answer")},
+        "members": [_member(sample, member, most) for member in group.members],
+    }
+    return json.dumps(values).replace("\x7f", "\\u007f")  # of ASCII, the one control character that JSON leaves as it is
+
+
+def advantage(trained: Trained | None) -> float | None:
+    """Return the mean advantage of a response's tokens; None without the trainer's half."""
+    if trained is None:
+        return None
+    if isinstance(trained.advantages, int | float):
+        return trained.advantages
+    known = [value for value in trained.advantages if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _member(sample: GroupSample, member: SampledMember, most: int) -> Mapping[str, Any]:
+    trained = sample.trained.get(member.key)
+    prompt, said = split(tokens_of(sample.group, member, trained))
+    every = [*shortened(prompt, most), *shortened(said, most)]
+    tokens = [token for token in every if isinstance(token, TokenView)]
+    named = [name for name in member.__struct_fields__ if name not in ("shared", "rest", "logprobs", "teacher", "digest", "calls")]
+    return {
+        **{name: getattr(member, name) for name in named},
+        "calls": [msgspec.structs.asdict(call) for call in member.calls],
+        "advantage": advantage(trained),
+        "layers": None if trained is None else trained.layers,
+        "tokens": {name: [getattr(token, name) for token in tokens] for name in _COLUMNS},
+        "gaps": [asdict(one) for one in every if isinstance(one, Gap)],
+    }

@@ -31,7 +31,7 @@ class Fates:
     """The fates of a micro-batch's T rows, without gradients; values outside the mask mean nothing.
 
     Attributes:
-        logprobs, proximal: float32[T]; log-probability under the trainer's policy and under the proximal policy.
+        logprobs: float32[T]; log-probability under the trainer's policy.
         weight: float32[T]; the correction's weight.
         kept: bool[T]; True if the row is trained on.
         cut: bool[T]; True if the clip acts on it.
@@ -40,7 +40,6 @@ class Fates:
     """
 
     logprobs: torch.Tensor
-    proximal: torch.Tensor
     weight: torch.Tensor
     kept: torch.Tensor
     cut: torch.Tensor

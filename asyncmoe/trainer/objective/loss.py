@@ -78,7 +78,7 @@ def policy_loss(
             kept = kept & (own != 0)
         weights = kept_weights(rows, kept, section.aggregation, section.correction.denominator)
         if observe is not None:
-            observe(Fates(new.detach(), old, correction.weight, kept, cut, correction.capped, correction.rejected))
+            observe(Fates(new.detach(), correction.weight, kept, cut, correction.capped, correction.rejected))
         sums = measure(new, compared, rows, kept, correction, cut, weights, version) | added
     loss = (torch.where(kept, value * correction.weight, 0.0) * weights).sum()
     if rows.reference is not None and section.kl.coefficient:

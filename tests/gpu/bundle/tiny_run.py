@@ -24,7 +24,7 @@ from asyncmoe.engines.sglang.process import reason_in
 from asyncmoe.launch.torchrun import free_port, torchrun, trainer_environment
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child
-from asyncmoe.telemetry.summary import summarise
+from asyncmoe.telemetry.summary import write_summary
 from tests.gpu.bundle.summary import write_outcome
 
 STEPS = 4
@@ -100,7 +100,7 @@ def main() -> None:
             shutil.copytree(run.logs, Path(kept) / "tiny-run")
         if why:
             sys.exit(f"a tiny run: {why}")
-        summary = summarise(config.run.dir)
+        summary = write_summary(config.run.dir)
     difference, dtype = summary["max_abs_logprob_diff_same_version"], str(config.trainer.dtype)
     figures: dict[str, tuple[Any, str]] = {
         "server": ("bare_server" if bare() else "SGLang's own", ""),

@@ -56,12 +56,11 @@ class Turns:
         self._log, self._told_full = kept, False
         self._found = defaultdict[tuple[EpisodeKey, bytes], deque[int]](deque)
         self._since: dict[int, int] = {}
-        with kept.counted():
-            for position, data in kept.read():
-                one = _decode(data)
-                if attempts.get(one.key.group) == one.key.attempt:
-                    self._found[one.key, one.request].append(position)
-                    self._since.setdefault(one.key.group, position)
+        for position, data in kept.read():
+            one = _decode(data)
+            if attempts.get(one.key.group) == one.key.attempt:
+                self._found[one.key, one.request].append(position)
+                self._since.setdefault(one.key.group, position)
         self._forget()
 
     async def record(self, key: EpisodeKey, request: bytes, answer: bytes) -> None:
@@ -73,14 +72,13 @@ class Turns:
         Raises:
             StorageError: the log failed.
         """
-        with self._log.counted():
-            data = _encode(Answered(key, request, answer))
-            if full := self._log.is_full(len(data)):
-                if not self._told_full:
-                    log.warning("turns under way take a quarter of log.max_bytes: further ones are not recorded until groups end")
-            else:
-                self._since.setdefault(key.group, self._log.append([data]))
-            self._told_full = full
+        data = _encode(Answered(key, request, answer))
+        if full := self._log.is_full(len(data)):
+            if not self._told_full:
+                log.warning("turns under way take a quarter of log.max_bytes: further ones are not recorded until groups end")
+        else:
+            self._since.setdefault(key.group, self._log.append([data]))
+        self._told_full = full
 
     async def recall(self, key: EpisodeKey, request: bytes) -> bytes | None:
         """Return the next recorded answer to a request, once; None if there is no more. Raises DataError: it was damaged meanwhile."""
@@ -105,5 +103,4 @@ class Turns:
         self._log.forget(min(self._since.values(), default=self._log.end))
 
     def _read(self, position: int) -> bytes:
-        with self._log.counted():
-            return _decode(self._log.read_at(position)).answer
+        return _decode(self._log.read_at(position)).answer

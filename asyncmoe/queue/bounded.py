@@ -16,12 +16,13 @@ that an earlier process trained but did not save are trained again, on new traje
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from asyncmoe.config.queue import StalenessRule
-from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError
 from asyncmoe.log.log import Place
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
@@ -29,9 +30,8 @@ from asyncmoe.queue.condition import Changes
 from asyncmoe.queue.fold import Recovered
 from asyncmoe.queue.group_buffer import Group, GroupBuffer, weighed
 from asyncmoe.queue.leases import Leases, LeaseTerms
-from asyncmoe.queue.queue_log import QueueLog
-from asyncmoe.queue.replays import UNDISTURBED, Resumption
-from asyncmoe.queue.start_order import Start
+from asyncmoe.queue.queue_log import UNDISTURBED, QueueLog, Resumption
+from asyncmoe.queue.records import Start
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Leased, Phase
 
@@ -87,7 +87,8 @@ class BoundedQueue:
         self._again: list[Start] = list(resumed.starts)
         self._stopping = False
         self._changes = Changes()
-        self._log, self._resumed = log or QueueLog(), resumed
+        self._log, self._reading = log or QueueLog(), asyncio.Lock()
+        self._served = resumed.served
         self._log.accounts = lambda: self._accounts
         for group in resumed.queued:
             self._lanes["rl"].insert(group)
@@ -103,7 +104,7 @@ class BoundedQueue:
     def newest_version(self) -> int:
         """Newest version that may have sampled a token of a group that is put now."""
         # One engine serves the next version slightly before all do. Turns recorded before a restart can be ahead of the replay.
-        return max(self._version, self._resumed.served) + 1
+        return max(self._version, self._served) + 1
 
     def set_version(self, version: int) -> None:
         """Record that all engines serve `version` now."""
@@ -116,15 +117,13 @@ class BoundedQueue:
         """Whether the capacity law admits `count` more episodes now."""
         return self.admission.may_start(self.ledger, count, self._version)
 
-    async def wait_can_start(self, count: int, wait_s: float | None = None) -> None:
+    async def wait_can_start(self, count: int) -> None:
         """Wait until `count` more episodes may start. Call `started` before the next await, or another task may take the places.
 
         Raises:
-            WaitTimeout: not admitted within `wait_s` seconds (None: no limit).
             AsyncmoeError: the error passed to `fail`.
         """
-        if await self._changes.until(lambda: self.can_start(count) or None, wait_s) is None:
-            raise WaitTimeout("the trainer", f"a new weight version after {self._version}", wait_s or 0.0)
+        await self._changes.until(lambda: self.can_start(count) or None)
 
     def started(self, count: int) -> None:
         """Record the start of `count` episodes. Raises InvariantBroken against the capacity law."""
@@ -147,31 +146,26 @@ class BoundedQueue:
         again, self._again = self._again, []
         return again
 
-    async def put(self, group: Group, wait_s: float | None = None) -> None:
+    async def put(self, group: Group) -> None:
         """Queue a complete group that was `started`; waits while the queue is full.
 
         If this raises, the group still counts as running: the caller must report it as `rejected`.
 
         Raises:
             InvariantBroken: a key is already queued or leased.
-            WaitTimeout: no space within `wait_s` seconds (None: no limit).
             StorageError: the log cannot be written.
             AsyncmoeError: the error passed to `fail`.
         """
         self._arrivals += 1
         group = replace(group, arrival=self._arrivals)
         await self._log.finished(group)
-        await self._insert(self._lanes["rl"], group, wait_s)
+        await self._insert(self._lanes["rl"], group)
 
-    async def put_demonstrations(self, shown: Sequence[Group], wait_s: float | None = None) -> None:
-        """Queue warm-up demonstrations one by one; waits while their lane is full. Demonstrations have no staleness.
-
-        Raises:
-            WaitTimeout: no space within `wait_s` seconds (None: no limit).
-        """
+    async def put_demonstrations(self, shown: Sequence[Group]) -> None:
+        """Queue warm-up demonstrations one by one; waits while their lane is full. Demonstrations have no staleness."""
         for group in shown:
             self._arrivals += 1
-            await self._insert(self._lanes["warmup"], replace(group, arrival=self._arrivals), wait_s)
+            await self._insert(self._lanes["warmup"], replace(group, arrival=self._arrivals))
 
     @property
     def shown(self) -> list[Place]:
@@ -208,7 +202,7 @@ class BoundedQueue:
         terms = LeaseTerms(phase, count, version)
         self._leases = self._leases.ask(step, terms, self._lanes[phase].capacity)
         if phase == "rl" and not self._stopping:
-            await self._resumed.load(step, terms, self._replay)
+            await self._replay(step, terms)
         answer = await self._changes.until(lambda: self._try_lease(step, terms), min(wait_s, MAX_LEASE_WAIT_S))
         await self._log.settled()
         return answer if answer is not None else self._answer(step, phase)
@@ -322,14 +316,15 @@ class BoundedQueue:
     def _is_replay(self, step: int) -> bool:
         """Whether a step is answered with an older trainer's lease, which has the version of then."""
         answer = self._leases.answers.get(step)
-        return self._resumed.holds(step) or (answer is not None and answer.replayed)
+        return step in self._log.replays or (answer is not None and answer.replayed)
 
-    def _replay(self, step: int, groups: tuple[Group, ...], weights: Sequence[float], trained: bool) -> None:
-        """Answer a step with a lease that was granted before; the ledger counts it as leased already. `trained`: to an earlier trainer."""
-        if step in self._leases.answers:
-            return  # the run is stopping, and a rank has been told so
-        self._lanes["rl"].hold(step, groups)
-        self._decide(step, "rl", groups, weights, replayed=trained)
+    async def _replay(self, step: int, terms: LeaseTerms) -> None:
+        """Answer a step with the lease that an earlier trainer was granted, if there is one; the ledger counts it as leased already."""
+        async with self._reading:
+            found = await self._log.replayed(step, terms)
+        if found is not None and step not in self._leases.answers:  # else the run is stopping, and a rank has been told so
+            self._lanes["rl"].hold(step, found.groups)
+            self._decide(step, "rl", found.groups, found.weights, replayed=found.trained)
 
     def _decide(self, step: int, phase: Phase, groups: Sequence[Group], weights: Sequence[float], *, replayed: bool = False) -> None:
         self._leases = self._leases.decide(step, self._answer(step, phase, self._items(groups, weights), replayed=replayed))
@@ -360,12 +355,10 @@ class BoundedQueue:
         depth, dropped = self._lanes[phase].depth, self._accounts.all_dropped
         return Leased(step, items, depth, dropped, stop, self._log.history, replayed)
 
-    async def _insert(self, lane: GroupBuffer, group: Group, wait_s: float | None) -> None:
+    async def _insert(self, lane: GroupBuffer, group: Group) -> None:
         lane.putting.append(group.arrival)
         try:
-            fits = await self._changes.until(lambda: (lane.putting[0] == group.arrival and lane.fits(len(group))) or None, wait_s)
-            if fits is None:
-                raise WaitTimeout("the trainer", f"space in the queue, which holds {lane.capacity} trajectories", wait_s or 0.0)
+            await self._changes.until(lambda: (lane.putting[0] == group.arrival and lane.fits(len(group))) or None)
             lane.insert(group)
             if lane is self._lanes["rl"]:
                 self._count(self.ledger.accept(len(group)))

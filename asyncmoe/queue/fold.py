@@ -27,7 +27,7 @@ from asyncmoe.log.log import Place
 from asyncmoe.queue import records
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
-from asyncmoe.queue.start_order import Start
+from asyncmoe.queue.records import Start
 
 RESTART = "restart"
 """Reason of episodes that were running when the run stopped."""
@@ -36,15 +36,19 @@ DAMAGED = "damaged"
 
 
 @dataclass(frozen=True)
-class RecordedGroup(Start):
+class RecordedGroup:
     """A group that has not ended: one without a place is under way or waits to start, one with a step is leased, any other is queued.
 
     Attributes:
+        number, attempt, failures: as in `Start`.
         since: position of the oldest record that tells it.
         order: place in the order of starts, ascending; of a finished group, of arrivals.
         step: of its lease. The group is trained or skipped once that is committed.
     """
 
+    number: int
+    attempt: int = 0
+    failures: int = 0
     since: int = 0
     order: int = 0
     episodes: int = 0
@@ -92,7 +96,7 @@ class LogState:
     def apply(self, position: int, change: records.Change) -> None:
         """Note a record."""
         match change:
-            case records.GroupPending(number, attempt, failures):
+            case Start(number, attempt, failures):
                 known = self.groups.get(number)
                 order = known.order if known is not None and (known.place, known.attempt) == (None, attempt) else position
                 self.groups[number] = RecordedGroup(number, attempt, failures, order, order)
@@ -212,7 +216,7 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
     accounts = _accounts(state, reached, over, leased, waiting, given_up, "" if state.damaged or lost else name)
     repairs: tuple[records.Change, ...] = (
         *(records.GroupEnded(one.number) for one in dropped),
-        *(records.GroupPending(one.number, one.attempt, 0) for one in again),
+        *again,
         *(records.StepReleased(at) for at in sorted(state.leases) if at >= reached and at not in replays),
     )
     arrivals = max((group.order for group in state.groups.values() if group.place is not None), default=0)

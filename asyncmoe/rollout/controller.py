@@ -175,7 +175,7 @@ class Controller:
             return await self._fleet.find(request)
         reply = await service(request)
         await self._note(request)
-        if service.finished.done():
+        if service.left:
             self._over.set()
         return reply
 
@@ -285,7 +285,6 @@ class Controller:
             samples=samples,
             max_rejected=rollout.max_rejected_share,
             queue_log=self._run_log.queue_log,
-            most_s=config.environment.timeout_s + config.scoring.deadline_s,
         )
         producing, trained = asyncio.ensure_future(producer.run()), asyncio.ensure_future(self._trained.wait())
         try:

@@ -1,5 +1,4 @@
-"""What a controller and its workers are made of, by the configuration: tokenizer, tasks, scorer and environment, the engine pool and the
-queue."""
+"""What a controller and its workers are made of, by the configuration: tokenizer, tasks, scorer and environment, and the engine pool."""
 
 from __future__ import annotations
 
@@ -17,10 +16,6 @@ from asyncmoe.config import Config
 from asyncmoe.engines import adapters
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import Sampling
-from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.group_buffer import Group
-from asyncmoe.queue.queue_log import QueueLog
-from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.demonstrations import Demonstrations
 from asyncmoe.rollout.episodes import environments
@@ -190,31 +185,3 @@ def demonstrations_of(config: Config, parts: RolloutParts) -> Demonstrations:
         free = replace(bounds, tokens=sys.maxsize)
         teaching = Teaching(environment, environment, parts.tokenizer, parts.tokenizer.eos, free, config.run.seed)
     return Demonstrations(parts.task, teaching, config.warmup.steps * config.warmup.batch, bounds.tokens)
-
-
-def queue_of(
-    config: Config,
-    trained_steps: int,
-    on_stale: Callable[[Sequence[Group], bool, int], None],
-    queue_log: QueueLog | None = None,
-    resumed: Resumption = UNDISTURBED,
-    on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
-) -> BoundedQueue:
-    """Return the queue of a trainer that has taken `trained_steps` steps. The last five are those of `BoundedQueue`."""
-    staleness = config.queue.staleness
-    return BoundedQueue(
-        capacity=config.queue_capacity,
-        batch=config.rollout.batch,
-        group_size=config.rollout.group_size,
-        max_staleness=staleness.max_staleness,
-        rule=staleness.rule,
-        downweight=staleness.downweight or 1.0,
-        drop_above=staleness.drop_above,
-        base_version=config.warmup.steps,
-        trained_steps=trained_steps,
-        demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
-        on_stale=on_stale,
-        on_freed=on_freed,
-        log=queue_log,
-        resumed=resumed,
-    )

@@ -17,7 +17,6 @@ import msgspec
 from asyncmoe import checkpoints, installed
 from asyncmoe.config import Config, gone
 from asyncmoe.config.log import LogSection
-from asyncmoe.errors import ProtocolError
 from asyncmoe.log import belonging, turns
 from asyncmoe.log.belonging import Belonging
 from asyncmoe.log.files import FileLog
@@ -26,8 +25,7 @@ from asyncmoe.log.turns import Turns
 from asyncmoe.models import origin
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.fold import LogState, recover
-from asyncmoe.queue.queue_log import CONTROLLER, QueueLog
-from asyncmoe.queue.replays import Resumption
+from asyncmoe.queue.queue_log import CONTROLLER, QueueLog, Resumption
 from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import Recording
 
@@ -126,12 +124,7 @@ class RunLog:
         queued = await queue_log.groups(found.queued)
         said = "log: history %d, %d steps are trained again, %d groups are queued, %d start again, then group %d and the next ones"
         log.info(said, found.history, len(found.replays), len(queued), len(found.starts), found.next)
-        return Resumption(found.accounts, queued, found.starts, found.arrivals, queue_log, served=max(found.replays, default=-1) + 1)
-
-    def check_reopen(self, step: int, queue: BoundedQueue) -> None:
-        """Refuse a trainer that was started again in place and has taken more steps than the queue counts. Raises ProtocolError."""
-        if step > queue.trained_steps:
-            raise ProtocolError(f"hello: the trainer has taken {step} steps, the controller counts {queue.trained_steps}; restart both")
+        return Resumption(found.accounts, queued, found.starts, found.arrivals, served=max(found.replays, default=-1) + 1)
 
     def reopen(self, queue: BoundedQueue, step: int) -> int:
         """Have a queue that goes on answer a trainer that was started again in place and has taken `step` steps; return the history.

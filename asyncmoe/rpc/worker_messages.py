@@ -19,6 +19,10 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry.rollout_schema import Calls, Scoring
 
 
+LOST = "worker_lost"
+"""Reason of a rejection: the worker that ran the episode is gone."""
+
+
 class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine that a worker sends requests to."""
 
@@ -66,8 +70,6 @@ class WorkerJoin(Message, frozen=True):
 
     number: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     rendezvous: Rendezvous
-    host: str
-    """`asyncmoe.rpc.address.host_id` of its machine."""
     config_digest: str
     facts: Facts | None = None
 

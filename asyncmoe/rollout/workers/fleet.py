@@ -24,7 +24,6 @@ from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST
 from asyncmoe.rollout.sampled_episodes import from_bytes
 from asyncmoe.rollout.tasks.types import Prompt, to_bytes
 from asyncmoe.rollout.workers.gates import WorkerGates
@@ -34,6 +33,7 @@ from asyncmoe.rpc.messages import Done, FindWorker, WorkerFound
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.worker_messages import (
+    LOST,
     Figures,
     Made,
     WorkerBegin,
@@ -55,7 +55,7 @@ _READ_S, _EPISODE_S = 600.0, 7 * 86_400.0
 
 
 class WorkerFleet:
-    """All rollout workers of a run; an `asyncmoe.rollout.flights.Workers`. For the controller's event loop.
+    """All rollout workers of a run; an `asyncmoe.rollout.producer.Workers`. For the controller's event loop.
 
     Attributes:
         sampled: called with what an episode leaves for readers of samples.

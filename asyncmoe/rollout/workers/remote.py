@@ -11,10 +11,10 @@ from asyncmoe.errors import AsyncmoeError, TrajectoryRejected, WaitTimeout
 from asyncmoe.log.turns import EpisodeKey
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST
 from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import Done, Reply, Request
 from asyncmoe.rpc.worker_messages import (
+    LOST,
     EngineUse,
     WorkerAsk,
     WorkerEnd,

@@ -18,7 +18,6 @@ from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, cleaned, to_bytes
@@ -29,6 +28,7 @@ from asyncmoe.rollout.workers.worker import Worker, worker_of
 from asyncmoe.rpc.codec import MAX_FRAME_BYTES
 from asyncmoe.rpc.messages import Done, Fetched, Reply, Request
 from asyncmoe.rpc.worker_messages import (
+    LOST,
     Busy,
     Figures,
     PackedGroup,

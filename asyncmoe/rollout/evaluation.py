@@ -22,8 +22,8 @@ from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.rollout.episodes.episode import RolloutContext
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.producer import Workers
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.scoring.stages import untaught
@@ -128,7 +128,7 @@ class Evaluator:
             prompt = asked.task.prompt(place.group, STREAM)
             for attempt in range(_ATTEMPTS):
                 try:
-                    outcome: Outcome = await self._workers.evaluate(asked.name, prompt, replace(place, attempt=attempt))
+                    outcome: Outcome = await self._workers.evaluate(asked.name, prompt, EpisodeId(place.group, place.episode, attempt))
                 except TrajectoryRejected as rejected:
                     outcome = rejected
                     if rejected.reason in ("engine_died", LOST):  # the others can answer

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.records import Start
 from asyncmoe.queue.rejections import Rejections
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.samples import Samples
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tasks import Prompt, Task

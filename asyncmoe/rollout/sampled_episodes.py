@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.rollout.episodes.environment import Agent, Episode
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
+from asyncmoe.rollout.episodes.trajectory_builder import Turn
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice
 from asyncmoe.telemetry.samples.records import Role, SampledMember, Stretch

@@ -14,8 +14,8 @@ from typing import TypeVar
 import msgspec
 
 from asyncmoe.config import Config
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.sampled_episodes import SHOWN, SampledEpisode, SampledPath, cleaned
 from asyncmoe.rollout.tasks import Prompt

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from asyncmoe.log.log import Number, Place
-from asyncmoe.log.turns import EpisodeKey
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.rpc.base import Count, Message
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.peers import Facts
@@ -98,7 +98,7 @@ class WorkerEngines(Message, frozen=True):
 class WorkerRun(Message, frozen=True):
     """Run and score an episode. Answered with `WorkerRan` once it has ended; what one of training brings stays in the worker."""
 
-    episode: EpisodeKey
+    episode: EpisodeId
     prompt: bytes
     """Of `asyncmoe.rollout.tasks.types.to_bytes`."""
     evaluation: str | None = None
@@ -117,7 +117,7 @@ class WorkerForget(Message, frozen=True):
     """End and forget episodes whose outcome nobody wants any more, whether they run or have ended; forget all that is kept of groups; and
     let go of payloads."""
 
-    episodes: tuple[EpisodeKey, ...] = ()
+    episodes: tuple[EpisodeId, ...] = ()
     groups: tuple[Count, ...] = ()
     needed: dict[int, Number] | None = None
     """Payloads before this position are let go of, by number of the worker, unless it holds their groups; None: none are."""
@@ -126,7 +126,7 @@ class WorkerForget(Message, frozen=True):
 class WorkerPack(Message, frozen=True):
     """Make a group of these episodes, whole and checked, and put it into the log. Answered with `WorkerPacked`."""
 
-    episodes: tuple[EpisodeKey, ...]
+    episodes: tuple[EpisodeId, ...]
     newest: Count
     """Newest version that may have sampled a token."""
 

@@ -22,7 +22,7 @@ from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.scheduling import ScheduledRequest
 from asyncmoe.engines.types import Generation, Listener, ParsedCall, Sampling
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.log.turns import EpisodeKey, Turns
+from asyncmoe.log.turns import Turns
 from asyncmoe.rollout.episodes import environment, turn_tree
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
@@ -84,8 +84,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     """
     begin, answers = time.perf_counter(), None
     if stage.turns is not None:
-        key = EpisodeKey(place.group, place.episode, place.attempt)
-        answers = Recall(stage.pool, stage.turns, key, resumes=stage.interruption == "abort_resume")
+        answers = Recall(stage.pool, stage.turns, place, resumes=stage.interruption == "abort_resume")
 
     async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
         prompt, running = f"{stage.stream} {place.group}", any(other.turns for other in made.agents.values())

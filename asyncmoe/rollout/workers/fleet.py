@@ -22,12 +22,12 @@ from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected, WaitTimeout
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.sampled_episodes import from_bytes
 from asyncmoe.rollout.tasks.types import Prompt, to_bytes
 from asyncmoe.rollout.workers.gates import WorkerGates
-from asyncmoe.rollout.workers.remote import RemoteWorker, key_of
+from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rollout.workers.worker import Sampled
 from asyncmoe.rpc.messages import Done, FindWorker, WorkerFound
 from asyncmoe.rpc.peers import check, facts
@@ -180,7 +180,7 @@ class WorkerFleet:
 
     async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
         """Run and score one episode of an evaluation set. Raises as `episode`, and TrajectoryRejected (`LOST`): its worker is lost."""
-        return await self._run(await self._serving(), WorkerRun(key_of(place), to_bytes(prompt), name), place)
+        return await self._run(await self._serving(), WorkerRun(place, to_bytes(prompt), name), place)
 
     async def show(self, first: int, count: int) -> Sequence[Group]:
         """Make demonstrations. Raises as `episode`."""
@@ -197,7 +197,7 @@ class WorkerFleet:
 
         async def packed(worker: RemoteWorker) -> Group:
             await asyncio.gather(*(self._train(worker, asked, place) for place in episodes if place not in worker.ended))
-            (group,) = await worker.pack(WorkerPack(tuple(map(key_of, episodes)), newest), _READ_S)
+            (group,) = await worker.pack(WorkerPack(tuple(episodes), newest), _READ_S)
             worker.ended.difference_update(episodes)
             return group
 
@@ -241,7 +241,7 @@ class WorkerFleet:
 
     async def _train(self, worker: RemoteWorker, asked: bytes, place: EpisodeId) -> Sequence[Made]:
         try:
-            made = await self._run(worker, WorkerRun(key_of(place), asked), place)
+            made = await self._run(worker, WorkerRun(place, asked), place)
         except asyncio.CancelledError:
             worker.forget([place])
             raise

@@ -13,11 +13,10 @@ import msgspec
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, UserError
-from asyncmoe.log.turns import EpisodeKey
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.episodes.environments.tools import WithTools
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, cleaned, to_bytes
@@ -126,7 +125,7 @@ class WorkerService:
             case WorkerShow():
                 return _packed(await worker.show(request.first, request.count))
             case WorkerPack():
-                return _packed([await worker.pack([_place(one) for one in request.episodes], request.newest)])
+                return _packed([await worker.pack(request.episodes, request.newest)])
             case WorkerForget():
                 await self._forget(worker, request)
             case WorkerEnd():
@@ -157,7 +156,7 @@ class WorkerService:
         return WorkerBegun(tuple(sorted(kept.turns.groups)))
 
     async def _run(self, worker: Worker, request: WorkerRun) -> WorkerRan:
-        place, asked = _place(request.episode), from_bytes(request.prompt)
+        place, asked = request.episode, from_bytes(request.prompt)
         try:
             if request.evaluation is not None:
                 return WorkerRan(await worker.evaluate(request.evaluation, asked, place))
@@ -174,9 +173,8 @@ class WorkerService:
             raise AsyncmoeError(cleaned(text[:_MOST_DETAIL])) from error
 
     async def _forget(self, worker: Worker, request: WorkerForget) -> None:
-        episodes = [_place(one) for one in request.episodes]
-        worker.forget(episodes, request.groups)
-        for place in episodes:
+        worker.forget(request.episodes, request.groups)
+        for place in request.episodes:
             self._sampled.pop(place, None)
         if request.needed is not None:
             await worker.retain(request.needed)
@@ -197,10 +195,6 @@ class WorkerService:
         for name in _TOKENS:
             setattr(pool, name, 0)
         return WorkerNews(self._engines.uses(), busy, tokens, figures_of(loaded))
-
-
-def _place(told: EpisodeKey) -> EpisodeId:
-    return EpisodeId(told.group, told.episode, told.attempt)
 
 
 def _packed(groups: Sequence[Group]) -> WorkerPacked:

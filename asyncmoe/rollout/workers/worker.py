@@ -12,11 +12,11 @@ from asyncmoe.config import Config
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.log.log import Place
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue import payload
 from asyncmoe.queue.group_buffer import Group, pack, whole
 from asyncmoe.rollout import evaluation, parts
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import EpisodeNotes, SampledEpisode

@@ -26,7 +26,7 @@ from asyncmoe.log.turns import EpisodeId
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.producer import Workers
 from asyncmoe.rollout.scoring.gather_or_cancel import together
-from asyncmoe.rollout.scoring.stages import untaught
+from asyncmoe.rollout.scoring.teacher import untaught
 from asyncmoe.rollout.tasks import EvaluationQuestions
 from asyncmoe.rollout.tasks.order import EVALUATION as STREAM
 from asyncmoe.rpc.worker_messages import LOST, Made

@@ -29,9 +29,10 @@ from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import FIRST, LARGEST_REWARD, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
-from asyncmoe.rollout.scoring import Sample, Score, Scorer, teaches
+from asyncmoe.rollout.scoring import Sample, Score, Scorer
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.scoring.plain_answer import number
+from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
@@ -159,14 +160,14 @@ async def _worth(given: list[float] | None, agents: list[Agent], prompt: Prompt,
     """
     if given is None:
         last = {agent.number: agent for agent in sorted(agents, key=lambda agent: agent.spoke_last)}
-        every = steps or teaches(scorer)
+        every = steps or isinstance(scorer, Taught)
         asked = [agent for agent in agents if every or agent is last[agent.number]]
         scores = await together([scorer.score(_sample(agent, prompt)) for agent in asked])
         found = {agent.name: score for agent, score in zip(asked, scores, strict=True)}
         # A tree is worth what its last response is worth: that is where the conversation ended.
         worth = [found[last[agent.number].name] for agent in agents]
         return [_as(found.get(agent.name), one) for agent, one in zip(agents, worth, strict=True)]
-    if teaches(scorer):
+    if isinstance(scorer, Taught):
         taught = await together([scorer.teach(_sample(agent, prompt)) for agent in agents])
         return [Score(reward, teacher=teacher) for reward, teacher in zip(given, taught, strict=True)]
     return [Score(reward) for reward in given]

@@ -71,7 +71,7 @@ class LimitedScorer:
     def __init__(self, name: str, judge: Judge, read: Read, limits: ScoringLimits, seed: int = 0) -> None:
         self.name, self._judge, self._read, self._limits = name, judge, read, limits
         self._random = Random(f"{seed} {name}")
-        self._slots = asyncio.Semaphore(min(limits.concurrency, judge.width or limits.concurrency))
+        self._slots = asyncio.Semaphore(limits.concurrency)
         self._here = self._in_flight = self._scored = self._retried = 0
         self._failed: Counter[str] = Counter()
         self._seconds = self._wait_seconds = 0.0

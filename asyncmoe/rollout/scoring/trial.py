@@ -13,7 +13,7 @@ from asyncmoe.rollout.scoring import mathematics
 from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.loading import scorer_kind
 from asyncmoe.rollout.scoring.raised import ScorerRaised
-from asyncmoe.rollout.scoring.stages import stages
+from asyncmoe.rollout.scoring.teacher import stages
 from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, Scorer
 from asyncmoe.rollout.tasks import EvaluationQuestions, Example, HasGolds, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ async def try_once(stages: Mapping[str, LimitedScorer], sample: Sample, target: 
     """Ask each stage for the score of one sample, once.
 
     Args:
-        stages: see `asyncmoe.rollout.scoring.stages.stages`.
+        stages: see `asyncmoe.rollout.scoring.teacher.stages`.
         sample: the first prompt, with its own answer for a response.
         target: the configured scorer, for messages.
 

@@ -28,7 +28,6 @@ class InWorkers:
     """
 
     def __init__(self, target: str, options: Mapping[str, object], conversation: bool, timeout_s: float, width: int) -> None:
-        self.width: int | None = width
         self._left_out = set() if conversation else {"tokens", "sampled"}
         self._timeout_s, self._free = timeout_s, asyncio.Semaphore(width)
         self._asking: set[asyncio.Task[dict[str, Any]]] = set()

@@ -20,7 +20,7 @@ from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, cleaned, to_bytes
-from asyncmoe.rollout.scoring.stages import stats
+from asyncmoe.rollout.scoring.teacher import stages
 from asyncmoe.rollout.tasks.types import from_bytes
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
 from asyncmoe.rollout.workers.worker import Worker, worker_of
@@ -205,4 +205,4 @@ def figures_of(loaded: RolloutParts) -> Figures:
     """Return the statistics of this process."""
     environment = loaded.environment
     counts = environment.counts if isinstance(environment, WithTools) else {}
-    return Figures(dict(stats(loaded.scorer)), {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})
+    return Figures({name: stage.stats() for name, stage in stages(loaded.scorer).items()}, {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})

@@ -71,8 +71,7 @@ def run(config: Config, run_dir: Path) -> None:
     """
     keys.refuse_another(run_dir)
     asked = parts.questions(config)
-    hf = models.hf_config_of(config)
-    run_log = RunLog.open(config, hf, models.recording(config, hf))
+    run_log = RunLog.open(config, models.recording(config, models.hf_config_of(config)))
     keep_files()
     parts.run(_serve(config, run_dir, asked, run_log))
 

@@ -10,19 +10,17 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from asyncmoe import checkpoints, installed
-from asyncmoe.config import Config, gone
+from asyncmoe.config import Config
 from asyncmoe.config.log import LogSection
 from asyncmoe.log import belonging, turns
 from asyncmoe.log.belonging import Belonging
 from asyncmoe.log.files import FileLog
 from asyncmoe.log.log import Log
 from asyncmoe.log.turns import Turns
-from asyncmoe.models import origin
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.fold import LogState, recover
 from asyncmoe.queue.queue_log import CONTROLLER, QueueLog, Resumption
@@ -71,11 +69,10 @@ class RunLog:
         self.first_group = 0
 
     @classmethod
-    def open(cls, config: Config, hf: Mapping[str, Any], recording: Recording) -> RunLog:
+    def open(cls, config: Config, recording: Recording) -> RunLog:
         """Open the log of a run. Blocks.
 
         Args:
-            hf: configuration of the model.
             recording: what engines report of each token.
 
         Raises:
@@ -83,7 +80,7 @@ class RunLog:
             StorageError: it cannot be written.
         """
         run_dir, section = config.run.dir, config.log
-        known, now = belonging.read(run_dir), belonging_of(config, hf, recording)
+        known, now = belonging.read(run_dir), belonging_of(config, recording)
         if now != known:  # first, so that nothing is left of which no run knows
             belonging.write(run_dir, now)
         opened = opener(section, run_dir, now.run)
@@ -164,35 +161,22 @@ def opener(section: LogSection, run_dir: Path, run: str) -> Open:
     return lambda writer, most: redis.RedisLog(redis.RedisServer(url), run, writer, most)
 
 
-def belonging_of(config: Config, hf: Mapping[str, Any], recording: Recording) -> Belonging:
+def belonging_of(config: Config, recording: Recording) -> Belonging:
     """Return which run a log is of, and refuse a configuration that it does not belong to. Raises as `belonging.read` and `check`."""
-    run_dir, of, redis, folder = config.run.dir, identity(config, hf, recording), config.log.redis is not None, str(config.log.folder or "")
+    run_dir, of, redis, folder = config.run.dir, identity(config, recording), config.log.redis is not None, str(config.log.folder or "")
     if (known := belonging.read(run_dir)) is None:
         return Belonging(belonging.FORM, of, redis, folder=folder)
-    if known.begun and origin.read(run_dir):  # with which the launcher has compared the task, which may change by choice
-        of["task"] = known.of.get("task", of["task"])
-    if known.of.get("model", "").rpartition(" ")[2] == of["model"].rpartition(" ")[2]:
-        of["model"] = known.of["model"]  # its directory may have another name
     now = msgspec.structs.replace(known, of=of, redis=redis, folder=folder)
     if known.begun:
         belonging.check(known, now, run_dir)
     return now
 
 
-def identity(config: Config, hf: Mapping[str, Any], recording: Recording) -> dict[str, str]:
-    """Return what a log belongs to besides its run, by the key that names it: all that must be the same for its groups to be trained.
-
-    Of paths only the last part is in them, so that a run and its files may move; of the model's, see `belonging_of`.
-    """
-    return {
-        "run.seed": str(config.run.seed),
-        "model": f"{config.model.path.name} {_digest(hf)}",
-        "task": f"{config.task.kind} {_digest({**config.task.model_dump(), **gone.TASK})}",
-        "rollout.groups_per_step": str(config.rollout.groups_per_step),
-        "rollout.group_size": str(config.rollout.group_size),
-        "warmup.steps": str(config.warmup.steps),
-        "keep": _digest(repr(recording)),
-    }
+def identity(config: Config, recording: Recording) -> dict[str, str]:
+    """Return what must be the same for a log's groups to be trained, by the key that names it; `asyncmoe.models.origin` has the rest, which
+    must be the same for any run that goes on."""
+    kept = hashlib.sha256(json.dumps(repr(recording)).encode()).hexdigest()[:12]
+    return {"run.seed": str(config.run.seed), "rollout.group_size": str(config.rollout.group_size), "keep": kept}
 
 
 def oldest(run_dir: Path, keep: int) -> int | None:
@@ -200,8 +184,3 @@ def oldest(run_dir: Path, keep: int) -> int | None:
     complete = checkpoints.directory(run_dir, 0).parent.glob("step-*")
     steps = sorted(int(path.name.removeprefix("step-")) for path in complete if path.name.removeprefix("step-").isdecimal())
     return min(steps[-keep:], default=None)
-
-
-def _digest(values: object) -> str:
-    text = json.dumps(values, sort_keys=True, default=lambda value: value.name if isinstance(value, Path) else str(value))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.rollout.scoring import mathematics
-from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.loading import scorer_kind
 from asyncmoe.rollout.scoring.raised import ScorerRaised
 from asyncmoe.rollout.scoring.teacher import stages
@@ -56,28 +55,13 @@ async def before_engines(
         return
     response = tokenizer.encode(prompt.answer) or (tokenizer.eos,)
     sampled = (False,) * len(prompt.tokens) + (True,) * len(response)
-    tried = {name: stage for name, stage in stages(scorer).items() if asked or name == "teacher"}
-    await try_once(
-        tried, Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled, columns=prompt.columns), kind
-    )
-
-
-async def try_once(stages: Mapping[str, LimitedScorer], sample: Sample, target: str) -> None:
-    """Ask each stage for the score of one sample, once.
-
-    Args:
-        stages: see `asyncmoe.rollout.scoring.teacher.stages`.
-        sample: the first prompt, with its own answer for a response.
-        target: the configured scorer, for messages.
-
-    Raises:
-        ConfigError: a stage did not return a score.
-    """
-    for name, stage in stages.items():
+    sample = Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled, columns=prompt.columns)
+    for name, stage in stages(scorer).items():
         try:
-            await stage.attempt(sample)
+            if asked or name == "teacher":
+                await stage.attempt(sample)
         except TrajectoryRejected as rejected:
-            raise _refused(name, target, rejected) from rejected
+            raise _refused(name, kind, rejected) from rejected
 
 
 def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigError:

@@ -24,11 +24,10 @@ from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rollout.sampled_episodes import from_bytes
+from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes
 from asyncmoe.rollout.tasks.types import Prompt, to_bytes
 from asyncmoe.rollout.workers.gates import WorkerGates
 from asyncmoe.rollout.workers.remote import RemoteWorker
-from asyncmoe.rollout.workers.worker import Sampled
 from asyncmoe.rpc.messages import Done, FindWorker, WorkerFound
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.rendezvous import Rendezvous
@@ -86,7 +85,7 @@ class WorkerFleet:
         self._figures: dict[Rendezvous, Figures] = {}
         """Those of lost workers stay."""
         self._recorded: dict[int, int] = {}
-        self.sampled: Sampled = lambda place, left: None
+        self.sampled: Callable[[EpisodeId, SampledEpisode], None] = lambda place, left: None
         self.times_lost = 0
         self._gates = pool.elsewhere = WorkerGates(pool, self._alive, config.engines.hang_timeout_s * PAUSE_SHARE, address_of)
 

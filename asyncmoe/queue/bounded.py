@@ -53,8 +53,11 @@ class BoundedQueue:
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
         on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
         on_freed: called with groups of which nothing is kept any more.
-        log: learns of every change.
+        log: learns of every change; None: one that keeps nothing.
         resumed: what an earlier process left in the log.
+
+    Attributes:
+        log: as above.
     """
 
     def __init__(
@@ -87,9 +90,9 @@ class BoundedQueue:
         self._again: list[Start] = list(resumed.starts)
         self._stopping = False
         self._changes = Changes()
-        self._log, self._reading = log or QueueLog(), asyncio.Lock()
+        self.log, self._reading = log or QueueLog(), asyncio.Lock()
         self._served = resumed.served
-        self._log.accounts = lambda: self._accounts
+        self.log.accounts = lambda: self._accounts
         for group in resumed.queued:
             self._lanes["rl"].insert(group)
 
@@ -158,7 +161,7 @@ class BoundedQueue:
         """
         self._arrivals += 1
         group = replace(group, arrival=self._arrivals)
-        await self._log.finished(group)
+        await self.log.finished(group)
         await self._insert(self._lanes["rl"], group)
 
     async def put_demonstrations(self, shown: Sequence[Group]) -> None:
@@ -204,7 +207,7 @@ class BoundedQueue:
         if phase == "rl" and not self._stopping:
             await self._replay(step, terms)
         answer = await self._changes.until(lambda: self._try_lease(step, terms), min(wait_s, MAX_LEASE_WAIT_S))
-        await self._log.settled()
+        await self.log.settled()
         return answer if answer is not None else self._answer(step, phase)
 
     def commit(self, step: int, dropped: str = "") -> None:
@@ -230,12 +233,12 @@ class BoundedQueue:
                 self._accounts = self._accounts.skip(count, dropped)
             else:
                 self._count(self.ledger.train(count))
-        self._log.committed(step, dropped)
+        self.log.committed(step, dropped)
         self._changes.wake()
 
     async def settled(self) -> None:
         """Return once all commits so far are in the log. Raises StorageError: the log cannot be written."""
-        await self._log.settled()
+        await self.log.settled()
 
     # ------------------------------------------------------------ controller side
 
@@ -259,7 +262,7 @@ class BoundedQueue:
         self._lanes["rl"].forget_leases()
         self._lanes["warmup"].clear()  # so that whoever waits for space puts what is forgotten with it
         self._lanes["warmup"] = GroupBuffer(self._lanes["warmup"].capacity)
-        self._log.reopened(found)
+        self.log.reopened(found)
         self._changes.wake()
 
     def stop(self) -> None:
@@ -304,7 +307,7 @@ class BoundedQueue:
                 raise InvariantBroken(f"lease of step {step}: a token of version {newest}, but the trainer is at {terms.version}")
         weights = [self._weight(group, terms.version) if terms.phase == "rl" else 1.0 for group in groups]
         if terms.phase == "rl":
-            self._log.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
+            self.log.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
         self._decide(step, terms.phase, groups, weights)
 
     def _weight(self, group: Group, version: int) -> float:
@@ -316,12 +319,12 @@ class BoundedQueue:
     def _is_replay(self, step: int) -> bool:
         """Whether a step is answered with an older trainer's lease, which has the version of then."""
         answer = self._leases.answers.get(step)
-        return step in self._log.replays or (answer is not None and answer.replayed)
+        return step in self.log.replays or (answer is not None and answer.replayed)
 
     async def _replay(self, step: int, terms: LeaseTerms) -> None:
         """Answer a step with the lease that an earlier trainer was granted, if there is one; the ledger counts it as leased already."""
         async with self._reading:
-            found = await self._log.replayed(step, terms)
+            found = await self.log.replayed(step, terms)
         if found is not None and step not in self._leases.answers:  # else the run is stopping, and a rank has been told so
             self._lanes["rl"].hold(step, found.groups)
             self._decide(step, "rl", found.groups, found.weights, replayed=found.trained)
@@ -339,11 +342,11 @@ class BoundedQueue:
             again = [Start(group.number, group.attempt + 1) for group in stale]
             self._again += again
             for start in again:
-                self._log.again(start)
+                self.log.again(start)
         else:
             self._accounts = self._accounts.drop(count, "stale")
             for group in stale:
-                self._log.ended(group.number)
+                self.log.ended(group.number)
         if self._on_stale is not None:
             self._on_stale(stale, self.admission.rule == "requeue", version)
         self._changes.wake()
@@ -353,7 +356,7 @@ class BoundedQueue:
 
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False, replayed: bool = False) -> Leased:
         depth, dropped = self._lanes[phase].depth, self._accounts.all_dropped
-        return Leased(step, items, depth, dropped, stop, self._log.history, replayed)
+        return Leased(step, items, depth, dropped, stop, self.log.history, replayed)
 
     async def _insert(self, lane: GroupBuffer, group: Group) -> None:
         lane.putting.append(group.arrival)

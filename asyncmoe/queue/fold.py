@@ -167,7 +167,6 @@ class Recovered:
         replays: leases that are answered again, by step.
         queued: groups to queue, in order of arrival.
         starts: groups to start before any new one, in order.
-        next: number of the first group never begun.
         arrivals: number of the newest arrival.
         history: number of restarts that replayed, this one included.
         first: step from which on all leases are known.
@@ -178,7 +177,6 @@ class Recovered:
     replays: Mapping[int, records.StepLeased]
     queued: tuple[RecordedGroup, ...]
     starts: tuple[Start, ...]
-    next: int
     arrivals: int
     history: int
     first: int
@@ -221,7 +219,7 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
     )
     arrivals = max((group.order for group in state.groups.values() if group.place is not None), default=0)
     history, known = state.history + bool(replays), first if unknown is None else unknown + 1
-    return Recovered(accounts, replays, queued, (*again, *pending), state.next, arrivals, history, known, repairs)
+    return Recovered(accounts, replays, queued, (*again, *pending), arrivals, history, known, repairs)
 
 
 def _replays(state: LogState, first: int, reached: int, name: str, lost: Collection[int]) -> dict[int, records.StepLeased]:

@@ -278,12 +278,10 @@ class Controller:
             self._task,
             self._fleet,
             rollout.group_size,
-            self._run_log.first_group,
             filter_equal=rollout.filter_equal,
             start_over=config.scoring.start_over,
             samples=samples,
             max_rejected=rollout.max_rejected_share,
-            queue_log=self._run_log.queue_log,
         )
         producing, trained = asyncio.ensure_future(producer.run()), asyncio.ensure_future(self._trained.wait())
         try:

@@ -19,7 +19,6 @@ from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.queue.queue_log import QueueLog
 from asyncmoe.queue.records import Start
 from asyncmoe.queue.rejections import Rejections
 from asyncmoe.rollout.samples import Samples
@@ -75,12 +74,10 @@ class Producer:
     Args:
         workers: run and score episodes, and make groups of them.
         group_size: number of responses to each prompt.
-        first_group: number of the first group; the same number asks the same question.
         filter_equal: drop groups whose rewards are all equal, and count them under "equal_rewards".
         start_over: reasons after which a group is restarted, in addition to engine failures.
         samples: keeps some groups to be read; None: keeps none.
         max_rejected: the run ends if more than this share of the groups is rejected and not restarted; see `Rejections`.
-        queue_log: learns what begins and ends; the queue knows which groups it leaves to start (`take_requeued`).
     """
 
     def __init__(
@@ -89,18 +86,16 @@ class Producer:
         task: Task,
         workers: Workers,
         group_size: int,
-        first_group: int = 0,
         *,
         filter_equal: bool = False,
         start_over: frozenset[str] = frozenset(),
         samples: Samples | None = None,
         max_rejected: float = 1.0,
-        queue_log: QueueLog | None = None,
     ) -> None:
         self._queue, self._task, self._workers, self._size = queue, task, workers, group_size
-        self._filter_equal, self._samples, self._log = filter_equal, samples, queue_log or QueueLog()
+        self._filter_equal, self._samples, self._log = filter_equal, samples, queue.log
         self._start_over = _ENGINE | start_over
-        self._next, self._again = first_group, deque[Start]()
+        self._next, self._again = queue.log.state.next, deque[Start]()
         """The number of the first group never started, and groups to start before it."""
         self._equal_in_a_row = 0
         self._rejections = Rejections(max_rejected)

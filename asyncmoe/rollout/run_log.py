@@ -60,13 +60,11 @@ class RunLog:
     """Connects one controller with the log of its run.
 
     Attributes:
-        queue_log: for the queue and the producer.
-        first_group: number of the first group never begun; known after `resume`.
+        queue_log: for the queue.
     """
 
     def __init__(self, config: Config, queue_log: QueueLog, run: str) -> None:
         self._config, self.queue_log, self._run = config, queue_log, run
-        self.first_group = 0
 
     @classmethod
     def open(cls, config: Config, recording: Recording) -> RunLog:
@@ -113,14 +111,13 @@ class RunLog:
             DataError: the log does not belong to this checkpoint, or is damaged.
         """
         config, queue_log = self._config, self.queue_log
-        self.first_group = max(0, step - config.warmup.steps) * config.rollout.groups_per_step
+        first = max(0, step - config.warmup.steps) * config.rollout.groups_per_step
         base, batch = config.warmup.steps, config.rollout.batch
         lost = await asyncio.to_thread(queue_log.lost, max(step, base))
-        found = queue_log.begin(step, base, batch, self.first_group, lost)
-        self.first_group = found.next
+        found = queue_log.begin(step, base, batch, first, lost)
         queued = await queue_log.groups(found.queued)
         said = "log: history %d, %d steps are trained again, %d groups are queued, %d start again, then group %d and the next ones"
-        log.info(said, found.history, len(found.replays), len(queued), len(found.starts), found.next)
+        log.info(said, found.history, len(found.replays), len(queued), len(found.starts), queue_log.state.next)
         return Resumption(found.accounts, queued, found.starts, found.arrivals, served=max(found.replays, default=-1) + 1)
 
     def reopen(self, queue: BoundedQueue, step: int) -> int:

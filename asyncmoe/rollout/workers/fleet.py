@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncmoe.config import Config
-from asyncmoe.engines import backend
-from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected, WaitTimeout
@@ -65,7 +63,6 @@ class WorkerFleet:
         generated: called as `asyncmoe.rollout.recorder.Recorder.generated`.
         first: returns what a worker that joins now is told first.
         untried: whether nobody has tried yet if the scorer and the answers can be used.
-        address_of: as `asyncmoe.engines.backend.address_of`.
     """
 
     def __init__(
@@ -75,7 +72,6 @@ class WorkerFleet:
         generated: Callable[[str, float, float], None],
         first: Callable[[], WorkerBegin],
         untried: bool = False,
-        address_of: Callable[[Engine], tuple[str, str]] = backend.address_of,
     ) -> None:
         self._config, self._pool, self._generated, self._first, self._untried = config, pool, generated, first, untried
         self._workers: dict[int, RemoteWorker] = {}
@@ -87,7 +83,7 @@ class WorkerFleet:
         self._recorded: dict[int, int] = {}
         self.sampled: Callable[[EpisodeId, SampledEpisode], None] = lambda place, left: None
         self.times_lost = 0
-        self._gates = pool.elsewhere = WorkerGates(pool, self._alive, config.engines.hang_timeout_s * PAUSE_SHARE, address_of)
+        self._gates = pool.elsewhere = WorkerGates(pool, self._alive, config.engines.hang_timeout_s * PAUSE_SHARE)
 
     # ------------------------------------------------------------ workers
 

@@ -67,7 +67,7 @@ class Log(ABC):
 
     def __init__(self, name: str, end: int = 0, size: int = 0, max_bytes: int | None = None) -> None:
         self.name, self.cpu_s, self.damaged, self._max_bytes = name, 0.0, False, max_bytes
-        self.end = self._written = self._durable = self._opened = end
+        self.end = self._durable = self._opened = end
         self.size = size
         self._changing, self._queue = threading.Lock(), list[Record]()
         self._failure: AsyncmoeError | None = None
@@ -209,7 +209,6 @@ class Log(ABC):
             batch, self._queue, end = self._queue, [], self.end
         if batch:
             self._write(batch)
-        self._written = end
         if self._durable <= position:
             self._sync()
             self._durable = end

@@ -79,8 +79,7 @@ class BoundedQueue:
         resumed: Resumption = UNDISTURBED,
     ) -> None:
         self.admission = Admission(batch, max_staleness, base_version, rule, downweight, drop_above)
-        trained = max(0, trained_steps - base_version) * batch
-        self._accounts = resumed.accounts or Accounts(Ledger(started=trained, trained=trained))
+        self._accounts = resumed.accounts or Accounts(Ledger())
         self._group_size = group_size
         self._on_stale = on_stale
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity, on_freed), "warmup": GroupBuffer(demonstrations)}

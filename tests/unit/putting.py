@@ -17,11 +17,9 @@ from asyncmoe.rpc.worker_messages import WorkerFetch
 from asyncmoe.trajectory import NOTHING, Recording, Trajectory
 
 
-async def put_group(
-    queue: BoundedQueue, trajectories: Sequence[Trajectory], wait_s: float | None = None, recording: Recording = NOTHING
-) -> None:
+async def put_group(queue: BoundedQueue, trajectories: Sequence[Trajectory]) -> None:
     """Check a whole group, and queue it."""
-    await queue.put(whole(trajectories, queue._group_size, recording, queue.newest_version), wait_s)
+    await queue.put(whole(trajectories, queue._group_size, NOTHING, queue.newest_version))
 
 
 async def _never(*_: object) -> tuple[Trajectory, ...]:

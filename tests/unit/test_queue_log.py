@@ -13,7 +13,7 @@ from asyncmoe.log.files import HEADER_BYTES
 from asyncmoe.log.log import HEAD_BYTES
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import pack
-from asyncmoe.queue.start_order import Start
+from asyncmoe.queue.records import Start
 from tests.unit.log_lives import BACKENDS, BATCH, SIZE, Home, Life, home, homes, in_loop, live  # noqa: F401
 from tests.unit.test_queue_model import make_group
 

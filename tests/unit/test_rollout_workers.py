@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected
-from asyncmoe.log.turns import EpisodeKey
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.rollout.demonstrations import Demonstrations
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes, to_bytes
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rpc.messages import Done, FindWorker
@@ -140,7 +139,7 @@ async def test_a_worker_that_does_not_belong_is_refused(cluster: Cluster) -> Non
 async def test_a_worker_packs_only_what_has_ended_there(cluster: Cluster) -> None:
     (worker,) = cluster.fleet._workers.values()
     with pytest.raises(ProtocolError, match="have ended here"):
-        await worker.ask(WorkerPack((EpisodeKey(99, 0, 0),), 0), WorkerPacked)
+        await worker.ask(WorkerPack((EpisodeId(99, 0, 0),), 0), WorkerPacked)
     await worker.ask(WorkerForget(groups=(99,)), Done)
     assert not worker.gone
 
@@ -152,7 +151,7 @@ async def test_an_episode_of_a_lost_worker_is_rejected(cluster: Cluster) -> None
     while not worker.gone:
         await asyncio.sleep(0.01)
     with pytest.raises(TrajectoryRejected, match="worker_lost"):
-        await worker.do(WorkerRun(EpisodeKey(99, 0, 0), b""), WorkerRan, 1.0)
+        await worker.do(WorkerRun(EpisodeId(99, 0, 0), b""), WorkerRan, 1.0)
     assert (cluster.fleet.times_lost, len(cluster.fleet.lost())) == (1, 1)
 
 

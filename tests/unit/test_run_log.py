@@ -22,7 +22,7 @@ from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.log import files
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.start_order import Start
+from asyncmoe.queue.records import Start
 from asyncmoe.rollout import run_log
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer

@@ -12,11 +12,10 @@ import pytest
 from asyncmoe.errors import ProtocolError
 from asyncmoe.log.log import Place
 from asyncmoe.rollout.workers import service
-from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
-from asyncmoe.rpc.worker_messages import EngineUse, PackedGroup, WorkerBegin, WorkerEngines, WorkerPacked
+from asyncmoe.rpc.worker_messages import EngineUse, PackedGroup, WorkerBegin, WorkerPacked
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import Cluster, SlowEngine, clustered
 
@@ -78,29 +77,6 @@ async def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(cluster: Clu
     assert there.leaving
     for handle in cluster.handles:
         handle.client.hangs = False
-
-
-@clustered(workers=2, engines=2, seed=8)
-async def test_workers_are_told_only_what_has_changed(cluster: Cluster) -> None:
-    gates, told = cluster.fleet._gates, list[str]()
-    gates.tell()
-    await gates.late()
-
-    def tell(self: RemoteWorker, request: Any, *_: object) -> asyncio.Task[None]:
-        if isinstance(request, WorkerEngines):
-            told.append(self.name)
-        return really(self, request)
-
-    really = RemoteWorker.tell
-    with mock.patch.object(RemoteWorker, "tell", tell):
-        gates.tell()
-        assert await gates.late() == 0
-        assert told == []
-        cluster.pool.members[1].suspect = True
-        gates.tell()
-        gates.tell()
-        await gates.late()
-        assert sorted(told) == ["rollout worker 1", "rollout worker 2"]
 
 
 @clustered(workers=3, engines=2, seed=8, staleness=40)

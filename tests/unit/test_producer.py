@@ -143,7 +143,8 @@ def test_what_could_not_be_answered_or_where_the_user_wants_it_scored_is_started
         await asyncio.sleep(0.02)
         assert held.stats().rejected == {reason: attempts * GROUP}
         leased = await held.lease(0, "rl", 2 * BATCH, 0, 1.0)
-        assert {item.key for item in leased.items if item.group == 0} == {f"g0.e{e}.a0.t2" for e in range(GROUP * (reason == "engine_died"))}
+        again = [item.key for item in leased.items if item.group == 0]
+        assert again == [f"g0.e{e}.a0.t2" for e in range(GROUP if reason == "engine_died" else 0)]
 
     produce(play, body, start_over=frozenset({"scorer_timeout"}))
     assert begun == set(range(attempts + (reason == "engine_died")))

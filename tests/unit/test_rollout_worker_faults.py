@@ -12,10 +12,9 @@ import pytest
 from asyncmoe.errors import ProtocolError
 from asyncmoe.log.log import Place
 from asyncmoe.rollout.workers import service
-from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
-from asyncmoe.rpc.worker_messages import EngineUse, PackedGroup, WorkerBegin, WorkerPacked
+from asyncmoe.rpc.worker_messages import EngineUse, PackedGroup, WorkerPacked
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import Cluster, SlowEngine, clustered
 
@@ -114,34 +113,20 @@ async def test_an_adapter_is_in_use_until_all_workers_know_the_next_one_and_thei
         assert await cluster.pool._in_use(member, "v1"), "a worker that has not heard of the next one may still ask for it"
 
 
-def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -> None:
-    told: list[WorkerBegin] = []
-    begin = WorkerService._begin
-
-    async def noted(self: WorkerService, first: WorkerBegin) -> Any:
-        told.append(first)
-        return await begin(self, first)
-
-    async def run() -> None:
-        with mock.patch.object(WorkerService, "_begin", noted):
-            async with Cluster(tmp_path, workers=2, engines=2, seed=5) as cluster:
-                for step in range(3):
-                    await cluster.train(step)
-                for handle in cluster.handles:
-                    handle.client.hangs = True
-                while not cluster.fleet._workers[2].running:
-                    await asyncio.sleep(0.01)
-                await cluster.lose(1)
-                await cluster.lost(1)
-                others = {place.group for place in cluster.lent[2].worker._worker._running}
-                await cluster.start(1)
-                for handle in cluster.handles:
-                    handle.client.hangs = False
-                trained = {one.group for made in cluster.trained.values() for one in made}
-                assert others <= set(told[-1].under_way)
-                assert not trained & set(told[-1].under_way)
-
-    asyncio.run(run())
+@clustered(workers=2, engines=2, seed=5)
+async def test_a_worker_that_comes_again_hears_what_is_under_way_now(cluster: Cluster) -> None:
+    for step in range(3):
+        await cluster.train(step)
+    for handle in cluster.handles:
+        handle.client.hangs = True
+    while not cluster.fleet._workers[2].running:
+        await asyncio.sleep(0.01)
+    others = {place.group for place in cluster.lent[2].worker._worker._running}
+    told = set(cluster.run_log.for_workers().under_way)
+    assert others <= told
+    assert not told & {one.group for made in cluster.trained.values() for one in made}
+    for handle in cluster.handles:
+        handle.client.hangs = False
 
 
 @clustered(workers=1, engines=1, seed=6)

@@ -199,4 +199,5 @@ def figures_of(loaded: RolloutParts) -> Figures:
     """Return the statistics of this process."""
     environment = loaded.environment
     counts = environment.counts if isinstance(environment, WithTools) else {}
-    return Figures({name: stage.stats() for name, stage in stages(loaded.scorer).items()}, {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})
+    scoring = {name: stage.stats() for name, stage in stages(loaded.scorer).items()}
+    return Figures(scoring, {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})

@@ -31,7 +31,6 @@ from tests.unit.test_queue_model import make_group
 
 T = TypeVar("T")
 SIZE, BATCH = 2, 4
-BACKENDS = pytest.mark.parametrize("backend", ["files", pytest.param("redis", marks=needed())])
 
 
 class KeptLog(QueueLog):
@@ -111,25 +110,11 @@ def home_of(backend: str) -> Iterator[Home]:
                 server.close()
 
 
-@pytest.fixture(scope="module")
-def homes() -> Iterator[dict[str, Home]]:
-    """A home of each backend, the server started when it is first asked for."""
-
-    class Lazy(dict[str, Home]):
-        def __missing__(self, backend: str) -> Home:
-            held.append(home_of(backend))
-            self[backend] = held[-1].__enter__()
-            return self[backend]
-
-    held: list[Any] = []
-    yield Lazy()
-    for one in held:
-        one.__exit__(None, None, None)
-
-
-@pytest.fixture
-def home(homes: dict[str, Home], backend: str) -> Home:
-    return homes[backend]
+@pytest.fixture(scope="module", params=["files", pytest.param("redis", marks=needed())])
+def home(request: pytest.FixtureRequest) -> Iterator[Home]:
+    """Each backend in turn."""
+    with home_of(request.param) as made:
+        yield made
 
 
 def settled(log: Log | None) -> None:

@@ -24,7 +24,7 @@ from asyncmoe.log.files import HEADER_BYTES, FileLog
 from asyncmoe.log.log import HEAD_BYTES, Log
 from tests.disks import mounted
 from tests.redis_server import LocalRedis, LossyLink, needed
-from tests.unit.log_lives import BACKENDS, Home, home, homes  # noqa: F401
+from tests.unit.log_lives import Home, home  # noqa: F401
 
 SIZES = (0, 1, 7, 8, 9, 100, 33)
 
@@ -53,7 +53,6 @@ def filled(log: Log, sizes: Sequence[int] = SIZES) -> list[int]:
 # ---------------------------------------------------------------- both
 
 
-@BACKENDS
 def test_what_is_appended_is_found_again_in_order(home: Home, tmp_path: Path) -> None:  # noqa: F811
     places = filled(home.log(tmp_path, "1"), SIZES * 2)
     assert places == sorted(set(places))
@@ -66,7 +65,6 @@ def test_what_is_appended_is_found_again_in_order(home: Home, tmp_path: Path) ->
                 log.read_at(wrong)
 
 
-@BACKENDS
 def test_what_is_below_a_position_is_let_go_of(home: Home, tmp_path: Path) -> None:  # noqa: F811
     async def body() -> None:
         with closing(home.log(tmp_path, "1")) as log:
@@ -89,7 +87,6 @@ def test_what_is_below_a_position_is_let_go_of(home: Home, tmp_path: Path) -> No
     asyncio.run(body())
 
 
-@BACKENDS
 def test_the_bound_holds_and_a_closed_log_takes_nothing(home: Home, tmp_path: Path) -> None:  # noqa: F811
     async def body() -> None:
         with closing(home.log(tmp_path, "1", 20_000)) as log:
@@ -106,7 +103,6 @@ def test_the_bound_holds_and_a_closed_log_takes_nothing(home: Home, tmp_path: Pa
     asyncio.run(body())
 
 
-@BACKENDS
 def test_one_writer_at_a_time(home: Home, tmp_path: Path) -> None:  # noqa: F811
     with closing(home.log(tmp_path, "0")), pytest.raises(UserError, match=rf"in use by another process \(process {os.getpid()} on "):
         home.log(tmp_path, "0")

@@ -18,6 +18,7 @@ from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Done, Goodbye, Hello, Leased, Welcome
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from tests.unit.putting import put_group
+from tests.unit.test_config import refused, with_value
 
 
 def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -270,3 +271,15 @@ async def test_the_trainer_has_left_when_every_rank_has_and_all_say_the_same() -
     assert service.left
     with pytest.raises(ProtocolError, match="sent finished=False, another rank sent the opposite"):
         await service(Goodbye(0, False))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("queue.staleness", {"rule": "downweight", "downweight": 0.5}, "a number above queue.staleness.max_staleness"),
+        ("queue.staleness", {"rule": "downweight", "downweight": 0.5, "drop_above": 1}, "more than queue.staleness.max_staleness = 1"),
+        ("queue.staleness.drop_above", 3, "nothing because queue.staleness.rule is drop"),
+    ],
+)
+def test_policies_that_cannot_be_are_refused(path: str, value: object, expected: str) -> None:
+    assert expected in refused(with_value(path, value))

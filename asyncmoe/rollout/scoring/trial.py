@@ -22,7 +22,6 @@ _SCORED = ("single_turn", "tools")
 """Kinds of environments that leave the reward to the scorer."""
 _CHECKED = 2000
 """Distinct answers of a source that are checked: a check takes milliseconds."""
-_SHOWN = 5
 _SHOWN_CHARS = 60
 
 
@@ -82,19 +81,16 @@ async def check_golds(golds: Iterable[Example], key: str) -> None:
     """Check the first `_CHECKED` distinct reference answers.
 
     Raises:
-        DataError: no answer can equal some; names the first of them with file and line.
+        DataError: no answer can equal one of them; names it with file and line.
     """
     distinct: dict[str, Example] = {}
     for gold in golds:
         distinct.setdefault(gold.answer, gold)
-    wrong = list[str]()
     for gold in islice(distinct.values(), _CHECKED):
         try:
             mathematics.check(gold.answer)
         except ValueError as error:
-            wrong.append(f"{gold.where} {gold.answer[:_SHOWN_CHARS]!r} ({error})")
+            got, expected = f"{gold.where} {gold.answer[:_SHOWN_CHARS]!r} ({error})", "an answer that equals itself by math_verify"
+            hint = "correct all lines with such an answer, or name another scoring.scorer"
+            raise DataError(key, got=got, expected=expected, hint=hint) from error
         await asyncio.sleep(0)
-    if wrong:
-        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        got, expected = f"unusable answers: {', '.join(wrong[:_SHOWN])}{more}", "answers that equal themselves by math_verify"
-        raise DataError(key, got=got, expected=expected, hint="correct all lines with them, or name another scoring.scorer")

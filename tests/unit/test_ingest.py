@@ -22,7 +22,6 @@ from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode, decode_routes, encode_routes, frames_in
-from tests.unit.putting import Holding
 
 GROUP, BATCH, VOCABULARY = 2, 4, 50
 ROUTING = Routing(all_layers=5, layers=(1, 2, 3, 4), top_k=2, experts=8)
@@ -158,6 +157,10 @@ def long_record(group: int, episode: int) -> Trajectory:
     return record(EpisodeId(group, episode, 0), generation)
 
 
+async def unasked(prompt: Prompt, place: EpisodeId) -> Trajectory:
+    raise NotImplementedError
+
+
 def sizes(frames: Sequence[Any]) -> list[int]:
     return [memoryview(frame).nbytes for frame in frames]
 
@@ -171,12 +174,11 @@ def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them
     unpacked = decode_routes(whole.routes, key)
 
     async def body() -> None:
-        held = Holding(queue(), RECORDING)
-        held.queue.started(GROUP)
-        await held.put([long_record(1, episode) for episode in range(GROUP)])
+        worker = Worker(alone(unasked), GROUP, RECORDING)
+        await worker.hold([long_record(1, episode) for episode in range(GROUP)], 1)
 
         async def fetch(*how: Any) -> list[Any]:
-            return list(await held.worker.fetch((key,), PLACE, *how))
+            return list(await worker.fetch((key,), PLACE, *how))
 
         full = sizes(await fetch())
         for layers in ((1, 2), (3, 4), (1, 4)):

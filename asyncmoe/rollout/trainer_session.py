@@ -16,10 +16,10 @@ from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.service import QueueService, check_digest
-from asyncmoe.rollout.parts import Questions
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.samples import Samples, samples_of
+from asyncmoe.rollout.tasks import Tasks
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Hello, TrainerMessage
 from asyncmoe.rpc.peers import check, facts
@@ -45,7 +45,7 @@ class TrainerSession:
     def __init__(
         self,
         config: Config,
-        asked: Questions,
+        asked: Tasks,
         run_log: RunLog,
         pool: Pool,
         coordinator: WeightUpdateCoordinator,

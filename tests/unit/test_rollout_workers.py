@@ -35,7 +35,7 @@ def check(cluster: Cluster, steps: int) -> None:
     assert all(groups.count(number) == groups.count(groups[0]) for number in set(groups))
     for step, made in cluster.trained.items():
         for one in made:
-            assert tuple(one.tokens[: (~one.loss_mask).sum()]) == cluster.parts.task.prompt(one.group).tokens
+            assert tuple(one.tokens[: (~one.loss_mask).sum()]) == cluster.parts.training.prompt(one.group).tokens
             assert step - 1 <= one.oldest_version <= int(one.versions.max()) <= step
     ledger = cluster.queue.ledger
     assert ledger.trained == steps * BATCH

@@ -146,7 +146,7 @@ class Cluster:
 
         self.server = Server(answer, here_only=True)
         self._rendezvous = await self.server.start()
-        producer = Producer(self.queue, self.parts.task, self.fleet, SIZE, start_over=frozenset({"environment_error"}))
+        producer = Producer(self.queue, self.parts.training, self.fleet, SIZE, start_over=frozenset({"environment_error"}))
         work = (self.server.serve(), self.fleet.run(), producer.run())
         self._tasks = [asyncio.create_task(self._guard(part)) for part in work]
         await asyncio.gather(*(self.start(number) for number in range(1, config.rollout.workers + 1)))

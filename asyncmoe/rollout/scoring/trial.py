@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 
 from asyncmoe.config import Config
@@ -14,8 +14,7 @@ from asyncmoe.rollout.scoring.loading import scorer_kind
 from asyncmoe.rollout.scoring.raised import ScorerRaised
 from asyncmoe.rollout.scoring.teacher import stages
 from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, Scorer
-from asyncmoe.rollout.tasks import EvaluationQuestions, Example, HasGolds, Task
-from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.tasks import Example, HasGolds, Tasks
 
 log = logging.getLogger(__name__)
 _SCORED = ("single_turn", "tools")
@@ -25,9 +24,7 @@ _CHECKED = 2000
 _SHOWN_CHARS = 60
 
 
-async def before_engines(
-    config: Config, tokenizer: Tokenizer, task: Task, evaluated: Sequence[EvaluationQuestions], scorer: Scorer
-) -> None:
+async def before_engines(config: Config, tasks: Tasks, scorer: Scorer) -> None:
     """Check the reference answers, and try the scorer and the teacher with the first prompt.
 
     An environment of the user's own may give the rewards itself; then `scoring.scorer: auto` is not checked.
@@ -40,13 +37,14 @@ async def before_engines(
     kind = scorer_kind(section, config.task)
     asked = section.scorer != "auto" or config.environment.kind in _SCORED
     if asked and kind == "math_verify":
-        own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in evaluated if one.task is not task}
-        for key, source in {"task.path": task, **own_sets}.items():
+        own = [one for one in tasks.sets if one.task is not tasks.training]
+        own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in own}
+        for key, source in {"task.path": tasks.training, **own_sets}.items():
             if isinstance(source, HasGolds):
                 await check_golds(source.golds(), key)
     if config.evaluation.sets and not config.evaluation.every:
         log.warning("evaluation.sets: none of them is asked, because evaluation.every is 0")
-    prompt = task.prompt(0)
+    prompt, tokenizer = tasks.training.prompt(0), tasks.tokenizer
     if asked and kind == "exact" and not prompt.answer:
         hint = "name the column in task.columns.answer, or another scorer"
         raise ConfigError("scoring.scorer", got="exact, and the first prompt has no answer", expected="answers to compare with", hint=hint)

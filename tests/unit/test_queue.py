@@ -13,6 +13,7 @@ import pytest
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.leases import Leases, LeaseTerms
 from asyncmoe.queue.queue_log import Resumption
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Done, Goodbye, Hello, Leased, Welcome
@@ -200,6 +201,15 @@ async def test_the_next_step_may_be_leased_ahead() -> None:
     held.commit(1)
     assert held.ledger.trained == 8
     assert held.trained_steps == 2
+
+
+def test_a_rank_learns_that_its_step_ended_while_it_asked() -> None:
+    one = LeaseTerms("rl", 4, 1)
+    leases = Leases().ask(0, one, 4)
+    assert leases.answer_to(0, one) is None
+    granted = leases.decide(0, Leased(0, (), 0, {}))
+    with pytest.raises(ProtocolError, match="during the request"):
+        granted.commit(0).answer_to(0, one)
 
 
 # ---------------------------------------------------------------- stop, fail, resume, warm-up

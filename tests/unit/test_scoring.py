@@ -200,5 +200,5 @@ def test_wrong_arguments_are_placed_at_the_scorer() -> None:
         takes_one("a", "b")  # type: ignore[call-arg]
     except TypeError as error:
         raised = raised_by(error.with_traceback(None), takes_one)
-    assert raised.at == f"tests/unit/test_scoring.py:{takes_one.__code__.co_firstlineno}"
-    assert "positional argument" in raised.said
+    assert raised["at"] == f"tests/unit/test_scoring.py:{takes_one.__code__.co_firstlineno}"
+    assert "positional argument" in raised["said"]

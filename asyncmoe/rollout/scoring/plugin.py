@@ -103,7 +103,7 @@ class AsyncScorer:
         except plugins.Overdue as error:
             raise TrajectoryRejected(TIMEOUT, str(error)) from error
         except Exception as error:
-            raise ScorerRaised(reason_of(error, ERROR), raised_by(error, self._function)) from error
+            raise ScorerRaised(reason_of(error, ERROR), **raised_by(error, self._function)) from error
 
     async def close(self) -> None:
         """See `Judge`."""

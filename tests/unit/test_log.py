@@ -296,7 +296,8 @@ def redis_log(url: str, **options: Any) -> Log:
 
 @needed()
 @pytest.mark.parametrize(
-    ("setting", "value"), [("appendfsync", "everysec"), ("no-appendfsync-on-rewrite", "yes"), ("maxmemory-policy", "allkeys-lru")]
+    ("setting", "value"),
+    [("appendonly", "no"), ("appendfsync", "everysec"), ("no-appendfsync-on-rewrite", "yes"), ("maxmemory-policy", "allkeys-lru")],
 )
 def test_a_server_that_may_lose_or_evict_is_refused_and_ends_a_run_that_it_serves(tmp_path: Path, setting: str, value: str) -> None:
     with serving(tmp_path) as server, closing(redis_log(server.url)) as log:

@@ -9,9 +9,8 @@ trajectory keeps its arrays until `commit(step)` or `release(step)`. No trajecto
 than `Admission.age_bound` versions (max_staleness, unless old groups are downweighted) older than the trainer's weights.
 
 After a resume at step k (`trained_steps=k`) the versions and the capacity law continue from k, as if everything up to k had passed
-through this queue. With a log, what was leased from step k on is leased again, unchanged, what was queued is queued, and what was
-running starts again (`asyncmoe.queue.fold`). Without one, all of it counts as never started and is sampled again, and steps after k
-that an earlier process trained but did not save are trained again, on new trajectories.
+through this queue: what was leased from step k on is leased again, unchanged, what was queued is queued, and what was running starts again
+(`asyncmoe.queue.fold`).
 """
 
 from __future__ import annotations

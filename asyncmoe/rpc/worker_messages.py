@@ -18,7 +18,6 @@ from asyncmoe.rpc.peers import Facts
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry.rollout_schema import Calls, Scoring
 
-
 LOST = "worker_lost"
 """Reason of a rejection: the worker that ran the episode is gone."""
 

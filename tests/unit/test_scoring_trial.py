@@ -23,7 +23,6 @@ from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import NOTHING
 from tests.prompts import jsonl
 
-
 SCORERS = "tests.unit.scorers"
 
 

@@ -170,9 +170,6 @@ VALUES: Mapping[tuple[str, str], str] = {
 }
 """(Key, removed value of it) -> what to do instead."""
 
-TASK: Mapping[str, Any] = {"curriculum": {"enabled": False, "floor": 0.1, "memory": 0.8, "pass_reward": 1.0}, "streaming": None}
-"""What the section `task` had besides: logs have a digest of all of it."""
-
 _LIVE = "asyncmoe report, which writes the page of a running run too; TensorBoard and the loggers are live"
 _RUN = "--config FILE with the keys of a run, for example trainer.tp=4 engines.count=16"
 _UNMEASURED = ("context", "interruption", "hang", "ledger", "routes", "samples", "sandbox", "soak", "changes --dither")

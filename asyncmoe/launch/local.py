@@ -111,7 +111,7 @@ def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) 
         taken = f"all {config.run.steps} steps are taken already; a higher number goes on from {newest}"
         print(f"run.steps: {taken}", file=sys.stderr, flush=True)
     if begun:
-        run_log.belonging_of(config, hf, models.recording(config, hf))  # as the controller refuses, after the start
+        run_log.belonging_of(config, models.recording(config, hf))  # as the controller refuses, after the start
 
 
 def _check_redis(section: LogSection) -> None:

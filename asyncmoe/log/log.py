@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import reduce
 from typing import Annotated, TypeVar
 
@@ -61,13 +61,13 @@ class Log(ABC):
 
     Attributes:
         end, size: as above; what is not yet written counts.
-        cpu_s: CPU seconds of its threads, and of whoever was `counted`.
+        cpu_s: CPU seconds of its threads.
         damaged: `read` has found that records are lost.
     """
 
     def __init__(self, name: str, end: int = 0, size: int = 0, max_bytes: int | None = None) -> None:
         self.name, self.cpu_s, self.damaged, self._max_bytes = name, 0.0, False, max_bytes
-        self.end = self._written = self._durable = self._opened = end
+        self.end = self._durable = self._opened = end
         self.size = size
         self._changing, self._queue = threading.Lock(), list[Record]()
         self._failure: AsyncmoeError | None = None
@@ -75,14 +75,6 @@ class Log(ABC):
         self._turns = ThreadPoolExecutor(1, "log")
         self._ticking = threading.Thread(target=self._tick, name="log ticks", daemon=True)
         self._ticking.start()
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count the CPU time that this thread takes for the log meanwhile."""
-        began = time.thread_time()
-        yield
-        with self._changing:
-            self.cpu_s += time.thread_time() - began
 
     def is_full(self, nbytes: int) -> bool:
         """Whether a record of so many bytes would exceed the bound."""
@@ -199,14 +191,17 @@ class Log(ABC):
         """Return what one of the log's acts returns; no other follows one that raises. Raises why the log has failed, now or before."""
         if self._failure is not None:
             raise self._failure
+        began = time.thread_time()
         try:
-            with self.counted():
-                return act(*arguments)
+            return act(*arguments)
         except Exception as error:
             bug = InvariantBroken(f"{self.name}: {type(error).__name__}: {error}")
             self._failure = self._failure or (error if isinstance(error, AsyncmoeError) else bug)
             log.error("%s", self._failure)
             raise self._failure from error
+        finally:
+            with self._changing:
+                self.cpu_s += time.thread_time() - began
 
     def _settle(self, position: int) -> None:
         """Write what was appended, and make it durable if the record at a position is not."""
@@ -214,7 +209,6 @@ class Log(ABC):
             batch, self._queue, end = self._queue, [], self.end
         if batch:
             self._write(batch)
-        self._written = end
         if self._durable <= position:
             self._sync()
             self._durable = end

@@ -20,18 +20,23 @@ SHARE = 4
 """Answers may take this fraction of the bound on payloads."""
 
 
-class EpisodeKey(msgspec.Struct, frozen=True, array_like=True):
-    """Names an episode, as `EpisodeId`."""
+class EpisodeId(msgspec.Struct, frozen=True, array_like=True):
+    """Identifies an episode; `attempt` counts the restarts, of its group or of the episode alone."""
 
     group: int
     episode: int
     attempt: int
 
+    def key(self, agent: int = 0, branch: int = 0) -> str:
+        """Return the name of the trajectory of one agent, or of one path of its tree."""
+        path = f".b{branch}" if branch else ""
+        return f"g{self.group}.e{self.episode}.a{agent}{path}.t{self.attempt}"
+
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
     """A turn of an episode under way, or a piece of a long one. `request`: digest of what was asked."""
 
-    key: EpisodeKey
+    key: EpisodeId
     request: bytes
     answer: bytes
 
@@ -54,17 +59,16 @@ class Turns:
 
     def __init__(self, kept: Log, attempts: Mapping[int, int]) -> None:
         self._log, self._told_full = kept, False
-        self._found = defaultdict[tuple[EpisodeKey, bytes], deque[int]](deque)
+        self._found = defaultdict[tuple[EpisodeId, bytes], deque[int]](deque)
         self._since: dict[int, int] = {}
-        with kept.counted():
-            for position, data in kept.read():
-                one = _decode(data)
-                if attempts.get(one.key.group) == one.key.attempt:
-                    self._found[one.key, one.request].append(position)
-                    self._since.setdefault(one.key.group, position)
+        for position, data in kept.read():
+            one = _decode(data)
+            if attempts.get(one.key.group) == one.key.attempt:
+                self._found[one.key, one.request].append(position)
+                self._since.setdefault(one.key.group, position)
         self._forget()
 
-    async def record(self, key: EpisodeKey, request: bytes, answer: bytes) -> None:
+    async def record(self, key: EpisodeId, request: bytes, answer: bytes) -> None:
         """Record the answer to a request; it is durable soon after.
 
         Args:
@@ -73,16 +77,15 @@ class Turns:
         Raises:
             StorageError: the log failed.
         """
-        with self._log.counted():
-            data = _encode(Answered(key, request, answer))
-            if full := self._log.is_full(len(data)):
-                if not self._told_full:
-                    log.warning("turns under way take a quarter of log.max_bytes: further ones are not recorded until groups end")
-            else:
-                self._since.setdefault(key.group, self._log.append([data]))
-            self._told_full = full
+        data = _encode(Answered(key, request, answer))
+        if full := self._log.is_full(len(data)):
+            if not self._told_full:
+                log.warning("turns under way take a quarter of log.max_bytes: further ones are not recorded until groups end")
+        else:
+            self._since.setdefault(key.group, self._log.append([data]))
+        self._told_full = full
 
-    async def recall(self, key: EpisodeKey, request: bytes) -> bytes | None:
+    async def recall(self, key: EpisodeId, request: bytes) -> bytes | None:
         """Return the next recorded answer to a request, once; None if there is no more. Raises DataError: it was damaged meanwhile."""
         positions = self._found.get((key, request))
         return await asyncio.to_thread(self._read, positions.popleft()) if positions else None
@@ -105,5 +108,4 @@ class Turns:
         self._log.forget(min(self._since.values(), default=self._log.end))
 
     def _read(self, position: int) -> bytes:
-        with self._log.counted():
-            return _decode(self._log.read_at(position)).answer
+        return _decode(self._log.read_at(position)).answer

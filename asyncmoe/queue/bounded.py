@@ -9,19 +9,19 @@ trajectory keeps its arrays until `commit(step)` or `release(step)`. No trajecto
 than `Admission.age_bound` versions (max_staleness, unless old groups are downweighted) older than the trainer's weights.
 
 After a resume at step k (`trained_steps=k`) the versions and the capacity law continue from k, as if everything up to k had passed
-through this queue. With a log, what was leased from step k on is leased again, unchanged, what was queued is queued, and what was
-running starts again (`asyncmoe.queue.fold`). Without one, all of it counts as never started and is sampled again, and steps after k
-that an earlier process trained but did not save are trained again, on new trajectories.
+through this queue: what was leased from step k on is leased again, unchanged, what was queued is queued, and what was running starts again
+(`asyncmoe.queue.fold`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from asyncmoe.config.queue import StalenessRule
-from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError
 from asyncmoe.log.log import Place
 from asyncmoe.queue.accounts import Accounts, QueueStats
 from asyncmoe.queue.admission import Admission, Ledger
@@ -29,9 +29,8 @@ from asyncmoe.queue.condition import Changes
 from asyncmoe.queue.fold import Recovered
 from asyncmoe.queue.group_buffer import Group, GroupBuffer, weighed
 from asyncmoe.queue.leases import Leases, LeaseTerms
-from asyncmoe.queue.queue_log import QueueLog
-from asyncmoe.queue.replays import UNDISTURBED, Resumption
-from asyncmoe.queue.start_order import Start
+from asyncmoe.queue.queue_log import UNDISTURBED, QueueLog, Resumption
+from asyncmoe.queue.records import Start
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.messages import Leased, Phase
 
@@ -53,8 +52,11 @@ class BoundedQueue:
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
         on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
         on_freed: called with groups of which nothing is kept any more.
-        log: learns of every change.
+        log: learns of every change; None: one that keeps nothing.
         resumed: what an earlier process left in the log.
+
+    Attributes:
+        log: as above.
     """
 
     def __init__(
@@ -76,8 +78,7 @@ class BoundedQueue:
         resumed: Resumption = UNDISTURBED,
     ) -> None:
         self.admission = Admission(batch, max_staleness, base_version, rule, downweight, drop_above)
-        trained = max(0, trained_steps - base_version) * batch
-        self._accounts = resumed.accounts or Accounts(Ledger(started=trained, trained=trained))
+        self._accounts = resumed.accounts or Accounts(Ledger())
         self._group_size = group_size
         self._on_stale = on_stale
         self._lanes: dict[Phase, GroupBuffer] = {"rl": GroupBuffer(capacity, on_freed), "warmup": GroupBuffer(demonstrations)}
@@ -87,8 +88,9 @@ class BoundedQueue:
         self._again: list[Start] = list(resumed.starts)
         self._stopping = False
         self._changes = Changes()
-        self._log, self._resumed = log or QueueLog(), resumed
-        self._log.accounts = lambda: self._accounts
+        self.log, self._reading = log or QueueLog(), asyncio.Lock()
+        self._served = resumed.served
+        self.log.accounts = lambda: self._accounts
         for group in resumed.queued:
             self._lanes["rl"].insert(group)
 
@@ -103,7 +105,7 @@ class BoundedQueue:
     def newest_version(self) -> int:
         """Newest version that may have sampled a token of a group that is put now."""
         # One engine serves the next version slightly before all do. Turns recorded before a restart can be ahead of the replay.
-        return max(self._version, self._resumed.served) + 1
+        return max(self._version, self._served) + 1
 
     def set_version(self, version: int) -> None:
         """Record that all engines serve `version` now."""
@@ -116,15 +118,13 @@ class BoundedQueue:
         """Whether the capacity law admits `count` more episodes now."""
         return self.admission.may_start(self.ledger, count, self._version)
 
-    async def wait_can_start(self, count: int, wait_s: float | None = None) -> None:
+    async def wait_can_start(self, count: int) -> None:
         """Wait until `count` more episodes may start. Call `started` before the next await, or another task may take the places.
 
         Raises:
-            WaitTimeout: not admitted within `wait_s` seconds (None: no limit).
             AsyncmoeError: the error passed to `fail`.
         """
-        if await self._changes.until(lambda: self.can_start(count) or None, wait_s) is None:
-            raise WaitTimeout("the trainer", f"a new weight version after {self._version}", wait_s or 0.0)
+        await self._changes.until(lambda: self.can_start(count) or None)
 
     def started(self, count: int) -> None:
         """Record the start of `count` episodes. Raises InvariantBroken against the capacity law."""
@@ -147,31 +147,26 @@ class BoundedQueue:
         again, self._again = self._again, []
         return again
 
-    async def put(self, group: Group, wait_s: float | None = None) -> None:
+    async def put(self, group: Group) -> None:
         """Queue a complete group that was `started`; waits while the queue is full.
 
         If this raises, the group still counts as running: the caller must report it as `rejected`.
 
         Raises:
             InvariantBroken: a key is already queued or leased.
-            WaitTimeout: no space within `wait_s` seconds (None: no limit).
             StorageError: the log cannot be written.
             AsyncmoeError: the error passed to `fail`.
         """
         self._arrivals += 1
         group = replace(group, arrival=self._arrivals)
-        await self._log.finished(group)
-        await self._insert(self._lanes["rl"], group, wait_s)
+        await self.log.finished(group)
+        await self._insert(self._lanes["rl"], group)
 
-    async def put_demonstrations(self, shown: Sequence[Group], wait_s: float | None = None) -> None:
-        """Queue warm-up demonstrations one by one; waits while their lane is full. Demonstrations have no staleness.
-
-        Raises:
-            WaitTimeout: no space within `wait_s` seconds (None: no limit).
-        """
+    async def put_demonstrations(self, shown: Sequence[Group]) -> None:
+        """Queue warm-up demonstrations one by one; waits while their lane is full. Demonstrations have no staleness."""
         for group in shown:
             self._arrivals += 1
-            await self._insert(self._lanes["warmup"], replace(group, arrival=self._arrivals), wait_s)
+            await self._insert(self._lanes["warmup"], replace(group, arrival=self._arrivals))
 
     @property
     def shown(self) -> list[Place]:
@@ -208,9 +203,9 @@ class BoundedQueue:
         terms = LeaseTerms(phase, count, version)
         self._leases = self._leases.ask(step, terms, self._lanes[phase].capacity)
         if phase == "rl" and not self._stopping:
-            await self._resumed.load(step, terms, self._replay)
+            await self._replay(step, terms)
         answer = await self._changes.until(lambda: self._try_lease(step, terms), min(wait_s, MAX_LEASE_WAIT_S))
-        await self._log.settled()
+        await self.log.settled()
         return answer if answer is not None else self._answer(step, phase)
 
     def commit(self, step: int, dropped: str = "") -> None:
@@ -236,12 +231,12 @@ class BoundedQueue:
                 self._accounts = self._accounts.skip(count, dropped)
             else:
                 self._count(self.ledger.train(count))
-        self._log.committed(step, dropped)
+        self.log.committed(step, dropped)
         self._changes.wake()
 
     async def settled(self) -> None:
         """Return once all commits so far are in the log. Raises StorageError: the log cannot be written."""
-        await self._log.settled()
+        await self.log.settled()
 
     # ------------------------------------------------------------ controller side
 
@@ -265,7 +260,7 @@ class BoundedQueue:
         self._lanes["rl"].forget_leases()
         self._lanes["warmup"].clear()  # so that whoever waits for space puts what is forgotten with it
         self._lanes["warmup"] = GroupBuffer(self._lanes["warmup"].capacity)
-        self._log.reopened(found)
+        self.log.reopened(found)
         self._changes.wake()
 
     def stop(self) -> None:
@@ -310,7 +305,7 @@ class BoundedQueue:
                 raise InvariantBroken(f"lease of step {step}: a token of version {newest}, but the trainer is at {terms.version}")
         weights = [self._weight(group, terms.version) if terms.phase == "rl" else 1.0 for group in groups]
         if terms.phase == "rl":
-            self._log.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
+            self.log.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
         self._decide(step, terms.phase, groups, weights)
 
     def _weight(self, group: Group, version: int) -> float:
@@ -322,14 +317,15 @@ class BoundedQueue:
     def _is_replay(self, step: int) -> bool:
         """Whether a step is answered with an older trainer's lease, which has the version of then."""
         answer = self._leases.answers.get(step)
-        return self._resumed.holds(step) or (answer is not None and answer.replayed)
+        return step in self.log.replays or (answer is not None and answer.replayed)
 
-    def _replay(self, step: int, groups: tuple[Group, ...], weights: Sequence[float], trained: bool) -> None:
-        """Answer a step with a lease that was granted before; the ledger counts it as leased already. `trained`: to an earlier trainer."""
-        if step in self._leases.answers:
-            return  # the run is stopping, and a rank has been told so
-        self._lanes["rl"].hold(step, groups)
-        self._decide(step, "rl", groups, weights, replayed=trained)
+    async def _replay(self, step: int, terms: LeaseTerms) -> None:
+        """Answer a step with the lease that an earlier trainer was granted, if there is one; the ledger counts it as leased already."""
+        async with self._reading:
+            found = await self.log.replayed(step, terms)
+        if found is not None and step not in self._leases.answers:  # else the run is stopping, and a rank has been told so
+            self._lanes["rl"].hold(step, found.groups)
+            self._decide(step, "rl", found.groups, found.weights, replayed=found.trained)
 
     def _decide(self, step: int, phase: Phase, groups: Sequence[Group], weights: Sequence[float], *, replayed: bool = False) -> None:
         self._leases = self._leases.decide(step, self._answer(step, phase, self._items(groups, weights), replayed=replayed))
@@ -344,11 +340,11 @@ class BoundedQueue:
             again = [Start(group.number, group.attempt + 1) for group in stale]
             self._again += again
             for start in again:
-                self._log.again(start)
+                self.log.again(start)
         else:
             self._accounts = self._accounts.drop(count, "stale")
             for group in stale:
-                self._log.ended(group.number)
+                self.log.ended(group.number)
         if self._on_stale is not None:
             self._on_stale(stale, self.admission.rule == "requeue", version)
         self._changes.wake()
@@ -358,14 +354,12 @@ class BoundedQueue:
 
     def _answer(self, step: int, phase: Phase, items: tuple[Item, ...] = (), *, stop: bool = False, replayed: bool = False) -> Leased:
         depth, dropped = self._lanes[phase].depth, self._accounts.all_dropped
-        return Leased(step, items, depth, dropped, stop, self._log.history, replayed)
+        return Leased(step, items, depth, dropped, stop, self.log.history, replayed)
 
-    async def _insert(self, lane: GroupBuffer, group: Group, wait_s: float | None) -> None:
+    async def _insert(self, lane: GroupBuffer, group: Group) -> None:
         lane.putting.append(group.arrival)
         try:
-            fits = await self._changes.until(lambda: (lane.putting[0] == group.arrival and lane.fits(len(group))) or None, wait_s)
-            if fits is None:
-                raise WaitTimeout("the trainer", f"space in the queue, which holds {lane.capacity} trajectories", wait_s or 0.0)
+            await self._changes.until(lambda: (lane.putting[0] == group.arrival and lane.fits(len(group))) or None)
             lane.insert(group)
             if lane is self._lanes["rl"]:
                 self._count(self.ledger.accept(len(group)))

@@ -28,7 +28,7 @@ class Changes:
         self._failure = error
         self.wake()
 
-    async def until(self, ready: Callable[[], T | None], wait_s: float | None) -> T | None:
+    async def until(self, ready: Callable[[], T | None], wait_s: float | None = None) -> T | None:
         """Return the first value of `ready` that is not None, or None after `wait_s` seconds (None: no limit).
 
         Returns without yielding to the loop if `ready` has a value at once.

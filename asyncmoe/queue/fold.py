@@ -27,7 +27,7 @@ from asyncmoe.log.log import Place
 from asyncmoe.queue import records
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
-from asyncmoe.queue.start_order import Start
+from asyncmoe.queue.records import Start
 
 RESTART = "restart"
 """Reason of episodes that were running when the run stopped."""
@@ -36,15 +36,19 @@ DAMAGED = "damaged"
 
 
 @dataclass(frozen=True)
-class RecordedGroup(Start):
+class RecordedGroup:
     """A group that has not ended: one without a place is under way or waits to start, one with a step is leased, any other is queued.
 
     Attributes:
+        number, attempt, failures: as in `Start`.
         since: position of the oldest record that tells it.
         order: place in the order of starts, ascending; of a finished group, of arrivals.
         step: of its lease. The group is trained or skipped once that is committed.
     """
 
+    number: int
+    attempt: int = 0
+    failures: int = 0
     since: int = 0
     order: int = 0
     episodes: int = 0
@@ -92,7 +96,7 @@ class LogState:
     def apply(self, position: int, change: records.Change) -> None:
         """Note a record."""
         match change:
-            case records.GroupPending(number, attempt, failures):
+            case Start(number, attempt, failures):
                 known = self.groups.get(number)
                 order = known.order if known is not None and (known.place, known.attempt) == (None, attempt) else position
                 self.groups[number] = RecordedGroup(number, attempt, failures, order, order)
@@ -163,7 +167,6 @@ class Recovered:
         replays: leases that are answered again, by step.
         queued: groups to queue, in order of arrival.
         starts: groups to start before any new one, in order.
-        next: number of the first group never begun.
         arrivals: number of the newest arrival.
         history: number of restarts that replayed, this one included.
         first: step from which on all leases are known.
@@ -174,7 +177,6 @@ class Recovered:
     replays: Mapping[int, records.StepLeased]
     queued: tuple[RecordedGroup, ...]
     starts: tuple[Start, ...]
-    next: int
     arrivals: int
     history: int
     first: int
@@ -212,12 +214,12 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
     accounts = _accounts(state, reached, over, leased, waiting, given_up, "" if state.damaged or lost else name)
     repairs: tuple[records.Change, ...] = (
         *(records.GroupEnded(one.number) for one in dropped),
-        *(records.GroupPending(one.number, one.attempt, 0) for one in again),
+        *again,
         *(records.StepReleased(at) for at in sorted(state.leases) if at >= reached and at not in replays),
     )
     arrivals = max((group.order for group in state.groups.values() if group.place is not None), default=0)
     history, known = state.history + bool(replays), first if unknown is None else unknown + 1
-    return Recovered(accounts, replays, queued, (*again, *pending), state.next, arrivals, history, known, repairs)
+    return Recovered(accounts, replays, queued, (*again, *pending), arrivals, history, known, repairs)
 
 
 def _replays(state: LogState, first: int, reached: int, name: str, lost: Collection[int]) -> dict[int, records.StepLeased]:

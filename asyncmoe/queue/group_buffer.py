@@ -159,7 +159,8 @@ class GroupBuffer:
     def insert(self, group: Group) -> None:
         """Add a group. Raises InvariantBroken for a duplicate key."""
         self._know(group)
-        self._queue(group)
+        insort(self._queued, group, key=lambda g: g.order)
+        self.depth += len(group)
 
     def drop_older(self, than: int) -> list[Group]:
         """Remove and return the queued groups whose oldest token is older than version `than`."""
@@ -191,7 +192,8 @@ class GroupBuffer:
 
     def commit(self, step: int) -> tuple[Group, ...]:
         """Delete and return the groups of a lease."""
-        groups = self._end(step)
+        groups = self._leased.pop(step)
+        self.leased -= sum(map(len, groups))
         self._forget(groups)
         return groups
 
@@ -211,18 +213,9 @@ class GroupBuffer:
         """All groups, queued and leased."""
         return [*self._queued, *(group for groups in self._leased.values() for group in groups)]
 
-    def _queue(self, group: Group) -> None:
-        insort(self._queued, group, key=lambda g: g.order)
-        self.depth += len(group)
-
     def _hold(self, step: int, groups: tuple[Group, ...]) -> None:
         self._leased[step] = groups
         self.leased += sum(map(len, groups))
-
-    def _end(self, step: int) -> tuple[Group, ...]:
-        groups = self._leased.pop(step)
-        self.leased -= sum(map(len, groups))
-        return groups
 
     def _know(self, group: Group) -> None:
         known = self._known & group.keys

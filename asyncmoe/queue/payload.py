@@ -39,8 +39,7 @@ async def write(kept: Log, group: Group, writing: list[int]) -> int:
     Raises:
         StorageError: the log failed, or is full.
     """
-    with kept.counted():
-        position = kept.append(encode(group))
+    position = kept.append(encode(group))
     writing.append(position)
     try:
         await kept.durable(position)

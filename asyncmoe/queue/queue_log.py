@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from asyncmoe.errors import DataError
 from asyncmoe.log.log import Log, Place
@@ -17,11 +17,44 @@ from asyncmoe.queue import payload, records
 from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.fold import LogState, RecordedGroup, Recovered, fold, recover
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.queue.start_order import Start
+from asyncmoe.queue.leases import LeaseTerms
+from asyncmoe.queue.records import Start
 
 log = logging.getLogger(__name__)
 CONTROLLER, OWN = "0", 1
 """The log of the controller, which alone has leases and commits; and the number of the first worker, which write payloads."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What an earlier process left to a queue: the state in which it begins.
+
+    Attributes:
+        accounts: none running; None: nothing was left.
+        queued: groups to queue, by arrival.
+        starts: groups to start before any new one.
+        arrivals: number of the newest arrival.
+        served: newest version that an earlier process may have published.
+    """
+
+    accounts: Accounts | None = None
+    queued: Sequence[Group] = ()
+    starts: Sequence[Start] = ()
+    arrivals: int = 0
+    served: int = 0
+
+
+UNDISTURBED = Resumption()
+"""Nothing was left."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A lease that is granted again: its groups and the factors on their weights, and whether an earlier trainer has trained on it."""
+
+    groups: tuple[Group, ...]
+    weights: Sequence[float]
+    trained: bool
 
 
 class QueueLog:
@@ -43,10 +76,9 @@ class QueueLog:
         self._changes, self._begun = changes, begun
         self.name, self.state = "no log", LogState()
         if changes is not None:
-            with changes.counted():
-                self.name = changes.name
-                self.state = fold((at, records.entry(data)) for at, data in changes.read())
-                self.state.damaged |= changes.damaged
+            self.name = changes.name
+            self.state = fold((at, records.entry(data)) for at, data in changes.read())
+            self.state.damaged |= changes.damaged
         self.history = self.state.history
         self.accounts: Callable[[], Accounts] | None = None
         self.replays: dict[int, records.StepLeased] = {}
@@ -96,7 +128,7 @@ class QueueLog:
         """Sampling of a group begins."""
         begun, self._begun = self._begun, lambda: None
         begun()
-        self._add(records.GroupPending(group.number, group.attempt, group.failures))
+        self._add(group)
 
     async def finished(self, group: Group) -> None:
         """Return once the record of a whole group, whose payload is durable, is so too; it may be queued then. Raises StorageError."""
@@ -109,7 +141,7 @@ class QueueLog:
 
     def again(self, group: Start) -> None:
         """A group is to start again, as `group` says."""
-        self._add(records.GroupPending(group.number, group.attempt, group.failures))
+        self._add(group)
 
     def leased(self, step: int, count: int, version: int, groups: Sequence[tuple[Group, float]]) -> None:
         """Groups are leased, with these factors on their weights."""
@@ -143,6 +175,27 @@ class QueueLog:
         self.history, self.replays = found.history, dict(found.replays)
         self._stand(self.state.first or 0, min(found.replays, default=None))
 
+    async def replayed(self, step: int, terms: LeaseTerms) -> Replayed | None:
+        """Return the lease of a step if it is to be answered again, once; it is read from disk only now. One call at a time.
+
+        Raises:
+            DataError: the trainer asks for other terms than then, or a payload is damaged.
+        """
+        if (lease := self.replays.get(step)) is None:
+            return None
+        what = f"{self.name}: lease of step {step}"
+        if (terms.count, terms.version) != (lease.count, lease.version):
+            expected = f"{lease.count} at version {lease.version}, as when it was leased first"
+            raise DataError(what, got=f"{terms.count} episodes at version {terms.version}", expected=expected)
+        history, groups = self.history, await self.groups(lease.groups)
+        for group, one in zip(groups, lease.groups, strict=True):
+            if tuple(item.key for item in group.items) != one.keys:
+                raise DataError(what, got=f"other trajectories in group {one.number}", expected=f"{one.keys}")
+        if (self.history, self.replays.get(step)) != (history, lease):
+            return None  # the trainer that asked is lost, and the leases of the next one are others
+        del self.replays[step]
+        return Replayed(groups, [one.weight for one in lease.groups], lease.history < history)
+
     async def groups(self, recorded: Sequence[RecordedGroup | records.LeasedGroup]) -> tuple[Group, ...]:
         """Read groups, as they were queued, without their frames. Raises DataError: a payload is damaged or absent."""
         return tuple(await asyncio.to_thread(lambda: [self._read(one.number, one.order, one.place) for one in recorded]))
@@ -170,9 +223,8 @@ class QueueLog:
         """Hand over a record; return its position."""
         if self._changes is None:
             return -1
-        with self._changes.counted():
-            position = self._changes.append([records.encode(records.LogEntry(change, self.accounts() if self.accounts else None))])
-            self.state.apply(position, change)
+        position = self._changes.append([records.encode(records.LogEntry(change, self.accounts() if self.accounts else None))])
+        self.state.apply(position, change)
         return position
 
     async def _durable(self, position: int) -> None:
@@ -187,8 +239,7 @@ class QueueLog:
     def _read(self, number: int, arrival: int, place: Place | None) -> Group:
         if place is None or self._changes is None:
             raise DataError(f"group {number}", got="no log", expected="one, because the rollout worker that held it is lost")
-        with self._changes.counted():
-            group = replace(payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, place), frames={})
+        group = replace(payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, place), frames={})
         if group.number != number:
             raise DataError(f"{self.name}: group {number}", got=f"group {group.number} at {place}", expected=f"group {number}")
         return group

@@ -33,12 +33,18 @@ class RunStands(_Record, frozen=True):
     again: int | None = None
 
 
-class GroupPending(_Record, frozen=True):
-    """A group is not finished: sampling of this attempt begins, or is to begin again after others."""
+class Start(_Record, frozen=True, tag="grouppending"):
+    """A group is not finished: sampling of this attempt begins, or is to begin.
+
+    Attributes:
+        number: of the prompt; the same number asks the same question.
+        attempt: number of times the group was started before.
+        failures: number of these starts that failed since the group was last complete.
+    """
 
     number: int
-    attempt: int
-    failures: int
+    attempt: int = 0
+    failures: int = 0
 
 
 class GroupFinished(_Record, frozen=True):
@@ -103,7 +109,7 @@ class StepReleased(_Record, frozen=True):
     step: int
 
 
-Change = RunStands | GroupPending | GroupFinished | GroupEnded | StepLeased | StepCommitted | StepReleased
+Change = RunStands | Start | GroupFinished | GroupEnded | StepLeased | StepCommitted | StepReleased
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from asyncmoe.errors import ConfigError, ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rpc.messages import Commit, Done, Goodbye, Hello, Lease, Reply, Saved, Welcome
@@ -12,23 +10,21 @@ QueueRequest = Hello | Lease | Commit | Saved | Goodbye
 
 
 class QueueService:
-    """Answers every `QueueRequest` of one start of the trainer; must be constructed inside the controller's event loop.
+    """Answers every `QueueRequest` of one start of the trainer.
 
     Args:
         run: name of the run, sent to the trainer.
         config_digest: `Config.digest` that all ranks must have; one with a different digest is refused.
 
     Attributes:
-        finished: resolves once every rank has sent `Goodbye`: True if the trainer is done, False if it stops early and will resume.
-        saved_step: last step that a checkpoint covers; None before the first checkpoint.
+        left: every rank has sent `Goodbye`.
     """
 
     def __init__(self, queue: BoundedQueue, *, run: str, config_digest: str) -> None:
         self._queue, self._run, self._digest = queue, run, config_digest
         self._world: int | None = None
-        self._left: dict[int, bool] = {}
-        self.finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.saved_step: int | None = None
+        self._finished: dict[int, bool] = {}
+        self.left = False
 
     async def __call__(self, request: QueueRequest) -> Reply:
         """Answer a request. Raises the queue's errors, `ConfigError` for a different configuration, `ProtocolError` out of turn."""
@@ -43,8 +39,6 @@ class QueueService:
                 self._queue.commit(request.step, request.dropped)
                 # Whatever a rank knows to be committed, the next controller must know too.
                 await self._queue.settled()
-            case Saved():
-                self.saved_step = request.step
             case Goodbye():
                 self._goodbye(request)
         return Done()
@@ -63,11 +57,10 @@ class QueueService:
     def _goodbye(self, goodbye: Goodbye) -> None:
         if self._world is None or not 0 <= goodbye.rank < self._world:
             raise ProtocolError(f"goodbye: got rank {goodbye.rank} of {self._world or 'a trainer that sent no Hello'}")
-        self._left[goodbye.rank] = goodbye.finished
-        if len(set(self._left.values())) > 1:
+        self._finished[goodbye.rank] = goodbye.finished
+        if len(set(self._finished.values())) > 1:
             raise ProtocolError(f"goodbye: rank {goodbye.rank} sent finished={goodbye.finished}, another rank sent the opposite")
-        if len(self._left) == self._world and not self.finished.done():
-            self.finished.set_result(goodbye.finished)
+        self.left = len(self._finished) == self._world
 
 
 def check_digest(theirs: str, ours: str) -> None:

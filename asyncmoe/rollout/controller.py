@@ -20,10 +20,10 @@ from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rollout.evaluation import Evaluator
-from asyncmoe.rollout.parts import Questions
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.run_log import RunLog
+from asyncmoe.rollout.tasks import Tasks
 from asyncmoe.rollout.trainer_session import TrainerSession
 from asyncmoe.rollout.workers.fleet import WorkerFleet
 from asyncmoe.rollout.workers.process import WorkerProcesses
@@ -71,13 +71,12 @@ def run(config: Config, run_dir: Path) -> None:
     """
     keys.refuse_another(run_dir)
     asked = parts.questions(config)
-    hf = models.hf_config_of(config)
-    run_log = RunLog.open(config, hf, models.recording(config, hf))
+    run_log = RunLog.open(config, models.recording(config, models.hf_config_of(config)))
     keep_files()
     parts.run(_serve(config, run_dir, asked, run_log))
 
 
-async def _serve(config: Config, run_dir: Path, asked: Questions, run_log: RunLog) -> None:
+async def _serve(config: Config, run_dir: Path, asked: Tasks, run_log: RunLog) -> None:
     recorder = Recorder(run_dir)
     succession = Succession(run_dir) if config.survives_controller else None  # after the log, which refuses a second controller
     try:
@@ -110,16 +109,16 @@ class Controller:
         self,
         config: Config,
         recorder: Recorder,
-        asked: Questions,
+        asked: Tasks,
         run_log: RunLog,
         succession: Succession | None = None,
     ) -> None:
         self._config, self._recorder, self._run_log = config, recorder, run_log
-        self._task = asked.task
+        self._task = asked.training
         self._pool = parts.pool_of(config, config.rollout.max_concurrent)
         untried = succession is None or succession.is_first  # else the controller before this one has had that tried
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers, untried)
-        self._evaluator = Evaluator(config, self._fleet, asked.evaluated, recorder.evaluated)
+        self._evaluator = Evaluator(config, self._fleet, asked.sets, recorder.evaluated)
         self._coordinator = WeightUpdateCoordinator(
             self._pool,
             config.sync.timeout_s,
@@ -175,7 +174,7 @@ class Controller:
             return await self._fleet.find(request)
         reply = await service(request)
         await self._note(request)
-        if service.finished.done():
+        if service.left:
             self._over.set()
         return reply
 
@@ -279,13 +278,10 @@ class Controller:
             self._task,
             self._fleet,
             rollout.group_size,
-            self._run_log.first_group,
             filter_equal=rollout.filter_equal,
             start_over=config.scoring.start_over,
             samples=samples,
             max_rejected=rollout.max_rejected_share,
-            queue_log=self._run_log.queue_log,
-            most_s=config.environment.timeout_s + config.scoring.deadline_s,
         )
         producing, trained = asyncio.ensure_future(producer.run()), asyncio.ensure_future(self._trained.wait())
         try:

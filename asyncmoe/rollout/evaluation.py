@@ -22,13 +22,14 @@ from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.rollout.episodes.episode import RolloutContext
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST, Workers
-from asyncmoe.rollout.scoring.stages import untaught
+from asyncmoe.rollout.producer import Workers
+from asyncmoe.rollout.scoring.gather_or_cancel import together
+from asyncmoe.rollout.scoring.teacher import untaught
 from asyncmoe.rollout.tasks import EvaluationQuestions
 from asyncmoe.rollout.tasks.order import EVALUATION as STREAM
-from asyncmoe.rpc.worker_messages import Made
+from asyncmoe.rpc.worker_messages import LOST, Made
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import read_evaluations
 from asyncmoe.telemetry.rollout_schema import Evaluation
@@ -118,24 +119,16 @@ class Evaluator:
         begin, samples = time.perf_counter(), asked.section.samples or 1
         places = iter([EpisodeId(group, member, 0) for group, member in product(range(asked.count), range(samples))])
         outcomes: list[tuple[int, Outcome]] = []
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(self._concurrent):
-                    tasks.create_task(self._work(asked, places, outcomes))
-        except BaseExceptionGroup as failed:
-            first = failed.exceptions[0]
-        else:
-            seconds = time.perf_counter() - begin
-            return measure(version, outcomes, seconds, self.skipped, name=asked.name, samples=samples, pass_reward=self._pass_reward)
-        # Raise outside the handler, so that the exception keeps its own cause and context.
-        raise first
+        await together([self._work(asked, places, outcomes) for _ in range(self._concurrent)])
+        seconds = time.perf_counter() - begin
+        return measure(version, outcomes, seconds, self.skipped, name=asked.name, samples=samples, pass_reward=self._pass_reward)
 
     async def _work(self, asked: EvaluationQuestions, places: Iterator[EpisodeId], outcomes: list[tuple[int, Outcome]]) -> None:
         for place in places:
             prompt = asked.task.prompt(place.group, STREAM)
             for attempt in range(_ATTEMPTS):
                 try:
-                    outcome: Outcome = await self._workers.evaluate(asked.name, prompt, replace(place, attempt=attempt))
+                    outcome: Outcome = await self._workers.evaluate(asked.name, prompt, EpisodeId(place.group, place.episode, attempt))
                 except TrajectoryRejected as rejected:
                     outcome = rejected
                     if rejected.reason in ("engine_died", LOST):  # the others can answer

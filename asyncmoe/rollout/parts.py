@@ -1,11 +1,10 @@
-"""What a controller and its workers are made of, by the configuration: tokenizer, tasks, scorer and environment, the engine pool and the
-queue."""
+"""What a controller and its workers are made of, by the configuration: tokenizer, tasks, scorer and environment, and the engine pool."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +16,6 @@ from asyncmoe.config import Config
 from asyncmoe.engines import adapters
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import Sampling
-from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.group_buffer import Group
-from asyncmoe.queue.queue_log import QueueLog
-from asyncmoe.queue.replays import UNDISTURBED, Resumption
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.demonstrations import Demonstrations
 from asyncmoe.rollout.episodes import environments
@@ -29,7 +24,7 @@ from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.scoring import loading, trial
 from asyncmoe.rollout.scoring.plugin import close_own
 from asyncmoe.rollout.scoring.types import Scorer
-from asyncmoe.rollout.tasks import EvaluationQuestions, Task
+from asyncmoe.rollout.tasks import Tasks
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording
 
@@ -37,16 +32,7 @@ _MOST_THREADS, _END_S = 4096, 15.0
 
 
 @dataclass(frozen=True)
-class Questions:
-    """What is asked: `task` gives training's prompts, `evaluated` the evaluation sets' questions."""
-
-    tokenizer: Tokenizer
-    task: Task
-    evaluated: Sequence[EvaluationQuestions]
-
-
-@dataclass(frozen=True)
-class RolloutParts(Questions):
+class RolloutParts(Tasks):
     """What episodes need."""
 
     scorer: Scorer
@@ -58,7 +44,7 @@ class RolloutParts(Questions):
         Raises:
             UserError: one of them is unusable.
         """
-        await trial.before_engines(config, self.tokenizer, self.task, self.evaluated, self.scorer)
+        await trial.before_engines(config, self, self.scorer)
 
     async def close(self) -> None:
         """Close the scorer and the environment."""
@@ -112,11 +98,9 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         task.result()
 
 
-def questions(config: Config) -> Questions:
+def questions(config: Config) -> Tasks:
     """Load what is asked. Raises as `load`."""
-    tokenizer = Tokenizer(config.model.path, config.model.trust_remote_code, config.task.chat_template_kwargs)
-    loaded = tasks.load(config, tokenizer)
-    return Questions(tokenizer, loaded.training, loaded.sets)
+    return tasks.load(config, Tokenizer(config.model.path, config.model.trust_remote_code, config.task.chat_template_kwargs))
 
 
 def load(config: Config) -> RolloutParts:
@@ -128,7 +112,7 @@ def load(config: Config) -> RolloutParts:
     asked = questions(config)
     environment = environments.load(config, asked.tokenizer)
     scorer = loading.load(config.scoring, config.task, asked.tokenizer.decode, config.run.seed)
-    return RolloutParts(asked.tokenizer, asked.task, asked.evaluated, scorer, environment)
+    return RolloutParts(asked.tokenizer, asked.training, asked.sets, scorer, environment)
 
 
 async def load_and_check(config: Config) -> None:
@@ -189,32 +173,4 @@ def demonstrations_of(config: Config, parts: RolloutParts) -> Demonstrations:
         # The teacher plays an episode of any size: `Demonstrations` measures it, and replaces a question that is too long.
         free = replace(bounds, tokens=sys.maxsize)
         teaching = Teaching(environment, environment, parts.tokenizer, parts.tokenizer.eos, free, config.run.seed)
-    return Demonstrations(parts.task, teaching, config.warmup.steps * config.warmup.batch, bounds.tokens)
-
-
-def queue_of(
-    config: Config,
-    trained_steps: int,
-    on_stale: Callable[[Sequence[Group], bool, int], None],
-    queue_log: QueueLog | None = None,
-    resumed: Resumption = UNDISTURBED,
-    on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
-) -> BoundedQueue:
-    """Return the queue of a trainer that has taken `trained_steps` steps. The last five are those of `BoundedQueue`."""
-    staleness = config.queue.staleness
-    return BoundedQueue(
-        capacity=config.queue_capacity,
-        batch=config.rollout.batch,
-        group_size=config.rollout.group_size,
-        max_staleness=staleness.max_staleness,
-        rule=staleness.rule,
-        downweight=staleness.downweight or 1.0,
-        drop_above=staleness.drop_above,
-        base_version=config.warmup.steps,
-        trained_steps=trained_steps,
-        demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
-        on_stale=on_stale,
-        on_freed=on_freed,
-        log=queue_log,
-        resumed=resumed,
-    )
+    return Demonstrations(parts.training, teaching, config.warmup.steps * config.warmup.batch, bounds.tokens)

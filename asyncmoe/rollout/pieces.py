@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+
+from asyncmoe.rollout.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"
 """What decoders write for bytes that are no whole character."""
@@ -18,26 +19,14 @@ _REMEMBERED = 1 << 18
 """Cached texts, of single tokens and of several."""
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer used here."""
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text."""
-        ...
-
-    def decode_all(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        ...
-
-
 class Pieces:
     """Splits the text of tokens by token. Texts are cached: a token is decoded once in a run."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         # Some decoders drop white space at the beginning, so each token is decoded after another one.
-        self._before = decoder.encode("a")[-1:]
-        self._skip = decoder.decode_all(self._before)
+        self._before = tokenizer.encode("a")[-1:]
+        self._skip = tokenizer.decode_all(self._before)
         self._text = lru_cache(_REMEMBERED)(self._decode)
 
     async def of(self, tokens: Sequence[int]) -> list[str]:
@@ -62,5 +51,5 @@ class Pieces:
         return [alone]
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
-        text = self._decoder.decode_all((*self._before, *tokens))
-        return text[len(self._skip) :] if text.startswith(self._skip) else self._decoder.decode_all(tokens)
+        text = self._tokenizer.decode_all((*self._before, *tokens))
+        return text[len(self._skip) :] if text.startswith(self._skip) else self._tokenizer.decode_all(tokens)

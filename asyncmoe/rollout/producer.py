@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.queue.queue_log import QueueLog
+from asyncmoe.queue.records import Start
 from asyncmoe.queue.rejections import Rejections
-from asyncmoe.queue.start_order import Line, Start
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import Flight, Workers
 from asyncmoe.rollout.samples import Samples
-from asyncmoe.rollout.tasks import Task
+from asyncmoe.rollout.scoring.gather_or_cancel import together
+from asyncmoe.rollout.tasks import Prompt, Task
 from asyncmoe.rpc.worker_messages import Made
 from asyncmoe.telemetry.samples.records import Fate
 
@@ -37,19 +39,45 @@ _NOTHING_TO_LEARN = 1024
 """Consecutive groups of equal rewards that end the run."""
 
 
+class Workers(Protocol):
+    """All rollout workers: they run episodes, and hold what these bring."""
+
+    async def episode(self, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
+        """Run and score one episode of training. Raises TrajectoryRejected."""
+        ...
+
+    async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
+        """Run and score one episode of an evaluation set. Raises TrajectoryRejected."""
+        ...
+
+    async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
+        """Return the group of these episodes, checked; `newest`: version that may have sampled a token. Raises TrajectoryRejected."""
+        ...
+
+    def forget(self, episodes: Sequence[EpisodeId], groups: Sequence[int]) -> None:
+        """End and forget the episodes of groups that are given up or start again."""
+        ...
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One group in progress, and its episodes."""
+
+    group: Start
+    prompt: Prompt
+    places: Sequence[EpisodeId]
+
+
 class Producer:
     """Fills the queue.
 
     Args:
         workers: run and score episodes, and make groups of them.
         group_size: number of responses to each prompt.
-        first_group: number of the first group; the same number asks the same question.
         filter_equal: drop groups whose rewards are all equal, and count them under "equal_rewards".
         start_over: reasons after which a group is restarted, in addition to engine failures.
         samples: keeps some groups to be read; None: keeps none.
         max_rejected: the run ends if more than this share of the groups is rejected and not restarted; see `Rejections`.
-        queue_log: learns what begins and ends; the queue knows which groups it leaves to start (`take_requeued`).
-        most_s: seconds that the limits of the configuration allow an episode; a group in which none ends for longer is named in the log.
     """
 
     def __init__(
@@ -58,19 +86,17 @@ class Producer:
         task: Task,
         workers: Workers,
         group_size: int,
-        first_group: int = 0,
         *,
         filter_equal: bool = False,
         start_over: frozenset[str] = frozenset(),
         samples: Samples | None = None,
         max_rejected: float = 1.0,
-        queue_log: QueueLog | None = None,
-        most_s: float | None = None,
     ) -> None:
-        self._queue, self._task, self._workers, self._size, self._most_s = queue, task, workers, group_size, most_s
-        self._filter_equal, self._samples, self._log = filter_equal, samples, queue_log or QueueLog()
+        self._queue, self._task, self._workers, self._size = queue, task, workers, group_size
+        self._filter_equal, self._samples, self._log = filter_equal, samples, queue.log
         self._start_over = _ENGINE | start_over
-        self._line = Line(first_group)
+        self._next, self._again = queue.log.state.next, deque[Start]()
+        """The number of the first group never started, and groups to start before it."""
         self._equal_in_a_row = 0
         self._rejections = Rejections(max_rejected)
 
@@ -91,7 +117,11 @@ class Producer:
         raise first
 
     def _start(self) -> Flight:
-        self._line, group = self._line.again(*self._queue.take_requeued()).take()
+        self._again += self._queue.take_requeued()
+        if self._again:
+            group = self._again.popleft()
+        else:
+            group, self._next = Start(self._next), self._next + 1
         self._queue.started(self._size)
         self._log.begun(group)
         places = [EpisodeId(group.number, member, group.attempt) for member in range(self._size)]
@@ -99,7 +129,8 @@ class Producer:
 
     async def _group(self, flight: Flight) -> None:
         try:
-            episodes = await self._episodes(flight)
+            # One that fails cancels the others.
+            episodes = await together([self._workers.episode(flight.prompt, place) for place in flight.places])
             if self._filter_equal and nothing_to_learn([one for made in episodes for one in made]):
                 self._queue.discarded(self._size, EQUAL)
                 self._log.ended(flight.group.number)
@@ -127,7 +158,7 @@ class Producer:
         if rejected.reason not in self._start_over or again.failures >= _ATTEMPTS:
             self._log.ended(group.number)
             return False
-        self._line = self._line.again(again)
+        self._again.append(again)
         self._log.again(again)
         return True
 
@@ -135,24 +166,6 @@ class Producer:
         if self._samples is not None:
             group, version = flight.group, self._queue.version
             await self._samples.write(group.number, group.attempt, flight.places, flight.prompt, fate, version, reason, detail)
-
-    async def _episodes(self, flight: Flight) -> list[Sequence[Made]]:
-        """Return what the episodes of a group bring, in order. Raises TrajectoryRejected: one failed, and the others are cancelled."""
-        running = {asyncio.create_task(self._workers.episode(flight.prompt, place), name=place.key()): place for place in flight.places}
-        brought: dict[EpisodeId, Sequence[Made]] = {}
-        try:
-            while running:
-                ended, _ = await asyncio.wait(running, timeout=self._most_s, return_when=asyncio.FIRST_COMPLETED)
-                if not ended:
-                    late = f"no episode of group {flight.group.number} has ended for {self._most_s:g} s, longer than any may take"
-                    log.warning("%s: %s", late, ", ".join(sorted(task.get_name() for task in running)))
-                for task in ended:
-                    brought[running.pop(task)] = task.result()
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-        return [brought[place] for place in flight.places]
 
     def _note_lost(self, rejected: TrajectoryRejected) -> None:
         self._rejections = self._rejections.note(rejected.reason)
@@ -181,7 +194,7 @@ async def demonstrate(queue: BoundedQueue, show: Show, first: int, total: int, o
     """Fill the warm-up lane with demonstrations `first` to `total` (exclusive), waiting while it is full, until `over` is true.
 
     Args:
-        show: as `asyncmoe.rollout.flights.Workers.show`.
+        show: as `asyncmoe.rollout.workers.fleet.WorkerFleet.show`.
     """
     for index in range(first, total, _SHOWN):
         shown = await show(index, min(_SHOWN, total - index))

@@ -10,24 +10,20 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from asyncmoe import checkpoints, installed
-from asyncmoe.config import Config, gone
+from asyncmoe.config import Config
 from asyncmoe.config.log import LogSection
-from asyncmoe.errors import ProtocolError
 from asyncmoe.log import belonging, turns
 from asyncmoe.log.belonging import Belonging
 from asyncmoe.log.files import FileLog
 from asyncmoe.log.log import Log
 from asyncmoe.log.turns import Turns
-from asyncmoe.models import origin
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.fold import LogState, recover
-from asyncmoe.queue.queue_log import CONTROLLER, QueueLog
-from asyncmoe.queue.replays import Resumption
+from asyncmoe.queue.queue_log import CONTROLLER, QueueLog, Resumption
 from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import Recording
 
@@ -64,20 +60,17 @@ class RunLog:
     """Connects one controller with the log of its run.
 
     Attributes:
-        queue_log: for the queue and the producer.
-        first_group: number of the first group never begun; known after `resume`.
+        queue_log: for the queue.
     """
 
     def __init__(self, config: Config, queue_log: QueueLog, run: str) -> None:
         self._config, self.queue_log, self._run = config, queue_log, run
-        self.first_group = 0
 
     @classmethod
-    def open(cls, config: Config, hf: Mapping[str, Any], recording: Recording) -> RunLog:
+    def open(cls, config: Config, recording: Recording) -> RunLog:
         """Open the log of a run. Blocks.
 
         Args:
-            hf: configuration of the model.
             recording: what engines report of each token.
 
         Raises:
@@ -85,7 +78,7 @@ class RunLog:
             StorageError: it cannot be written.
         """
         run_dir, section = config.run.dir, config.log
-        known, now = belonging.read(run_dir), belonging_of(config, hf, recording)
+        known, now = belonging.read(run_dir), belonging_of(config, recording)
         if now != known:  # first, so that nothing is left of which no run knows
             belonging.write(run_dir, now)
         opened = opener(section, run_dir, now.run)
@@ -118,20 +111,14 @@ class RunLog:
             DataError: the log does not belong to this checkpoint, or is damaged.
         """
         config, queue_log = self._config, self.queue_log
-        self.first_group = max(0, step - config.warmup.steps) * config.rollout.groups_per_step
+        first = max(0, step - config.warmup.steps) * config.rollout.groups_per_step
         base, batch = config.warmup.steps, config.rollout.batch
         lost = await asyncio.to_thread(queue_log.lost, max(step, base))
-        found = queue_log.begin(step, base, batch, self.first_group, lost)
-        self.first_group = found.next
+        found = queue_log.begin(step, base, batch, first, lost)
         queued = await queue_log.groups(found.queued)
         said = "log: history %d, %d steps are trained again, %d groups are queued, %d start again, then group %d and the next ones"
-        log.info(said, found.history, len(found.replays), len(queued), len(found.starts), found.next)
-        return Resumption(found.accounts, queued, found.starts, found.arrivals, queue_log, served=max(found.replays, default=-1) + 1)
-
-    def check_reopen(self, step: int, queue: BoundedQueue) -> None:
-        """Refuse a trainer that was started again in place and has taken more steps than the queue counts. Raises ProtocolError."""
-        if step > queue.trained_steps:
-            raise ProtocolError(f"hello: the trainer has taken {step} steps, the controller counts {queue.trained_steps}; restart both")
+        log.info(said, found.history, len(found.replays), len(queued), len(found.starts), queue_log.state.next)
+        return Resumption(found.accounts, queued, found.starts, found.arrivals, served=max(found.replays, default=-1) + 1)
 
     def reopen(self, queue: BoundedQueue, step: int) -> int:
         """Have a queue that goes on answer a trainer that was started again in place and has taken `step` steps; return the history.
@@ -171,35 +158,22 @@ def opener(section: LogSection, run_dir: Path, run: str) -> Open:
     return lambda writer, most: redis.RedisLog(redis.RedisServer(url), run, writer, most)
 
 
-def belonging_of(config: Config, hf: Mapping[str, Any], recording: Recording) -> Belonging:
+def belonging_of(config: Config, recording: Recording) -> Belonging:
     """Return which run a log is of, and refuse a configuration that it does not belong to. Raises as `belonging.read` and `check`."""
-    run_dir, of, redis, folder = config.run.dir, identity(config, hf, recording), config.log.redis is not None, str(config.log.folder or "")
+    run_dir, of, redis, folder = config.run.dir, identity(config, recording), config.log.redis is not None, str(config.log.folder or "")
     if (known := belonging.read(run_dir)) is None:
         return Belonging(belonging.FORM, of, redis, folder=folder)
-    if known.begun and origin.read(run_dir):  # with which the launcher has compared the task, which may change by choice
-        of["task"] = known.of.get("task", of["task"])
-    if known.of.get("model", "").rpartition(" ")[2] == of["model"].rpartition(" ")[2]:
-        of["model"] = known.of["model"]  # its directory may have another name
     now = msgspec.structs.replace(known, of=of, redis=redis, folder=folder)
     if known.begun:
         belonging.check(known, now, run_dir)
     return now
 
 
-def identity(config: Config, hf: Mapping[str, Any], recording: Recording) -> dict[str, str]:
-    """Return what a log belongs to besides its run, by the key that names it: all that must be the same for its groups to be trained.
-
-    Of paths only the last part is in them, so that a run and its files may move; of the model's, see `belonging_of`.
-    """
-    return {
-        "run.seed": str(config.run.seed),
-        "model": f"{config.model.path.name} {_digest(hf)}",
-        "task": f"{config.task.kind} {_digest({**config.task.model_dump(), **gone.TASK})}",
-        "rollout.groups_per_step": str(config.rollout.groups_per_step),
-        "rollout.group_size": str(config.rollout.group_size),
-        "warmup.steps": str(config.warmup.steps),
-        "keep": _digest(repr(recording)),
-    }
+def identity(config: Config, recording: Recording) -> dict[str, str]:
+    """Return what must be the same for a log's groups to be trained, by the key that names it; `asyncmoe.models.origin` has the rest, which
+    must be the same for any run that goes on."""
+    kept = hashlib.sha256(json.dumps(repr(recording)).encode()).hexdigest()[:12]
+    return {"run.seed": str(config.run.seed), "rollout.group_size": str(config.rollout.group_size), "keep": kept}
 
 
 def oldest(run_dir: Path, keep: int) -> int | None:
@@ -207,8 +181,3 @@ def oldest(run_dir: Path, keep: int) -> int | None:
     complete = checkpoints.directory(run_dir, 0).parent.glob("step-*")
     steps = sorted(int(path.name.removeprefix("step-")) for path in complete if path.name.removeprefix("step-").isdecimal())
     return min(steps[-keep:], default=None)
-
-
-def _digest(values: object) -> str:
-    text = json.dumps(values, sort_keys=True, default=lambda value: value.name if isinstance(value, Path) else str(value))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.rollout.episodes.environment import Agent, Episode
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
+from asyncmoe.rollout.episodes.trajectory_builder import Turn
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice
 from asyncmoe.telemetry.samples.records import Role, SampledMember, Stretch
@@ -32,10 +33,8 @@ class SampledPath(msgspec.Struct, frozen=True):
     member: SampledMember
 
 
-class SampledEpisode(msgspec.Struct, frozen=True):
-    """What an episode left: each path that spoke, and the agents that have said nothing."""
-
-    paths: tuple[SampledPath, ...]
+SampledEpisode = tuple[SampledPath, ...]
+"""What an episode left: each path that spoke, and the agents that have said nothing."""
 
 
 class EpisodeNotes:
@@ -61,11 +60,11 @@ class EpisodeNotes:
         agents = list(made.agents.values())
         if outcome is None or isinstance(outcome, TrajectoryRejected):
             failure = "cancelled" if outcome is None else cleaned(str(outcome)[:SHOWN])
-            return SampledEpisode(tuple(_path(place, agent, None, failure) for agent in agents))
+            return tuple(_path(place, agent, None, failure) for agent in agents)
         results = {(t.agent, t.branch): t for t in outcome}
         # A path that is the beginning of another is part of that one.
         kept = [agent for agent in agents if (agent.number, agent.branch) in results or not agent.turns]
-        return SampledEpisode(tuple(_path(place, agent, results.get((agent.number, agent.branch)), "") for agent in kept))
+        return tuple(_path(place, agent, results.get((agent.number, agent.branch)), "") for agent in kept)
 
 
 def cleaned(text: str) -> str:

@@ -14,8 +14,8 @@ from typing import TypeVar
 import msgspec
 
 from asyncmoe.config import Config
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.sampled_episodes import SHOWN, SampledEpisode, SampledPath, cleaned
 from asyncmoe.rollout.tasks import Prompt
@@ -25,8 +25,6 @@ from asyncmoe.telemetry.samples.file import SampleFile
 from asyncmoe.telemetry.samples.records import Fate, SampledMember, Stale, Stretch
 
 T = TypeVar("T")
-_SMALL = 8192
-"""Tokens of a group that are encoded and written within a few milliseconds, which is not worth a thread."""
 
 
 class Samples:
@@ -60,7 +58,7 @@ class Samples:
         if not self._choice.takes(group):
             return
         found = [self._ended.pop(place, None) for place in places]
-        if not (paths := [path for left in found if left is not None for path in left.paths]):
+        if not (paths := [path for left in found for path in left or ()]):
             return
         shared = next((path.prompt for path in paths if path.prompt), prompt.tokens)
         now = time.time()
@@ -79,10 +77,7 @@ class Samples:
                 prompt=await self._stretch(shared),
                 members=members,
             )
-            if sum(len(member.rest.tokens) for member in members) < _SMALL:
-                self._file.write(record)
-            else:
-                await asyncio.to_thread(self._file.write, record)
+            await asyncio.to_thread(self._file.write, record)
 
     def stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
         """Write that groups were too old for a step that begins at `version`."""

@@ -71,14 +71,6 @@ class Tokenizer:
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
-    def chat(self, user: str) -> tuple[int, ...]:
-        """Return the token ids of a conversation with one user message, up to where the assistant answers.
-
-        Raises:
-            DataError: the tokenizer has no chat template.
-        """
-        return self.encode(self.render([{"role": "user", "content": user}]))
-
     def render(self, messages: Mappings, tools: Mappings = (), *, asked: bool = True, variables: Mapping[str, Any] | None = None) -> str:
         """Render a conversation with the chat template.
 

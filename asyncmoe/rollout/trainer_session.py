@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 
 from asyncmoe.config import Config
 from asyncmoe.engines.pool import Pool
+from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.service import QueueService, check_digest
-from asyncmoe.rollout import parts
-from asyncmoe.rollout.epochs import TrainerEpochs
-from asyncmoe.rollout.parts import Questions
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.samples import Samples, samples_of
+from asyncmoe.rollout.tasks import Tasks
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Hello, TrainerMessage
 from asyncmoe.rpc.peers import check, facts
@@ -46,7 +45,7 @@ class TrainerSession:
     def __init__(
         self,
         config: Config,
-        asked: Questions,
+        asked: Tasks,
         run_log: RunLog,
         pool: Pool,
         coordinator: WeightUpdateCoordinator,
@@ -60,14 +59,26 @@ class TrainerSession:
         self.queue: BoundedQueue | None = None
         self.service: QueueService | None = None
         self.samples: Samples | None = None
-        # Of a trainer that was started again, this process may meet a rank that is left over before it meets the trainer.
-        self._epochs = TrainerEpochs(trainer_epoch() or -1)
+        # Epochs grow each time the trainer is started again in place. Of such a one this process may meet a rank that is left over first.
+        self._newest, self._served = trainer_epoch() or -1, -1
+        """Of any trainer that was met, and of the one that is served; -1: none. They differ while the newest is being met."""
         self.went_back = asyncio.Event()
         self._met, self._meeting = asyncio.Event(), asyncio.Lock()
 
     def check(self, request: TrainerMessage) -> None:
-        """Refuse a request of a start that is not served; see `TrainerEpochs.check`."""
-        self._epochs.check(request)
+        """Refuse what comes neither from the trainer that is served nor is the next one's `Hello`.
+
+        Raises:
+            ProtocolError: the request is an older trainer's, or comes before its trainer's `Hello`.
+        """
+        name, epoch = type(request).__name__, request.epoch
+        if epoch < self._newest:
+            raise ProtocolError(
+                f"{name}: got it from start {epoch} of the trainer, expected start {self._newest}, which has taken its place: "
+                "this process is left over and must end"
+            )
+        if not isinstance(request, Hello) and self._served >= 0 and epoch != self._served:
+            raise ProtocolError(f"{name}: got it before any Hello of start {epoch} of the trainer, expected Hello first")
 
     async def joined(self) -> BoundedQueue:
         """Return the queue once the first start is met."""
@@ -85,22 +96,36 @@ class TrainerSession:
         """
         check(facts("controller"), hello.facts)
         async with self._meeting:
-            self._epochs.check(hello)  # a newer one may have been met meanwhile
-            if hello.epoch == self._epochs.served:
+            self.check(hello)  # a newer one may have been met meanwhile
+            if hello.epoch == self._served:
                 return
             if self.queue is None:
                 await self._meet(hello)
-                self._epochs = self._epochs.meeting(hello.epoch)
             else:
                 await self._meet_again(hello, self.queue)
-            self._epochs = self._epochs.met()
+            self._newest = self._served = hello.epoch
 
     async def _meet(self, hello: Hello) -> None:
         config, run_log = self._config, self._run_log
         check_digest(hello.config_digest, config.digest)
         await self._taken.wait()
-        resumed = await run_log.resume(hello.step)
-        queue = parts.queue_of(config, hello.step, self._stale, run_log.queue_log, resumed, self._freed)
+        resumed, staleness = await run_log.resume(hello.step), config.queue.staleness
+        queue = BoundedQueue(
+            capacity=config.queue_capacity,
+            batch=config.rollout.batch,
+            group_size=config.rollout.group_size,
+            max_staleness=staleness.max_staleness,
+            rule=staleness.rule,
+            downweight=staleness.downweight or 1.0,
+            drop_above=staleness.drop_above,
+            base_version=config.warmup.steps,
+            trained_steps=hello.step,
+            demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
+            on_stale=self._stale,
+            on_freed=self._freed,
+            log=run_log.queue_log,
+            resumed=resumed,
+        )
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
         await service(hello)
         self.queue, self.service = queue, service
@@ -115,9 +140,10 @@ class TrainerSession:
         """Serve a trainer that was started again in place; the one before it is lost. Engines and producer go on all the time."""
         config = self._config
         check_digest(hello.without_layout, config.digest_without_layout)  # its parallel layout may differ
-        self._run_log.check_reopen(hello.step, queue)
+        if (taken := hello.step) > (counted := queue.trained_steps):
+            raise ProtocolError(f"hello: the trainer has taken {taken} steps, the controller counts {counted}; restart both")
         log.warning("the trainer was lost, and started again (start %d): it goes on from step %d", hello.epoch, hello.step)
-        self._epochs = self._epochs.meeting(hello.epoch)
+        self._newest = hello.epoch
         queue.trainer_lost()
         await self._coordinator.forget_sender("the trainer was lost")
         self._pool.lineage = self._run_log.reopen(queue, hello.step)

@@ -11,12 +11,15 @@ from typing import Annotated
 import msgspec
 
 from asyncmoe.log.log import Number, Place
-from asyncmoe.log.turns import EpisodeKey
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.rpc.base import Count, Message
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.peers import Facts
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry.rollout_schema import Calls, Scoring
+
+LOST = "worker_lost"
+"""Reason of a rejection: the worker that ran the episode is gone."""
 
 
 class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,8 +65,6 @@ class WorkerJoin(Message, frozen=True):
 
     number: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     rendezvous: Rendezvous
-    host: str
-    """`asyncmoe.rpc.address.host_id` of its machine."""
     config_digest: str
     facts: Facts | None = None
 
@@ -92,7 +93,7 @@ class WorkerEngines(Message, frozen=True):
 class WorkerRun(Message, frozen=True):
     """Run and score an episode. Answered with `WorkerRan` once it has ended; what one of training brings stays in the worker."""
 
-    episode: EpisodeKey
+    episode: EpisodeId
     prompt: bytes
     """Of `asyncmoe.rollout.tasks.types.to_bytes`."""
     evaluation: str | None = None
@@ -111,7 +112,7 @@ class WorkerForget(Message, frozen=True):
     """End and forget episodes whose outcome nobody wants any more, whether they run or have ended; forget all that is kept of groups; and
     let go of payloads."""
 
-    episodes: tuple[EpisodeKey, ...] = ()
+    episodes: tuple[EpisodeId, ...] = ()
     groups: tuple[Count, ...] = ()
     needed: dict[int, Number] | None = None
     """Payloads before this position are let go of, by number of the worker, unless it holds their groups; None: none are."""
@@ -120,7 +121,7 @@ class WorkerForget(Message, frozen=True):
 class WorkerPack(Message, frozen=True):
     """Make a group of these episodes, whole and checked, and put it into the log. Answered with `WorkerPacked`."""
 
-    episodes: tuple[EpisodeKey, ...]
+    episodes: tuple[EpisodeId, ...]
     newest: Count
     """Newest version that may have sampled a token."""
 

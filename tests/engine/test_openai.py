@@ -88,7 +88,10 @@ def play(rig: Rig, tokenizer: Tokenizer, agent: str, episodes: int) -> list[tupl
     stage = RolloutContext(rig.pool, sampling, tokenizer, Exact(), agents)
 
     async def run() -> list[tuple[Trajectory, ...]]:
-        prompts = [Prompt(f"question {n}", tokenizer.chat(f"question {n}"), "") for n in range(episodes)]
+        prompts = [
+            Prompt(f"question {n}", tokenizer.encode(tokenizer.render([{"role": "user", "content": f"question {n}"}])), "")
+            for n in range(episodes)
+        ]
         try:
             return await asyncio.gather(*(episode.run(stage, prompt, EpisodeId(n, 0, 0)) for n, prompt in enumerate(prompts)))
         finally:

@@ -18,9 +18,8 @@ from asyncmoe.log.files import FileLog
 from asyncmoe.log.log import Log
 from asyncmoe.log.turns import Turns
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.queue_log import CONTROLLER, OWN, QueueLog
-from asyncmoe.queue.replays import Resumption
-from asyncmoe.queue.start_order import Start
+from asyncmoe.queue.queue_log import CONTROLLER, OWN, QueueLog, Resumption
+from asyncmoe.queue.records import Start
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.tasks import Prompt
@@ -32,7 +31,6 @@ from tests.unit.test_queue_model import make_group
 
 T = TypeVar("T")
 SIZE, BATCH = 2, 4
-BACKENDS = pytest.mark.parametrize("backend", ["files", pytest.param("redis", marks=needed())])
 
 
 class KeptLog(QueueLog):
@@ -112,25 +110,11 @@ def home_of(backend: str) -> Iterator[Home]:
                 server.close()
 
 
-@pytest.fixture(scope="module")
-def homes() -> Iterator[dict[str, Home]]:
-    """A home of each backend, the server started when it is first asked for."""
-
-    class Lazy(dict[str, Home]):
-        def __missing__(self, backend: str) -> Home:
-            held.append(home_of(backend))
-            self[backend] = held[-1].__enter__()
-            return self[backend]
-
-    held: list[Any] = []
-    yield Lazy()
-    for one in held:
-        one.__exit__(None, None, None)
-
-
-@pytest.fixture
-def home(homes: dict[str, Home], backend: str) -> Home:
-    return homes[backend]
+@pytest.fixture(scope="module", params=["files", pytest.param("redis", marks=needed())])
+def home(request: pytest.FixtureRequest) -> Iterator[Home]:
+    """Each backend in turn."""
+    with home_of(request.param) as made:
+        yield made
 
 
 def settled(log: Log | None) -> None:
@@ -191,10 +175,10 @@ async def live(home: Home, folder: Path, step: int = 0, **options: Any) -> Life:
     """Open the log as a controller does whose trainer has taken `step` steps."""
     log = home.opened(folder)
     found = log.begin(step, 0, BATCH, step * BATCH // SIZE, lost=log.lost(step))
-    resumed = Resumption(found.accounts, await log.groups(found.queued), found.starts, found.arrivals, log)
+    resumed = Resumption(found.accounts, await log.groups(found.queued), found.starts, found.arrivals)
     sizes: dict[str, Any] = {"capacity": 4 * BATCH, "batch": BATCH, "group_size": SIZE, "max_staleness": 3}
     held = BoundedQueue(**sizes, trained_steps=step, log=log, resumed=resumed, on_freed=log.worker.over, **options)
-    return Life(home, folder, log, held, held.take_requeued(), found.next)
+    return Life(home, folder, log, held, held.take_requeued(), log.state.next)
 
 
 def in_loop(body: Coroutine[Any, Any, T], most_s: float = 60.0) -> T:

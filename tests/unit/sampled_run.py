@@ -17,13 +17,14 @@ from asyncmoe.config import Config, parse
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Generation, Sampling, VersionSpan
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds, Environment
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.pieces import Pieces
-from asyncmoe.rollout.sampled_episodes import EpisodeNotes
+from asyncmoe.rollout.sampled_episodes import EpisodeNotes, SampledEpisode
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -72,6 +73,17 @@ class Scripted:
         return PooledGeneration(Generation.of(said, logprobs, spans, "stop", 0), 3)
 
 
+class Told(dict[EpisodeId, SampledEpisode]):
+    """What a worker's episodes leave, of which the controller hears at once."""
+
+    def __init__(self, samples: Samples) -> None:
+        super().__init__()
+        self._samples = samples
+
+    def __setitem__(self, place: EpisodeId, left: SampledEpisode) -> None:
+        self._samples.noted(place, left)
+
+
 class SampledRun:
     """Plays groups, and trains on them, as controller and trainer do."""
 
@@ -100,7 +112,7 @@ class SampledRun:
         notes = EpisodeNotes(choice_of(self.config))
         self.stage = replace(stage, opened=notes.opened)
         self.worker = Worker(partial(episode.run, self.stage), SIZE, notes=notes)
-        self.worker.sampled = self.samples.noted
+        self.worker.left = Told(self.samples)
         mesh: Any = SimpleNamespace(rank=0, reports=True)
         self.trainer = TrainerSamples(self.config, mesh, step, layers=2)
 
@@ -109,8 +121,6 @@ class SampledRun:
 
     def group(self, number: int, texts: list[str], prompt: Prompt | None = None, *, write: bool = True) -> list[Trajectory]:
         """Play a whole group and note it as queued."""
-        from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-
         asked = prompt or self.prompt()
         places = [EpisodeId(number, i, 0) for i in range(SIZE)]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random as globally
-import sys
 from collections.abc import Sequence
-from datetime import date
 from random import Random
 
 import numpy as np
@@ -68,22 +66,8 @@ class Empty(Capitals):
         return 0
 
 
-class Sized(Capitals):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-
 class Neither:
     pass
-
-
-class Unfinished:
-    def __init__(self) -> None:
-        raise OSError("no such database")
 
 
 class Wrong(Capitals):
@@ -99,7 +83,6 @@ class Wrong(Capitals):
             "nan": Example("q", "1", {"level": float("nan")}),
             "half": Example("\ud83d x", "1"),
             "mixed": Example([1, "a"], "1"),  # type: ignore[list-item]
-            "dated": Example([{"role": "user", "content": "I say", "when": date(2026, 1, 1)}], "1"),
         }
         return super().__getitem__(index) if index < len(CITIES) - 1 else wrong[self.form]
 
@@ -128,10 +111,6 @@ def maybe(row: dict[str, object]) -> object:
 
 def fails(row: dict[str, object]) -> bool:
     return bool(row["difficulty"])
-
-
-def leaves(row: dict[str, object]) -> bool:
-    sys.exit(3)
 
 
 def compared(row: dict[str, object]) -> object:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import InvariantBroken
+from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Admission, Ledger
 
 
@@ -101,3 +102,10 @@ def test_a_ledger_that_does_not_add_up_cannot_be_made() -> None:
         for change in (-2, -1, 1):
             with pytest.raises(InvariantBroken):
                 replace(good, **{field.name: getattr(good, field.name) + change})
+
+
+def test_reasons_add_up_to_the_ledger() -> None:
+    accounts = Accounts(Ledger().start(4)).reject(1, "score").discard(1, "equal").reject(1, "score")
+    assert (accounts.rejected, accounts.dropped) == ({"score": 2}, {"equal": 1})
+    with pytest.raises(InvariantBroken, match="do not add up"):
+        Accounts(accounts.ledger, dropped=accounts.dropped)

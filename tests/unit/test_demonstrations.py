@@ -26,13 +26,6 @@ from asyncmoe.trajectory import Trajectory
 ROWS, TOTAL, MOST = 5, 8, 30
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("demonstrations") / "tiny"
-    make_model(path, MadeModel(), seed=0)
-    return Tokenizer(path)
-
-
 class Rows:
     """A file whose question n is row n % `ROWS`; the rows of `long` have more tokens than `MOST`."""
 
@@ -66,8 +59,8 @@ class Answers:
         return "1"
 
 
-def teaching(tokenizer: Tokenizer, environment: Answers) -> Teaching:
-    return Teaching(environment, environment, tokenizer, tokenizer.eos, Bounds(), seed=0)
+def teaching(known: Tokenizer, environment: Answers) -> Teaching:
+    return Teaching(environment, environment, known, known.eos, Bounds(), seed=0)
 
 
 def rows_of(made: Sequence[Sequence[Trajectory]]) -> list[int]:
@@ -76,10 +69,10 @@ def rows_of(made: Sequence[Sequence[Trajectory]]) -> list[int]:
 
 @pytest.mark.parametrize("taught", [False, True])
 def test_a_demonstration_that_the_context_does_not_hold_gives_its_place_to_a_later_question(
-    taught: bool, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+    taught: bool, known: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def made(first: int) -> list[Sequence[Trajectory]]:
-        demonstrations = Demonstrations(Rows([1, 4]), teaching(tokenizer, Answers()) if taught else None, TOTAL, MOST)
+        demonstrations = Demonstrations(Rows([1, 4]), teaching(known, Answers()) if taught else None, TOTAL, MOST)
 
         async def every() -> list[Sequence[Trajectory]]:
             return [await demonstrations(index) for index in range(first, TOTAL)]
@@ -110,15 +103,15 @@ def test_a_warm_up_of_long_rows_only_ends_with_the_way_out() -> None:
     [("1", "bad_reward"), ({"polcy": 1.0}, "environment_error"), ({}, "environment_error"), (float("nan"), "bad_reward")],
 )
 def test_the_first_demonstration_tells_of_a_wrong_return_value(
-    rewards: float | Mapping[str, float], expected: str, tokenizer: Tokenizer
+    rewards: float | Mapping[str, float], expected: str, known: Tokenizer
 ) -> None:
-    demonstrations = Demonstrations(Rows([]), teaching(tokenizer, Answers(rewards)), TOTAL, MOST)
+    demonstrations = Demonstrations(Rows([]), teaching(known, Answers(rewards)), TOTAL, MOST)
     with pytest.raises(DataError, match=expected):
         asyncio.run(demonstrations(0))
 
 
 @pytest.mark.parametrize("kind", ["single_turn", f"{__name__}:Answers"])
-def test_a_run_replaces_what_its_own_bounds_do_not_hold(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_run_replaces_what_its_own_bounds_do_not_hold(kind: str, known: Tokenizer, tmp_path: Path) -> None:
     make_model(tmp_path / "tiny", MadeModel(), seed=0)
     config = parse(
         {
@@ -129,6 +122,6 @@ def test_a_run_replaces_what_its_own_bounds_do_not_hold(kind: str, tokenizer: To
             "warmup": {"steps": 2, "batch": 4},
         }
     )
-    loaded = parts.RolloutParts(tokenizer, Rows([1]), (), Exact(), environments.load(config))
+    loaded = parts.RolloutParts(known, Rows([1]), (), Exact(), environments.load(config))
     (made,) = asyncio.run(parts.demonstrations_of(config, loaded)(1))
     assert (made.key, made.tokens[0]) == ("d1.a0", 4)

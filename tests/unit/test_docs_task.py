@@ -14,14 +14,9 @@ from asyncmoe.config import Config, parse
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.tasks.order import EVALUATION
 from asyncmoe.rollout.tokenizer import Tokenizer
-from tests.unit import doc_pages, openai_policy
+from tests.unit import doc_pages
 
 PAGE = doc_pages.read("guides/task.md")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture
@@ -46,24 +41,24 @@ def config(index: int, **more: object) -> Config:
     return parse({**values, "task": {"kind": "jsonl", "path": "train.jsonl"}, **block, **more})
 
 
-def test_a_row_becomes_a_conversation_with_its_columns(here: Path, tokenizer: Tokenizer) -> None:
-    task = tasks.load(config(0), tokenizer).training
+def test_a_row_becomes_a_conversation_with_its_columns(here: Path, known: Tokenizer) -> None:
+    task = tasks.load(config(0), known).training
     (prompt,) = [one for one in map(task.prompt, range(10)) if "pen" in one.text]
-    assert tokenizer.decode(prompt.tokens).startswith("system\nAnswer with one number.\nuser\nA pen costs 3")
+    assert known.decode(prompt.tokens).startswith("system\nAnswer with one number.\nuser\nA pen costs 3")
     assert (prompt.answer, prompt.columns) == ("15", {"level": "easy"})
 
 
-def test_rows_are_filtered_and_mixed(here: Path, tokenizer: Tokenizer) -> None:
-    task = tasks.load(config(1), tokenizer).training
+def test_rows_are_filtered_and_mixed(here: Path, known: Tokenizer) -> None:
+    task = tasks.load(config(1), known).training
     assert {task.prompt(n).columns["level"] for n in range(14)} == {"easy", "medium"}
-    mixed = tasks.load(config(2), tokenizer).training
+    mixed = tasks.load(config(2), known).training
     texts = {mixed.prompt(n).text for n in range(100)}
     assert {text for text in texts if text.startswith("more")} == {"more 2?", "more 5?", "more 8?"}
     assert len(texts) == 13
 
 
-def test_evaluation_sets(here: Path, tokenizer: Tokenizer) -> None:
-    loaded = tasks.load(config(3), tokenizer)
+def test_evaluation_sets(here: Path, known: Tokenizer) -> None:
+    loaded = tasks.load(config(3), known)
     assert {one.name: (one.count, one.section.samples) for one in loaded.sets} == {
         "held_out": (2, 1),
         "hard": (9, 8),
@@ -73,13 +68,13 @@ def test_evaluation_sets(here: Path, tokenizer: Tokenizer) -> None:
     assert not held & {loaded.training.prompt(n).text for n in range(40)}
 
 
-def test_the_classes(here: Path, tokenizer: Tokenizer) -> None:
-    capitals = tasks.load(config(0, task={"kind": "my_tasks:Capitals"}), tokenizer).training
+def test_the_classes(here: Path, known: Tokenizer) -> None:
+    capitals = tasks.load(config(0, task={"kind": "my_tasks:Capitals"}), known).training
     assert {capitals.prompt(n).columns["country"] for n in range(4)} == {"France", "Japan", "Peru", "Chad"}
-    powers = tasks.load(config(0, task={"kind": "my_tasks:Powers", "options": {"most": 5}}), tokenizer).training
+    powers = tasks.load(config(0, task={"kind": "my_tasks:Powers", "options": {"most": 5}}), known).training
     for n in range(20):
         prompt = powers.prompt(n)
         base, exponent = (int(word.rstrip("?")) for word in prompt.text.split() if word.rstrip("?").isdigit())
         assert (prompt.answer, prompt.columns) == (str(base**exponent), {"base": base})
         assert base <= 5
-    assert " = " in tokenizer.decode(powers.demonstration(0).tokens)
+    assert " = " in known.decode(powers.demonstration(0).tokens)

@@ -137,7 +137,8 @@ TEMPLATE = "{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %
 
 def test_the_template_describes_the_tools(known: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     plain = Prompt("a", known.encode("a"), "")
-    chat = Prompt("a", known.chat("a"), "", messages=({"role": "user", "content": "a"},))
+    asked = ({"role": "user", "content": "a"},)
+    chat = Prompt("a", known.encode(known.render(asked)), "", messages=asked)
     with caplog.at_level(logging.WARNING):
         ignoring = WithTools([FLIGHT])
         assert [ignoring.asked(one, known) for one in (chat, chat, plain)] == [chat.tokens, chat.tokens, plain.tokens]

@@ -12,7 +12,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncmoe.queue.start_order import Start
+from asyncmoe.queue.records import Start
 from tests.redis_server import needed
 from tests.unit.log_lives import BATCH, SIZE, Home, home_of, in_loop, live
 from tests.unit.test_queue_model import make_group

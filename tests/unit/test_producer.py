@@ -19,6 +19,7 @@ from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory
+from tests.unit.test_queue import asynchronous
 
 GROUP, BATCH = 4, 8
 Play = Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]
@@ -65,15 +66,13 @@ def produce(
     first: int = 0,
     start_over: frozenset[str] = frozenset(),
     max_rejected: float = 1.0,
-    most_s: float | None = None,
 ) -> None:
     """Run `body` beside a producer."""
 
     async def run() -> None:
         held = made or queue()
-        made_by = Producer(
-            held, Numbers(), Worker(alone(play), GROUP), GROUP, first, start_over=start_over, max_rejected=max_rejected, most_s=most_s
-        )
+        held.log.state.next = first
+        made_by = Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, start_over=start_over, max_rejected=max_rejected)
         producing = asyncio.create_task(made_by.run())
         following = asyncio.create_task(body(held))
         await asyncio.wait({producing, following}, return_when=asyncio.FIRST_COMPLETED)
@@ -129,52 +128,27 @@ def test_a_rejected_response_takes_its_group_and_cancels_the_rest() -> None:
     assert sorted(cancelled) == ["g1.e0.a0.t0", "g1.e1.a0.t0", "g1.e3.a0.t0"]
 
 
-def test_a_group_that_does_not_end_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
-        if (place.group, place.episode) == (0, 2):
-            await asyncio.sleep(60)
-        return respond(prompt, place)
-
-    async def body(held: BoundedQueue) -> None:
-        await until(lambda: "group 0 has ended for 0.05 s, longer than any may take: g0.e2.a0.t0" in caplog.text)
-
-    produce(play, body, most_s=0.05)
-
-
-@pytest.mark.parametrize("reason", ["engine_died", "engine_error", "engine_timeout"])
-def test_what_an_engine_spoiled_is_started_over_with_the_same_prompt(reason: str) -> None:
-    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
-        if place.group == 0 and place.attempt == 0:
-            raise TrajectoryRejected(reason, "engine.0")
-        return respond(prompt, place)
-
-    async def body(held: BoundedQueue) -> None:
-        await until(lambda: held.stats().depth == 2 * BATCH)
-        assert held.stats().rejected == {reason: GROUP}
-        leased = await held.lease(0, "rl", 2 * BATCH, 0, 1.0)
-        again = [item.key for item in leased.items if item.group == 0]
-        assert again == [f"g0.e{e}.a0.t1" for e in range(GROUP)]
-
-    produce(play, body)
-
-
-@pytest.mark.parametrize(("reason", "attempts"), [("scorer_timeout", 3), ("scorer_nan", 1), ("engine_error", 3)])
+@pytest.mark.parametrize(("reason", "attempts"), [("scorer_timeout", 3), ("scorer_nan", 1), ("engine_error", 3), ("engine_died", 2)])
 def test_what_could_not_be_answered_or_where_the_user_wants_it_scored_is_started_over(reason: str, attempts: int) -> None:
     begun: set[int] = set()
 
     async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
         if place.group == 0:
             begun.add(place.attempt)
-            raise TrajectoryRejected(reason, "the judge is busy")
+            if place.attempt < 2 or reason != "engine_died":
+                raise TrajectoryRejected(reason, "the judge is busy")
         return respond(prompt, place)
 
     async def body(held: BoundedQueue) -> None:
         await until(lambda: held.stats().depth == 2 * BATCH)
         await asyncio.sleep(0.02)
         assert held.stats().rejected == {reason: attempts * GROUP}
+        leased = await held.lease(0, "rl", 2 * BATCH, 0, 1.0)
+        again = [item.key for item in leased.items if item.group == 0]
+        assert again == [f"g0.e{e}.a0.t2" for e in range(GROUP if reason == "engine_died" else 0)]
 
     produce(play, body, start_over=frozenset({"scorer_timeout"}))
-    assert begun == set(range(attempts))
+    assert begun == set(range(attempts + (reason == "engine_died")))
 
 
 def test_rejecting_everything_ends_the_run_with_the_reason() -> None:
@@ -196,9 +170,11 @@ def test_demonstrations_keep_the_warm_up_lane_full() -> None:
         showing = asyncio.create_task(demonstrate(held, show, 2, 10))
         await until(lambda: held.stats().demonstrations == 6)
         leased = await held.lease(0, "warmup", 4, 0, 1.0)
+        assert held.ledger.started == 0
         assert [item.key for item in leased.items] == ["d2.a0", "d3.a0", "d4.a0", "d5.a0"]
         assert {item.sampled for item in leased.items} == {2}
         held.commit(0)
+        assert held.trained_steps == 1
         await asyncio.wait_for(showing, 10)
         assert held.stats().demonstrations == 4
 
@@ -249,9 +225,6 @@ def test_more_rejected_groups_than_allowed_end_the_run_with_the_reason() -> None
     )
     with pytest.raises(AsyncmoeError, match=wanted):
         produce(one_in_three_fails("scorer_error"), enough, queue(31, 64 * GROUP), max_rejected=0.25)
-
-
-def test_as_many_rejected_groups_as_allowed_do_not() -> None:
     produce(one_in_three_fails("scorer_error"), enough, queue(31, 64 * GROUP), max_rejected=0.5)
 
 
@@ -269,3 +242,54 @@ def test_only_the_last_groups_count() -> None:
         state = state.note("")
     assert not state.exceeded
     assert str(state) == f"{WINDOW // 2} of the last {WINDOW} groups were rejected (scorer_nan {WINDOW // 2})"
+
+
+@asynchronous
+async def test_equal_rewards_are_left_out_and_the_prompts_go_on() -> None:
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
+        made = respond(prompt, place)
+        made.__dict__["reward"] = float(place.episode) if place.group else 1.0
+        return made
+
+    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
+    producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, filter_equal=True).run())
+    await until(lambda: held.stats().depth == BATCH)
+    assert held.stats().dropped == {"equal_rewards": GROUP}
+    assert {item.group for item in (await held.lease(0, "rl", BATCH, 0, 1.0)).items} == {1, 2}
+    producing.cancel()
+
+
+@asynchronous
+async def test_a_requeued_prompt_is_asked_again_and_trained_with_newer_tokens() -> None:
+    """A group that got too old in the queue goes back to the engines before any new prompt, through the real producer."""
+    asked: list[tuple[int, int]] = []
+    late, version = asyncio.Event(), 0
+
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
+        if place.episode == 0:
+            asked.append((place.group, place.attempt))
+        sampled_at = version
+        if (place.group, place.attempt) == (1, 0):
+            await late.wait()
+        return respond(prompt, place, sampled_at)
+
+    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=1, rule="requeue")
+    producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP).run())
+    trained: list[tuple[int, int, int]] = []
+    for step in range(5):
+        if step == 3:
+            # Its tokens are three versions old by now.
+            late.set()
+            await until(lambda: held.stats().depth >= BATCH)
+        leased = await held.lease(step, "rl", BATCH, step, 5.0)
+        trained += sorted({(item.group, int(item.key.rpartition("t")[2]), step - item.oldest_version) for item in leased.items})
+        held.commit(step)
+        version = step + 1
+        held.set_version(version)
+    producing.cancel()
+    assert held.stats().requeued == {"stale": GROUP}
+    assert [(group, attempt) for group, attempt in asked if group == 1] == [(1, 0), (1, 1)]
+    assert [(group, attempt) for group, attempt, _ in trained if group == 1] == [(1, 1)]
+    assert all(age <= 1 for _, _, age in trained)
+    again = asked.index((1, 1))
+    assert max(group for group, _ in asked[:again]) < min(group for group, _ in asked[again + 1 :])

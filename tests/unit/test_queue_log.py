@@ -13,14 +13,13 @@ from asyncmoe.log.files import HEADER_BYTES
 from asyncmoe.log.log import HEAD_BYTES
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import pack
-from asyncmoe.queue.start_order import Start
-from tests.unit.log_lives import BACKENDS, BATCH, SIZE, Home, Life, home, homes, in_loop, live  # noqa: F401
+from asyncmoe.queue.records import Start
+from tests.unit.log_lives import BATCH, SIZE, Home, Life, home, in_loop, live  # noqa: F401
 from tests.unit.test_queue_model import make_group
 
 FILES = Home()
 
 
-@BACKENDS
 def test_a_lease_is_answered_only_once_it_is_durable(home: Home, tmp_path: Path) -> None:  # noqa: F811
     async def body() -> None:
         life = await live(home, tmp_path / "run")
@@ -56,7 +55,6 @@ def test_what_was_too_old_stays_so(tmp_path: Path, rule: Any, starts: list[Start
     in_loop(body())
 
 
-@BACKENDS
 def test_a_run_goes_back_to_an_older_checkpoint_and_no_further(home: Home, tmp_path: Path) -> None:  # noqa: F811
     async def body() -> None:
         life = await live(home, tmp_path / "run")
@@ -81,7 +79,6 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_no_further(home: Home, tmp_p
     in_loop(body())
 
 
-@BACKENDS
 def test_space_is_bounded(home: Home, tmp_path: Path) -> None:  # noqa: F811
     async def body() -> None:
         life, sizes = await live(home, tmp_path / "run"), []

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncmoe.config.queue import StalenessRule
 from asyncmoe.queue.bounded import BoundedQueue
-from asyncmoe.queue.start_order import Line, Start
+from asyncmoe.queue.records import Start
 from asyncmoe.rpc.messages import Leased
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from tests.unit.example_counts import examples
@@ -86,7 +86,8 @@ class QueueMachine(RuleBasedStateMachine):
             downweight=0.5,
             drop_above=self.bound if policy == "downweight" else None,
         )
-        self.line, self.requeued = Line(0), list[Start]()
+        self.next, self.requeued = 0, list[Start]()
+        self.again: list[Start] = []
         self.running: list[One] = []
         self.putting: list[One] = []
         self.puts: dict[One, asyncio.Task[None]] = {}
@@ -178,8 +179,12 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.can_start(self.size) == may
         if may:
             assert self.queue.take_requeued() == self.requeued
-            self.line, begun = self.line.again(*self.requeued).take()
+            self.again += self.requeued
             self.requeued = []
+            if self.again:
+                begun = self.again.pop(0)
+            else:
+                begun, self.next = Start(self.next), self.next + 1
             self.queue.started(self.size)
             self.running.append(One(begun, self.version))
         return may

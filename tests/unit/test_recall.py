@@ -13,13 +13,13 @@ import pytest
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import ABORTED, Generation, Listener, Sampling, VersionSpan
-from asyncmoe.log.turns import EpisodeKey, Turns
+from asyncmoe.log.turns import EpisodeId, Turns
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 from tests.unit.log_lives import Home
 
-KEY = EpisodeKey(0, 0, 0)
+KEY = EpisodeId(0, 0, 0)
 
 
 class Scripted:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,11 +11,9 @@ import pytest
 from asyncmoe.errors import ProtocolError
 from asyncmoe.log.log import Place
 from asyncmoe.rollout.workers import service
-from asyncmoe.rollout.workers.remote import RemoteWorker
-from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.codec import decode_reply, encode
-from asyncmoe.rpc.worker_messages import EngineUse, PackedGroup, WorkerBegin, WorkerEngines, WorkerPacked
+from asyncmoe.rpc.worker_messages import EngineUse, PackedGroup, WorkerPacked
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import Cluster, SlowEngine, clustered
 
@@ -80,29 +77,6 @@ async def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(cluster: Clu
         handle.client.hangs = False
 
 
-@clustered(workers=2, engines=2, seed=8)
-async def test_workers_are_told_only_what_has_changed(cluster: Cluster) -> None:
-    gates, told = cluster.fleet._gates, list[str]()
-    gates.tell()
-    await gates.late()
-
-    def tell(self: RemoteWorker, request: Any, *_: object) -> asyncio.Task[None]:
-        if isinstance(request, WorkerEngines):
-            told.append(self.name)
-        return really(self, request)
-
-    really = RemoteWorker.tell
-    with mock.patch.object(RemoteWorker, "tell", tell):
-        gates.tell()
-        assert await gates.late() == 0
-        assert told == []
-        cluster.pool.members[1].suspect = True
-        gates.tell()
-        gates.tell()
-        await gates.late()
-        assert sorted(told) == ["rollout worker 1", "rollout worker 2"]
-
-
 @clustered(workers=3, engines=2, seed=8, staleness=40)
 async def test_every_worker_uses_every_engine_with_its_share_of_the_requests(cluster: Cluster) -> None:
     for handle in cluster.handles:
@@ -122,34 +96,20 @@ async def test_every_worker_uses_every_engine_with_its_share_of_the_requests(clu
         handle.client.hangs = False
 
 
-def test_a_worker_that_comes_again_hears_what_is_under_way_now(tmp_path: Path) -> None:
-    told: list[WorkerBegin] = []
-    begin = WorkerService._begin
-
-    async def noted(self: WorkerService, first: WorkerBegin) -> Any:
-        told.append(first)
-        return await begin(self, first)
-
-    async def run() -> None:
-        with mock.patch.object(WorkerService, "_begin", noted):
-            async with Cluster(tmp_path, workers=2, engines=2, seed=5) as cluster:
-                for step in range(3):
-                    await cluster.train(step)
-                for handle in cluster.handles:
-                    handle.client.hangs = True
-                while not cluster.fleet._workers[2].running:
-                    await asyncio.sleep(0.01)
-                await cluster.lose(1)
-                await cluster.lost(1)
-                others = {place.group for place in cluster.lent[2].worker._worker._running}
-                await cluster.start(1)
-                for handle in cluster.handles:
-                    handle.client.hangs = False
-                trained = {one.group for made in cluster.trained.values() for one in made}
-                assert others <= set(told[-1].under_way)
-                assert not trained & set(told[-1].under_way)
-
-    asyncio.run(run())
+@clustered(workers=2, engines=2, seed=5)
+async def test_a_worker_that_comes_again_hears_what_is_under_way_now(cluster: Cluster) -> None:
+    for step in range(3):
+        await cluster.train(step)
+    for handle in cluster.handles:
+        handle.client.hangs = True
+    while not cluster.fleet._workers[2].running:
+        await asyncio.sleep(0.01)
+    others = {place.group for place in cluster.lent[2].worker._worker._running}
+    told = set(cluster.run_log.for_workers().under_way)
+    assert others <= told
+    assert not told & {one.group for made in cluster.trained.values() for one in made}
+    for handle in cluster.handles:
+        handle.client.hangs = False
 
 
 @clustered(workers=1, engines=1, seed=6)

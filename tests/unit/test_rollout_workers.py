@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,16 +15,20 @@ from hypothesis import strategies as st
 
 from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected
-from asyncmoe.log.turns import EpisodeKey
+from asyncmoe.log import turns
+from asyncmoe.log.turns import EpisodeId, Turns
 from asyncmoe.rollout.demonstrations import Demonstrations
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes, to_bytes
-from asyncmoe.rollout.scoring.exact import Exact
+from asyncmoe.rollout.tasks import Prompt, types
+from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.rpc.messages import Done, FindWorker
 from asyncmoe.rpc.worker_messages import WorkerForget, WorkerJoin, WorkerPack, WorkerPacked, WorkerRan, WorkerRun
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of
-from asyncmoe.trajectory import decode
+from asyncmoe.trajectory import Trajectory, decode
+from tests.unit.log_lives import Home
+from tests.unit.test_producer import respond
 from tests.unit.worker_fleet import BATCH, Cluster, Numbers, clustered
 
 
@@ -38,7 +40,7 @@ def check(cluster: Cluster, steps: int) -> None:
     assert all(groups.count(number) == groups.count(groups[0]) for number in set(groups))
     for step, made in cluster.trained.items():
         for one in made:
-            assert tuple(one.tokens[: (~one.loss_mask).sum()]) == cluster.parts.task.prompt(one.group).tokens
+            assert tuple(one.tokens[: (~one.loss_mask).sum()]) == cluster.parts.training.prompt(one.group).tokens
             assert step - 1 <= one.oldest_version <= int(one.versions.max()) <= step
     ledger = cluster.queue.ledger
     assert ledger.trained == steps * BATCH
@@ -61,18 +63,12 @@ async def test_a_group_is_held_by_its_worker_and_fetched_from_there(cluster: Clu
         assert not trained & set(lent.worker._worker._frames)
 
 
-def test_columns_that_json_can_hold_reach_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    columns, prompt = {"id": 2**70, "level": np.float64(0.5), "name": np.str_("x"), "2": -(2**63) - 1}, Numbers.prompt
-    monkeypatch.setattr(Numbers, "prompt", lambda *asked: replace(prompt(*asked), columns=columns))
-    seen = mock.Mock(side_effect=Exact.score)
-    monkeypatch.setattr(Exact, "score", lambda *asked: seen(*asked))
-
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=4, seed=1) as cluster:
-            await cluster.train(0)
-
-    asyncio.run(run())
-    assert {json.dumps(call.args[1].columns) for call in seen.call_args_list} == {json.dumps(columns)}
+def test_columns_that_json_can_hold_reach_a_worker() -> None:
+    columns = {"id": 2**70, "level": np.float64(0.5), "name": np.str_("x"), "2": -(2**63) - 1}
+    asked = Prompt("q", (1, 2), "a", columns, ({"role": "user", "content": "q"},), "row 3")
+    assert types.from_bytes(types.to_bytes(asked)) == asked
+    with pytest.raises(ProtocolError, match="malformed prompt"):
+        types.from_bytes(b"{}")
 
 
 @clustered(workers=2, engines=4, seed=2)
@@ -131,16 +127,16 @@ def test_workers_that_come_and_go_change_nothing(seed: int, staleness: int) -> N
 async def test_a_worker_that_does_not_belong_is_refused(cluster: Cluster) -> None:
     there = cluster.fleet._workers[1].joined.rendezvous
     with pytest.raises(ConfigError):
-        await cluster.fleet.join(WorkerJoin(1, there, "", "other"))
+        await cluster.fleet.join(WorkerJoin(1, there, "other"))
     with pytest.raises(ProtocolError, match="joined already"):
-        await cluster.fleet.join(WorkerJoin(1, there, "", cluster.config.digest))
+        await cluster.fleet.join(WorkerJoin(1, there, cluster.config.digest))
 
 
 @clustered(workers=1, engines=1, seed=4)
 async def test_a_worker_packs_only_what_has_ended_there(cluster: Cluster) -> None:
     (worker,) = cluster.fleet._workers.values()
     with pytest.raises(ProtocolError, match="have ended here"):
-        await worker.ask(WorkerPack((EpisodeKey(99, 0, 0),), 0), WorkerPacked)
+        await worker.ask(WorkerPack((EpisodeId(99, 0, 0),), 0), WorkerPacked)
     await worker.ask(WorkerForget(groups=(99,)), Done)
     assert not worker.gone
 
@@ -152,7 +148,7 @@ async def test_an_episode_of_a_lost_worker_is_rejected(cluster: Cluster) -> None
     while not worker.gone:
         await asyncio.sleep(0.01)
     with pytest.raises(TrajectoryRejected, match="worker_lost"):
-        await worker.do(WorkerRun(EpisodeKey(99, 0, 0), b""), WorkerRan, 1.0)
+        await worker.do(WorkerRun(EpisodeId(99, 0, 0), b""), WorkerRan, 1.0)
     assert (cluster.fleet.times_lost, len(cluster.fleet.lost())) == (1, 1)
 
 
@@ -169,7 +165,7 @@ def test_what_is_kept_of_an_episode_travels_unchanged(tmp_path: Path) -> None:
             assert trained
             for one in trained:
                 told = left[EpisodeId(one.group, one.episode, one.attempt)]
-                (path,) = told.paths
+                (path,) = told
                 assert [*path.prompt, *path.member.rest.tokens] == one.tokens.tolist()
                 assert path.member.logprobs == records.rounded(one.logprobs[one.loss_mask])
                 assert path.member.digest == records.digest_of(one.tokens, one.logprobs)
@@ -178,27 +174,6 @@ def test_what_is_kept_of_an_episode_travels_unchanged(tmp_path: Path) -> None:
     asyncio.run(run())
     with pytest.raises(ProtocolError, match="sampled episode"):
         from_bytes(b"\xc1")
-
-
-@clustered(workers=2, engines=2, seed=7, staleness=40)
-async def test_the_loss_of_a_worker_with_many_groups_does_not_end_the_run(cluster: Cluster) -> None:
-    for handle in cluster.handles:
-        handle.client.hangs = True
-    while len(cluster.fleet._groups) < 80:
-        await asyncio.sleep(0.01)
-    lost = max(cluster.fleet._workers.values(), key=lambda worker: worker.running).joined.number
-    assert cluster.fleet._workers[lost].running > 2 * 32
-    under_way = set(cluster.lent[lost].worker._worker._running)
-    await cluster.lose(lost)
-    await cluster.lost(lost)
-    await cluster.start(lost)
-    while not under_way <= set(cluster.lent[lost].worker._worker._running):
-        await asyncio.sleep(0.01)
-    for handle in cluster.handles:
-        handle.client.hangs = False
-    for step in range(3):
-        await cluster.train(step)
-    assert not cluster.failure
 
 
 def test_an_error_of_the_users_code_ends_the_run_with_its_reason(tmp_path: Path) -> None:
@@ -260,3 +235,60 @@ async def test_an_evaluation_runs_on_the_workers_and_nothing_is_kept_of_it(clust
     for step in range(2):  # training has an episode of the same name
         await cluster.train(step)
     check(cluster, 2)
+
+
+# ---------------------------------------------------------------- one worker, without its process
+
+
+PLACES = [EpisodeId(3, member, 0) for member in range(2)]
+
+
+def test_an_episode_that_was_forgotten_is_ended_and_not_packed() -> None:
+    async def body() -> None:
+        goes_on, ended = asyncio.Event(), list[EpisodeId]()
+
+        async def play(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
+            try:
+                await goes_on.wait()
+            except asyncio.CancelledError:  # and goes on, as a user's code may
+                ended.append(place)
+            return (respond(prompt, place),)
+
+        worker = Worker(play, 2)
+        late = [asyncio.create_task(worker.episode(Numbers().prompt(3), place)) for place in PLACES]
+        await asyncio.sleep(0)
+        worker.forget(PLACES[:1])
+        again = asyncio.create_task(worker.episode(Numbers().prompt(3), PLACES[0]))  # the next attempt may have one of the same name
+        await asyncio.sleep(0)
+        worker.forget(PLACES[:1])
+        goes_on.set()
+        await asyncio.gather(*late, again)
+        assert ended == [PLACES[0]] * 2
+        with pytest.raises(ProtocolError, match=r"got g3\.e0\.a0\.t0, expected episodes that have ended here"):
+            await worker.pack(PLACES, 1)
+
+    asyncio.run(body())
+
+
+def test_a_payload_that_no_record_names_stays_as_long_as_its_group_is_held(tmp_path: Path) -> None:
+    async def body() -> None:
+        async def play(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
+            return (respond(prompt, place),)
+
+        kept = WorkerLog(Home().log(tmp_path, "1"), Turns(Home().log(tmp_path, turns.writer(1)), {}))
+        worker = Worker(play, 2, kept=kept)
+        for place in PLACES:
+            await worker.episode(Numbers().prompt(3), place)
+        group = await worker.pack(PLACES, 1)
+        assert group.place is not None
+        with mock.patch.object(kept.payloads, "forget") as forget:
+            await worker.retain({})
+            worker.over([group])
+            await worker.retain({})
+            await worker.retain({1: group.place.position})
+        at = group.place.position
+        assert [call.args for call in forget.call_args_list] == [(at,), (kept.payloads.end,), (at,)]
+        assert at < kept.payloads.end
+        kept.close()
+
+    asyncio.run(body())

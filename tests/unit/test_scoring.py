@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, loading
+from asyncmoe.rollout.scoring.raised import raised_by
+from tests.unit import scorers
 
 SCORERS = "tests.unit.scorers"
 
@@ -20,6 +23,7 @@ SCORERS = "tests.unit.scorers"
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 def scorer(name: str, timeout_s: float = 20.0, **more: Any) -> Scorer:
@@ -27,23 +31,28 @@ def scorer(name: str, timeout_s: float = 20.0, **more: Any) -> Scorer:
     return loading.load(section, TaskSection(kind="arithmetic"), lambda tokens: "".join(map(chr, tokens)))
 
 
-def score_all(name: str, responses: list[str], answer: str = "19", timeout_s: float = 20.0, **more: Any) -> list[float | str]:
-    """Each response's reward, or the reason for which it was rejected; one after the other, with one scorer."""
+def outcomes(name: str, responses: list[str], timeout_s: float = 20.0, **more: Any) -> list[Score | TrajectoryRejected]:
+    """What becomes of each response, one after the other, with one scorer."""
 
-    async def run() -> list[float | str]:
+    async def run() -> list[Score | TrajectoryRejected]:
         made = scorer(name, timeout_s, **more)
-        found: list[float | str] = []
+        found: list[Score | TrajectoryRejected] = []
         try:
             for response in responses:
                 try:
-                    found.append((await made.score(Sample("12+7=", response, answer, (1,), (True,)))).reward)
+                    found.append(await made.score(Sample("12+7=", response, "19", (1,), (True,))))
                 except TrajectoryRejected as rejected:
-                    found.append(rejected.reason)
+                    found.append(rejected)
         finally:
             await made.close()
         return found
 
     return asyncio.run(run())
+
+
+def score_all(name: str, responses: list[str], timeout_s: float = 20.0, **more: Any) -> list[float | str]:
+    """Each response's reward, or the reason for which it was rejected."""
+    return [one.reward if isinstance(one, Score) else one.reason for one in outcomes(name, responses, timeout_s, **more)]
 
 
 def test_exact_compares_the_whole_answer() -> None:
@@ -93,22 +102,6 @@ def test_a_coroutine_that_hangs_is_cancelled() -> None:
     ]
 
 
-def test_the_loop_goes_on_while_a_function_hangs() -> None:
-    async def run() -> int:
-        made = scorer(f"{SCORERS}:bad", timeout_s=1.0)
-        asking = asyncio.create_task(made.score(Sample("", "hang", "")))
-        ticks = 0
-        while not asking.done():
-            await asyncio.sleep(0.02)
-            ticks += 1
-        with pytest.raises(TrajectoryRejected, match="scorer_timeout"):
-            asking.result()
-        await made.close()
-        return ticks
-
-    assert asyncio.run(run()) > 10
-
-
 def test_a_process_is_kept_when_nobody_waits_for_its_answer_any_more() -> None:
     async def run() -> tuple[float, float]:
         made = scorer(f"{SCORERS}:process", timeout_s=10.0)
@@ -128,18 +121,11 @@ def test_a_process_is_kept_when_nobody_waits_for_its_answer_any_more() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [
-        ("nonsense", "package.module:function"),
-        ("tests.unit.nowhere:f", "nowhere"),
-        (f"{SCORERS}:missing", "missing"),
-        (f"{SCORERS}:not_a_function", "an integer"),
-        (f"{SCORERS}:NoScore", "without a method"),
-    ],
+    [("nonsense", "package.module:function"), (f"{SCORERS}:missing", ""), (f"{SCORERS}:not_a_function", ""), (f"{SCORERS}:NoScore", "")],
 )
 def test_a_scorer_that_is_not_there_is_a_configuration_error(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=rf"^scoring\.scorer: .*{said}"):
         scorer(name)
-    assert "scoring.scorer" in str(caught.value)
 
 
 def test_a_function_that_raises_is_asked_again() -> None:
@@ -183,18 +169,36 @@ def test_an_object_is_made_once_and_closed(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "diary").read_text().split() == ["made", "score", "score", "score", "closed"]
 
 
-def test_a_class_that_cannot_be_made_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"scoring\.options.*colour"):
-        scorer(f"{SCORERS}:Coroutine", options={"colour": "red"})
+@pytest.mark.parametrize("name", ["Coroutine", "Plain", "length"])
+def test_options_that_a_scorer_does_not_take_are_a_configuration_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"scoring\.options: .*colour"):  # a plain class is made in a process of its own
+        score_all(f"{SCORERS}:{name}", ["cd"], options={"colour": "red"})
 
-    async def run() -> None:
-        made = scorer(f"{SCORERS}:Plain", options={"colour": "red"})
-        try:
-            await made.score(WHOLE)
-        finally:
-            await made.close()
 
-    with pytest.raises(ConfigError, match=r"scoring\.options.*colour"):
-        asyncio.run(run())
-    with pytest.raises(ConfigError, match=r"is a function; omit them"):
-        scorer(f"{SCORERS}:length", options={"colour": "red"})
+def place(code: str) -> str:
+    """The file and line of `tests/unit/scorers.py` that holds `code`."""
+    lines, _ = inspect.getsourcelines(scorers)
+    return f"tests/unit/scorers.py:{next(number for number, line in enumerate(lines, 1) if code in line)}"
+
+
+@pytest.mark.parametrize("name", ["bad", "bad_coroutine"])
+def test_the_log_has_file_line_and_traceback_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    code = 'raise ValueError("cannot score this")'
+    found = outcomes(f"{SCORERS}:{name}", ["raise", "fine", "raise"], retries=1, concurrency=1)
+    assert [str(found[n]) for n in (0, 2)] == [f"scorer_error: ValueError: cannot score this ({place(code)})"] * 2
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"the scorer raised at {place(code)}")
+    assert "Traceback (most recent call last):" in said
+    assert said.endswith("ValueError: cannot score this")
+
+
+def test_wrong_arguments_are_placed_at_the_scorer() -> None:
+    def takes_one(prompt: str) -> float:
+        return 1.0
+
+    try:
+        takes_one("a", "b")  # type: ignore[call-arg]
+    except TypeError as error:
+        raised = raised_by(error.with_traceback(None), takes_one)
+    assert raised["at"] == f"tests/unit/test_scoring.py:{takes_one.__code__.co_firstlineno}"
+    assert "positional argument" in raised["said"]

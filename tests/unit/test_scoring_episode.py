@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from asyncmoe.config.model import MadeModel
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.models.make import make_model
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -46,41 +43,34 @@ class Recorded:
         pass
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("scored") / "tiny"
-    make_model(path, MadeModel(), seed=0)
-    return Tokenizer(path)
-
-
-def play(environment: Tool | Two, tokenizer: Tokenizer, scorer: Scorer) -> tuple[Trajectory, ...]:
+def play(environment: Tool | Two, known: Tokenizer, scorer: Scorer) -> tuple[Trajectory, ...]:
     pool = Echo()
-    stage = RolloutContext(pool, Sampling(1.0, 8, (2,)), tokenizer, scorer, environment, BOUNDS, 5.0, seed=3)  # type: ignore[arg-type]
-    return asyncio.run(episode.run(stage, Prompt("1+1=", tokenizer.encode("1+1="), "+1="), EpisodeId(5, 2, 1)))
+    stage = RolloutContext(pool, Sampling(1.0, 8, (2,)), known, scorer, environment, BOUNDS, 5.0, seed=3)  # type: ignore[arg-type]
+    return asyncio.run(episode.run(stage, Prompt("1+1=", known.encode("1+1="), "+1="), EpisodeId(5, 2, 1)))
 
 
-def test_the_scorer_is_shown_exactly_what_becomes_the_trajectory(tokenizer: Tokenizer) -> None:
+def test_the_scorer_is_shown_exactly_what_becomes_the_trajectory(known: Tokenizer) -> None:
     scorer = Recorded(0.25)
-    records = play(Two(None), tokenizer, scorer)
+    records = play(Two(None), known, scorer)
     assert [record.reward for record in records] == [0.25, 0.25]
     for sample, record, name in zip(scorer.seen, records, ("solver", "checker"), strict=True):
         assert sample.tokens == tuple(record.tokens)
         assert sample.sampled == tuple(record.loss_mask)
         assert (sample.prompt, sample.answer, sample.agent) == ("1+1=", "+1=", name)
-        assert sample.response == tokenizer.decode(record.tokens[record.loss_mask].tolist())
+        assert sample.response == known.decode(record.tokens[record.loss_mask].tolist())
 
 
-def test_a_teacher_is_asked_also_where_the_environment_has_the_reward(tokenizer: Tokenizer) -> None:
+def test_a_teacher_is_asked_also_where_the_environment_has_the_reward(known: Tokenizer) -> None:
     scorer, teacher = Recorded(0.25), Recorded(0.0)
-    (record,) = play(Tool(), tokenizer, Taught(scorer, teacher))
+    (record,) = play(Tool(), known, Taught(scorer, teacher))
     assert record.reward == 0.5
     assert scorer.seen == []
     # Without the last observation, which nobody answered.
     assert [sample.tokens for sample in teacher.seen] == [tuple(record.tokens)]
 
 
-def test_when_one_agent_cannot_be_scored_nobody_waits_for_the_others(tokenizer: Tokenizer) -> None:
+def test_when_one_agent_cannot_be_scored_nobody_waits_for_the_others(known: Tokenizer) -> None:
     scorer = Recorded(0.0, failing="checker")
     with pytest.raises(TrajectoryRejected, match="scorer_garbage"):
-        play(Two(None), tokenizer, scorer)
+        play(Two(None), known, scorer)
     assert scorer.cancelled == 1

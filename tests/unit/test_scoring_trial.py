@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 
 from asyncmoe.config import Config, parse
-from asyncmoe.errors import ConfigError, DataError, UserError
+from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.rollout.parts import RolloutParts
-from asyncmoe.rollout.scoring import loading, trial
-from asyncmoe.rollout.tasks import Example, Prompt
+from asyncmoe.rollout.scoring import loading
+from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tasks.order import ListedTask
 from asyncmoe.rollout.workers import service
 from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import NOTHING
 from tests.prompts import jsonl
+
+SCORERS = "tests.unit.scorers"
 
 
 class Characters:
@@ -79,26 +81,31 @@ def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: An
     asyncio.run(run())
 
 
-def test_a_scorer_that_scores_lets_engines_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(Started):
-        serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:slowly"))
-    with pytest.raises(Started):
-        serve(monkeypatch, tmp_path, config(tmp_path, scorer="exact"))
+SCORED = [{"scorer": f"{SCORERS}:slowly"}, {"scorer": "exact"}, {"scorer": f"{SCORERS}:moody", "try_first": False}]
 
 
-def test_a_scorer_that_raises_ends_the_run_before_an_engine_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("section", SCORED)
+def test_a_scorer_that_scores_or_is_not_tried_lets_engines_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, section: dict[str, Any]
 ) -> None:
-    wanted = (
-        r"^scoring\.scorer: got tests\.unit\.scorers:moody, which raised ValueError: odd answers are not scored "
-        r"\(tests/unit/scorers\.py:\d+\), expected a score of the first prompt's own answer; "
-        r"its traceback is in logs/rollout-1\.log"
-    )
-    with pytest.raises(ConfigError, match=wanted):
-        serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:moody"))
-    assert "in moody" in caplog.text
     with pytest.raises(Started):
-        serve(monkeypatch, tmp_path, config(tmp_path, scorer="tests.unit.scorers:moody", try_first=False))
+        serve(monkeypatch, tmp_path, config(tmp_path, **section))
+
+
+@pytest.mark.parametrize(
+    ("scorer", "got"),
+    [
+        (f"{SCORERS}:moody", r"tests\.unit\.scorers:moody, which raised ValueError: .* \(tests/unit/scorers\.py:\d+\),"),
+        ("builtins:print", r"builtins:print, which failed: .* returned NoneType None instead of a number"),
+        ("http://127.0.0.1:9/score", r"http://127.0.0.1:9/score, which failed: .*scoring\.try_first=false"),
+    ],
+)
+def test_a_scorer_that_does_not_score_ends_the_run_before_an_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, scorer: str, got: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^scoring\.scorer: got {got}"):
+        serve(monkeypatch, tmp_path, config(tmp_path, scorer=scorer))
+    assert ("in moody" in caplog.text) == (scorer == f"{SCORERS}:moody")
 
 
 def test_exact_without_answers_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -116,39 +123,17 @@ def test_evaluation_sets_that_nothing_asks_are_said(
     assert "evaluation.sets: none of them is asked, because evaluation.every is 0" in caplog.text
 
 
-def test_an_answer_that_is_no_score_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^scoring\.scorer: got builtins:print, which failed: .*expected a score of the first prompt's"):
-        serve(monkeypatch, tmp_path, config(tmp_path, scorer="builtins:print"))
-    with pytest.raises(ConfigError, match=r"returned NoneType None instead of a number, expected a score"):
-        serve(monkeypatch, tmp_path, config(tmp_path, scorer="builtins:print"))
-
-
-def test_an_endpoint_that_is_not_there_names_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"start it first, or set scoring\.try_first=false if it is ready only later$"):
-        serve(monkeypatch, tmp_path, config(tmp_path, scorer="http://127.0.0.1:9/score"))
-
-
 def questions(path: Path, *answers: str) -> ListedTask:
     path.write_text("".join(json.dumps({"question": "q", "answer": f"so\n#### {answer}"}) + "\n" for answer in answers))
     return jsonl(Characters(), path, chat_template=False, seed=0)  # type: ignore[arg-type]
 
 
-def test_answers_that_do_not_equal_themselves_are_named_with_their_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    task = questions(tmp_path / "d.jsonl", "18", r"\text{}", "(3, 4)", "$$", r"\text{}", "1,234", "no solution")
-    with pytest.raises(DataError) as error:
-        serve(monkeypatch, tmp_path, config(tmp_path, "jsonl"), task)
-    said = str(error.value)
-    assert said.startswith("task.path: got unusable answers: ")
-    assert f"{tmp_path / 'd.jsonl'} line 2 '\\\\text{{}}' (the reference" in said
-    assert f"{tmp_path / 'd.jsonl'} line 4 '$$' (" in said
-    assert said.endswith(
-        "expected answers that equal themselves by math_verify; correct all lines with them, or name another scoring.scorer"
-    )
-    assert "\n" not in said
-
-
-def test_many_wrong_answers_and_long_ones_stay_one_short_line() -> None:
-    golds = [Example("q", "(" * (9_000 + number), where=f"a line {number}") for number in range(100)]
-    with pytest.raises(UserError, match="and 95 more") as error:
-        asyncio.run(trial.check_golds(golds, "task.path"))
-    assert len(str(error.value)) < 1500
+def test_an_answer_that_does_not_equal_itself_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for wrong in (r"\text{}", "(" * 9_000):
+        task = questions(tmp_path / "d.jsonl", "18", "(3, 4)", wrong, "$$", "1,234", "no solution")
+        with pytest.raises(DataError, match=r"^task\.path: got .*d\.jsonl line 3 ") as error:
+            serve(monkeypatch, tmp_path, config(tmp_path, "jsonl"), task)
+        assert len(str(error.value)) < 1500
+    right = questions(tmp_path / "d.jsonl", "18", "(3, 4)", "1,234", "no solution")
+    with pytest.raises(Started):
+        serve(monkeypatch, tmp_path, config(tmp_path, "jsonl"), right)

@@ -78,9 +78,7 @@ def test_a_prompt_is_text_or_messages_or_tokens(tokenizer: Tokenizer) -> None:
     [
         ("Missing", {}, r"task\.kind: got .*Missing: AttributeError"),
         ("Capitals", {"size": 3}, r"task\.kind: got .*TypeError: .*'size'.*expected a class that can be made with task\.options"),
-        ("Unfinished", {}, r"OSError: no such database at tests/unit/task_sources\.py:\d+"),
         ("Neither", {}, r"task\.kind: got .*Neither, which has neither, expected a class with `draw"),
-        ("Sized", {"size": "3"}, r"Sized, __len__: got TypeError: "),
         ("Wrong", {"form": "nan"}, r"Wrong, example 5, column level: got Out of range float .*expected JSON in UTF-8; leave it out of"),
         ("Wrong", {"form": "half"}, r"Wrong, example 5, prompt: got .*surrogates not allowed"),
         ("Empty", {}, r"Empty: got no examples, expected at least one"),
@@ -90,7 +88,6 @@ def test_a_prompt_is_text_or_messages_or_tokens(tokenizer: Tokenizer) -> None:
         ("Wrong", {"form": "column"}, r"Wrong, example 5, column when: got .*type set .*expected JSON"),
         ("Wrong", {"form": "assistant"}, r"Wrong, example 5, prompt: got a last message of the assistant"),
         ("Wrong", {"form": "role"}, r"Wrong, example 5, prompt: got \{'content': 'I say'\}, expected text, messages"),
-        ("Wrong", {"form": "dated"}, r"Wrong, example 5, prompt: got .*date.*expected JSON in UTF-8"),
         ("Wrong", {"form": "mixed"}, r"Wrong, example 5, prompt: got 1, expected text, messages"),
     ],
 )
@@ -136,8 +133,6 @@ def test_a_task_of_ones_own_needs_a_scorer_by_name() -> None:
         ({"kind": "jsonl", "path": "x", "chat_template": False, "system_prompt": "x"}, r"task\.system_prompt: got 'x', expected null"),
         ({"kind": "jsonl", "sources": [{"weight": 1}]}, r"task\.sources: got nothing, expected the path of a JSONL file"),
         ({"kind": "jsonl", "sources": [{"path": "x", "weight": 0}]}, r"task\.sources\.0\.weight: got 0, expected greater than 0"),
-        ({"kind": "jsonl", "sources": [{"path": "x", "weight": -1}]}, r"task\.sources\.0\.weight: got -1, expected greater than 0"),
-        ({"kind": "jsonl", "sources": [{"path": "x", "wieght": 1}]}, r"task\.sources\.0\.wieght: got an unknown key, expected one of path"),
         (
             {"kind": "jsonl", "path": "x", "where": {"a": {"b": 1}}},
             r"task\.where: got .*expected a text, a number or a list of these for a",
@@ -203,10 +198,6 @@ def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, tokenizer: Token
         ({"where": {"n": True}}, "got no row left of 10"),
         ({"where": {"lvl": "easy"}}, r"d\.jsonl line 1, lvl: got nothing, expected the column of task\.where; columns: question, answer"),
         ({"filter": f"{HERE}:maybe"}, r"task\.filter, .*d\.jsonl line 1: got .*maybe: 'easy', expected true or false"),
-        (
-            {"filter": f"{HERE}:leaves"},
-            r"task\.filter .*:leaves, .*line 1: got SystemExit: 3 at tests/unit/task_sources\.py:\d+, expected",
-        ),
         (
             {"filter": f"{HERE}:fails"},
             r"task\.filter .*:fails, .*d\.jsonl line 1: got KeyError: 'difficulty' at tests/unit/task_sources\.py:\d+",

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncmoe import config as configuration
 from asyncmoe import models
@@ -21,7 +19,6 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.controller import Controller
-from asyncmoe.rollout.epochs import TrainerEpochs
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rpc.client import Client
@@ -37,7 +34,6 @@ from asyncmoe.rpc.messages import (
     Reply,
     Request,
     Saved,
-    TrainerMessage,
     WeightsBegin,
     WeightsBucket,
     WeightsCommit,
@@ -153,9 +149,9 @@ class StandIn:
 
 @asynccontextmanager
 async def controller(config: Config) -> AsyncIterator[Running]:
-    hf, loaded = models.hf_config_of(config), parts.load(config)
+    loaded = parts.load(config)
     config.run.dir.mkdir(parents=True, exist_ok=True)
-    run_log = RunLog.open(config, hf, models.recording(config, hf))
+    run_log = RunLog.open(config, models.recording(config, models.hf_config_of(config)))
     made = Controller(config, Recorder(config.run.dir), loaded, run_log)
     joined = [made._pool.join(FakeHandle(f"engine.{index}")) for index in range(config.engines.count)]
     worker = lent(config, loaded, made)
@@ -214,6 +210,8 @@ def test_it_is_given_its_batches_again_and_the_lost_one_changes_nothing_when_it_
             assert [engine.paused for engine in running.engines] == [isinstance(opening, WeightsBegin)] * 2  # it is lost now
 
             second = running.trainer(1)
+            with pytest.raises(ProtocolError, match="before any Hello of start 1 of the trainer"):
+                await second.ask(Commit(4))
             assert (await second.hello(2)).version == 4
             assert not any(engine.paused or engine.updating for engine in running.engines)
             digest = first.config.digest
@@ -277,30 +275,3 @@ def test_another_layout_may_come_and_another_configuration_may_not(model: Path, 
                 await running.trainer(2).hello(3)
 
     in_loop(body())
-
-
-ASKED: list[Callable[[int], TrainerMessage]] = [
-    lambda epoch: Hello(0, 1, "", 0, epoch=epoch),
-    lambda epoch: Commit(0, epoch=epoch),
-    lambda epoch: Saved(0, epoch=epoch),
-]
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(range(len(ASKED))), st.booleans()), max_size=30))
-def test_only_the_newest_start_that_said_hello_is_served(asked: list[tuple[int, int, bool]]) -> None:
-    """Whatever order requests come in; a meeting may fail, and be tried again."""
-    epochs, newest = TrainerEpochs(), -1
-    for epoch, kind, fails in asked:
-        request = ASKED[kind](epoch)
-        hello = isinstance(request, Hello)
-        try:
-            epochs.check(request)
-        except ProtocolError:
-            assert epoch < newest or (not hello and epoch != epochs.served)
-            continue
-        assert epoch >= newest
-        if hello and epoch != epochs.served:
-            epochs, newest = epochs.meeting(epoch), epoch
-            epochs = epochs if fails else epochs.met()
-        elif not hello:
-            assert epochs.served in (-1, epoch)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.log.turns import EpisodeKey, Turns
+from asyncmoe.log.turns import EpisodeId, Turns
 from tests.unit.log_lives import Home, settled
 
-KEY = EpisodeKey(3, 1, 0)
+KEY = EpisodeId(3, 1, 0)
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def test_answers_are_found_again_in_their_order_and_once(tmp_path: Path) -> None
             for answer in (b"one", b"two"):
                 await store.record(KEY, b"same", answer)
             await store.record(KEY, b"other", b"three")
-            await store.record(EpisodeKey(3, 0, 0), b"same", b"of another episode")
+            await store.record(EpisodeId(3, 0, 0), b"same", b"of another episode")
             assert await store.recall(KEY, b"same") is None, "only what an earlier process recorded is recalled"
 
     async def second() -> None:
@@ -69,7 +69,7 @@ def test_a_group_that_is_over_frees_its_segments(tmp_path: Path) -> None:
     async def run() -> None:
         with opened(tmp_path, {}, segment_bytes=1000) as store:
             for group in range(5):
-                await store.record(EpisodeKey(group, 0, 0), b"r", bytes(2000))
+                await store.record(EpisodeId(group, 0, 0), b"r", bytes(2000))
             settled(store._log)
             full = store._log.size
             for group in (0, 1, 3):
@@ -77,7 +77,7 @@ def test_a_group_that_is_over_frees_its_segments(tmp_path: Path) -> None:
                 settled(store._log)
             assert full - store._log.size >= 2 * 2000, "what is older than all that is needed"
         with opened(tmp_path, dict.fromkeys(range(5), 0)) as store:
-            found = [await store.recall(EpisodeKey(group, 0, 0), b"r") is not None for group in range(5)]
+            found = [await store.recall(EpisodeId(group, 0, 0), b"r") is not None for group in range(5)]
             assert found == [False, False, True, True, True]
 
     asyncio.run(run())
@@ -87,7 +87,7 @@ def test_what_exceeds_the_bound_is_not_recorded_until_groups_end(tmp_path: Path,
     async def run() -> None:
         with opened(tmp_path, {}, segment_bytes=1 << 20, max_bytes=40_000) as store:
             for group in range(20):
-                await store.record(EpisodeKey(group, 0, 0), b"r", bytes(4000))
+                await store.record(EpisodeId(group, 0, 0), b"r", bytes(4000))
             settled(store._log)
             assert store._log.size <= 40_000
             assert [one.message for one in caplog.records if "log.max_bytes" in one.message] != []

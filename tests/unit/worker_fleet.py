@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,6 @@ from tests.unit.test_producer import Numbers
 
 SIZE, GROUPS = 2, 2
 BATCH = SIZE * GROUPS
-HF: Mapping[str, Any] = {"hidden_size": 8}
 
 
 class SlowEngine(FakeEngine):
@@ -80,7 +79,7 @@ class Lent:
     async def join(self) -> None:
         rendezvous = await self.server.start()
         self._serving = asyncio.create_task(self.server.serve())
-        await self._fleet.join(WorkerJoin(self._number, rendezvous, "", self._digest))
+        await self._fleet.join(WorkerJoin(self._number, rendezvous, self._digest))
 
     async def kill(self) -> None:
         """End it as a kill does: what it had handed to the disk stays, and nobody hears of the rest."""
@@ -115,7 +114,7 @@ class Cluster:
         for handle in self.handles:
             handle.client = SlowEngine(handle.name, self.draw)
         self.pool = Pool(self.handles, 64, 30.0, lambda *_: None)
-        self.run_log = RunLog.open(self.config, HF, NOTHING)
+        self.run_log = RunLog.open(self.config, NOTHING)
         self.fleet: WorkerFleet
         self.queue: BoundedQueue
         self.lent: dict[int, Lent] = {}
@@ -127,8 +126,8 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         config = self.config
-        address = {"address_of": lambda engine: (f"at {engine.name}", "")}
-        self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.run_log.for_workers, **address)  # type: ignore[arg-type]
+        self.fleet = WorkerFleet(config, self.pool, lambda *_: None, self.run_log.for_workers)
+        self.fleet._gates._address_of = lambda engine: (f"at {engine.name}", "")  # type: ignore[attr-defined]
         resumed = await self.run_log.resume(0)
         self.queue = BoundedQueue(
             capacity=config.queue_capacity,
@@ -147,14 +146,7 @@ class Cluster:
 
         self.server = Server(answer, here_only=True)
         self._rendezvous = await self.server.start()
-        producer = Producer(
-            self.queue,
-            self.parts.task,
-            self.fleet,
-            SIZE,
-            queue_log=self.run_log.queue_log,
-            start_over=frozenset({"environment_error"}),
-        )
+        producer = Producer(self.queue, self.parts.training, self.fleet, SIZE, start_over=frozenset({"environment_error"}))
         work = (self.server.serve(), self.fleet.run(), producer.run())
         self._tasks = [asyncio.create_task(self._guard(part)) for part in work]
         await asyncio.gather(*(self.start(number) for number in range(1, config.rollout.workers + 1)))

@@ -22,16 +22,17 @@ from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.scheduling import ScheduledRequest
 from asyncmoe.engines.types import Generation, Listener, ParsedCall, Sampling
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.log.turns import EpisodeKey, Turns
+from asyncmoe.log.turns import Turns
 from asyncmoe.rollout.episodes import environment, turn_tree
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import FIRST, LARGEST_REWARD, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
-from asyncmoe.rollout.scoring import Sample, Score, Scorer, teaches
+from asyncmoe.rollout.scoring import Sample, Score, Scorer
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.scoring.plain_answer import number
+from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
@@ -84,8 +85,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     """
     begin, answers = time.perf_counter(), None
     if stage.turns is not None:
-        key = EpisodeKey(place.group, place.episode, place.attempt)
-        answers = Recall(stage.pool, stage.turns, key, resumes=stage.interruption == "abort_resume")
+        answers = Recall(stage.pool, stage.turns, place, resumes=stage.interruption == "abort_resume")
 
     async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
         prompt, running = f"{stage.stream} {place.group}", any(other.turns for other in made.agents.values())
@@ -160,14 +160,14 @@ async def _worth(given: list[float] | None, agents: list[Agent], prompt: Prompt,
     """
     if given is None:
         last = {agent.number: agent for agent in sorted(agents, key=lambda agent: agent.spoke_last)}
-        every = steps or teaches(scorer)
+        every = steps or isinstance(scorer, Taught)
         asked = [agent for agent in agents if every or agent is last[agent.number]]
         scores = await together([scorer.score(_sample(agent, prompt)) for agent in asked])
         found = {agent.name: score for agent, score in zip(asked, scores, strict=True)}
         # A tree is worth what its last response is worth: that is where the conversation ended.
         worth = [found[last[agent.number].name] for agent in agents]
         return [_as(found.get(agent.name), one) for agent, one in zip(agents, worth, strict=True)]
-    if teaches(scorer):
+    if isinstance(scorer, Taught):
         taught = await together([scorer.teach(_sample(agent, prompt)) for agent in agents])
         return [Score(reward, teacher=teacher) for reward, teacher in zip(given, taught, strict=True)]
     return [Score(reward) for reward in given]

@@ -11,7 +11,7 @@ import numpy as np
 from asyncmoe.engines.pool import Pool, PooledGeneration
 from asyncmoe.engines.scheduling import UNKNOWN, ScheduledRequest
 from asyncmoe.engines.types import ABORTED, Generation, IdLists, Listener, Sampling, Tokens, VersionSpan
-from asyncmoe.log.turns import EpisodeKey, Turns
+from asyncmoe.log.turns import EpisodeId, Turns
 
 _FORM = 3
 """Of a recorded answer; those of another form are asked for again."""
@@ -42,7 +42,7 @@ class Recall:
 
     pool: Pool
     turns: Turns
-    key: EpisodeKey
+    key: EpisodeId
     resumes: bool
 
     async def generate(

@@ -10,25 +10,12 @@ import numpy as np
 from asyncmoe.engines.decode import routed_experts, sampling_masks
 from asyncmoe.engines.types import Generation
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
+from asyncmoe.log.turns import EpisodeId as EpisodeId
 from asyncmoe.trajectory import NOT_SAMPLED, EncodedMasks, Masks, Recording, Routes, Trajectory, encode_masks
 from asyncmoe.trajectory.sent_routes import joined
 
 LARGEST_REWARD = 3.4e38
 """Rewards of steps are stored as float32."""
-
-
-@dataclass(frozen=True)
-class EpisodeId:
-    """Identifies an episode; `attempt` counts the restarts, of its group or of the episode alone."""
-
-    group: int
-    episode: int
-    attempt: int
-
-    def key(self, agent: int = 0, branch: int = 0) -> str:
-        """Return the name of the trajectory of one agent, or of one path of its tree."""
-        path = f".b{branch}" if branch else ""
-        return f"g{self.group}.e{self.episode}.a{agent}{path}.t{self.attempt}"
 
 
 @dataclass(frozen=True)

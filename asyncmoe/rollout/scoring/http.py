@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import aiohttp
 
@@ -71,22 +72,29 @@ class Poster:
 
 
 class HttpJudge:
-    """See `Judge`. Posts {"prompt", "response", "answer", "agent", "columns"}; `parse_score.read_json` parses the answer."""
+    """See `Judge`.
 
-    width: int | None = None
+    Args:
+        asked: the body that is posted for a sample, and the bytes that its answer may have.
+    """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
-        self._poster = Poster(url, timeout_s)
+    def __init__(self, poster: Poster, asked: Callable[[Sample], tuple[bytes, int]]) -> None:
+        self._poster, self._asked = poster, asked
 
     async def call(self, sample: Sample) -> object:
         """See `Judge`. Returns bytes."""
-        told: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
-        told["columns"] = dict(sample.columns)
-        return await self._poster.post(json.dumps(told).encode(), _ANSWER_BYTES)  # msgspec writes no integer of more than 64 bits
+        return await self._poster.post(*self._asked(sample))
 
     async def close(self) -> None:
         """See `Judge`."""
         await self._poster.close()
+
+
+def asked(sample: Sample) -> tuple[bytes, int]:
+    """Return what a scorer is posted, whose answer `parse_score.read_json` parses."""
+    told: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
+    told["columns"] = dict(sample.columns)
+    return json.dumps(told).encode(), _ANSWER_BYTES  # msgspec writes no integer of more than 64 bits
 
 
 async def _bounded_body(content: aiohttp.StreamReader, max_bytes: int) -> bytes:

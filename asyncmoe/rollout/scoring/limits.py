@@ -17,7 +17,7 @@ from random import Random
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.parse_score import Read
-from asyncmoe.rollout.scoring.raised import Raised, ScorerRaised
+from asyncmoe.rollout.scoring.raised import ScorerRaised
 from asyncmoe.rollout.scoring.types import PASSING, TIMEOUT, UNAVAILABLE, Judge, Later, Sample, Score
 from asyncmoe.telemetry.rollout_schema import Scoring
 
@@ -71,7 +71,7 @@ class LimitedScorer:
     def __init__(self, name: str, judge: Judge, read: Read, limits: ScoringLimits, seed: int = 0) -> None:
         self.name, self._judge, self._read, self._limits = name, judge, read, limits
         self._random = Random(f"{seed} {name}")
-        self._slots = asyncio.Semaphore(min(limits.concurrency, judge.width or limits.concurrency))
+        self._slots = asyncio.Semaphore(limits.concurrency)
         self._here = self._in_flight = self._scored = self._retried = 0
         self._failed: Counter[str] = Counter()
         self._seconds = self._wait_seconds = 0.0
@@ -107,7 +107,7 @@ class LimitedScorer:
         try:
             return self._read(await self._judge.call(sample), sample)
         except ScorerRaised as error:
-            self._log(error.raised)
+            self._log(error)
             raise
 
     async def close(self) -> None:
@@ -137,7 +137,7 @@ class LimitedScorer:
                 return self._read(await self._call(sample, progress), sample)
             except TrajectoryRejected as rejected:
                 if isinstance(rejected, ScorerRaised):
-                    self._log(rejected.raised)
+                    self._log(rejected)
                 delay = backoff(self._limits.backoff_s, attempt, self._random.random())
                 delay = max(delay, _LEAST_PAUSE_S) if attempt >= self._limits.retries else delay
                 delay = max(delay, rejected.after_s) if isinstance(rejected, Later) else delay
@@ -169,7 +169,7 @@ class LimitedScorer:
             log.info("%s answers again", self.name)
         return answer
 
-    def _log(self, raised: Raised) -> None:
+    def _log(self, raised: ScorerRaised) -> None:
         """Log what the user's scorer raised, once for each place."""
         if raised.at not in self._places:
             self._places.add(raised.at)

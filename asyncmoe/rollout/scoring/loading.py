@@ -8,9 +8,8 @@ from functools import partial
 from asyncmoe.config.scoring import ScoringSection, TeacherSection
 from asyncmoe.config.task import READ, TaskSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.scoring import parse_score, plugin, teacher
+from asyncmoe.rollout.scoring import http, parse_score, plugin, teacher
 from asyncmoe.rollout.scoring.exact import Exact
-from asyncmoe.rollout.scoring.http import HttpJudge
 from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
 from asyncmoe.rollout.scoring.parse_score import Decode
 from asyncmoe.rollout.scoring.teacher import Taught
@@ -38,7 +37,8 @@ def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int =
     if section.teacher is None:
         assert scorer is not None
         return scorer
-    judge = teacher.TeacherJudge(section.teacher.url, section.teacher.timeout_s, _teacher_key(section.teacher))
+    poster = http.Poster(f"{section.teacher.url.rstrip('/')}/generate", section.teacher.timeout_s, _teacher_key(section.teacher))
+    judge = http.HttpJudge(poster, teacher.asked)
     return Taught(scorer, LimitedScorer("the teacher", judge, teacher.read, _limits(section, section.teacher.concurrency), seed))
 
 
@@ -68,12 +68,13 @@ def _scorer(section: ScoringSection, task: TaskSection, decode: Decode, seed: in
     read = parse_score.read_json if kind.startswith(("http://", "https://")) else parse_score.read
     judge = _judge(section, kind)
     made = partial(read, separator=section.step_separator, decode=decode)
-    return LimitedScorer("the scorer", judge, made, _limits(section, section.concurrency or judge.width or _AT_ONCE), seed)
+    concurrency = section.concurrency or (_WORKERS if isinstance(judge, InWorkers) else _AT_ONCE)
+    return LimitedScorer("the scorer", judge, made, _limits(section, concurrency), seed)
 
 
 def _judge(section: ScoringSection, kind: str) -> Judge:
     if kind.startswith(("http://", "https://")):
-        return HttpJudge(kind, section.timeout_s)
+        return http.HttpJudge(http.Poster(kind, section.timeout_s), http.asked)
     target = MATH_VERIFY if kind == "math_verify" else kind
     found = plugin.find(target)
     if section.options and not found.is_class:

@@ -90,8 +90,6 @@ class AsyncScorer:
         timeout_s: limit for one call.
     """
 
-    width: int | None = None
-
     def __init__(self, ask: Callable[[Sample], object], function: Callable[..., Any], made: object | None, timeout_s: float) -> None:
         self._ask = cast(Callable[[Sample], Awaitable[object]], ask)
         self._function, self._made, self._timeout_s = function, made, timeout_s
@@ -105,7 +103,7 @@ class AsyncScorer:
         except plugins.Overdue as error:
             raise TrajectoryRejected(TIMEOUT, str(error)) from error
         except Exception as error:
-            raise ScorerRaised(reason_of(error, ERROR), raised_by(error, self._function)) from error
+            raise ScorerRaised(reason_of(error, ERROR), **raised_by(error, self._function)) from error
 
     async def close(self) -> None:
         """See `Judge`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from asyncmoe import plugins
@@ -14,30 +13,24 @@ from asyncmoe.rollout.scoring.types import SHOWN
 _FRAMES, _TRACE_CHARS = 32, 8000
 
 
-@dataclass(frozen=True)
-class Raised:
-    """An exception of a user's scorer.
+class ScorerRaised(TrajectoryRejected):
+    """A user's scorer raised.
 
     Attributes:
         at: "FILE:LINE" that raised it; where the scorer is defined, if it could not be called.
-        said: type and message.
         trace: the traceback; at most `_TRACE_CHARS` characters.
+
+    Args:
+        said: type and message.
     """
 
-    at: str
-    said: str
-    trace: str
+    def __init__(self, reason: str, at: str, said: str, trace: str) -> None:
+        self.at, self.trace = at, trace
+        super().__init__(reason, f"{said} ({at})")
 
 
-class ScorerRaised(TrajectoryRejected):
-    """A user's scorer raised."""
-
-    def __init__(self, reason: str, raised: Raised) -> None:
-        self.raised = raised
-        super().__init__(reason, f"{raised.said} ({raised.at})")
-
-
-def raised_by(error: BaseException, scorer: Callable[..., Any]) -> Raised:
-    """Describe an exception that a call of `scorer` raised."""
+def raised_by(error: BaseException, scorer: Callable[..., Any]) -> dict[str, str]:
+    """Describe an exception that a call of `scorer` raised, by the names of `ScorerRaised`'s arguments."""
     trace = "".join(traceback.format_exception(error, limit=-_FRAMES))
-    return Raised(plugins.raised_at(error) or plugins.place(scorer), plugins.told(error)[:SHOWN], trace[:_TRACE_CHARS])
+    at = plugins.raised_at(error) or plugins.place(scorer)
+    return {"at": at, "said": plugins.told(error)[:SHOWN], "trace": trace[:_TRACE_CHARS]}

@@ -8,6 +8,7 @@ The teacher must have the policy's tokenizer.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.gather_or_cancel import together
-from asyncmoe.rollout.scoring.http import Poster
+from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.types import GARBAGE, NAN, Sample, Score, Scorer
 
 _TOKEN_BYTES = 128
@@ -32,7 +33,7 @@ class _Read(msgspec.Struct, frozen=True):
 
 
 class Taught:
-    """A scorer and a teacher, called concurrently: see `Scorer` and `Teaches`. If scorer or teacher fails, the other call is cancelled.
+    """A scorer and a teacher, called concurrently: see `Scorer`. If scorer or teacher fails, the other call is cancelled.
 
     Args:
         scorer: None (`scoring.scorer: none`): the reward is 0.
@@ -50,7 +51,7 @@ class Taught:
         return replace(score, teacher=taught.teacher)
 
     async def teach(self, sample: Sample) -> np.ndarray | None:
-        """See `Teaches`."""
+        """Return only `Score.teacher`, where the environment supplies the reward. Raises as `score`."""
         return (await self.teacher.score(sample)).teacher
 
     async def close(self) -> None:
@@ -58,32 +59,26 @@ class Taught:
         await asyncio.gather(*(one.close() for one in (self.scorer, self.teacher) if one is not None))
 
 
-class TeacherJudge:
-    """See `Judge`.
+def untaught(scorer: Scorer) -> Scorer:
+    """Return `scorer` without its teacher. A teacher without a scorer is returned unchanged."""
+    return scorer.scorer if isinstance(scorer, Taught) and scorer.scorer is not None else scorer
 
-    Args:
-        url: the server's address, "http://host:port".
-        key: API key that the server requires; empty: none.
-    """
 
-    width: int | None = None
+def stages(scorer: Scorer) -> Mapping[str, LimitedScorer]:
+    """Return the stages of `scorer` that may fail, by name: "scorer", "teacher"."""
+    parts = {"scorer": scorer.scorer, "teacher": scorer.teacher} if isinstance(scorer, Taught) else {"scorer": scorer}
+    return {name: part for name, part in parts.items() if isinstance(part, LimitedScorer)}
 
-    def __init__(self, url: str, timeout_s: float, key: str = "") -> None:
-        self._poster = Poster(f"{url.rstrip('/')}/generate", timeout_s, key)
 
-    async def call(self, sample: Sample) -> object:
-        """See `Judge`. Returns bytes."""
-        body = {
-            "input_ids": sample.tokens,
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-        }
-        return await self._poster.post(msgspec.json.encode(body), _TOKEN_BYTES * len(sample.tokens) + _REST_BYTES)
-
-    async def close(self) -> None:
-        """See `Judge`."""
-        await self._poster.close()
+def asked(sample: Sample) -> tuple[bytes, int]:
+    """Return the request of a sample's log-probabilities, and the bytes that its answer may have."""
+    body = {
+        "input_ids": sample.tokens,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+    }
+    return msgspec.json.encode(body), _TOKEN_BYTES * len(sample.tokens) + _REST_BYTES
 
 
 def read(body: object, sample: Sample) -> Score:

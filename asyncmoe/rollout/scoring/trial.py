@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import islice
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.rollout.scoring import mathematics
-from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.loading import scorer_kind
 from asyncmoe.rollout.scoring.raised import ScorerRaised
-from asyncmoe.rollout.scoring.stages import stages
+from asyncmoe.rollout.scoring.teacher import stages
 from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, Scorer
-from asyncmoe.rollout.tasks import EvaluationQuestions, Example, HasGolds, Task
-from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.rollout.tasks import Example, HasGolds, Tasks
 
 log = logging.getLogger(__name__)
 _SCORED = ("single_turn", "tools")
 """Kinds of environments that leave the reward to the scorer."""
 _CHECKED = 2000
 """Distinct answers of a source that are checked: a check takes milliseconds."""
-_SHOWN = 5
 _SHOWN_CHARS = 60
 
 
-async def before_engines(
-    config: Config, tokenizer: Tokenizer, task: Task, evaluated: Sequence[EvaluationQuestions], scorer: Scorer
-) -> None:
+async def before_engines(config: Config, tasks: Tasks, scorer: Scorer) -> None:
     """Check the reference answers, and try the scorer and the teacher with the first prompt.
 
     An environment of the user's own may give the rewards itself; then `scoring.scorer: auto` is not checked.
@@ -42,13 +37,14 @@ async def before_engines(
     kind = scorer_kind(section, config.task)
     asked = section.scorer != "auto" or config.environment.kind in _SCORED
     if asked and kind == "math_verify":
-        own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in evaluated if one.task is not task}
-        for key, source in {"task.path": task, **own_sets}.items():
+        own = [one for one in tasks.sets if one.task is not tasks.training]
+        own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in own}
+        for key, source in {"task.path": tasks.training, **own_sets}.items():
             if isinstance(source, HasGolds):
                 await check_golds(source.golds(), key)
     if config.evaluation.sets and not config.evaluation.every:
         log.warning("evaluation.sets: none of them is asked, because evaluation.every is 0")
-    prompt = task.prompt(0)
+    prompt, tokenizer = tasks.training.prompt(0), tasks.tokenizer
     if asked and kind == "exact" and not prompt.answer:
         hint = "name the column in task.columns.answer, or another scorer"
         raise ConfigError("scoring.scorer", got="exact, and the first prompt has no answer", expected="answers to compare with", hint=hint)
@@ -56,28 +52,13 @@ async def before_engines(
         return
     response = tokenizer.encode(prompt.answer) or (tokenizer.eos,)
     sampled = (False,) * len(prompt.tokens) + (True,) * len(response)
-    tried = {name: stage for name, stage in stages(scorer).items() if asked or name == "teacher"}
-    await try_once(
-        tried, Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled, columns=prompt.columns), kind
-    )
-
-
-async def try_once(stages: Mapping[str, LimitedScorer], sample: Sample, target: str) -> None:
-    """Ask each stage for the score of one sample, once.
-
-    Args:
-        stages: see `asyncmoe.rollout.scoring.stages.stages`.
-        sample: the first prompt, with its own answer for a response.
-        target: the configured scorer, for messages.
-
-    Raises:
-        ConfigError: a stage did not return a score.
-    """
-    for name, stage in stages.items():
+    sample = Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled, columns=prompt.columns)
+    for name, stage in stages(scorer).items():
         try:
-            await stage.attempt(sample)
+            if asked or name == "teacher":
+                await stage.attempt(sample)
         except TrajectoryRejected as rejected:
-            raise _refused(name, target, rejected) from rejected
+            raise _refused(name, kind, rejected) from rejected
 
 
 def _refused(stage: str, target: str, rejected: TrajectoryRejected) -> ConfigError:
@@ -98,19 +79,16 @@ async def check_golds(golds: Iterable[Example], key: str) -> None:
     """Check the first `_CHECKED` distinct reference answers.
 
     Raises:
-        DataError: no answer can equal some; names the first of them with file and line.
+        DataError: no answer can equal one of them; names it with file and line.
     """
     distinct: dict[str, Example] = {}
     for gold in golds:
         distinct.setdefault(gold.answer, gold)
-    wrong = list[str]()
     for gold in islice(distinct.values(), _CHECKED):
         try:
             mathematics.check(gold.answer)
         except ValueError as error:
-            wrong.append(f"{gold.where} {gold.answer[:_SHOWN_CHARS]!r} ({error})")
+            got, expected = f"{gold.where} {gold.answer[:_SHOWN_CHARS]!r} ({error})", "an answer that equals itself by math_verify"
+            hint = "correct all lines with such an answer, or name another scoring.scorer"
+            raise DataError(key, got=got, expected=expected, hint=hint) from error
         await asyncio.sleep(0)
-    if wrong:
-        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        got, expected = f"unusable answers: {', '.join(wrong[:_SHOWN])}{more}", "answers that equal themselves by math_verify"
-        raise DataError(key, got=got, expected=expected, hint="correct all lines with them, or name another scoring.scorer")

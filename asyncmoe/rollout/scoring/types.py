@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncmoe.errors import TrajectoryRejected
 
@@ -85,27 +85,8 @@ class Scorer(Protocol):
         ...
 
 
-class Teaches(Protocol):
-    """A scorer with a teacher. The teacher is called even if the environment supplies the reward."""
-
-    async def teach(self, sample: Sample) -> np.ndarray | None:
-        """Return only `Score.teacher`. Raises as `Scorer.score`."""
-        ...
-
-
-def teaches(scorer: Scorer) -> TypeGuard[Teaches]:
-    """Return whether a scorer has a teacher; `isinstance` looks the protocol up anew for every sample."""
-    return hasattr(scorer, "teach")
-
-
 class Judge(Protocol):
-    """A function, worker processes or an endpoint: computes the raw answer for a sample. `LimitedScorer` calls it, concurrently.
-
-    Attributes:
-        width: useful number of concurrent calls; None: unlimited.
-    """
-
-    width: int | None
+    """A function, worker processes or an endpoint: computes the raw answer for a sample. `LimitedScorer` calls it, concurrently."""
 
     async def call(self, sample: Sample) -> object:
         """Return the answer, not yet parsed.

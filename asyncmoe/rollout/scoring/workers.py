@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, cast
 
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.processes import Broken, Processes
 from asyncmoe.rollout.scoring import plugin
 from asyncmoe.rollout.scoring.plain_answer import plain
-from asyncmoe.rollout.scoring.raised import Raised, ScorerRaised, raised_by
+from asyncmoe.rollout.scoring.raised import ScorerRaised, raised_by
 from asyncmoe.rollout.scoring.types import ERROR, GARBAGE, SHOWN, TIMEOUT, Sample, reason_of
 
 
@@ -28,7 +27,6 @@ class InWorkers:
     """
 
     def __init__(self, target: str, options: Mapping[str, object], conversation: bool, timeout_s: float, width: int) -> None:
-        self.width: int | None = width
         self._left_out = set() if conversation else {"tokens", "sampled"}
         self._timeout_s, self._free = timeout_s, asyncio.Semaphore(width)
         self._asking: set[asyncio.Task[dict[str, Any]]] = set()
@@ -49,7 +47,7 @@ class InWorkers:
         # If the caller is cancelled, letting the process finish is cheaper than restarting it.
         answer = await asyncio.shield(asking)
         if "raised" in answer:
-            raise ScorerRaised(answer["failed"], Raised(**answer["raised"]))
+            raise ScorerRaised(answer["failed"], **answer["raised"])
         if "failed" in answer:
             raise TrajectoryRejected(answer["failed"], answer["detail"])
         return answer["value"]
@@ -74,7 +72,7 @@ class InWorkers:
 @contextmanager
 def serve(target: str, options: Mapping[str, object]) -> Iterator[Callable[[Mapping[str, object]], object]]:
     """Answer samples in a process: {"value": as `asyncmoe.rollout.scoring.plain_answer.plain` returns it}, {"failed": reason, "detail":
-    text}, or, if the target raised, {"failed": reason, "raised": fields of `Raised`}. See `asyncmoe.rollout.process_worker`."""
+    text}, or, if the target raised, {"failed": reason, "raised": arguments of `ScorerRaised`}. See `asyncmoe.rollout.process_worker`."""
     found = plugin.find(target)
     ask, made = found.ask(options)
 
@@ -84,7 +82,7 @@ def serve(target: str, options: Mapping[str, object]) -> Iterator[Callable[[Mapp
         except TrajectoryRejected as rejected:
             return {"failed": rejected.reason, "detail": str(rejected).removeprefix(f"{rejected.reason}: ")[:SHOWN]}
         except BaseException as error:  # noqa: BLE001  the controller receives every error of user code
-            return {"failed": reason_of(error, ERROR), "raised": asdict(raised_by(error, found.function))}
+            return {"failed": reason_of(error, ERROR), "raised": raised_by(error, found.function)}
 
     yield answer
     asyncio.run(plugin.close(made))

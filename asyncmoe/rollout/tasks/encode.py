@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from asyncmoe import plugins
 from asyncmoe.errors import DataError
-from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Message, Prompt, demonstrate
+from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, Message, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 
@@ -55,7 +55,8 @@ class Encoder:
         if not solution:
             hint = "name the column in task.columns.answer, return an Example with a solution, or set warmup.steps=0"
             raise DataError(example.where, got="neither solution nor answer", expected="one that the warm-up can imitate", hint=hint)
-        return demonstrate(self.prompt(example), (*self._tokenizer.encode(solution), self._tokenizer.eos))
+        prompt, said = self.prompt(example), (*self._tokenizer.encode(solution), self._tokenizer.eos)
+        return Demonstration(prompt.tokens + said, (False,) * len(prompt.tokens) + (True,) * len(said), prompt.where)
 
     def _messages(self, prompt: str | Sequence[Message] | Sequence[int]) -> tuple[Message, ...]:
         said = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(cast(Sequence[Message], prompt))

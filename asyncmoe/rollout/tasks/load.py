@@ -38,10 +38,11 @@ class EvaluationQuestions:
 
 @dataclass(frozen=True)
 class Tasks:
-    """All tasks of a run; `sets` is empty without evaluation."""
+    """All tasks of a run, and the tokenizer that made tokens of them; `sets` is empty without evaluation."""
 
+    tokenizer: Tokenizer
     training: Task
-    sets: tuple[EvaluationQuestions, ...] = ()
+    sets: tuple[EvaluationQuestions, ...]
 
 
 def load(config: Config, tokenizer: Tokenizer) -> Tasks:
@@ -72,7 +73,7 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
             count = min(count, len(source)) if isinstance(source, Sized) else count
         _check_room(config, tokenizer, task.prompt(0, EVALUATION))
         found.append(EvaluationQuestions(name, task, count, one))
-    return Tasks(training, tuple(found))
+    return Tasks(tokenizer, training, tuple(found))
 
 
 def _check_room(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> None:

@@ -134,8 +134,3 @@ class Task(Protocol):
     def demonstration(self, index: int) -> Demonstration:
         """Return the `index`-th solved question. Raises as `prompt`."""
         ...
-
-
-def demonstrate(prompt: Prompt, solution: tuple[int, ...]) -> Demonstration:
-    """Join a prompt and its solution."""
-    return Demonstration(prompt.tokens + solution, (False,) * len(prompt.tokens) + (True,) * len(solution), prompt.where)

@@ -17,23 +17,20 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncmoe.config import Config
-from asyncmoe.engines import backend
-from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected, WaitTimeout
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST
-from asyncmoe.rollout.sampled_episodes import from_bytes
+from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes
 from asyncmoe.rollout.tasks.types import Prompt, to_bytes
 from asyncmoe.rollout.workers.gates import WorkerGates
-from asyncmoe.rollout.workers.remote import RemoteWorker, key_of
-from asyncmoe.rollout.workers.worker import Sampled
+from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rpc.messages import Done, FindWorker, WorkerFound
 from asyncmoe.rpc.peers import check, facts
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.worker_messages import (
+    LOST,
     Figures,
     Made,
     WorkerBegin,
@@ -55,7 +52,7 @@ _READ_S, _EPISODE_S = 600.0, 7 * 86_400.0
 
 
 class WorkerFleet:
-    """All rollout workers of a run; an `asyncmoe.rollout.flights.Workers`. For the controller's event loop.
+    """All rollout workers of a run; an `asyncmoe.rollout.producer.Workers`. For the controller's event loop.
 
     Attributes:
         sampled: called with what an episode leaves for readers of samples.
@@ -66,7 +63,6 @@ class WorkerFleet:
         generated: called as `asyncmoe.rollout.recorder.Recorder.generated`.
         first: returns what a worker that joins now is told first.
         untried: whether nobody has tried yet if the scorer and the answers can be used.
-        address_of: as `asyncmoe.engines.backend.address_of`.
     """
 
     def __init__(
@@ -76,7 +72,6 @@ class WorkerFleet:
         generated: Callable[[str, float, float], None],
         first: Callable[[], WorkerBegin],
         untried: bool = False,
-        address_of: Callable[[Engine], tuple[str, str]] = backend.address_of,
     ) -> None:
         self._config, self._pool, self._generated, self._first, self._untried = config, pool, generated, first, untried
         self._workers: dict[int, RemoteWorker] = {}
@@ -86,9 +81,9 @@ class WorkerFleet:
         self._figures: dict[Rendezvous, Figures] = {}
         """Those of lost workers stay."""
         self._recorded: dict[int, int] = {}
-        self.sampled: Sampled = lambda place, left: None
+        self.sampled: Callable[[EpisodeId, SampledEpisode], None] = lambda place, left: None
         self.times_lost = 0
-        self._gates = pool.elsewhere = WorkerGates(pool, self._alive, config.engines.hang_timeout_s * PAUSE_SHARE, address_of)
+        self._gates = pool.elsewhere = WorkerGates(pool, self._alive, config.engines.hang_timeout_s * PAUSE_SHARE)
 
     # ------------------------------------------------------------ workers
 
@@ -180,7 +175,7 @@ class WorkerFleet:
 
     async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
         """Run and score one episode of an evaluation set. Raises as `episode`, and TrajectoryRejected (`LOST`): its worker is lost."""
-        return await self._run(await self._serving(), WorkerRun(key_of(place), to_bytes(prompt), name), place)
+        return await self._run(await self._serving(), WorkerRun(place, to_bytes(prompt), name), place)
 
     async def show(self, first: int, count: int) -> Sequence[Group]:
         """Make demonstrations. Raises as `episode`."""
@@ -197,7 +192,7 @@ class WorkerFleet:
 
         async def packed(worker: RemoteWorker) -> Group:
             await asyncio.gather(*(self._train(worker, asked, place) for place in episodes if place not in worker.ended))
-            (group,) = await worker.pack(WorkerPack(tuple(map(key_of, episodes)), newest), _READ_S)
+            (group,) = await worker.pack(WorkerPack(tuple(episodes), newest), _READ_S)
             worker.ended.difference_update(episodes)
             return group
 
@@ -241,7 +236,7 @@ class WorkerFleet:
 
     async def _train(self, worker: RemoteWorker, asked: bytes, place: EpisodeId) -> Sequence[Made]:
         try:
-            made = await self._run(worker, WorkerRun(key_of(place), asked), place)
+            made = await self._run(worker, WorkerRun(place, asked), place)
         except asyncio.CancelledError:
             worker.forget([place])
             raise

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from asyncmoe.engines import backend
 from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
@@ -38,7 +39,7 @@ class WorkerGates:
         pool: Pool,
         alive: Callable[[], Sequence[RemoteWorker]],
         answer_s: float,
-        address_of: Callable[[Engine], tuple[str, str]],
+        address_of: Callable[[Engine], tuple[str, str]] = backend.address_of,
     ) -> None:
         self._pool, self._alive, self._answer_s, self._address_of = pool, alive, answer_s, address_of
         self._open = True

@@ -98,7 +98,7 @@ async def _join(config: Config, controller: Rendezvous, number: int, rendezvous:
     name = process_name(number)
     client = AsyncClient(controller, controller.controller)
     try:
-        await client.ask(WorkerJoin(number, rendezvous, address.host_id(), config.digest, facts(name)), _JOIN_S)
+        await client.ask(WorkerJoin(number, rendezvous, config.digest, facts(name)), _JOIN_S)
     finally:
         client.close()
 

@@ -8,13 +8,12 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected, WaitTimeout
-from asyncmoe.log.turns import EpisodeKey
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST
 from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import Done, Reply, Request
 from asyncmoe.rpc.worker_messages import (
+    LOST,
     EngineUse,
     WorkerAsk,
     WorkerEnd,
@@ -95,7 +94,7 @@ class RemoteWorker:
     def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
         """Have the worker end and forget episodes, one that runs is rejected as `LOST`; and forget groups."""
         self.ended.difference_update(episodes)
-        self.tell(WorkerForget(tuple(map(key_of, episodes)), tuple(groups)))
+        self.tell(WorkerForget(tuple(episodes), tuple(groups)))
 
     def lose(self, why: str) -> None:
         """Note that the worker is gone, and tell all who wait for it."""
@@ -137,8 +136,3 @@ class RemoteWorker:
                 self._heard(self, reply)
         except AsyncmoeError as error:
             self.lose(str(error))
-
-
-def key_of(place: EpisodeId) -> EpisodeKey:
-    """Return an episode's name in messages."""
-    return EpisodeKey(place.group, place.episode, place.attempt)

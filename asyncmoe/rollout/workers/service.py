@@ -13,22 +13,21 @@ import msgspec
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, UserError
-from asyncmoe.log.turns import EpisodeKey
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.episodes.environments.tools import WithTools
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.flights import LOST
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import WorkerLog
-from asyncmoe.rollout.sampled_episodes import SampledEpisode, cleaned, to_bytes
-from asyncmoe.rollout.scoring.stages import stats
+from asyncmoe.rollout.sampled_episodes import cleaned, to_bytes
+from asyncmoe.rollout.scoring.teacher import stages
 from asyncmoe.rollout.tasks.types import from_bytes
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
 from asyncmoe.rollout.workers.worker import Worker, worker_of
 from asyncmoe.rpc.codec import MAX_FRAME_BYTES
 from asyncmoe.rpc.messages import Done, Fetched, Reply, Request
 from asyncmoe.rpc.worker_messages import (
+    LOST,
     Busy,
     Figures,
     PackedGroup,
@@ -90,7 +89,6 @@ class WorkerService:
         self._engines = LentEngines(self.pool, connect)
         self._worker: Worker | None = None
         self._kept: WorkerLog | None = None
-        self._sampled: dict[EpisodeId, bytes] = {}
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
         """Answer one request.
@@ -126,9 +124,11 @@ class WorkerService:
             case WorkerShow():
                 return _packed(await worker.show(request.first, request.count))
             case WorkerPack():
-                return _packed([await worker.pack([_place(one) for one in request.episodes], request.newest)])
+                return _packed([await worker.pack(request.episodes, request.newest)])
             case WorkerForget():
-                await self._forget(worker, request)
+                worker.forget(request.episodes, request.groups)
+                if request.needed is not None:
+                    await worker.retain(request.needed)
             case WorkerEnd():
                 self.over.set()
             case _:
@@ -151,41 +151,23 @@ class WorkerService:
             await loaded.check(config)
         opened = config.log, config.run.dir, request.log, self._number, request.under_way
         self._kept = kept = await asyncio.to_thread(WorkerLog.open, *opened)  # reads all that was recorded
-        worker = worker_of(config, loaded, self.pool, self._recording, self._number, kept)
-        worker.sampled = self._note
-        self._worker = worker
+        self._worker = worker_of(config, loaded, self.pool, self._recording, self._number, kept)
         return WorkerBegun(tuple(sorted(kept.turns.groups)))
 
     async def _run(self, worker: Worker, request: WorkerRun) -> WorkerRan:
-        place, asked = _place(request.episode), from_bytes(request.prompt)
+        place, asked = request.episode, from_bytes(request.prompt)
         try:
             if request.evaluation is not None:
                 return WorkerRan(await worker.evaluate(request.evaluation, asked, place))
-            made = await worker.episode(asked, place)
-            return WorkerRan(made, sampled=self._sampled.pop(place, b""))
+            return WorkerRan(await worker.episode(asked, place), sampled=_sampled(worker, place))
         except asyncio.CancelledError:  # it is forgotten, or the worker ends
             return WorkerRan(reason=LOST, detail="it was stopped")
         except TrajectoryRejected as rejected:
             detail = cleaned(str(rejected).removeprefix(f"{rejected.reason}: ")[:_MOST_DETAIL])
-            sampled = b"" if request.evaluation is not None else self._sampled.pop(place, b"")
-            return WorkerRan((), rejected.reason, detail, sampled)
+            return WorkerRan((), rejected.reason, detail, b"" if request.evaluation is not None else _sampled(worker, place))
         except Exception as error:  # the controller raises it, and ends the run
             text = str(error) if isinstance(error, AsyncmoeError) else f"{type(error).__name__}: {error}"
             raise AsyncmoeError(cleaned(text[:_MOST_DETAIL])) from error
-
-    async def _forget(self, worker: Worker, request: WorkerForget) -> None:
-        episodes = [_place(one) for one in request.episodes]
-        worker.forget(episodes, request.groups)
-        for place in episodes:
-            self._sampled.pop(place, None)
-        if request.needed is not None:
-            await worker.retain(request.needed)
-
-    def _note(self, place: EpisodeId, left: SampledEpisode) -> None:
-        if len(made := to_bytes(left)) <= _MOST_SAMPLED:
-            self._sampled[place] = made
-        else:
-            log.warning("%s is not kept to be read: it takes %d bytes, more than %d", place.key(), len(made), _MOST_SAMPLED)
 
     def _news(self) -> WorkerNews:
         pool, loaded = self.pool, self._loaded
@@ -199,8 +181,14 @@ class WorkerService:
         return WorkerNews(self._engines.uses(), busy, tokens, figures_of(loaded))
 
 
-def _place(told: EpisodeKey) -> EpisodeId:
-    return EpisodeId(told.group, told.episode, told.attempt)
+def _sampled(worker: Worker, place: EpisodeId) -> bytes:
+    """Take what an episode has left for readers of samples; empty if that is nothing, or too much for a message."""
+    if not (left := worker.left.pop(place, ())):
+        return b""
+    if len(made := to_bytes(left)) > _MOST_SAMPLED:
+        log.warning("%s is not kept to be read: it takes %d bytes, more than %d", place.key(), len(made), _MOST_SAMPLED)
+        return b""
+    return made
 
 
 def _packed(groups: Sequence[Group]) -> WorkerPacked:
@@ -211,4 +199,5 @@ def figures_of(loaded: RolloutParts) -> Figures:
     """Return the statistics of this process."""
     environment = loaded.environment
     counts = environment.counts if isinstance(environment, WithTools) else {}
-    return Figures(dict(stats(loaded.scorer)), {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})
+    scoring = {name: stage.stats() for name, stage in stages(loaded.scorer).items()}
+    return Figures(scoring, {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})

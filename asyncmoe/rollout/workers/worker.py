@@ -12,11 +12,11 @@ from asyncmoe.config import Config
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.log.log import Place
+from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue import payload
 from asyncmoe.queue.group_buffer import Group, pack, whole
 from asyncmoe.rollout import evaluation, parts
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import EpisodeNotes, SampledEpisode
@@ -27,7 +27,6 @@ from asyncmoe.trajectory import NOTHING, Buffer, Recording, Trajectory, part, va
 
 Play = Callable[[Prompt, EpisodeId], Awaitable[tuple[Trajectory, ...]]]
 Show = Callable[[int], Awaitable[Sequence[Trajectory]]]
-Sampled = Callable[[EpisodeId, SampledEpisode], None]
 _LONG = 1 << 17
 """Tokens of a group that is checked and encoded in a thread: for a smaller one the thread costs more than it spares the event loop."""
 
@@ -46,7 +45,7 @@ class Worker:
         shown: returns the demonstration of the warm-up with a number.
 
     Attributes:
-        sampled: called with what an episode leaves for readers of samples.
+        left: what episodes have left for readers of samples, until somebody takes it.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Worker:
     ) -> None:
         self._play, self._size, self._recording, self._kept, self._number = play, group_size, recording, kept, number
         self._notes, self._evaluated, self._shown = notes, evaluated or {}, shown
-        self.sampled: Sampled = lambda place, left: None
+        self.left: dict[EpisodeId, SampledEpisode] = {}
         self._running: dict[EpisodeId, asyncio.Task[Any] | None] = {}
         self._ended: dict[int, dict[EpisodeId, tuple[Trajectory, ...]]] = {}
         """By the number of the group."""
@@ -173,6 +172,7 @@ class Worker:
                 task.cancel()
             self._ended.get(place.group, {}).pop(place, None)
             self._note(place, None)
+            self.left.pop(place, None)
         for number in groups:
             if (group := self._groups.pop(number, None)) is not None:
                 for key in group.keys:
@@ -200,9 +200,8 @@ class Worker:
             self._kept.turns.over(number)
 
     def _note(self, place: EpisodeId, outcome: Sequence[Trajectory] | TrajectoryRejected | None) -> None:
-        left = None if self._notes is None else self._notes.ended(place, outcome)
-        if left is not None:
-            self.sampled(place, left)
+        if self._notes is not None and (left := self._notes.ended(place, outcome)) is not None:
+            self.left[place] = left
 
 
 def summed_up(trajectory: Trajectory) -> Made:

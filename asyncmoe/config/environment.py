@@ -46,12 +46,9 @@ class ToolsSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ToolsSection:
-        for name, server in self.mcp.items():
+        for name in self.mcp:
             if not name.replace("-", "_").isidentifier():
                 raise refused("environment.tools.mcp", f"the name {name!r}", "letters, digits, '_' and '-'")
-            if (problem := server.problem()) is not None:
-                key, got, expected = problem
-                raise refused(f"environment.tools.mcp.{name}.{key}", got, f"{expected}")
         return self
 
     @field_validator("style")

@@ -33,7 +33,7 @@ _LOGS = "nothing: logs grow; logrotate bounds them with copytruncate"
 _PROFILE = "nothing: a profile has the names of operators and their times"
 _HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
 _TO_COMMAND = "watch.alerts.command, a program of your own that gets every alert"
-_SANDBOX = "nothing for bubblewrap; environment.sandbox.image for containers, environment.sandbox.url for a server"
+_SANDBOX = "nothing for bubblewrap; environment.sandbox.url for a server of your own"
 _PREFIX = "nothing: a request goes to the engine that answered before, else to the one with the fewest"
 _LEFT_OUT = "nothing: training leaves out the questions that the evaluation asks"
 _OVERRIDDEN = "nothing: the run's own sampling is used, and the answer's header asyncmoe-overridden names the parameter"
@@ -66,9 +66,10 @@ KEYS: Mapping[str, Gone] = {
     "journal.turns": Gone("nothing: turns are recorded; log.piece_tokens=0 records whole responses only", (True,)),
     "engines.host": Gone("nothing: a server listens on the address of cluster.network", ("127.0.0.1",)),
     "environment.sandbox.backend": Gone(_SANDBOX, None),
-    "environment.sandbox.python": Gone("nothing: the python3 of the system, of the image or of the server runs programs", ("python3",)),
+    "environment.sandbox.image": Gone(_SANDBOX, (None,)),
+    "environment.sandbox.python": Gone("nothing: the python3 of the system or of the server runs programs", ("python3",)),
     "environment.sandbox.retries": Gone("nothing: a program that has not begun is posted again for as long as it may run", (2,)),
-    "environment.sandbox.runtime": Gone("nothing: containers are docker's, or podman's where there is no docker", ("docker",)),
+    "environment.sandbox.runtime": Gone(_SANDBOX, ("docker",)),
     "environment.tools.options.python.namespaces": Gone(_SANDBOX + ", where there are no user namespaces", (True,)),
     "environment.on_conflict": Gone(_OVERRIDDEN, ("run",)),
     **dict.fromkeys(("evaluation.min_p", "evaluation.sets.min_p"), Gone("rollout.min_p, which evaluations use too", (None,))),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import Positive, Seconds, Section, wrong_address
+from asyncmoe.config.fields import Positive, Seconds, Section, refused, wrong_address
 
 
 class McpServer(Section):
@@ -33,17 +33,16 @@ class McpServer(Section):
     timeout_s: Seconds = Field(30.0, description="Seconds of one call; a slower one rejects its episode.")
     characters: Positive = Field(16384, description="Maximum characters of one answer; a longer one rejects its episode.")
 
-    def problem(self) -> tuple[str, str, str] | None:
-        """Return the key that does not fit the others, what it got and what is expected; None if all fit."""
+    @model_validator(mode="after")
+    def _check(self) -> McpServer:
         if bool(self.command) == bool(self.url):
             got = "neither it nor url" if not self.url else "both it and url"
-            return "command", got, "one of them: a program, or a server that runs"
-        if self.url is None:
-            token = self.token_env
-            return None if token is None else ("token_env", token, "null because a command has no bearer token; use env_from")
-        if (wrong := wrong_address(self.url)) is not None:
-            return "url", *wrong
+            raise refused("command", got, "one of them: a program, or a server that runs")
+        if self.url is None and self.token_env is not None:
+            raise refused("token_env", self.token_env, "null because a command has no bearer token; use env_from")
+        if self.url is not None and (wrong := wrong_address(self.url)) is not None:
+            raise refused("url", *wrong)
         for key, value in (("args", self.args), ("env", self.env), ("env_from", self.env_from), ("cwd", self.cwd)):
-            if value:
-                return key, "a value", "none because the server is a url; it belongs to a command"
-        return None
+            if self.url is not None and value:
+                raise refused(key, "a value", "none because the server is a url; it belongs to a command")
+        return self

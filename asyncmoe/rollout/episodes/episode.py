@@ -20,7 +20,7 @@ from asyncmoe import plugins
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.scheduling import ScheduledRequest
-from asyncmoe.engines.types import Generation, Listener, ParsedCall, Sampling
+from asyncmoe.engines.types import Generation, Listener, Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.turns import EpisodeKey, Turns
 from asyncmoe.rollout.episodes import environment, turn_tree
@@ -28,10 +28,9 @@ from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, E
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
-from asyncmoe.rollout.episodes.trajectory_builder import FIRST, LARGEST_REWARD, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
+from asyncmoe.rollout.episodes.trajectory_builder import FIRST, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, teaches
 from asyncmoe.rollout.scoring.gather_or_cancel import together
-from asyncmoe.rollout.scoring.plain_answer import number
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
@@ -92,11 +91,10 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
         request = ScheduledRequest(prompt, continues=running or stage.ahead, conversation=f"{stage.stream} {place.key(agent.number)}")
         return await respond(stage.pool, given, agent.answered, sampling, stage.interruption, request, listener, answers, stage.piece)
 
-    async def parse(text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
-        return await stage.pool.parse_calls(text, parser, tools)
-
     random = Random(f"{stage.seed} {stage.stream} {place.group} {place.episode} {place.attempt}")
-    made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak, parse=parse)
+    made = Episode(
+        prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak, lambda *asked: stage.pool.parse_calls(*asked)
+    )
     if stage.opened is not None:
         stage.opened(made)
     given, agents = await _play(stage.environment, made, stage.timeout_s)
@@ -135,11 +133,11 @@ async def _play(environment_: Environment, made: Episode, timeout_s: float) -> t
 
 def _places(agents: Sequence[Agent]) -> list[PlaceInTree]:
     """Return each path's place. Agents that were not forked from each other share no turns."""
-    found = []
-    for agent, fork in zip(agents, turn_tree.forks([agent.turns for agent in agents]), strict=True):
-        parent = agents[fork.parent].branch if fork.turns else 0
-        found.append(PlaceInTree(agent.number, agent.branch, parent, fork.turns))
-    return found
+    forks = turn_tree.forks([agent.turns for agent in agents])
+    return [
+        PlaceInTree(agent.number, agent.branch, agents[parent].branch if shared else 0, shared)
+        for agent, (parent, shared) in zip(agents, forks, strict=True)
+    ]
 
 
 def _credits(path: Agent, agents: Iterable[Agent]) -> dict[int, float]:
@@ -198,9 +196,7 @@ def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[fl
 
 def _finite(value: Any) -> float:
     try:
-        if abs(found := number(value)) <= LARGEST_REWARD:
-            return found
-        raise ValueError(found)
+        return environment.finite(value)
     except ValueError as error:
         raise TrajectoryRejected("bad_reward", f"the environment returned the reward {error}, expected a finite number") from error
 

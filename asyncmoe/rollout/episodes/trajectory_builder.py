@@ -73,15 +73,9 @@ def step_rewards(turns: Sequence[Turn], credits: Mapping[int, float]) -> np.ndar
 
     Args:
         credits: reward by index of the step's last token.
-
-    Raises:
-        TrajectoryRejected: "bad_reward" if a reward is not finite.
     """
     if not credits:
         return None
-    wrong = [at for at, reward in credits.items() if not abs(reward) <= LARGEST_REWARD]
-    if wrong:
-        raise TrajectoryRejected("bad_reward", f"the step that ends at token {wrong[0]} has the reward {credits[wrong[0]]}")
     rewards = np.full(sum(map(len, turns)), np.nan, np.float32)
     rewards[list(credits)] = list(credits.values())
     return rewards

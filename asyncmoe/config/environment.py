@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from asyncmoe import plugins
 from asyncmoe.config.fields import NameOrPlugin, Positive, Seconds, Section, refused
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
@@ -55,8 +55,8 @@ class ToolsSection(Section):
     @classmethod
     def _known_style(cls, style: str) -> str:
         if style not in (*_OWN_STYLES, *SGLANG_PARSERS):
-            near = get_close_matches(style, (*_OWN_STYLES, *SGLANG_PARSERS), 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = plugins.nearest(style, (*_OWN_STYLES, *SGLANG_PARSERS))
+            hint = f"; did you mean {near}?" if near else ""
             expected = f"{', '.join(_OWN_STYLES)} or a parser of SGLang ({', '.join(SGLANG_PARSERS)})"
             raise refused("environment.tools.style", f"{style!r}", f"{expected}{hint}")
         return style

@@ -26,22 +26,20 @@ class Listening:
         stopped_by: the text that ended the response, or None.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), ends: Ends = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], ends: Ends = None) -> None:
         self.every = _EVERY
         self.kept: int | None = None
         self.live = True
         self.stopped_by: str | None = None
         self._tokenizer, self._stops, self._asked = tokenizer, tuple(stops), ends
-        self._longest = max(map(len, self._stops), default=0)
+        self._longest = max(map(len, self._stops))
         self.forget()
 
     def hear(self, tokens: Sequence[int]) -> bool:
         """See `Listener`."""
-        # A stop text can end inside any of the tokens; without stop texts, they need not be told apart.
-        for heard in [[token] for token in tokens] if self._stops else [list(tokens)]:
-            self._tokens += heard
-            piece = self._piece()
-            if self._ends(piece):
+        for token in tokens:  # a stop text can end inside any of them
+            self._tokens.append(token)
+            if (piece := self._piece()) and self._ends(piece):
                 self.kept = len(self._tokens)
                 return True
         return False
@@ -66,8 +64,6 @@ class Listening:
         return text[len(before) :]
 
     def _ends(self, piece: str) -> bool:
-        if not self._stops or not piece:
-            return False
         text = self._tail + piece
         self._tail = text[-(self._longest - 1) :] if self._longest > 1 else ""
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]

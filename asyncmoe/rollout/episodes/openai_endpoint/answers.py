@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from asyncmoe.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
-from asyncmoe.rollout.episodes.tools.calls import CLOSE, OPEN, Call, Style, find, parsed, written_id
+from asyncmoe.rollout.episodes.tools.calls import CLOSE, HERMES, OPEN, Call, find, parsed, written_id
 from asyncmoe.rollout.tokenizer import Tokenizer
 
-HERMES: Style = "hermes"
-"""The style of calls that is read here; all others are read by an engine, once a response has ended."""
 _MISTRAL_ID = 9
 Answer = tuple[str, tuple[Mapping[str, str], ...]]
 """Text and calls, as `Completion` has them."""
@@ -25,7 +22,7 @@ def split(text: str, calls: bool, opening: str = "") -> Answer:
     Args:
         opening: as for `find`.
     """
-    found = [call for call in find(text, HERMES, opening) if isinstance(call, Call)] if calls else []
+    found = [call for call in find(text, HERMES, opening) if not call.wrong] if calls else []
     if not found:
         return text, ()
     starts, ends = [call.start for call in found], [call.end for call in found]
@@ -41,7 +38,7 @@ def split_by_engine(text: str, read: Sequence[ParsedCall], style: str, before: i
         text: of the response, without special tokens.
         before: number of calls in the conversation before it.
     """
-    found = [call for call in parsed(read) if isinstance(call, Call)]
+    found = [call for call in parsed(read) if not call.wrong]
     if not found:
         return text, ()
     rest = read[0].rest.rstrip()
@@ -65,11 +62,3 @@ def in_text(message: Message) -> Message:
     """Return a message with its calls in its text as the policy writes them, for a template that leaves calls out."""
     calls = [f"{OPEN}{json.dumps(call['function'], ensure_ascii=False)}{CLOSE}" for call in message.get("tool_calls", ())]
     return {**message, "tool_calls": (), "content": "\n".join(filter(None, [message["content"], *calls]))} if calls else message
-
-
-def schemas(tools: Sequence[Message]) -> tuple[Mapping[str, Any], ...]:
-    """Return the parts of a client's tools that an engine's parser takes, without those of a wrong type, which it would refuse."""
-    kinds: Mapping[str, type] = {"name": str, "description": str, "parameters": dict}
-    known = [{key: tool["function"].get(key) for key in kinds} for tool in tools]
-    kept = [{key: value for key, value in one.items() if isinstance(value, kinds[key])} for one in known]
-    return tuple({"type": "function", "function": one} for one in kept)

@@ -14,8 +14,8 @@ from typing import Any, cast
 from asyncmoe import plugins
 from asyncmoe.errors import TrajectoryRejected, UserError
 from asyncmoe.rollout.episodes.environment import Episode, Rewards
-from asyncmoe.rollout.episodes.openai_endpoint.answers import HERMES
 from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
+from asyncmoe.rollout.episodes.tools.calls import HERMES
 
 ERROR, TIMEOUT = "agent_error", "agent_timeout"
 MAX_LEFT = 64

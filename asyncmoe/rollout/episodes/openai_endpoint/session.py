@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,7 +17,9 @@ from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
 from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api, Fields
 from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, assistant, wrong
 from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
-from asyncmoe.rollout.episodes.tools.calls import CLOSE, find, opening, read_by_engine
+from asyncmoe.rollout.episodes.tools.calls import CLOSE, HERMES, find, opening, read_by_engine
+
+CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
 
 
 @dataclass(eq=False)
@@ -53,12 +55,12 @@ class Session:
 
     Attributes:
         key: its API key.
-        chat, responses, messages: the APIs it speaks.
+        apis: the APIs it speaks, by the last parts of their paths.
     """
 
-    def __init__(self, episode: Episode, style: str = answers.HERMES) -> None:
+    def __init__(self, episode: Episode, style: str = HERMES) -> None:
         self.key = secrets.token_urlsafe(32)
-        self.chat, self.responses, self.messages = ChatApi(), ResponsesApi(), MessagesApi()
+        self.apis: Mapping[str, Api] = {CHAT: ChatApi(), RESPONSES: ResponsesApi(), MESSAGES: MessagesApi()}
         self._episode, self._style = episode, style
         self._lines: list[_Line] = []
         self._answering: set[asyncio.Task[Completion]] = set()
@@ -72,7 +74,7 @@ class Session:
             RequestRefused: as `Api.parse`, or a variable is none of the chat template.
         """
         fields, tokenizer = Fields(body, self._episode.sampling), self._episode.tokenizer
-        asked, hermes = api.parse(fields), self._style == answers.HERMES
+        asked, hermes = api.parse(fields), self._style == HERMES
         fields.override("parallel_tool_calls", asked.one_call and not hermes)
         named = any("name" in message and message["role"] != "tool" for message in asked.asked.messages)
         for kind, sent in (("tools", asked.asked.tools), ("name", named)):
@@ -159,8 +161,8 @@ class Session:
         stopped_by = response.stopped_by if response.stopped_by in request.stops else None
         said = response.text if stopped_by is None else response.text.partition(stopped_by)[0]
         tokenizer = self._episode.tokenizer
-        if request.calls and self._style != answers.HERMES:
-            read = await read_by_engine(agent, response, self._style, answers.schemas(request.asked.tools), tokenizer)
+        if request.calls and self._style != HERMES:
+            read = await read_by_engine(agent, response, self._style, request.asked.tools)
             count = sum(len(message.get("tool_calls", ())) for message in request.asked.messages)
             text, calls = answers.split_by_engine(said, read, self._style, count, tokenizer)
         else:
@@ -210,7 +212,7 @@ class Session:
 
 def _ends(opening: str, said: str) -> bool:
     """Return whether a stop text ends a response: that of a call does not within a thought."""
-    return not said.endswith(CLOSE) or bool(find(said, answers.HERMES, opening))
+    return not said.endswith(CLOSE) or bool(find(said, HERMES, opening))
 
 
 def _over() -> RequestRefused:

@@ -66,7 +66,8 @@ class McpSession:
         client = await self.begun()
 
         async def pages() -> list[types.Tool]:
-            found, cursor = list[types.Tool](), None
+            found = list[types.Tool]()
+            cursor: str | None = None
             async with asyncio.timeout(self._section.start_timeout_s):
                 while True:
                     page = await client.session.list_tools(params=types.PaginatedRequestParams(cursor=cursor))

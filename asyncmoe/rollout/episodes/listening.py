@@ -77,14 +77,9 @@ class Listening:
 
 def wrong_stop(stop: object, vocabulary: int) -> str | None:
     """Return what is wrong with the stops of a response, or None; right are token ids and texts."""
-    if not isinstance(stop, list | tuple):
-        return f"{stop!r:.100}, expected token ids and texts"
-    if len(stop) > MAX_STOPS:
-        return f"{len(stop)} of them, expected at most {MAX_STOPS}"
+    if not isinstance(stop, list | tuple) or len(stop) > MAX_STOPS:
+        return f"{stop!r:.100}, expected at most {MAX_STOPS} token ids and texts"
     for one in stop:
-        if isinstance(one, str):
-            if not 0 < len(one) <= MAX_STOP_CHARACTERS:
-                return f"a text of {len(one)} characters, expected 1 to {MAX_STOP_CHARACTERS}"
-        elif isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < vocabulary:
-            return f"{one!r:.100}, expected a token id below {vocabulary} or a text"
+        if not (0 < len(one) <= MAX_STOP_CHARACTERS if isinstance(one, str) else type(one) is int and 0 <= one < vocabulary):
+            return f"{one!r:.100}, expected a token id below {vocabulary} or a text of 1 to {MAX_STOP_CHARACTERS} characters"
     return None

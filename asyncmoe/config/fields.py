@@ -123,9 +123,10 @@ def check_options(key: str, options: Mapping[str, Any] | None, named: str, targe
 
 
 class Section(BaseModel):
-    """A frozen section of the configuration that refuses unknown keys. A path below `~` or `~user` becomes one below that home."""
+    """A frozen section of the configuration that refuses unknown keys. A path below `~` or `~user` becomes one below that home. The text
+    below a key is its description, in docs/config.md and in the JSON schema."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True)
 
     @field_validator("*", mode="wrap")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from asyncmoe.config.fields import Section, refused, wrong_address
 
@@ -10,8 +10,10 @@ from asyncmoe.config.fields import Section, refused, wrong_address
 class SandboxSection(Section):
     """Where the programs of the tool python run: on this machine in bubblewrap, or on a server of your own."""
 
-    url: str | None = Field(None, description="Address of a server, to which a program is posted; null: bubblewrap.")
-    token_env: str | None = Field(None, description="With url: variable of the rollout worker's environment with a bearer token.")
+    url: str | None = None
+    """Address of a server, to which a program is posted; null: bubblewrap."""
+    token_env: str | None = None
+    """With url: variable of the rollout worker's environment with a bearer token."""
 
     @model_validator(mode="after")
     def _check(self) -> SandboxSection:

@@ -82,6 +82,9 @@ class Bubblewrap:
     """Runs programs, each by itself. A program sees /usr, a few devices and its own directory; none of this machine's other files,
     processes or networks. It ends with bubblewrap, and all it has started with it.
 
+    Attributes:
+        command: runs the program on its standard input.
+
     Raises:
         ConfigError: a program that this needs is missing.
     """
@@ -92,13 +95,13 @@ class Bubblewrap:
         python = os.path.realpath(_found("python3", "/usr/local/bin:/usr/bin"))
         as_nobody = [_found("setpriv"), f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
         outside = [*as_nobody, _found("choom"), "-n", _FIRST_VICTIM, "--", _found("bwrap"), *_around(limits)]
-        self._command = [*outside, "--", python, "-I", "-S", "-c", _INSIDE, json.dumps(_rlimits(limits))]
+        self.command = [*outside, "--", python, "-I", "-S", "-c", _INSIDE, json.dumps(_rlimits(limits))]
         self._limits = limits
 
     async def run(self, program: bytes) -> Ended:
         """Run a program; if cancelled, end it. Raises ToolError: `CRASH`: bubblewrap failed."""
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*self._command, stdin=pipe, stdout=pipe, stderr=pipe, env={}, start_new_session=True)
+        process = await asyncio.create_subprocess_exec(*self.command, stdin=pipe, stdout=pipe, stderr=pipe, env={}, start_new_session=True)
         try:
             await self._begin(process, program)
             return await self._watch(process)

@@ -1,13 +1,10 @@
-"""The other sandboxes: a container is asked for exactly what confines it, and a server answers within bounds."""
+"""A server in the place of bubblewrap answers within bounds."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +13,7 @@ from aiohttp import web
 from asyncmoe.config import parse
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools import sandbox, server
-from asyncmoe.rollout.episodes.tools.container import Container
+from asyncmoe.rollout.episodes.tools import server
 from asyncmoe.rollout.episodes.tools.loading import python_tool
 from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
 from asyncmoe.rollout.episodes.tools.tool import ToolError
@@ -25,142 +21,29 @@ from examples.agents import sandbox_server
 from tests.unit.test_tools_sandbox import LIMITS, limited
 from tests.unit.test_tools_sandbox import pytestmark as BUBBLEWRAP
 
-DOCKER = """#!{python}
-import json, os, pathlib, signal, subprocess, sys
-note = pathlib.Path({log!r})
-with note.open("a") as file:
-    file.write(json.dumps(sys.argv[1:]) + chr(10))
-if sys.argv[1] == "run":
-    command = ["timeout", *sys.argv[sys.argv.index("--entrypoint") + 3:]]
-    container = subprocess.Popen(command, cwd=note.with_name("inside"), stdout=subprocess.PIPE, start_new_session=True)
-    note.with_name(sys.argv[sys.argv.index("--name") + 1]).write_text(str(container.pid))
-    while some := os.read(container.stdout.fileno(), 65536):
-        os.write(1, some)
-    sys.exit(container.wait())
-os.killpg(int(note.with_name(sys.argv[3]).read_text()), signal.SIGKILL)
-"""
-IMAGE = SandboxSection(image="python:3.12-slim")
-
 
 async def called(code: str, section: SandboxSection, limits: PythonLimits = LIMITS) -> str:
     """What it printed, the reason and the detail why there is no result, or why there is no tool."""
     try:
         tool = await asyncio.to_thread(python_tool, limits, section)
-        return str(await tool.call({"code": code}))
+        return await tool.call(json.dumps({"code": code}))
     except ToolError as error:
         return f"{error.reason}: {error.detail}"
     except ConfigError as error:
         return str(error)
 
 
-@pytest.fixture(params=["docker", "podman"])
-def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A stand-in for docker or podman: it notes its arguments, and runs the image's command here, without any wall around it."""
-    (tmp_path / "inside").mkdir()
-    (tmp_path / request.param).write_text(DOCKER.format(python=sys.executable, log=str(tmp_path / "log")))
-    (tmp_path / request.param).chmod(0o755)
-    for name in ("timeout", "python3"):
-        (tmp_path / name).symlink_to(str(shutil.which(name, path="/usr/bin")))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return tmp_path / str(request.param)
-
-
-def asked(runtime: Path) -> list[list[str]]:
-    return [json.loads(line) for line in runtime.with_name("log").read_text().splitlines()]
-
-
-def test_a_container_is_asked_for_exactly_this(runtime: Path) -> None:
-    """Only the command is tested: whether a runtime keeps what it is asked for is the runtime's own matter."""
-    assert asyncio.run(called("print(6 * 7)", IMAGE)) == "42\n"
-    probed, run = asked(runtime)
-    name = run[run.index("--name") + 1]
-    assert name != probed[probed.index("--name") + 1]
-    memory, podman = str((512 + 16 + 64) * 2**20), runtime.name == "podman"
-    expected = [
-        *("run", "--rm", "--interactive", "--name", name, "--pull", "never", "--log-driver", "none", "--network", "none", "--ipc", "none"),
-        *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--cpus", "1", "--memory", memory),
-        *("--memory-swap", memory, "--pids-limit", "16", "--oom-score-adj", "1000", "--user", "65534:65534", "--tmpfs"),
-        "/sandbox:rw,nosuid,nodev,noexec,size=16777216,mode=1777" + ("" if podman else ",nr_inodes=4096"),
-        *("--workdir", "/sandbox", *(["--read-only-tmpfs=false"] if podman else [])),
-        *("--entrypoint", "timeout", "python:3.12-slim", "-s", "KILL", "120", "python3", "-I", "-S", "-c", sandbox.INSIDE),
-    ]
-    assert run[:-1] == expected
-    assert json.loads(run[-1])["RLIMIT_CPU"] == [5, 6]
-    assert "RLIMIT_NPROC" not in json.loads(run[-1]), "it would count the processes of all containers"
-
-
-def test_a_container_whose_command_was_killed_is_removed(runtime: Path) -> None:
-    code = "import os, time\nos.write(1, b'x' * 100)\ntime.sleep(60)"
-    assert asyncio.run(called(code, IMAGE, limited(output_bytes=10))).startswith("tool_flood: xxxxxxxxxx\n")
-    _, run, removed = asked(runtime)
-    name = run[run.index("--name") + 1]
-    assert removed == ["rm", "--force", name]
-    assert not Path(f"/proc/{runtime.with_name(name).read_text()}/cwd").exists()
-
-
-def test_a_container_that_cannot_start_is_refused(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime.write_text("#!/bin/sh\necho 'No such image: i' >&2\necho >&2\necho \"Run 'docker --help'\" >&2\nexit 125\n")
-    with pytest.raises(ConfigError) as refused:
-        python_tool(PythonLimits(), IMAGE)
-    assert refused.value.what == "environment.sandbox"
-    assert str(refused.value.got) == f"{runtime.name} with python:3.12-slim says: No such image: i"
-    runtime.write_text("#!/bin/sh\n[ $1 = rm ] || exec /usr/bin/sleep 60\n")
-    monkeypatch.setattr(Container, "start_s", 0.5)
-    assert "started no program within 0.5 s" in asyncio.run(called("1", IMAGE))
-    runtime.unlink()
-    assert "environment.sandbox.url" in (refusal := asyncio.run(called("1", IMAGE)))
-    assert refusal.startswith("environment.sandbox.image: got python:3.12-slim, and no program docker or podman")
-
-
-def why_no_container() -> str | None:
-    """The image comes from what is on the machine: nothing is pulled for a test."""
-    try:
-        python_tool(LIMITS, IMAGE)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-CONTAINED = {
-    "print(6 * 7)": "42\n",
-    "open('/new', 'w')": "Read-only file system",
-    "open('/tmp/new', 'w')": "Error",
-    "open('new', 'w')\nimport os\nprint(os.getuid(), os.getppid(), sorted(os.listdir('.')))": "65534 1 ['main.py', 'new']",
-    "import socket\nsocket.create_connection(('1.1.1.1', 53), 5)": "OSError",
-    "import os\nn = 0\ntry:\n  while os.fork(): n += 1\nexcept OSError: print(n < 16)\nelse: os.pause()": "True",
-    "while True: pass": "tool_timeout: error: the program took more than 1 s of CPU time",
-    "while True: print('x')": "[cut at 16384 bytes]",
-    "x = bytearray(10**10)": "MemoryError",
-}
-
-
-def test_a_real_container() -> None:
-    if (reason := why_no_container()) is not None:
-        pytest.skip(reason)
-    for code, told in CONTAINED.items():
-        assert told in asyncio.run(called(code, IMAGE, limited(cpu_s=1.0)))
-
-
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        ({"url": "ftp://x"}, "url"),
-        ({"url": "http://me:secret@x"}, "url"),
-        ({"url": "http://x", "image": "i"}, "url"),
-        ({"token_env": "A"}, "token_env"),
-    ],
-)
-def test_what_a_section_refuses(given: dict[str, str], key: str) -> None:
-    with pytest.raises(ValueError, match=rf"environment\.sandbox\.{key}: got"):
-        SandboxSection.model_validate(given)
-
-
-def test_a_sandbox_without_the_tool_is_refused() -> None:
+def test_what_a_configuration_may_say() -> None:
     given: dict[str, Any] = {"run": {"dir": "x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    tools = {"kind": "tools", "tools": {"names": ["python"]}, "sandbox": {"image": "i"}}
-    assert parse(given | {"environment": tools}).environment.sandbox.image == "i"
-    with pytest.raises(ConfigError, match=r"environment\.sandbox: got keys"):
-        parse(given | {"environment": tools | {"tools": {"names": ["calculator"]}}})
+    tools = {"kind": "tools", "tools": {"names": ["python"]}, "sandbox": {"url": "http://x"}}
+    assert parse(given | {"environment": tools}).environment.sandbox.url == "http://x"
+    for wrong, key in (
+        ({"tools": {"names": ["calculator"]}}, ""),
+        ({"sandbox": {"url": "http://me:secret@x"}}, ".url"),
+        ({"sandbox": {"token_env": "A"}}, ".token_env"),
+    ):
+        with pytest.raises(ConfigError, match=rf"environment\.sandbox{key}: got"):
+            parse(given | {"environment": tools | wrong})
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -219,8 +102,6 @@ def ready(text: str = "1\n") -> web.Response:
     ("body", "match"),
     [
         (b"hello", "not of the protocol"),
-        (b'{"status": 0}', "not of the protocol"),
-        (b'{"output": "", "timeout": "late"}', "not of the protocol"),
         (b'{"output": "", "status": -9999}', "not of the protocol"),
         (b"[" * 90000, "not of the protocol"),
         (b'{"output": "\xff"}', "not of the protocol"),

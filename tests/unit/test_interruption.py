@@ -82,12 +82,6 @@ def test_what_was_cut_short_is_sent_again_as_a_prefix() -> None:
     assert pool.requests == [ScheduledRequest("p"), *(ScheduledRequest("p", continues=True, sampled=n) for n in (4, 4, 6))]
 
 
-def test_a_response_cut_short_before_its_first_token_is_asked_for_again() -> None:
-    pool = Scripted((0, ABORTED), (3, "stop"))
-    assert [turn.given for turn in ask(pool, "abort_resume")] == [(1, 2, 3)]
-    assert pool.asked[1] == ((1, 2, 3), 10, 0)
-
-
 def test_earlier_turns_are_part_of_the_prefix() -> None:
     earlier = Turn((7, 8), Generation.of((9,), (-1.0,), (VersionSpan("0", 0, 1),), "stop", 0), 0)
     pool = Scripted((2, ABORTED), (8, "length"))

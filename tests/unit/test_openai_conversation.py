@@ -18,7 +18,7 @@ from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import PolicyRequest, answered, begin, extend
 from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields
 from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest, RequestRefused
-from asyncmoe.rollout.episodes.openai_endpoint.session import Session
+from asyncmoe.rollout.episodes.openai_endpoint.session import CHAT, Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
 from tests.unit.example_counts import examples
@@ -43,9 +43,9 @@ def user(text: str) -> dict[str, Any]:
 
 async def ask(session: Session, messages: list[dict[str, Any]], **fields: object) -> tuple[dict[str, Any], Completion]:
     """The message a client gets."""
-    asked, _ = session.parse(session.chat, request(messages, **fields))
+    asked, _ = session.parse(session.apis[CHAT], request(messages, **fields))
     answer = await session.answer(asked)
-    return json.loads(json.dumps(session.chat.whole(asked, answer)))["choices"][0]["message"], answer
+    return json.loads(json.dumps(session.apis[CHAT].whole(asked, answer)))["choices"][0]["message"], answer
 
 
 def rest(known: Tokenizer, messages: list[dict[str, Any]], ended: int | None) -> tuple[int, ...]:
@@ -140,27 +140,6 @@ def test_the_longest_conversation_is_continued(known: Tokenizer) -> None:
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-CALL = 'so <tool_call>{"name":"f",  "arguments":{"x": 1}}</tool_call>'
-
-
-def test_calls_of_tools_come_back_as_they_were_written(known: Tokenizer) -> None:
-    policy = Policy(openai_policy.text(known, CALL))
-
-    async def run() -> tuple[dict[str, Any], str]:
-        session = Session(policy.episode(known))
-        message, answer = await ask(session, [user("a")], tools=[TOOL])
-        call = message["tool_calls"][0]
-        told = {"role": "tool", "content": "2", "tool_call_id": call["id"]}
-        await ask(session, [user("a"), message, told], tools=[TOOL])
-        return message, answer.finish
-
-    message, finish = asyncio.run(run())
-    assert (message["content"], finish) == ("so", "tool_calls")
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
-    assert names(policy) == ["policy", "policy"]
-    assert policy.asked[1][1] == rest(known, [{"role": "tool", "content": "2"}], IM_END)
-    # Without tools it is text.
-    assert names(talk(known, [user("a")], [user("a"), {**HELLO, "content": CALL}, user("b")], words=CALL)) == ["policy"] * 2
 
 
 def test_a_stop_token_with_text_of_its_own_is_not_taken_for_the_templates(known: Tokenizer) -> None:
@@ -199,15 +178,13 @@ def test_a_template_may_rewrite_history_and_gets_tools(known: Tokenizer, monkeyp
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"n": 0}, "n"),
         ({"n": 2}, "n"),
         ({"stop": ""}, "stop"),
-        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"model": 3}, "model"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "cost": 1}}]}, "tools[0].cost"),
         ({"surprise": 1}, "surprise"),
-        ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "", "audio": {"id": "x"}}]}, "messages[0].audio"),
@@ -349,39 +326,23 @@ def test_a_response_with_one_call_ends_with_it(known: Tokenizer) -> None:
     assert known.decode(talk(known, [user("a")], words=TWO_CALLS, tools=[TOOL]).asked[0][2]) == TWO_CALLS[:100]
 
 
-@pytest.mark.parametrize("arguments", ['{"x": 1}', '{"x":1.0}', ' {"x" : 1e0} '])
-def test_arguments_that_a_client_writes_anew_are_the_same_arguments(known: Tokenizer, arguments: str) -> None:
+def test_arguments_that_a_client_writes_anew_are_the_same_arguments(known: Tokenizer) -> None:
     policy = Policy(openai_policy.text(known, TWO_CALLS))
 
     async def run() -> None:
         session = Session(policy.episode(known))
         message, _ = await ask(session, [user("a")], tools=[TOOL])
-        message["tool_calls"][0]["function"]["arguments"] = arguments
-        await ask(session, [user("a"), message, {"role": "tool", "content": "2"}], tools=[TOOL])
-        message["tool_calls"][0]["function"]["arguments"] = '{"x": true}'
-        await ask(session, [user("a"), message, {"role": "tool", "content": "2"}], tools=[TOOL])
+        for arguments in ('{"x":1.0}', ' {"x" : 1e0} ', '{"x": 1}', '{"x": true}'):
+            message["tool_calls"][0]["function"]["arguments"] = arguments
+            await ask(session, [user("a"), message, {"role": "tool", "content": "2"}], tools=[TOOL])
 
     asyncio.run(run())
-    assert names(policy) == ["policy", "policy", "policy/2"]
+    assert [given for _, given, _ in policy.asked[1:4]] == [rest(known, [{"role": "tool", "content": "2"}], IM_END)] * 3
+    assert policy.asked[4][1][:3] == policy.asked[0][1][:3], "another value begins another conversation"
 
 
-def test_requests_at_once_are_several_conversations_and_each_can_go_on(known: Tokenizer) -> None:
-    words = iter(["one", "two", "three", "more"])
-    policy = Policy(lambda seen: (*known.encode(next(words)), IM_END))
-
-    async def run() -> None:
-        session = Session(policy.episode(known))
-        made = await asyncio.gather(*(ask(session, [user("a")]) for _ in range(3)))
-        assert [answer.path for _, answer in made] == ["policy", "policy/2", "policy/3"]
-        await ask(session, [user("a"), made[1][0], user("b")])
-
-    asyncio.run(run())
-    assert names(policy) == ["policy", "policy/2", "policy/3", "policy/2"]
-
-
-@pytest.mark.parametrize("call", ["NaN", '"\\ud800"'])
-def test_a_call_that_is_not_json_is_text(known: Tokenizer, call: str) -> None:
-    words = f'<tool_call>{{"name":"f","arguments":{{"x":{call}}}}}</tool_call>'
+def test_a_call_that_is_not_json_is_text(known: Tokenizer) -> None:
+    words = '<tool_call>{"name":"f","arguments":{"x":NaN}}</tool_call>'
     policy = Policy(openai_policy.text(known, words))
     message, _ = asyncio.run(ask(Session(policy.episode(known)), [user("a")], tools=[TOOL]))
     assert message == {"role": "assistant", "content": words, "refusal": None}

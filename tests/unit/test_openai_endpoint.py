@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import sys
 from typing import Any
 
 import aiohttp
@@ -13,7 +11,6 @@ import openai
 import pytest
 
 from asyncmoe.errors import TrajectoryRejected, UserError
-from asyncmoe.launch import part
 from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.openai_endpoint import environment, server
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
@@ -25,34 +22,6 @@ from tests.unit.openai_policy import Policy
 from tests.unit.openai_served import MESSAGES, post, says, served
 
 AGENTS = "tests.unit.openai_agents"
-TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-def test_openais_client_streams_calls_tools_and_lists_models(known: Tokenizer) -> None:
-    policy = says(known, '<tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>')
-
-    async def client(url: str, session: Session) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
-            assert [model.id async for model in client.models.list()] == ["policy"]
-            told = await client.chat.completions.create(model="m", messages=MESSAGES, tools=[TOOL], temperature=0.7)
-            (call,) = told.choices[0].message.tool_calls or []
-            assert (call.function.name, call.function.arguments, told.choices[0].finish_reason) == ("f", '{"x": "é"}', "tool_calls")
-            assert told.choices[0].message.content is None
-            answer = {"role": "tool", "content": "2", "tool_call_id": call.id}
-            messages: list[Any] = [*MESSAGES, told.choices[0].message, answer]
-            stream = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL], stream=True)
-            parts = [part.choices[0] async for part in stream]
-            assert [c.function.name for part in parts for c in part.delta.tool_calls or []] == ["f"]
-            assert parts[-1].finish_reason == "tool_calls"
-            options: Any = {"include_usage": True}
-            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True, stream_options=options)
-            pieces = [part async for part in stream]
-            assert "".join(part.choices[0].delta.content or "" for part in pieces[:-1]) == known.decode(policy.asked[0][2])
-            assert pieces[-1].usage.completion_tokens == len(policy.asked[0][2])
-
-    served(policy, known, client)
-    assert [name for name, _, _ in policy.asked] == ["policy", "policy", "policy/2"]
-    assert policy.asked[1][1] == known.encode("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Tokenizer) -> None:
@@ -211,47 +180,18 @@ def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytes
 
 
 def test_openais_client_is_told_what_was_overridden(known: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
-    policy = says(known, "hello; world")
-
     async def client(url: str, session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
             create = client.chat.completions.with_raw_response.create
             for _ in range(3):
                 raw = await create(model="m", messages=MESSAGES, temperature=0.0, seed=3, logprobs=True, stop=";")
             assert raw.headers["asyncmoe-overridden"] == "temperature, seed, logprobs"
-            told = raw.parse()
-            assert [choice.message.content for choice in told.choices] == ["hello"]
+            assert [choice.message.content for choice in raw.parse().choices] == ["hello"]
             assert "asyncmoe-overridden" not in (await create(model="m", messages=MESSAGES, temperature=0.7)).headers
 
     with caplog.at_level("WARNING"):
-        served(policy, known, client)
-    assert [record.getMessage() for record in caplog.records if "an agent sets" in record.getMessage()] == [
-        "an agent sets temperature, seed, logprobs, which the run's sampling or chat template ignores; this is said once"
-    ]
-
-
-def test_an_agents_requests_do_not_fill_the_log(
-    known: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    loggers = [logging.getLogger(name) for name in ("httpx", "httpx2")]
-
-    async def client(url: str, session: Session) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
-            await client.chat.completions.create(model="m", messages=MESSAGES)
-
-    for logger in loggers:  # another test of this process may have had a run's part quieten them
-        logger.setLevel(logging.NOTSET)
-    try:
-        with caplog.at_level(logging.INFO):
-            served(says(known), known, client)
-            assert any(record.getMessage().startswith("HTTP Request") for record in caplog.records)
-            caplog.clear()
-            part.main(lambda: served(says(known), known, client))
-            assert not [record for record in caplog.records if record.getMessage().startswith("HTTP Request")]
-    finally:
-        for logger in loggers:
-            logger.setLevel(logging.NOTSET)
+        served(says(known, "hello; world"), known, client)
+    assert [record.args for record in caplog.records if "an agent sets" in record.msg] == [("temperature, seed, logprobs",)]
 
 
 def test_a_stream_is_kept_alive_until_the_client_leaves_or_it_fails(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

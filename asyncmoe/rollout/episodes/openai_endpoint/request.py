@@ -10,7 +10,6 @@ from typing import Any
 
 from asyncmoe.rollout.chat_template import CallArguments
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message, PolicyRequest
-from asyncmoe.rollout.episodes.tools import strict_json
 
 MODEL = "policy"
 
@@ -90,31 +89,39 @@ class Completion:
 
 
 def assistant(text: str, calls: Sequence[Mapping[str, str]]) -> Message:
-    """Return the policy's message in normal form. Arguments are compared as JSON objects, because clients write them anew."""
+    """Return the policy's message in normal form. Arguments are compared as JSON values, because clients write them anew."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
-        message["tool_calls"] = [{**call, "arguments": _arguments(call["arguments"])} for call in calls]
+        message["tool_calls"] = [{**call, "arguments": canonical(call["arguments"])} for call in calls]
     return message
 
 
-def _arguments(text: str) -> CallArguments | str:
+def canonical(arguments: str) -> str:
+    """Return one text for all JSON texts of the same value, 1.0 and 1 included; any other text as it is."""
     try:
-        value = strict_json.read(text)
-    except ValueError:
-        return text
-    return CallArguments(value) if isinstance(value, dict) else text
+        value = json.loads(arguments, parse_float=_number)
+    except (ValueError, RecursionError):
+        return arguments
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 def for_template(message: Message) -> Message:
-    """Return a message in the form chat templates accept: functions have places of their own, and a developer is whom they call the
-    system."""
+    """Return a message in the form chat templates accept: call arguments are objects, and a developer is whom they call the system."""
     message = {**message, "role": "system"} if message["role"] == "developer" else message
     if "tool_calls" not in message:
         return message
-    calls = [
-        {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-        for call in message["tool_calls"]
-    ]
+    calls = []
+    for call in message["tool_calls"]:
+        try:
+            arguments = CallArguments(json.loads(call["arguments"]))
+        except (TypeError, ValueError, RecursionError):
+            arguments = call["arguments"]
+        calls.append({"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
 
 

@@ -28,12 +28,12 @@ from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, E
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
-from asyncmoe.rollout.episodes.trajectory_builder import FIRST, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, PlaceInTree, Turn, assemble, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, teaches
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Trajectory
 
 _TEACHING_S = 60.0
 _LONG = 4096
@@ -233,21 +233,18 @@ class Teaching:
 
 
 def _shown(index: int, agent: Agent, path: PlaceInTree) -> Trajectory:
-    tokens = agent.answered.tolist()
-    forked = sum(map(len, agent.turns[: path.shared]))
-    sampled = (*(False,) * forked, *agent.sampled[forked : len(tokens)])
-    return replace(demonstration(index, Demonstration(tuple(tokens), sampled), path), parent=path.parent, forked=forked)
+    name = f"d{index}.a{path.agent}" + (f".b{path.branch}" if path.branch else "")
+    return replace(assemble(agent.turns, EpisodeId(index, 0, 0), NOTHING, 0.0, {}, path), key=name)
 
 
-def demonstration(index: int, made: Demonstration, path: PlaceInTree = FIRST) -> Trajectory:
+def demonstration(index: int, made: Demonstration) -> Trajectory:
     """Return a solved question as a trajectory that no version sampled."""
     size = len(made.tokens)
     return Trajectory(
-        key=f"d{index}.a{path.agent}" + (f".b{path.branch}" if path.branch else ""),
+        key=f"d{index}.a0",
         group=index,
         episode=0,
-        agent=path.agent,
-        branch=path.branch,
+        agent=0,
         tokens=np.array(made.tokens, dtype=np.int32),
         loss_mask=np.array(made.loss_mask, dtype=bool),
         logprobs=np.zeros(size, dtype=np.float32),

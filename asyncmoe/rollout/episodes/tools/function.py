@@ -88,27 +88,27 @@ async def _ask(processes: Processes, arguments: Mapping[str, Any]) -> object:
             many bytes.
     """
     try:
-        answer = await processes.ask(arguments)
+        reason, said = await processes.ask(arguments)
     except AsyncmoeError as error:
         raise ToolError(CRASH, f"error: {error}") from error
-    if "error" in answer:
-        raise ToolError(answer["reason"], answer["error"])
-    return answer["text"]
+    if reason:
+        raise ToolError(reason, said)
+    return said
 
 
 @contextmanager
 def serve(target: str) -> Iterator[Callable[[Mapping[str, Any]], object]]:
-    """Answer calls in a process: {"text": return value, null if it is no text} or {"error": text, "reason": `ToolError.reason`}. See
+    """Answer calls in a process: ("", return value, null if it is no text) or (`ToolError.reason`, `ToolError.detail`). See
     `asyncmoe.rollout.process_worker`."""
     function = Function(target)
 
-    def answer(arguments: Mapping[str, Any]) -> dict[str, str | None]:
+    def answer(arguments: Mapping[str, Any]) -> tuple[str, str | None]:
         try:
             text = function.run(arguments)
-            return {"text": text if isinstance(text, str) else None}
+            return "", text if isinstance(text, str) else None
         except BaseException as error:  # noqa: BLE001  any exception of a user's function is reported to the worker
             failed = error if isinstance(error, ToolError) else raised(error)
-            return {"error": failed.detail, "reason": failed.reason}
+            return failed.reason, failed.detail
 
     yield answer
 

@@ -39,8 +39,7 @@ def load(
     for target in names:
         if target == "python":
             limits = section(PythonLimits, given.pop(target, {}), f"{_OPTIONS}.{target}")
-            placed = sandbox if isinstance(sandbox, SandboxSection) else section(SandboxSection, sandbox or {}, "environment.sandbox")
-            made = python_tool(limits, placed)
+            made = python_tool(limits, section(SandboxSection, sandbox or {}, "environment.sandbox"))
         else:
             function = Function(target)
             made = function.under(section(ToolLimits, given.pop(function.name, {}), f"{_OPTIONS}.{function.name}"))

@@ -6,14 +6,12 @@ may be running.
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay, wait_random_exponential
 
-from asyncmoe.errors import ConfigError, TrajectoryRejected
+from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.episodes.tools.sandbox import Ended, PythonLimits
-from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError, variable
 from asyncmoe.rollout.scoring.http import Poster
 from asyncmoe.rollout.scoring.types import Later
 
@@ -36,10 +34,8 @@ class SandboxServer:
     hint = "start the server, or correct environment.sandbox.url and environment.sandbox.token_env"
 
     def __init__(self, limits: PythonLimits, url: str, token_env: str | None) -> None:
-        self._limits, self._url, self._token = limits, url, "" if token_env is None else os.environ.get(token_env, "")
-        if token_env is not None and not self._token:
-            got = f"no variable {token_env} in the environment"
-            raise ConfigError("environment.sandbox.token_env", got=got, expected="it to be set", hint="export it")
+        self._limits, self._url = limits, url
+        self._token = "" if token_env is None else variable("environment.sandbox.token_env", token_env)
 
     async def run(self, program: bytes) -> Ended:
         """Run a program. Raises ToolError: `CRASH`: the server failed."""

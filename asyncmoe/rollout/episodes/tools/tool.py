@@ -1,12 +1,13 @@
-"""The errors of tools, and the arguments of their calls."""
+"""The errors of tools, the arguments of their calls, and the variables that their keys name."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.rollout.episodes.tools import strict_json
 
 ERROR, TIMEOUT, CRASH, FLOOD = "tool_error", "tool_timeout", "tool_crash", "tool_flood"
@@ -50,3 +51,10 @@ def read_arguments(text: str, name: str, parameters: Mapping[str, Any]) -> dict[
         return dict(strict_json.checked(given))
     except ValueError as error:
         raise ToolError(ERROR, f"error: arguments of {name} that are not valid JSON: {error}") from error
+
+
+def variable(key: str, name: str) -> str:
+    """Return the variable of the environment that a key of the configuration names. Raises ConfigError if it is not set."""
+    if name not in os.environ:
+        raise ConfigError(key, got=f"no variable {name} in the environment", expected="it to be set", hint="export it")
+    return os.environ[name]

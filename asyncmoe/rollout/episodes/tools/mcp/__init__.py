@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -25,7 +24,7 @@ from asyncmoe.config.loading import section
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
-from asyncmoe.rollout.episodes.tools.tool import CRASH, TIMEOUT, ToolError
+from asyncmoe.rollout.episodes.tools.tool import CRASH, TIMEOUT, ToolError, variable
 
 if TYPE_CHECKING:
     from asyncmoe.rollout.episodes.tools.mcp.session import McpSession
@@ -114,10 +113,11 @@ async def _call(session: Callable[[], Awaitable[McpSession]], tool: str, argumen
 
 def _checked(key: str, given: McpServer | Mapping[str, Any]) -> McpServer:
     """Return the keys of a server. Raises ConfigError for wrong ones, and for variables that do not exist."""
-    keys = given if isinstance(given, McpServer) else section(McpServer, given, key)
-    for wrong, name in [("token_env", keys.token_env), *(("env_from", one) for one in keys.env_from)]:
-        if name is not None and name not in os.environ:
-            raise ConfigError(f"{key}.{wrong}", got=f"no variable {name} in the environment", expected="it to be set", hint="export it")
+    keys = section(McpServer, given, key)
+    for one in keys.env_from:
+        variable(f"{key}.env_from", one)
+    if keys.token_env is not None:
+        variable(f"{key}.token_env", keys.token_env)
     return keys
 
 

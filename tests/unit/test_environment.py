@@ -374,9 +374,9 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
             environment.runners = {"act": Runner("act", "", {"properties": {"x": {}}}, act, ToolLimits(timeout_s=LIMIT_S))}
             scorer = Exact()
         case "agent":
-            environment = OpenAIEnvironment("asyncio:sleep", timeout_s=LIMIT_S)
+            environment = OpenAIEnvironment("asyncio:sleep")
             environment._function = act
-    most_s = LIMIT_S if kind == "environment" else 9.0
+    most_s = LIMIT_S if kind in ("environment", "agent") else 9.0
     return RolloutContext(Echo(), Sampling(1.0, 8, (2,)), known, scorer, environment, BOUNDS, most_s)  # type: ignore[arg-type]
 
 
@@ -384,7 +384,7 @@ RAISES = [KeyError("mine"), Wordless(), StopIteration(), asyncio.CancelledError(
 BAD = [float("nan"), 10**5000, 1e39, b"1", [1.0], torch.zeros(2), Interrupts(), np.complex64(1), Decimal("sNaN"), {"long" * 9**6: 1.0}]
 GOOD = [True, np.array([0.5]), torch.tensor(0.5), Fraction(1, 2)]
 REASONS = {"scorer": "scorer_(error|unavailable|garbage|nan)", "environment": "environment_error|bad_reward", "tool": r"tool_crash|0\.0"}
-REASONS["agent"] = "agent_error|empty_response"
+REASONS["agent"] = "environment_error|empty_response"
 
 
 @pytest.mark.parametrize(
@@ -409,5 +409,6 @@ def test_what_a_users_code_does(kind: str, what: Any, known: Tokenizer, monkeypa
 
     parts.run(main())
     good = kind in ("scorer", "environment") and any(what is one for one in GOOD)
-    wanted = f"{kind}_timeout" if isinstance(what, str) and what == "is deaf" else str(float(np.ravel(what)[0])) if good else REASONS[kind]
+    limited = "environment" if kind == "agent" else kind
+    wanted = f"{limited}_timeout" if isinstance(what, str) and what == "is deaf" else str(float(np.ravel(what)[0])) if good else REASONS[kind]
     assert [bool(re.fullmatch(wanted, one)) for one in found] == [True, True], found

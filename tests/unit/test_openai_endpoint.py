@@ -10,9 +10,10 @@ import aiohttp
 import openai
 import pytest
 
-from asyncmoe.errors import TrajectoryRejected, UserError
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds
-from asyncmoe.rollout.episodes.openai_endpoint import environment, server
+from asyncmoe.rollout.episodes.openai_endpoint import server
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
 from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
@@ -41,9 +42,9 @@ def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Toke
         async def speak(self, *_: object) -> list[Any]:
             raise TrajectoryRejected("engine_failed", "it died")
 
-    episode = served(Failing(lambda seen: ()), known, client)
+    failed = served(Failing(lambda seen: ()), known, client)
     with pytest.raises(TrajectoryRejected, match="engine_failed"):
-        _ = episode.spoke
+        _ = failed.spoke
 
 
 def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,24 +91,23 @@ def test_a_client_that_goes_away_ends_its_request_to_the_engine(known: Tokenizer
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as patient:
             await patient.chat.completions.create(model="m", messages=MESSAGES)
 
-    episode = served(policy, known, client)
+    made = served(policy, known, client)
     assert policy.hanging == policy.cancelled == 1
-    assert [(agent.name, agent.tokens) for agent in episode.spoke] == [("policy", (*policy.asked[0][1], *policy.asked[0][2]))]
+    assert [(agent.name, agent.tokens) for agent in made.spoke] == [("policy", (*policy.asked[0][1], *policy.asked[0][2]))]
 
 
-def play(
-    agent: str, policy: Policy, known: Tokenizer, episodes: int = 1, timeout_s: float = 30.0, bounds: Bounds | None = None
-) -> list[Any]:
+def play(agent: str, policy: Policy, known: Tokenizer, episodes: int = 1, timeout_s: float = 30.0, bounds: Bounds | None = None) -> list[Any]:
     """What each of the episodes came to: a reward, or why there is none."""
 
     async def one(environment: OpenAIEnvironment) -> Any:
         try:
-            return await environment.run(policy.episode(known, bounds))
+            rewards, _ = await episode.play(environment, policy.episode(known, bounds), timeout_s)
+            return rewards and rewards[0]
         except TrajectoryRejected as rejected:
             return rejected.reason
 
     async def run() -> list[Any]:
-        environment = OpenAIEnvironment(f"{AGENTS}:{agent}", timeout_s=timeout_s)
+        environment = OpenAIEnvironment(f"{AGENTS}:{agent}")
         try:
             return await asyncio.gather(*(one(environment) for _ in range(episodes)))
         finally:
@@ -132,7 +132,7 @@ def test_an_agent_that_blocks_blocks_only_itself(agent: str, known: Tokenizer) -
 
 
 @pytest.mark.parametrize(
-    ("agent", "reason"), [("hangs", "agent_timeout"), ("rejects", "scorer_error"), ("lets_it_fail", "episode_too_long")]
+    ("agent", "reason"), [("hangs", "environment_timeout"), ("rejects", "scorer_error"), ("lets_it_fail", "episode_too_long")]
 )
 def test_an_episode_ends_with_the_agents_reason_or_why_its_requests_failed(agent: str, reason: str, known: Tokenizer) -> None:
     openai_agents.released.clear()
@@ -161,22 +161,6 @@ def test_with_the_episode_its_requests_end_and_its_key(known: Tokenizer) -> None
 
     asyncio.run(run())
     assert policy.cancelled == 1
-
-
-def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "MAX_LEFT", 2)
-    policy = says(known)
-
-    async def run() -> None:
-        environment = OpenAIEnvironment(f"{AGENTS}:sleeps", timeout_s=0.05)
-        for _ in range(2):
-            with pytest.raises(TrajectoryRejected, match="agent_timeout"):
-                await environment.run(policy.episode(known))
-        with pytest.raises(UserError, match=r"environment\.agent: got 2 calls"):
-            await environment.run(policy.episode(known))
-        await environment.close()
-
-    asyncio.run(run())
 
 
 def test_openais_client_is_told_what_was_overridden(known: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:

@@ -97,7 +97,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     )
     if stage.opened is not None:
         stage.opened(made)
-    given, agents = await _play(stage.environment, made, stage.timeout_s)
+    given, agents = await play(stage.environment, made, stage.timeout_s)
     if not agents:
         raise TrajectoryRejected("empty_response", f"{place.key()}: no agent responded")
     generated = time.perf_counter()
@@ -114,7 +114,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     return tuple(trajectories)
 
 
-async def _play(environment_: Environment, made: Episode, timeout_s: float) -> tuple[list[float] | None, list[Agent]]:
+async def play(environment_: Environment, made: Episode, timeout_s: float) -> tuple[list[float] | None, list[Agent]]:
     """Run the environment; return the agents that have spoken at its end and, unless the scorer decides, the reward of each."""
 
     async def played() -> tuple[list[float] | None, list[Agent]]:
@@ -228,7 +228,7 @@ class Teaching:
 
         sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
         made = Episode(prompt, EpisodeId(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
-        _, agents = await _play(self._environment, made, _TEACHING_S)
+        _, agents = await play(self._environment, made, _TEACHING_S)
         return tuple(_shown(index, agent, path) for agent, path in zip(agents, _places(agents), strict=True))
 
 

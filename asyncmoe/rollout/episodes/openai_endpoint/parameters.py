@@ -90,8 +90,6 @@ class Fields:
             more: fields of `CompletionRequest`.
         """
         model, stream = self.take("model", str, MODEL), self.take("stream", bool, False)
-        if len(model) > 200:
-            raise wrong("model", "must be a short text")
         variables = self.take("chat_template_kwargs", dict, {})
         self._check_sampling()
         for name in _HINTS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
@@ -23,7 +23,7 @@ from asyncmoe.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode
+from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
@@ -58,52 +58,49 @@ class Echo:
         return PooledGeneration(Generation.of(said, (-0.5,) * len(said), (VersionSpan(version, 0, len(said)),), "stop", 0), 1)
 
 
-def play(environment: Environment, known: Tokenizer, pool: Any = None) -> tuple[Trajectory, ...]:
+Run = Callable[[Episode], Awaitable[Any]]
+
+
+def play(run: Run, known: Tokenizer, pool: Any = None) -> tuple[Trajectory, ...]:
+    environment: Any = SimpleNamespace(run=run)
     stage = RolloutContext(pool or Echo(), Sampling(1.0, 8, (2,)), known, Exact(), environment, BOUNDS, 5.0, seed=3)
     return asyncio.run(episode.run(stage, Prompt("1+1=", known.encode("1+1="), "+1="), EpisodeId(5, 2, 1)))
 
 
-def reason(environment: Environment, known: Tokenizer) -> str:
+def reason(run: Run, known: Tokenizer) -> str:
     with pytest.raises(TrajectoryRejected) as refused:
-        play(environment, known)
+        play(run, known)
     return refused.value.reason
 
 
-class Credited:
-    """Three steps, the second of them not rewarded."""
+def credited(*rewards: Any) -> Run:
+    """A step for each reward; None: it is not rewarded."""
 
-    def __init__(self, *rewards: float | None) -> None:
-        self.rewards = rewards
-
-    async def run(self, episode: Episode) -> float:
-        agent = episode.agent()
-        for reward in self.rewards:
-            agent.see("1+1=")
-            await agent.respond()
+    async def run(made: Episode) -> float:
+        for reward in rewards:
+            made.agent().see("1+1=")
+            await made.agent().respond()
             if reward is not None:
-                agent.credit(reward)
+                made.agent().credit(reward)
         return 1.0
 
+    return run
 
-class Tool:
-    """Two responses, an observation between them."""
 
-    async def run(self, episode: Episode) -> float:
-        agent = episode.agent()
-        agent.see(episode.prompt.tokens)
-        first = await agent.respond()
-        assert first.text == "+1="
+def test_what_was_sampled_is_never_encoded_again_and_what_was_given_is_not_trained(known: Tokenizer) -> None:
+    pool = Echo()
+
+    async def run(made: Episode) -> float:
+        agent = made.agent()
+        agent.see(made.prompt.tokens)
+        assert (await agent.respond()).text == "+1="
         agent.see("<2>")
         await agent.respond()
         agent.see("a last observation that nobody answers")
         return 0.5
 
-
-def test_what_was_sampled_is_never_encoded_again_and_what_was_given_is_not_trained(known: Tokenizer) -> None:
-    pool = Echo()
-    (made,) = play(Tool(), known, pool)
-    text = "1+1=+1=<2><2>"
-    assert tuple(made.tokens) == known.encode(text)
+    (made,) = play(run, known, pool)
+    assert tuple(made.tokens) == known.encode("1+1=+1=<2><2>")
     assert pool.asked == [known.encode("1+1="), known.encode("1+1=+1=<2>")]
     assert made.loss_mask.tolist() == [False] * 4 + [True] * 3 + [False] * 3 + [True] * 3
     assert made.versions.tolist() == [NOT_SAMPLED] * 4 + [1] * 3 + [NOT_SAMPLED] * 3 + [2] * 3
@@ -111,29 +108,27 @@ def test_what_was_sampled_is_never_encoded_again_and_what_was_given_is_not_train
     validate(made, Recording(vocabulary=known.vocabulary))
 
 
-class Two:
-    """Two agents; only the first hears the prompt."""
+def two(rewards: Any) -> Run:
+    """Two agents and a silent one; only the first hears the prompt."""
 
-    def __init__(self, rewards: float | Mapping[str, float] | None) -> None:
-        self.rewards = rewards
-
-    async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
-        solver, checker, silent = (episode.agent(name) for name in ("solver", "checker", "silent"))
-        solver.see(episode.prompt.tokens)
+    async def run(made: Episode) -> Any:
+        solver, checker, silent = (made.agent(name) for name in ("solver", "checker", "silent"))
+        solver.see(made.prompt.tokens)
         checker.see("right?")
         silent.see("never asked")
         await asyncio.gather(solver.respond(), checker.respond())
-        return self.rewards
+        return rewards
+
+    return run
 
 
 def test_every_agent_that_spoke_becomes_a_trajectory_of_its_own(known: Tokenizer) -> None:
-    solver, checker = play(Two({"solver": 1.0, "checker": -1.0}), known)
+    solver, checker = play(two({"solver": 1.0, "checker": -1.0}), known)
     assert [(t.key, t.agent, t.reward) for t in (solver, checker)] == [("g5.e2.a0.t1", 0, 1.0), ("g5.e2.a1.t1", 1, -1.0)]
-    assert known.decode(solver.tokens.tolist()) == "1+1=+1="
-    assert known.decode(checker.tokens.tolist()) == "right?ht?"
-    assert {t.reward for t in play(Two(0.25), known)} == {0.25}
+    assert [known.decode(t.tokens.tolist()) for t in (solver, checker)] == ["1+1=+1=", "right?ht?"]
+    assert {t.reward for t in play(two(0.25), known)} == {0.25}
     # The configured scorer: the solver's response is the answer.
-    assert [t.reward for t in play(Two(None), known)] == [1.0, 0.0]
+    assert [t.reward for t in play(two(None), known)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +141,7 @@ def test_every_agent_that_spoke_becomes_a_trajectory_of_its_own(known: Tokenizer
     ],
 )
 def test_rewards_of_other_agents_and_what_is_no_number_are_refused(rewards: Any, expected: str, known: Tokenizer) -> None:
-    assert reason(Two(rewards), known) == expected
+    assert reason(two(rewards), known) == expected
 
 
 def heard(made: Episode) -> Agent:
@@ -216,36 +211,30 @@ def test_an_environment_cannot_hide_that_an_agent_failed(misuse: Any, expected: 
             await misuse(made)
         return 1.0
 
-    assert reason(SimpleNamespace(run=run), known) == expected
+    assert reason(run, known) == expected
 
 
 @pytest.mark.parametrize("what", [np.array([30]), torch.tensor([30]), [np.int64(30)], range(30, 31)])
 def test_tokens_of_any_kind_are_seen_after_others(what: Any, known: Tokenizer) -> None:
     async def run(made: Episode) -> float:
-        agent = made.agent()
-        agent.see([5])
-        agent.see(what)
-        assert agent.tokens == (5, 30)
-        agent.see("half \ud800")
-        assert agent.tokens == (5, 30, *known.encode("half \N{REPLACEMENT CHARACTER}"))
-        await agent.respond()
+        for given in ([5], what, "half \ud800"):
+            made.agent().see(given)
+        assert made.agent().tokens == (5, 30, *known.encode("half \N{REPLACEMENT CHARACTER}"))
+        await made.agent().respond()
         return 1.0
 
-    assert play(SimpleNamespace(run=run), known)[0].reward == 1.0
+    assert play(run, known)[0].reward == 1.0
 
 
 @pytest.mark.parametrize("what", [[1.0], np.array([1.0]), torch.tensor(3), [[1]], 1, None, [-1], [1 << 32]])
 def test_what_is_no_token_is_not_seen(what: Any, known: Tokenizer) -> None:
-    agents: list[Agent] = []
-
     async def run(made: Episode) -> float:
-        agents.append(made.agent())
         with suppress(TrajectoryRejected):
-            agents[0].see(what)
+            made.agent().see(what)
+        assert made.agent().unanswered == ()
         return 1.0
 
-    assert reason(SimpleNamespace(run=run), known) in ("environment_error", "token_out_of_vocabulary")
-    assert agents[0].unanswered == ()
+    assert reason(run, known) in ("environment_error", "token_out_of_vocabulary")
 
 
 def test_a_response_fits_into_what_is_left_of_the_conversation(known: Tokenizer) -> None:
@@ -254,39 +243,37 @@ def test_a_response_fits_into_what_is_left_of_the_conversation(known: Tokenizer)
         await made.agent().respond()
         return 0.0
 
-    (made,) = play(SimpleNamespace(run=run), known, Echo(8))
+    (made,) = play(run, known, Echo(8))
     assert len(made) == BOUNDS.tokens
 
 
 class Draws:
     """An environment with chance in it, and a teacher."""
 
-    async def run(self, episode: Episode) -> float:
-        agent = episode.agent()
-        agent.see(f"{episode.random.randrange(10**6)};")
-        await agent.respond()
-        agent.see("then ")
-        await agent.respond()
+    async def run(self, made: Episode) -> float:
+        for given in (f"{made.random.randrange(10**6)};", "then "):
+            made.agent().see(given)
+            await made.agent().respond()
         return 1.0
 
-    def demonstrate(self, agent: Agent, episode: Episode) -> str:
+    def demonstrate(self, agent: Agent, made: Episode) -> str:
         assert agent.text.endswith("then " if agent.turns else ";")
         return f"turn {len(agent.turns)}"
 
 
 def test_chance_depends_on_the_seed_and_the_place_alone(known: Tokenizer) -> None:
-    (one,), (again,) = play(Draws(), known), play(Draws(), known)
-    assert one.tokens.tolist() == again.tokens.tolist()
+    (made,) = play(Draws().run, known)
     expected = Random("3 episode 5 2 1").randrange(10**6)
-    assert known.decode(one.tokens.tolist()).startswith(f"{expected};")
+    assert known.decode(made.tokens.tolist()).startswith(f"{expected};")
 
 
 def test_a_teacher_goes_through_the_same_environment(known: Tokenizer) -> None:
     teaching = Teaching(Draws(), Draws(), known, known.eos, BOUNDS, seed=3)
     (shown,) = asyncio.run(teaching.episode(4, Prompt("", (), "")))
-    said = [token for token, learnt in zip(shown.tokens.tolist(), shown.loss_mask.tolist(), strict=True) if learnt]
+    said = shown.tokens[shown.loss_mask].tolist()
     assert said == [*known.encode("turn 0"), known.eos, *known.encode("turn 1"), known.eos]
     assert "then " in known.decode(shown.tokens.tolist())
+    assert (shown.key, shown.group, shown.finish, shown.prefix_version) == ("d4.a0", 4, "stop", NOT_SAMPLED)
     validate(shown, Recording(vocabulary=known.vocabulary))
 
 
@@ -295,28 +282,25 @@ def test_what_an_environment_makes_of_a_failed_disk_does_not_hide_it(known: Toke
 
     async def run(made: Episode) -> None:
         with suppress(StorageError):
-            await Credited(0.5).run(made)
+            await credited(0.5)(made)
         raise KeyError("mine")
 
     with pytest.raises(StorageError, match="no space"):
-        play(SimpleNamespace(run=run), known)
+        play(run, known)
 
 
 def test_rewards_of_steps_stand_at_their_last_tokens(known: Tokenizer) -> None:
-    (made,) = play(Credited(0.5, None, 0.0), known)
+    (made,) = play(credited(0.5, None, 0.0), known)
     validate(made, Recording(rewards=True))
     assert made.rewards is not None
     turn = len(known.encode("1+1=")) + 3
     assert {at: r for at, r in enumerate(made.rewards.tolist()) if r == r} == {turn - 1: 0.5, 3 * turn - 1: 0.0}
-    (plain,) = play(Credited(None), known)
-    assert plain.rewards is None
-    with pytest.raises(TrajectoryRejected, match="no_step_rewards"):
-        validate(plain, Recording(rewards=True))
+    assert play(credited(None), known)[0].rewards is None
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "0.5", [1.0]])
 def test_a_step_reward_that_is_no_number_rejects_the_episode(known: Tokenizer, reward: Any) -> None:
-    assert reason(Credited(1.0, reward), known) == "bad_reward"
+    assert reason(credited(1.0, reward), known) == "bad_reward"
 
 
 # ---------------------------------------------------------------- users' code of every kind

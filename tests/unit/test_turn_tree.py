@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import InvariantBroken, TrajectoryRejected
 from asyncmoe.queue.group_buffer import describe, pack
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode
+from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring.exact import Exact
@@ -44,7 +45,7 @@ class Played:
     requests: list[Request]
 
 
-def play(known: Tokenizer, environment: Environment, place: EpisodeId, seed: int) -> tuple[tuple[Trajectory, ...], list[Request]]:
+def play(known: Tokenizer, environment: Any, place: EpisodeId, seed: int) -> tuple[tuple[Trajectory, ...], list[Request]]:
     pool = RandomPool(range(20, VOCABULARY), 2, Random(seed))
     stage = RolloutContext(pool, Sampling(1.0, 8, (2,)), known, Exact(), environment, Bounds(20, 10000, 20, 20))  # type: ignore[arg-type]
     return asyncio.run(episode.run(stage, Prompt("1+1=", (5, 6), "2"), place)), pool.requests

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
@@ -23,8 +24,7 @@ class ChatApi(Api):
         """See `Api`."""
         messages = [_message(message, f"messages[{i}]") for i, message in enumerate(fields.some("messages"))]
         tools = [_tool(fields, tool, f"tools[{i}]") for i, tool in enumerate(fields.take("tools", list, []))]
-        calls = may_call(fields) and bool(tools)
-        one_call = not fields.take("parallel_tool_calls", bool, True) and calls
+        calls, one_call = may_call(fields, tools)
         most, stops = fields.limit("max_tokens", "max_completion_tokens"), fields.stops("stop")
         if fields.take("n", int, 1) != 1:
             raise wrong("n", "must be 1; send as many requests at once, each of which is a path of its own")
@@ -55,11 +55,12 @@ def models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "asyncmoe"}]}
 
 
-def may_call(fields: Fields) -> bool:
-    """Take the choice of tools out of a request; return True if the policy may call tools. It cannot be made to."""
+def may_call(fields: Fields, tools: Sequence[Message]) -> tuple[bool, bool]:
+    """Take the choice of tools out of a request; return whether the policy may call tools, and whether only one. It cannot be made to."""
     choice = fields.anything("tool_choice", "auto")
     fields.override("tool_choice", choice not in ("auto", "none"))
-    return bool(choice != "none")
+    calls = choice != "none" and bool(tools)
+    return calls, not fields.take("parallel_tool_calls", bool, True) and calls
 
 
 def asks_for_format(form: object) -> bool:

@@ -154,15 +154,6 @@ class Agent:
         return tuple(self._given)
 
     @property
-    def sampled(self) -> tuple[bool, ...]:
-        """For each of `tokens`, True if the policy sampled it."""
-        made: list[bool] = []
-        for turn in self.turns:
-            made += [False] * len(turn.given)
-            made += [True] * len(turn.generation.tokens)
-        return (*made, *(False,) * len(self._given))
-
-    @property
     def text(self) -> str:
         """The whole conversation, decoded without special tokens."""
         return self._tokenizer.decode(self.tokens)

@@ -28,7 +28,7 @@ from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, E
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, PlaceInTree, Turn, assemble, step_rewards
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, PlaceInTree, Turn, assemble, sampled, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, teaches
 from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tasks import Demonstration, Prompt
@@ -177,9 +177,8 @@ def _as(own: Score | None, tree: Score) -> Score:
 
 
 def _sample(agent: Agent, prompt: Prompt) -> Sample:
-    size = sum(map(len, agent.turns))
-    said = agent.responses[-1].text
-    return Sample(prompt.text, said, prompt.answer, agent.tokens[:size], agent.sampled[:size], agent.name, prompt.columns)
+    tokens, by_policy = tuple(agent.answered.tolist()), tuple(sampled(agent.turns).tolist())
+    return Sample(prompt.text, agent.responses[-1].text, prompt.answer, tokens, by_policy, agent.name, prompt.columns)
 
 
 def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[float]:

@@ -68,6 +68,11 @@ class Turn:
         return len(self.given) + len(self.generation.tokens)
 
 
+def sampled(turns: Sequence[Turn]) -> np.ndarray:
+    """Return bool[T], True for each token of some turns that the policy sampled."""
+    return np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns])
+
+
 def step_rewards(turns: Sequence[Turn], credits: Mapping[int, float]) -> np.ndarray | None:
     """Return `Trajectory.rewards` for steps that end at the credited tokens, or None if there are no credits.
 
@@ -91,9 +96,8 @@ def assemble(
     rewards: np.ndarray | None = None,
     teacher: np.ndarray | None = None,
 ) -> Trajectory:
-    """Build the trajectory of one path of an agent in an episode. Each turn's routes start at the last token of the
-    earlier turns, which had not passed through the model then. Shared
-    turns become context: no token of theirs counts as sampled here.
+    """Build the trajectory of one path of an agent in an episode. Each turn's routes start at the last token of the earlier turns, which had
+    not passed through the model then. Shared turns become context: no token of theirs counts as sampled here.
 
     `prefix_version` is the salt of all turns if that version also sampled the first token of each turn. Then that version computed
     everything the turns read from the prefix cache under the salt: requests carry the salt only while the version is served, so a later
@@ -118,7 +122,7 @@ def assemble(
         forked=forked,
         attempt=place.attempt,
         tokens=np.concatenate([part for turn in turns for part in (np.array(turn.given, np.int32), turn.generation.tokens)]),
-        loss_mask=_without(np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns]), forked, False),
+        loss_mask=_without(sampled(turns), forked, False),
         logprobs=_without(_logprobs(turns), forked, 0.0),
         versions=_without(np.concatenate(versions), forked, NOT_SAMPLED),
         reward=reward,

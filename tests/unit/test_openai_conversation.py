@@ -16,8 +16,10 @@ from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import PolicyRequest, answered, begin, extend
-from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields
+from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api, Fields
 from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest, RequestRefused
+from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
 from asyncmoe.rollout.episodes.openai_endpoint.session import CHAT, Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
@@ -175,26 +177,47 @@ def test_a_template_may_rewrite_history_and_gets_tools(known: Tokenizer, monkeyp
     assert inner.decode(talk(known, first, tools=[TOOL], tool_choice="none").asked[0][1]).startswith("<|im_start|>")
 
 
+FUNCTION = {"type": "function", "name": "f"}
+
+
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("api", "fields", "named"),
     [
-        ({"n": 2}, "n"),
-        ({"stop": ""}, "stop"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"model": 3}, "model"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "cost": 1}}]}, "tools[0].cost"),
-        ({"surprise": 1}, "surprise"),
-        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "", "audio": {"id": "x"}}]}, "messages[0].audio"),
-        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0]"),
+        (ChatApi, {"n": 2}, "n"),
+        (ChatApi, {"stop": ""}, "stop"),
+        (ChatApi, {"max_tokens": 0}, "max_tokens"),
+        (ChatApi, {"model": 3}, "model"),
+        (ChatApi, {"tools": [{"type": "web_search"}]}, "tools[0]"),
+        (ChatApi, {"tools": [{"type": "function", "function": {"name": "f", "cost": 1}}]}, "tools[0].cost"),
+        (ChatApi, {"surprise": 1}, "surprise"),
+        (ChatApi, {"messages": [{"role": "robot", "content": ""}]}, "messages[0]"),
+        (ChatApi, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        (ChatApi, {"messages": [{"role": "user", "content": "", "audio": {"id": "x"}}]}, "messages[0].audio"),
+        (ChatApi, {"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0]"),
+        (MessagesApi, {"messages": []}, "messages"),
+        (MessagesApi, {"messages": [{"role": "robot", "content": "a"}]}, "messages[0]"),
+        (MessagesApi, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content"),
+        (MessagesApi, {"messages": [{"role": "assistant", "content": "I"}]}, "messages"),
+        (MessagesApi, {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f"}]}]}, "messages[0].content"),
+        (MessagesApi, {"stop_sequences": [""]}, "stop_sequences"),
+        (MessagesApi, {"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools[0]"),
+        (MessagesApi, {"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, "tools[0].defer_loading"),
+        (ResponsesApi, {"input": []}, "input"),
+        (ResponsesApi, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        (ResponsesApi, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        (ResponsesApi, {"input": [{"role": "user", "content": "a", "secret": 1}]}, "input[0].secret"),
+        (ResponsesApi, {"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
+        (ResponsesApi, {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        (ResponsesApi, {"tools": [{"type": "web_search"}]}, "tools[0]"),
+        (ResponsesApi, {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0]"),
+        (ResponsesApi, {"tools": [{**FUNCTION, "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [FUNCTION]}]}, "tools"),
+        (ResponsesApi, {"background": True}, "background"),
     ],
 )
-def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
-    body = json.dumps({"model": "m", "messages": [user("hi")], **fields}).encode()
+def test_what_is_refused_is_named(api: type[Api], fields: dict[str, Any], named: str) -> None:
+    asked = {"input": "a"} if api is ResponsesApi else {"messages": [user("hi")]}
     with pytest.raises(RequestRefused) as refused:
-        parse(body)
+        api().parse(Fields(json.dumps({**asked, **fields}).encode(), SAMPLING))
     assert (refused.value.status, refused.value.parameter) == (400, named)
 
 

@@ -71,31 +71,6 @@ def test_functions_of_namespaces_are_called_by_their_full_names(known: Tokenizer
     assert {name for name, _, _ in policy.asked} == {"policy"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": "a", "secret": 1}]}, "input[0].secret"),
-        ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0]"),
-        ({"tools": [{**FUNCTION, "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [FUNCTION]}]}, "tools"),
-        ({"background": True}, "background"),
-    ],
-)
-def test_what_it_refuses_is_named(known: Tokenizer, fields: dict[str, Any], named: str) -> None:
-    async def client(url: str, session: Session) -> None:
-        async with post(url, session, json.dumps({"input": "a", **fields}).encode(), path="responses") as reply:
-            told = await reply.json()
-            assert (reply.status, told["error"]["message"].startswith(named)) == (400, True), told
-            assert told.get("type") is None
-
-    served(says(known), known, client)
-
-
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 

@@ -17,7 +17,7 @@ from asyncmoe.rollout.episodes.environment import Bounds
 from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import PolicyRequest, answered, begin, extend
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
-from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api, Fields
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Fields
 from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, CompletionRequest, RequestRefused
 from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
 from asyncmoe.rollout.episodes.openai_endpoint.session import CHAT, Session
@@ -214,7 +214,7 @@ FUNCTION = {"type": "function", "name": "f"}
         (ResponsesApi, {"background": True}, "background"),
     ],
 )
-def test_what_is_refused_is_named(api: type[Api], fields: dict[str, Any], named: str) -> None:
+def test_what_is_refused_is_named(api: Any, fields: dict[str, Any], named: str) -> None:
     asked = {"input": "a"} if api is ResponsesApi else {"messages": [user("hi")]}
     with pytest.raises(RequestRefused) as refused:
         api().parse(Fields(json.dumps({**asked, **fields}).encode(), SAMPLING))

@@ -44,16 +44,13 @@ class SandboxServer:
         again = AsyncRetrying(retry=retry_if_exception_type(Later), wait=_pause, stop=stop_before_delay(seconds), reraise=True)
         poster = Poster(self._url, seconds, self._token)
         try:
-            ended = msgspec.json.decode(await again(poster.post, body, most * _ESCAPED + _REST_BYTES), type=Ended)
+            return msgspec.json.decode(await again(poster.post, body, most * _ESCAPED + _REST_BYTES), type=Ended)
         except TrajectoryRejected as rejected:
             raise ToolError(CRASH, f"error: {str(rejected).partition(': ')[2]}") from rejected
         except (ValueError, RecursionError) as error:
             raise ToolError(CRASH, f"error: {self._url}: an answer that is not of the protocol: {error}") from error
         finally:
             await poster.close()
-        output = ended.output.encode(errors="replace")
-        flooded = ended.flooded or len(output) > most
-        return msgspec.structs.replace(ended, output=output[:most].decode(errors="replace"), flooded=flooded)
 
 
 def _pause(state: RetryCallState) -> float:

@@ -14,14 +14,7 @@ def read(text: str | bytes) -> Any:
             or a number that is not finite.
     """
     try:
-        return checked(json.loads(text))
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
-
-
-def checked(value: Any) -> Any:
-    """Return the value. Raises ValueError as `read`."""
-    try:
+        value = json.loads(text)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError as error:
         raise ValueError(str(error)) from error

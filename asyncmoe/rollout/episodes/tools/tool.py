@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -35,22 +34,19 @@ def read_arguments(text: str, name: str, parameters: Mapping[str, Any]) -> dict[
         name, parameters: the tool's, as in `Runner`.
 
     Raises:
-        ToolError: `ERROR`: the text is no JSON object, or has values that are no JSON.
+        ToolError: `ERROR`: the text is no JSON object, and there is not one parameter.
     """
-    properties: Mapping[str, Any] = parameters.get("properties") or {}
     try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
+        given = strict_json.read(text)
+    except ValueError:
         given = text
-    if not isinstance(given, dict):
-        if len(properties) != 1:
-            raise ToolError(ERROR, f"error: the arguments of {name} are a JSON object")
-        ((only, schema),) = properties.items()
-        given = {only: text if schema.get("type") == "string" else given}
-    try:
-        return dict(strict_json.checked(given))
-    except ValueError as error:
-        raise ToolError(ERROR, f"error: arguments of {name} that are not valid JSON: {error}") from error
+    if isinstance(given, dict):
+        return given
+    properties: Mapping[str, Any] = parameters.get("properties") or {}
+    if len(properties) != 1:
+        raise ToolError(ERROR, f"error: the arguments of {name} are a JSON object")
+    ((only, schema),) = properties.items()
+    return {only: text if schema.get("type") == "string" else given}
 
 
 def variable(key: str, name: str) -> str:

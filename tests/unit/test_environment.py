@@ -393,6 +393,7 @@ def test_what_a_users_code_does(kind: str, what: Any, known: Tokenizer, monkeypa
 
     parts.run(main())
     good = kind in ("scorer", "environment") and any(what is one for one in GOOD)
-    limited = "environment" if kind == "agent" else kind
-    wanted = f"{limited}_timeout" if isinstance(what, str) and what == "is deaf" else str(float(np.ravel(what)[0])) if good else REASONS[kind]
+    wanted = str(float(np.ravel(what)[0])) if good else REASONS[kind]
+    if isinstance(what, str) and what == "is deaf":
+        wanted = "environment_timeout" if kind == "agent" else f"{kind}_timeout"
     assert [bool(re.fullmatch(wanted, one)) for one in found] == [True, True], found

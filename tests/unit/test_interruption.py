@@ -92,7 +92,8 @@ def test_an_abort_that_nobody_asked_for_is_the_engines_fault(how: Interruption) 
 
 
 def test_retract_is_refused_where_routing_is_kept() -> None:
-    given = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "rollout": {"interruption": "retract"}}
+    given: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+    given["rollout"] = {"interruption": "retract"}
     hf = sized(ENGINE, "qwen3_moe")
     with pytest.raises(ConfigError) as refused:
         kept_routing(parse(given), hf)

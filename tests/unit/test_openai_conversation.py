@@ -198,7 +198,7 @@ FUNCTION = {"type": "function", "name": "f"}
         (MessagesApi, {"messages": [{"role": "robot", "content": "a"}]}, "messages[0]"),
         (MessagesApi, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content"),
         (MessagesApi, {"messages": [{"role": "assistant", "content": "I"}]}, "messages"),
-        (MessagesApi, {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f"}]}]}, "messages[0].content"),
+        (MessagesApi, {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]}, "messages[0].content"),
         (MessagesApi, {"stop_sequences": [""]}, "stop_sequences"),
         (MessagesApi, {"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools[0]"),
         (MessagesApi, {"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, "tools[0].defer_loading"),

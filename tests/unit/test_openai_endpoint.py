@@ -97,7 +97,9 @@ def test_a_client_that_goes_away_ends_its_request_to_the_engine(known: Tokenizer
     assert [(agent.name, agent.tokens) for agent in made.spoke] == [("policy", (*policy.asked[0][1], *policy.asked[0][2]))]
 
 
-def play(agent: str, policy: Policy, known: Tokenizer, episodes: int = 1, timeout_s: float = 30.0, bounds: Bounds | None = None) -> list[Any]:
+def play(
+    agent: str, policy: Policy, known: Tokenizer, episodes: int = 1, timeout_s: float = 30.0, bounds: Bounds | None = None
+) -> list[Any]:
     """What each of the episodes came to: a reward, or why there is none."""
 
     async def one(environment: OpenAIEnvironment) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -152,8 +153,8 @@ def test_a_limit_within_which_nothing_runs_is_named(limit: str, most: float) -> 
 
 
 def test_a_machine_without_a_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    which = sandbox.shutil.which  # type: ignore[attr-defined]
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name, path=None: None if name == "bwrap" else which(name, path=path) or name)  # type: ignore[attr-defined]
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None if name == "bwrap" else which(name, path=path) or name)
     assert refused() == "no program bwrap"
 
 

@@ -96,8 +96,8 @@ def assemble(
     rewards: np.ndarray | None = None,
     teacher: np.ndarray | None = None,
 ) -> Trajectory:
-    """Build the trajectory of one path of an agent in an episode. Each turn's routes start at the last token of the earlier turns, which had
-    not passed through the model then. Shared turns become context: no token of theirs counts as sampled here.
+    """Build the trajectory of one path of an agent in an episode. Each turn's routes start at the last token of the earlier turns, which
+    had not passed through the model then. Shared turns become context: no token of theirs counts as sampled here.
 
     `prefix_version` is the salt of all turns if that version also sampled the first token of each turn. Then that version computed
     everything the turns read from the prefix cache under the salt: requests carry the salt only while the version is served, so a later

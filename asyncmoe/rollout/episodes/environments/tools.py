@@ -21,7 +21,7 @@ from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
-from asyncmoe.rollout.episodes.tools.calls import BRACKETS, HERMES, STYLES, Call, find, opening, parsed, read_by_engine, written_id
+from asyncmoe.rollout.episodes.tools.calls import BRACKETS, HERMES, Call, read_calls, written_id
 from asyncmoe.rollout.episodes.tools.loading import load
 from asyncmoe.rollout.episodes.tools.mcp import McpTools
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
@@ -106,7 +106,7 @@ class WithTools:
         async with self.sessions():
             while True:
                 response = await agent.respond()
-                calls = await self._calls(agent, response)
+                calls, _ = await read_calls(agent, response, self._style, self._schemas, response.text)
                 if not calls or response.finish == "length":
                     return response
                 observations = await together([self._noted(agent, call) for call in calls])
@@ -117,11 +117,6 @@ class WithTools:
     def sessions(self) -> AbstractAsyncContextManager[None]:
         """Keep sessions with MCP servers open until the end of the block; for an episode of several conversations."""
         return self._mcp.episode()
-
-    async def _calls(self, agent: Agent, response: Response) -> Sequence[Call]:
-        if self._style in STYLES:
-            return find(response.text, self._style, opening(response.turns[0].given, agent.episode.tokenizer))
-        return parsed(await read_by_engine(agent, response, self._style, self._schemas))
 
     @property
     def counts(self) -> dict[str, Counts]:

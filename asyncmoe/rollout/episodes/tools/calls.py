@@ -24,7 +24,7 @@ from asyncmoe.rollout.episodes.tools import strict_json
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 HERMES, BRACKETS = STYLES = ("hermes", "brackets")
-"""The styles that `find` reads; any other name is that of a parser of the engine (`parsed`)."""
+"""The styles that `find` reads; any other name is that of a parser of the engine."""
 MAX_CALLS = 16
 """Maximum number of calls in one response; the rest of the response is ignored."""
 
@@ -92,13 +92,36 @@ def opening(given: Sequence[int], tokenizer: Tokenizer) -> str:
     return opened[1] if opened is not None else ""
 
 
-async def read_by_engine(agent: Agent, response: Response, style: str, schemas: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
-    """Return the calls in a response as an engine's parser reads them: from its text with special tokens, without the token that ended it,
-    up to the stop text if one did, and without thoughts.
+async def read_calls(
+    agent: Agent, response: Response, style: str, schemas: Sequence[Mapping[str, Any]], text: str
+) -> tuple[tuple[Call, ...], str]:
+    """Return the calls in a response, and its text without the valid ones.
+
+    Args:
+        schemas: of the tools, for the parser of an engine.
+        text: of the response, up to the stop text if one ended it.
 
     Raises:
         TrajectoryRejected: there is no engine, or it failed. The episode ends with this reason, even if the environment catches it.
     """
+    if style in STYLES:
+        found = find(text, style, opening(response.turns[0].given, agent.episode.tokenizer))
+        valid = [call for call in found if not call.wrong]
+        starts, ends = [call.start for call in valid], [call.end for call in valid]
+        rest = "".join(text[a:b] for a, b in zip([0, *ends], [*starts, len(text)], strict=True))
+    else:
+        parsed = await _parsed(agent, response, style, schemas)
+        calls = [f'{{"name": {json.dumps(call.name)}, "arguments": {call.parameters or "{}"}}}' for call in parsed[:MAX_CALLS]]
+        found = tuple(replace(_hermes(call), name=one.name) for call, one in zip(calls, parsed, strict=False))
+        valid, rest = [call for call in found if not call.wrong], parsed[0].rest if parsed else text
+        if rest.rstrip() not in text:  # the parser read special tokens too, and may leave some
+            rest = agent.episode.tokenizer.decode(agent.episode.tokenizer.encode(rest))
+    return found, rest.rstrip() if valid else text
+
+
+async def _parsed(agent: Agent, response: Response, style: str, schemas: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
+    """Return the calls in a response as an engine's parser reads them: from its text with special tokens, without the token that ended it,
+    up to the stop text if one did, and without thoughts. Raises as `read_calls`."""
     parse, tokenizer = agent.episode.parse, agent.episode.tokenizer
     ended = response.finish == "stop" and not tokenizer.decode(response.tokens[-1:])
     text = tokenizer.decode_all(response.tokens[:-1] if ended else response.tokens)
@@ -110,17 +133,11 @@ async def read_by_engine(agent: Agent, response: Response, style: str, schemas: 
     if parse is None:
         raise agent.episode.failed(ERROR, f"environment.tools.style={style} needs an engine, and there is none")
     with agent.episode.noting():
-        read = await parse(aloud, style, schemas)
-        if (more := re.search(_THINK, aloud)) is not None and not any(more[0] in call.parameters for call in read):
+        found = await parse(aloud, style, schemas)
+        if (more := re.search(_THINK, aloud)) is not None and not any(more[0] in call.parameters for call in found):
             # Not an argument of a call: another thought.
-            read = await parse(re.sub(_THOUGHTS, "", aloud, flags=re.DOTALL), style, schemas)
-    return [ParsedCall(call.name, call.parameters, text[: len(text) - len(aloud)] + call.rest) for call in read]
-
-
-def parsed(calls: Sequence[ParsedCall]) -> tuple[Call, ...]:
-    """Return the calls that an engine's parser found, at most `MAX_CALLS`."""
-    texts = [f'{{"name": {json.dumps(call.name)}, "arguments": {call.parameters or "{}"}}}' for call in calls[:MAX_CALLS]]
-    return tuple(replace(_hermes(text), name=call.name) for text, call in zip(texts, calls, strict=False))
+            found = await parse(re.sub(_THOUGHTS, "", aloud, flags=re.DOTALL), style, schemas)
+    return [ParsedCall(call.name, call.parameters, text[: len(text) - len(aloud)] + call.rest) for call in found]
 
 
 def _brackets(inner: str) -> Call:

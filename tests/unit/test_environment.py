@@ -87,10 +87,10 @@ def credited(*rewards: Any) -> Run:
     return run
 
 
-def test_what_was_sampled_is_never_encoded_again_and_what_was_given_is_not_trained(known: Tokenizer) -> None:
-    pool = Echo()
+class Tool:
+    """Two responses, an observation between them."""
 
-    async def run(made: Episode) -> float:
+    async def run(self, made: Episode) -> float:
         agent = made.agent()
         agent.see(made.prompt.tokens)
         assert (await agent.respond()).text == "+1="
@@ -99,7 +99,10 @@ def test_what_was_sampled_is_never_encoded_again_and_what_was_given_is_not_train
         agent.see("a last observation that nobody answers")
         return 0.5
 
-    (made,) = play(run, known, pool)
+
+def test_what_was_sampled_is_never_encoded_again_and_what_was_given_is_not_trained(known: Tokenizer) -> None:
+    pool = Echo()
+    (made,) = play(Tool().run, known, pool)
     assert tuple(made.tokens) == known.encode("1+1=+1=<2><2>")
     assert pool.asked == [known.encode("1+1="), known.encode("1+1=+1=<2>")]
     assert made.loss_mask.tolist() == [False] * 4 + [True] * 3 + [False] * 3 + [True] * 3
@@ -108,27 +111,28 @@ def test_what_was_sampled_is_never_encoded_again_and_what_was_given_is_not_train
     validate(made, Recording(vocabulary=known.vocabulary))
 
 
-def two(rewards: Any) -> Run:
+class Two:
     """Two agents and a silent one; only the first hears the prompt."""
 
-    async def run(made: Episode) -> Any:
+    def __init__(self, rewards: Any) -> None:
+        self.rewards = rewards
+
+    async def run(self, made: Episode) -> Any:
         solver, checker, silent = (made.agent(name) for name in ("solver", "checker", "silent"))
         solver.see(made.prompt.tokens)
         checker.see("right?")
         silent.see("never asked")
         await asyncio.gather(solver.respond(), checker.respond())
-        return rewards
-
-    return run
+        return self.rewards
 
 
 def test_every_agent_that_spoke_becomes_a_trajectory_of_its_own(known: Tokenizer) -> None:
-    solver, checker = play(two({"solver": 1.0, "checker": -1.0}), known)
+    solver, checker = play(Two({"solver": 1.0, "checker": -1.0}).run, known)
     assert [(t.key, t.agent, t.reward) for t in (solver, checker)] == [("g5.e2.a0.t1", 0, 1.0), ("g5.e2.a1.t1", 1, -1.0)]
     assert [known.decode(t.tokens.tolist()) for t in (solver, checker)] == ["1+1=+1=", "right?ht?"]
-    assert {t.reward for t in play(two(0.25), known)} == {0.25}
+    assert {t.reward for t in play(Two(0.25).run, known)} == {0.25}
     # The configured scorer: the solver's response is the answer.
-    assert [t.reward for t in play(two(None), known)] == [1.0, 0.0]
+    assert [t.reward for t in play(Two(None).run, known)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_every_agent_that_spoke_becomes_a_trajectory_of_its_own(known: Tokenizer
     ],
 )
 def test_rewards_of_other_agents_and_what_is_no_number_are_refused(rewards: Any, expected: str, known: Tokenizer) -> None:
-    assert reason(two(rewards), known) == expected
+    assert reason(Two(rewards).run, known) == expected
 
 
 def heard(made: Episode) -> Agent:
@@ -361,7 +365,7 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
             environment = OpenAIEnvironment("asyncio:sleep")
             environment._function = act
     most_s = LIMIT_S if kind in ("environment", "agent") else 9.0
-    return RolloutContext(Echo(), Sampling(1.0, 8, (2,)), known, scorer, environment, BOUNDS, most_s)  # type: ignore[arg-type]
+    return RolloutContext(Echo(), Sampling(1.0, 8, (2,)), known, scorer, environment, Bounds(4, 512), most_s)  # type: ignore[arg-type]
 
 
 RAISES = [KeyError("mine"), Wordless(), StopIteration(), asyncio.CancelledError(), SystemExit(4), GeneratorExit(), InvariantBroken("mine")]

@@ -105,9 +105,7 @@ def test_in_a_chat_an_observation_is_a_turn_of_the_template(tokenizer: Tokenizer
 @pytest.mark.parametrize(
     ("says", "reason"), [("[flood]", "tool_flood"), ("[hang]", "tool_timeout"), ("[number]", "tool_crash"), ("[a]", "episode_too_long")]
 )
-def test_a_tool_that_misbehaves_or_a_policy_that_never_stops_calling_ends_the_episode(
-    says: str, reason: str, tokenizer: Tokenizer
-) -> None:
+def test_a_tool_that_misbehaves_or_a_policy_that_never_stops_calling_ends_the_episode(says: str, reason: str, tokenizer: Tokenizer) -> None:
     options = {"shout_later": {"characters": 100, "timeout_s": 0.05}}
     with pytest.raises(TrajectoryRejected) as refused:
         play(WithTools((f"{FUNCTIONS}:shout_later",), "brackets", chat=False, options=options), tokenizer, *[says] * (BOUNDS.turns + 1))

@@ -19,6 +19,7 @@ from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 from tests.families import ENGINE, sized
 
+
 class Scripted:
     """Answers as it is told: (tokens, finish); its version goes up by one with every answer."""
 

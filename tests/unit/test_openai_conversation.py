@@ -334,7 +334,7 @@ def test_arguments_that_a_client_writes_anew_are_the_same_arguments(known: Token
             await ask(session, [user("a"), message, {"role": "tool", "content": "2"}], tools=[TOOL])
 
     asyncio.run(run())
-    assert [given for _, given, _ in policy.asked[1:4]] == [rest(known, [{"role": "tool", "content": "2"}], IM_END)] * 3
+    assert [given for _, given, _ in policy.asked[1:4]] == [rest(known, [{"role": "tool", "content": "2"}], None)] * 3
     assert policy.asked[4][1][:3] == policy.asked[0][1][:3], "another value begins another conversation"
 
 

@@ -123,7 +123,7 @@ def part(ids: Sequence[int], total: int, **more: object) -> bytes:
 END = {"finish_reason": {"type": "length"}, "weight_versions": [{"version": "0", "start": 0, "end": 3}]}
 
 
-def streamed(known: Tokenizer, pieces: Sequence[bytes], stops: Sequence[str] = ()) -> tuple[Generation, list[Any], Listening]:
+def streamed(known: Tokenizer, pieces: Sequence[bytes], stops: Sequence[str] = ("never",)) -> tuple[Generation, list[Any], Listening]:
     """What the client makes of an engine that streams these bytes."""
     bodies: list[Any] = []
     listening = Listening(known, stops)

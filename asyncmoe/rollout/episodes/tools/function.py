@@ -44,7 +44,7 @@ class Function:
 
     def __init__(self, target: str, own: Callable[..., Any] | None = None) -> None:
         forms = "calculator, python or package.module:function"
-        found = own or (calculator if target == "calculator" else plugins.load_function(target, _KEY, forms=forms))
+        found: Any = own or (calculator if target == "calculator" else plugins.load_function(target, _KEY, forms=forms))
         self._target, self._awaits = target, inspect.iscoroutinefunction(found)
         self.name = getattr(found, "__name__", target.rpartition(":")[2])
         self.description = inspect.getdoc(found) or ""

@@ -66,13 +66,12 @@ class McpSession:
         client = await self.begun()
 
         async def pages() -> list[types.Tool]:
-            found = list[types.Tool]()
-            cursor: str | None = None
+            found, cursor = list[types.Tool](), None
             async with asyncio.timeout(self._section.start_timeout_s):
                 while True:
                     page = await client.session.list_tools(params=types.PaginatedRequestParams(cursor=cursor))
-                    found, cursor = found + page.tools, page.next_cursor
-                    if cursor is None:
+                    found += page.tools
+                    if (cursor := page.next_cursor) is None:
                         return found
 
         return await self._answered(pages(), "list its tools")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from asyncmoe import plugins
 from asyncmoe.config.fields import NameOrPlugin, Positive, Seconds, Section, refused
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
@@ -37,20 +37,17 @@ class ToolsSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ToolsSection:
-        for name, server in self.mcp.items():
+        for name in self.mcp:
             if not name.replace("-", "_").isidentifier():
                 raise refused("environment.tools.mcp", f"the name {name!r}", "letters, digits, '_' and '-'")
-            if (problem := server.problem()) is not None:
-                key, got, expected = problem
-                raise refused(f"environment.tools.mcp.{name}.{key}", got, f"{expected}")
         return self
 
     @field_validator("style")
     @classmethod
     def _known_style(cls, style: str) -> str:
         if style not in (*_OWN_STYLES, *SGLANG_PARSERS):
-            near = get_close_matches(style, (*_OWN_STYLES, *SGLANG_PARSERS), 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = plugins.nearest(style, (*_OWN_STYLES, *SGLANG_PARSERS))
+            hint = f"; did you mean {near}?" if near else ""
             expected = f"{', '.join(_OWN_STYLES)} or a parser of SGLang ({', '.join(SGLANG_PARSERS)})"
             raise refused("environment.tools.style", f"{style!r}", f"{expected}{hint}")
         return style

@@ -4,46 +4,50 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import Positive, Seconds, Section, wrong_address
+from asyncmoe.config.fields import Positive, Seconds, Section, refused, wrong_address
 
 
 class McpServer(Section):
     """A mapping: MCP servers by a name of your choice, each with these keys. A server is either a command, started with your rights for
     each episode, or a URL."""
 
-    command: str | None = Field(None, description="Program that speaks MCP on standard input and output.")
-    args: tuple[str, ...] = Field((), description="Arguments of the command.")
-    env: dict[str, str] = Field(
-        {},
-        description="Variables of the command. It gets no other variable of the rollout worker's, except HOME, LOGNAME, PATH, SHELL, TERM "
-        "and USER.",
-    )
-    env_from: tuple[str, ...] = Field(
-        (),
-        description="Names of variables of the rollout worker that the command gets; for secrets, which do not belong here.",
-    )
-    cwd: Path | None = Field(None, description="Working directory of the command; null: the rollout worker's.")
-    url: str | None = Field(None, description="Address of a server that speaks streamable HTTP.")
-    token_env: str | None = Field(None, description="Variable of the rollout worker's environment with the URL's bearer token.")
-    tools: tuple[str, ...] = Field((), description="Tools that the policy gets, by the server's names; none: all.")
-    prefix: str = Field("", description="Prefix of the tools' names, for servers with tools of the same name.")
-    start_timeout_s: Seconds = Field(30.0, description="Seconds in which a session must begin and list its tools.")
-    timeout_s: Seconds = Field(30.0, description="Seconds of one call; a slower one rejects its episode.")
-    characters: Positive = Field(16384, description="Maximum characters of one answer; a longer one rejects its episode.")
+    command: str | None = None
+    """Program that speaks MCP on standard input and output."""
+    args: tuple[str, ...] = ()
+    """Arguments of the command."""
+    env: dict[str, str] = Field({})
+    """Variables of the command. It gets no other variable of the rollout worker's, except HOME, LOGNAME, PATH, SHELL, TERM and USER."""
+    env_from: tuple[str, ...] = ()
+    """Names of variables of the rollout worker that the command gets; for secrets, which do not belong here."""
+    cwd: Path | None = None
+    """Working directory of the command; null: the rollout worker's."""
+    url: str | None = None
+    """Address of a server that speaks streamable HTTP."""
+    token_env: str | None = None
+    """Variable of the rollout worker's environment with the URL's bearer token."""
+    tools: tuple[str, ...] = ()
+    """Tools that the policy gets, by the server's names; none: all."""
+    prefix: str = ""
+    """Prefix of the tools' names, for servers with tools of the same name."""
+    start_timeout_s: Seconds = 30.0
+    """Seconds in which a session must begin and list its tools."""
+    timeout_s: Seconds = 30.0
+    """Seconds of one call; a slower one rejects its episode."""
+    characters: Positive = 16384
+    """Maximum characters of one answer; a longer one rejects its episode."""
 
-    def problem(self) -> tuple[str, str, str] | None:
-        """Return the key that does not fit the others, what it got and what is expected; None if all fit."""
+    @model_validator(mode="after")
+    def _check(self) -> McpServer:
         if bool(self.command) == bool(self.url):
             got = "neither it nor url" if not self.url else "both it and url"
-            return "command", got, "one of them: a program, or a server that runs"
-        if self.url is None:
-            token = self.token_env
-            return None if token is None else ("token_env", token, "null because a command has no bearer token; use env_from")
-        if (wrong := wrong_address(self.url)) is not None:
-            return "url", *wrong
+            raise refused("command", got, "one of them: a program, or a server that runs")
+        if self.url is None and self.token_env is not None:
+            raise refused("token_env", self.token_env, "null because a command has no bearer token; use env_from")
+        if self.url is not None and (wrong := wrong_address(self.url)) is not None:
+            raise refused("url", *wrong)
         for key, value in (("args", self.args), ("env", self.env), ("env_from", self.env_from), ("cwd", self.cwd)):
-            if value:
-                return key, "a value", "none because the server is a url; it belongs to a command"
-        return None
+            if self.url is not None and value:
+                raise refused(key, "a value", "none because the server is a url; it belongs to a command")
+        return self

@@ -83,6 +83,7 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
     if one["type"] == "value_error":
         key, _, rest = str(one["ctx"]["error"]).partition(": got ")
         got, _, expected = rest.partition(", expected ")
+        key = key if "." in key else ".".join((*parts, key))  # of the section, whose name is the user's own
         return ConfigError(f"{source.at(key.split('.'))}: {key}", got=got, expected=expected)
     return ConfigError(what, got=repr(one["input"]), expected=wanted(one), hint=_meant(one))
 

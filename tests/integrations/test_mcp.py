@@ -112,7 +112,7 @@ def test_a_session_lasts_an_episode() -> None:
 
         assert await asyncio.gather(*(episode() for _ in range(4))) == [["1", "2", "3"]] * 4
         with pytest.raises(RuntimeError, match="outside an episode"):
-            await tools.runners["count"]._tool.call({})
+            await tools.runners["count"].call("{}")
         await tools.close()
 
     asyncio.run(run())

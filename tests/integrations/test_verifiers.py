@@ -64,7 +64,6 @@ def test_tasks_are_a_task(known: Tokenizer) -> None:
         ({"environment": "no_such_taskset"}, "taskset 'no_such_taskset' not found"),
         ({"arguments": {"taskset": {"endless": True}}}, "the option limit: got none, expected the number of tasks to take"),
         ({"arguments": {"agents": {}}}, "agents"),
-        ({"limit": 4}, "the option limit: got 4, expected at most 3"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(known: Tokenizer, options: dict[str, Any], said: str) -> None:

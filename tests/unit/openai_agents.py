@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import openai
 
@@ -44,10 +43,6 @@ async def hangs(base_url: str, api_key: str, prompt: str, answer: str) -> None:
         await asyncio.sleep(60)
     finally:
         released.set()
-
-
-def sleeps(base_url: str, api_key: str, prompt: str, answer: str) -> None:
-    time.sleep(1.0)
 
 
 async def lets_it_fail(base_url: str, api_key: str, prompt: str, answer: str) -> None:

@@ -14,7 +14,7 @@ from asyncmoe.engines.types import ParsedCall
 from asyncmoe.errors import DataError
 from asyncmoe.models.make import CHAT_TEMPLATE
 from asyncmoe.rollout.episodes.openai_endpoint.request import RequestRefused
-from asyncmoe.rollout.episodes.openai_endpoint.session import Session
+from asyncmoe.rollout.episodes.openai_endpoint.session import CHAT, MESSAGES, Session
 from asyncmoe.rollout.tasks import Example
 from asyncmoe.rollout.tasks.encode import Encoder
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def ask(known: Tokenizer, template: str, messages: Any, style: str = "hermes", s
     episode.sampling = replace(episode.sampling, max_new_tokens=1000)
     episode.parse = parse
     session = Session(episode, style)
-    api = getattr(session, fields.pop("api", "chat"))
+    api = session.apis[fields.pop("api", CHAT)]
     asked, overridden = session.parse(api, json.dumps({"messages": messages, **fields}).encode())
     answer = asyncio.run(session.answer(asked))
     return known.decode_all(policy.asked[0][1]), answer, overridden
@@ -138,7 +138,7 @@ def test_a_call_in_a_thought_is_text(known: Tokenizer, template: str, style: str
 
 def test_variables_of_the_template(known: Tokenizer, tmp_path: Path) -> None:
     off = {"enable_thinking": False}
-    for api in ("chat", "messages"):
+    for api in (CHAT, MESSAGES):
         assert ask(known, QWEN3, [USER], api=api, chat_template_kwargs=off)[0].endswith("</think>")
         with pytest.raises(RequestRefused, match=r"^chat_template_kwargs\.messages "):
             ask(known, QWEN3, [USER], api=api, chat_template_kwargs={**off, "messages": []})

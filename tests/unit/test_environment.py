@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial, partialmethod
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -19,21 +18,19 @@ import pytest
 import torch
 
 from asyncmoe import plugins
-from asyncmoe.config.model import MadeModel
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected
-from asyncmoe.models.make import make_model
 from asyncmoe.rollout import parts
 from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.environment import Agent, Bounds, Environment, Episode
+from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.episode import RolloutContext, Teaching
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.scoring import plugin
+from asyncmoe.rollout.scoring import Scorer, plugin
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
 from asyncmoe.rollout.scoring.parse_score import read
@@ -42,13 +39,6 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory, validate
 
 BOUNDS = Bounds(turns=4, tokens=64, agents=3)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("environment") / "tiny"
-    make_model(path, MadeModel(), seed=0)
-    return Tokenizer(path)
 
 
 class Echo:
@@ -68,82 +58,81 @@ class Echo:
         return PooledGeneration(Generation.of(said, (-0.5,) * len(said), (VersionSpan(version, 0, len(said)),), "stop", 0), 1)
 
 
-def play(environment: Environment, tokenizer: Tokenizer, pool: Any = None, timeout_s: float = 5.0) -> tuple[Trajectory, ...]:
-    stage = RolloutContext(pool or Echo(), Sampling(1.0, 8, (2,)), tokenizer, Exact(), environment, BOUNDS, timeout_s, seed=3)
-    return asyncio.run(episode.run(stage, Prompt("1+1=", tokenizer.encode("1+1="), "+1="), EpisodeId(5, 2, 1)))
+Run = Callable[[Episode], Awaitable[Any]]
 
 
-def reason(environment: Environment, tokenizer: Tokenizer, timeout_s: float = 5.0) -> str:
+def play(run: Run, known: Tokenizer, pool: Any = None) -> tuple[Trajectory, ...]:
+    environment: Any = SimpleNamespace(run=run)
+    stage = RolloutContext(pool or Echo(), Sampling(1.0, 8, (2,)), known, Exact(), environment, BOUNDS, 5.0, seed=3)
+    return asyncio.run(episode.run(stage, Prompt("1+1=", known.encode("1+1="), "+1="), EpisodeId(5, 2, 1)))
+
+
+def reason(run: Run, known: Tokenizer) -> str:
     with pytest.raises(TrajectoryRejected) as refused:
-        play(environment, tokenizer, timeout_s=timeout_s)
+        play(run, known)
     return refused.value.reason
 
 
-class Credited:
-    """Three steps, the second of them not rewarded."""
+def credited(*rewards: Any) -> Run:
+    """A step for each reward; None: it is not rewarded."""
 
-    def __init__(self, *rewards: float | None) -> None:
-        self.rewards = rewards
-
-    async def run(self, episode: Episode) -> float:
-        agent = episode.agent()
-        for reward in self.rewards:
-            agent.see("1+1=")
-            await agent.respond()
+    async def run(made: Episode) -> float:
+        for reward in rewards:
+            made.agent().see("1+1=")
+            await made.agent().respond()
             if reward is not None:
-                agent.credit(reward)
+                made.agent().credit(reward)
         return 1.0
+
+    return run
 
 
 class Tool:
     """Two responses, an observation between them."""
 
-    async def run(self, episode: Episode) -> float:
-        agent = episode.agent()
-        agent.see(episode.prompt.tokens)
-        first = await agent.respond()
-        assert first.text == "+1="
+    async def run(self, made: Episode) -> float:
+        agent = made.agent()
+        agent.see(made.prompt.tokens)
+        assert (await agent.respond()).text == "+1="
         agent.see("<2>")
         await agent.respond()
         agent.see("a last observation that nobody answers")
         return 0.5
 
 
-def test_what_was_sampled_is_never_encoded_again_and_what_was_given_is_not_trained(tokenizer: Tokenizer) -> None:
+def test_what_was_sampled_is_never_encoded_again_and_what_was_given_is_not_trained(known: Tokenizer) -> None:
     pool = Echo()
-    (made,) = play(Tool(), tokenizer, pool)
-    text = "1+1=+1=<2><2>"
-    assert tuple(made.tokens) == tokenizer.encode(text)
-    assert pool.asked == [tokenizer.encode("1+1="), tokenizer.encode("1+1=+1=<2>")]
+    (made,) = play(Tool().run, known, pool)
+    assert tuple(made.tokens) == known.encode("1+1=+1=<2><2>")
+    assert pool.asked == [known.encode("1+1="), known.encode("1+1=+1=<2>")]
     assert made.loss_mask.tolist() == [False] * 4 + [True] * 3 + [False] * 3 + [True] * 3
     assert made.versions.tolist() == [NOT_SAMPLED] * 4 + [1] * 3 + [NOT_SAMPLED] * 3 + [2] * 3
     assert (made.key, made.reward, made.agent) == ("g5.e2.a0.t1", 0.5, 0)
-    validate(made, Recording(vocabulary=tokenizer.vocabulary))
+    validate(made, Recording(vocabulary=known.vocabulary))
 
 
 class Two:
-    """Two agents; only the first hears the prompt."""
+    """Two agents and a silent one; only the first hears the prompt."""
 
-    def __init__(self, rewards: float | Mapping[str, float] | None) -> None:
+    def __init__(self, rewards: Any) -> None:
         self.rewards = rewards
 
-    async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
-        solver, checker, silent = (episode.agent(name) for name in ("solver", "checker", "silent"))
-        solver.see(episode.prompt.tokens)
+    async def run(self, made: Episode) -> Any:
+        solver, checker, silent = (made.agent(name) for name in ("solver", "checker", "silent"))
+        solver.see(made.prompt.tokens)
         checker.see("right?")
         silent.see("never asked")
         await asyncio.gather(solver.respond(), checker.respond())
         return self.rewards
 
 
-def test_every_agent_that_spoke_becomes_a_trajectory_of_its_own(tokenizer: Tokenizer) -> None:
-    solver, checker = play(Two({"solver": 1.0, "checker": -1.0}), tokenizer)
+def test_every_agent_that_spoke_becomes_a_trajectory_of_its_own(known: Tokenizer) -> None:
+    solver, checker = play(Two({"solver": 1.0, "checker": -1.0}).run, known)
     assert [(t.key, t.agent, t.reward) for t in (solver, checker)] == [("g5.e2.a0.t1", 0, 1.0), ("g5.e2.a1.t1", 1, -1.0)]
-    assert tokenizer.decode(solver.tokens.tolist()) == "1+1=+1="
-    assert tokenizer.decode(checker.tokens.tolist()) == "right?ht?"
-    assert {t.reward for t in play(Two(0.25), tokenizer)} == {0.25}
+    assert [known.decode(t.tokens.tolist()) for t in (solver, checker)] == ["1+1=+1=", "right?ht?"]
+    assert {t.reward for t in play(Two(0.25).run, known)} == {0.25}
     # The configured scorer: the solver's response is the answer.
-    assert [t.reward for t in play(Two(None), tokenizer)] == [1.0, 0.0]
+    assert [t.reward for t in play(Two(None).run, known)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -155,197 +144,167 @@ def test_every_agent_that_spoke_becomes_a_trajectory_of_its_own(tokenizer: Token
         ({"solver": 1.0, "checker": "1"}, "bad_reward"),
     ],
 )
-def test_rewards_of_other_agents_and_what_is_no_number_are_refused(rewards: Any, expected: str, tokenizer: Tokenizer) -> None:
-    assert reason(Two(rewards), tokenizer) == expected
+def test_rewards_of_other_agents_and_what_is_no_number_are_refused(rewards: Any, expected: str, known: Tokenizer) -> None:
+    assert reason(Two(rewards).run, known) == expected
 
 
-class Misuses:
-    """Does one thing wrong and swallows what it is told."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    async def run(self, episode: Episode) -> float:
-        agent = episode.agent()
-        with suppress(TrajectoryRejected):
-            await getattr(self, self.what)(episode, agent)
-        return 1.0
-
-    async def unknown_token(self, episode: Episode, agent: Agent) -> None:
-        agent.see([1, 1 << 20])
-        await agent.respond()
-
-    async def nothing_seen(self, episode: Episode, agent: Agent) -> None:
-        await agent.respond()
-
-    async def twice_at_once(self, episode: Episode, agent: Agent) -> None:
-        agent.see("x")
-        await asyncio.gather(agent.respond(), agent.respond())
-
-    async def sees_while_it_speaks(self, episode: Episode, agent: Agent) -> None:
-        agent.see("x")
-        speaking = asyncio.create_task(agent.respond())
-        await asyncio.sleep(0)
-        try:
-            agent.see("y")
-        finally:
-            await speaking
-
-    async def without_end(self, episode: Episode, agent: Agent) -> None:
-        while True:
-            agent.see("x")
-            await agent.respond()
-
-    async def flood(self, episode: Episode, agent: Agent) -> None:
-        agent.see("x" * 1000)
-        await agent.respond()
-
-    async def crowd(self, episode: Episode, agent: Agent) -> None:
-        for number in range(100):
-            episode.agent(str(number))
-
-    async def credit_before(self, episode: Episode, agent: Agent) -> None:
-        agent.credit(1.0)
-
-    async def leaves_early(self, episode: Episode, agent: Agent) -> None:
-        agent.see("x")
-        asyncio.get_running_loop().create_task(agent.respond())
-        await asyncio.sleep(0)
-
-    async def raises(self, episode: Episode, agent: Agent) -> None:
-        raise KeyError("mine")
-
-    async def hangs(self, episode: Episode, agent: Agent) -> None:
-        await asyncio.sleep(60)
-
-    async def only_hears(self, episode: Episode, agent: Agent) -> None:
-        agent.see("x")
-
-    async def no_tokens(self, episode: Episode, agent: Agent) -> None:
-        agent.see("x")
-        await agent.respond(max_new_tokens=0)
+def heard(made: Episode) -> Agent:
+    made.agent().see("x")
+    return made.agent()
 
 
-@pytest.mark.parametrize("what", [np.array([30]), torch.tensor([30]), [np.int64(30)], range(30, 31)])
-def test_tokens_of_any_kind_are_seen_after_others(what: Any, tokenizer: Tokenizer) -> None:
-    async def run(made: Episode) -> float:
-        agent = made.agent()
-        agent.see([5])
-        agent.see(what)
-        assert agent.tokens == (5, 30)
-        agent.see("half \ud800")
-        assert agent.tokens == (5, 30, *tokenizer.encode("half \N{REPLACEMENT CHARACTER}"))
-        await agent.respond()
-        return 1.0
-
-    assert play(SimpleNamespace(run=run), tokenizer)[0].reward == 1.0
+async def twice_at_once(made: Episode) -> None:
+    await asyncio.gather(heard(made).respond(), made.agent().respond())
 
 
-@pytest.mark.parametrize("what", [[1.0], np.array([1.0]), torch.tensor(3), [[1]], 1, None, [-1], [1 << 32]])
-def test_what_is_no_token_is_not_seen(what: Any, tokenizer: Tokenizer) -> None:
-    agents: list[Agent] = []
+async def sees_while_it_speaks(made: Episode) -> None:
+    speaking = asyncio.create_task(heard(made).respond())
+    await asyncio.sleep(0)
+    try:
+        made.agent().see("y")
+    finally:
+        await speaking
 
-    async def run(made: Episode) -> float:
-        agents.append(made.agent())
-        with suppress(TrajectoryRejected):
-            agents[0].see(what)
-        return 1.0
 
-    assert reason(SimpleNamespace(run=run), tokenizer) in ("environment_error", "token_out_of_vocabulary")
-    assert agents[0].unanswered == ()
+async def without_end(made: Episode) -> None:
+    while True:
+        await heard(made).respond()
+
+
+async def flood(made: Episode) -> None:
+    made.agent().see("x" * 1000)
+    await made.agent().respond()
+
+
+async def crowd(made: Episode) -> None:
+    for number in range(100):
+        made.agent(str(number))
+
+
+async def leaves_early(made: Episode) -> None:
+    asyncio.get_running_loop().create_task(heard(made).respond())
+    await asyncio.sleep(0)
+
+
+async def credits_before(made: Episode) -> None:
+    heard(made).credit(1.0)
+
+
+async def only_hears(made: Episode) -> None:
+    heard(made)
 
 
 @pytest.mark.parametrize(
-    ("what", "expected"),
+    ("misuse", "expected"),
     [
-        ("unknown_token", "token_out_of_vocabulary"),
-        ("nothing_seen", "environment_error"),
-        ("twice_at_once", "environment_error"),
-        ("sees_while_it_speaks", "environment_error"),
-        ("without_end", "episode_too_long"),
-        ("flood", "episode_too_long"),
-        ("crowd", "episode_too_long"),
-        ("credit_before", "environment_error"),
-        ("leaves_early", "environment_error"),
-        ("no_tokens", "environment_error"),
-        ("raises", "environment_error"),
-        ("hangs", "environment_timeout"),
-        ("only_hears", "empty_response"),
+        (lambda made: made.agent().respond(), "environment_error"),
+        (lambda made: heard(made).respond(max_new_tokens=0), "environment_error"),
+        (twice_at_once, "environment_error"),
+        (sees_while_it_speaks, "environment_error"),
+        (leaves_early, "environment_error"),
+        (credits_before, "environment_error"),
+        (without_end, "episode_too_long"),
+        (flood, "episode_too_long"),
+        (crowd, "episode_too_long"),
+        (only_hears, "empty_response"),
     ],
 )
-def test_an_environment_cannot_hide_that_an_agent_failed(what: str, expected: str, tokenizer: Tokenizer) -> None:
-    assert reason(Misuses(what), tokenizer, 0.2 if what == "hangs" else 5.0) == expected
+def test_an_environment_cannot_hide_that_an_agent_failed(misuse: Any, expected: str, known: Tokenizer) -> None:
+    async def run(made: Episode) -> float:
+        with suppress(TrajectoryRejected):
+            await misuse(made)
+        return 1.0
+
+    assert reason(run, known) == expected
 
 
-def test_a_response_fits_into_what_is_left_of_the_conversation(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("what", [np.array([30]), torch.tensor([30]), [np.int64(30)], range(30, 31)])
+def test_tokens_of_any_kind_are_seen_after_others(what: Any, known: Tokenizer) -> None:
+    async def run(made: Episode) -> float:
+        for given in ([5], what, "half \ud800"):
+            made.agent().see(given)
+        assert made.agent().tokens == (5, 30, *known.encode("half \N{REPLACEMENT CHARACTER}"))
+        await made.agent().respond()
+        return 1.0
+
+    assert play(run, known)[0].reward == 1.0
+
+
+@pytest.mark.parametrize("what", [[1.0], np.array([1.0]), torch.tensor(3), [[1]], 1, None, [-1], [1 << 32]])
+def test_what_is_no_token_is_not_seen(what: Any, known: Tokenizer) -> None:
+    async def run(made: Episode) -> float:
+        with suppress(TrajectoryRejected):
+            made.agent().see(what)
+        assert made.agent().unanswered == ()
+        return 1.0
+
+    assert reason(run, known) in ("environment_error", "token_out_of_vocabulary")
+
+
+def test_a_response_fits_into_what_is_left_of_the_conversation(known: Tokenizer) -> None:
     async def run(made: Episode) -> float:
         made.agent().see("x" * 62)
         await made.agent().respond()
         return 0.0
 
-    (made,) = play(SimpleNamespace(run=run), tokenizer, Echo(8))
+    (made,) = play(run, known, Echo(8))
     assert len(made) == BOUNDS.tokens
 
 
 class Draws:
     """An environment with chance in it, and a teacher."""
 
-    async def run(self, episode: Episode) -> float:
-        agent = episode.agent()
-        agent.see(f"{episode.random.randrange(10**6)};")
-        await agent.respond()
-        agent.see("then ")
-        await agent.respond()
+    async def run(self, made: Episode) -> float:
+        for given in (f"{made.random.randrange(10**6)};", "then "):
+            made.agent().see(given)
+            await made.agent().respond()
         return 1.0
 
-    def demonstrate(self, agent: Agent, episode: Episode) -> str:
+    def demonstrate(self, agent: Agent, made: Episode) -> str:
         assert agent.text.endswith("then " if agent.turns else ";")
         return f"turn {len(agent.turns)}"
 
 
-def test_chance_depends_on_the_seed_and_the_place_alone(tokenizer: Tokenizer) -> None:
-    (one,), (again,) = play(Draws(), tokenizer), play(Draws(), tokenizer)
-    assert one.tokens.tolist() == again.tokens.tolist()
+def test_chance_depends_on_the_seed_and_the_place_alone(known: Tokenizer) -> None:
+    (made,) = play(Draws().run, known)
     expected = Random("3 episode 5 2 1").randrange(10**6)
-    assert tokenizer.decode(one.tokens.tolist()).startswith(f"{expected};")
+    assert known.decode(made.tokens.tolist()).startswith(f"{expected};")
 
 
-def test_a_teacher_goes_through_the_same_environment(tokenizer: Tokenizer) -> None:
-    teaching = Teaching(Draws(), Draws(), tokenizer, tokenizer.eos, BOUNDS, seed=3)
+def test_a_teacher_goes_through_the_same_environment(known: Tokenizer) -> None:
+    teaching = Teaching(Draws(), Draws(), known, known.eos, BOUNDS, seed=3)
     (shown,) = asyncio.run(teaching.episode(4, Prompt("", (), "")))
-    said = [token for token, learnt in zip(shown.tokens.tolist(), shown.loss_mask.tolist(), strict=True) if learnt]
-    assert said == [*tokenizer.encode("turn 0"), tokenizer.eos, *tokenizer.encode("turn 1"), tokenizer.eos]
-    assert "then " in tokenizer.decode(shown.tokens.tolist())
-    validate(shown, Recording(vocabulary=tokenizer.vocabulary))
+    said = shown.tokens[shown.loss_mask].tolist()
+    assert said == [*known.encode("turn 0"), known.eos, *known.encode("turn 1"), known.eos]
+    assert "then " in known.decode(shown.tokens.tolist())
+    assert (shown.key, shown.group, shown.finish, shown.prefix_version) == ("d4.a0", 4, "stop", NOT_SAMPLED)
+    validate(shown, Recording(vocabulary=known.vocabulary))
 
 
-def test_what_an_environment_makes_of_a_failed_disk_does_not_hide_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_environment_makes_of_a_failed_disk_does_not_hide_it(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Echo, "generate", partial(does, StorageError("no space")))
 
     async def run(made: Episode) -> None:
         with suppress(StorageError):
-            await Credited(0.5).run(made)
+            await credited(0.5)(made)
         raise KeyError("mine")
 
     with pytest.raises(StorageError, match="no space"):
-        play(SimpleNamespace(run=run), tokenizer)
+        play(run, known)
 
 
-def test_rewards_of_steps_stand_at_their_last_tokens(tokenizer: Tokenizer) -> None:
-    (made,) = play(Credited(0.5, None, 0.0), tokenizer)
+def test_rewards_of_steps_stand_at_their_last_tokens(known: Tokenizer) -> None:
+    (made,) = play(credited(0.5, None, 0.0), known)
     validate(made, Recording(rewards=True))
     assert made.rewards is not None
-    turn = len(tokenizer.encode("1+1=")) + 3
+    turn = len(known.encode("1+1=")) + 3
     assert {at: r for at, r in enumerate(made.rewards.tolist()) if r == r} == {turn - 1: 0.5, 3 * turn - 1: 0.0}
-    (plain,) = play(Credited(None), tokenizer)
-    assert plain.rewards is None
-    with pytest.raises(TrajectoryRejected, match="no_step_rewards"):
-        validate(plain, Recording(rewards=True))
+    assert play(credited(None), known)[0].rewards is None
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "0.5", [1.0]])
-def test_a_step_reward_that_is_no_number_rejects_the_episode(tokenizer: Tokenizer, reward: Any) -> None:
-    assert reason(Credited(1.0, reward), tokenizer) == "bad_reward"
+def test_a_step_reward_that_is_no_number_rejects_the_episode(known: Tokenizer, reward: Any) -> None:
+    assert reason(credited(1.0, reward), known) == "bad_reward"
 
 
 # ---------------------------------------------------------------- users' code of every kind
@@ -393,27 +352,27 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
         return await act()
 
     judge, limits = plugin.AsyncScorer(act, act, None, LIMIT_S), ScoringLimits(4, 9.0, 0, 0.0)
-    scorer = LimitedScorer("it", judge, partial(read, separator=None, decode=str), limits)
+    scorer: Scorer = LimitedScorer("it", judge, partial(read, separator=None, decode=str), limits)
     environment: Any = SingleTurn()
     match kind:
         case "environment":
             environment = SimpleNamespace(run=run, close=partial(does, SystemExit(5)))
         case "tool":
             environment = WithTools(["calculator"], "brackets", chat=False)
-            tool: Any = SimpleNamespace(name="act", description="", parameters={"properties": {"x": {}}}, call=act)
-            environment.runners = {"act": Runner(tool, ToolLimits(timeout_s=LIMIT_S))}
+            environment.runners = {"act": Runner("act", "", {"properties": {"x": {}}}, act, ToolLimits(timeout_s=LIMIT_S))}
+            scorer = Exact()
         case "agent":
-            environment = OpenAIEnvironment("asyncio:sleep", timeout_s=LIMIT_S)
+            environment = OpenAIEnvironment("asyncio:sleep")
             environment._function = act
-    most_s = LIMIT_S if kind == "environment" else 9.0
-    return RolloutContext(Echo(), Sampling(1.0, 8, (2,)), known, scorer, environment, BOUNDS, most_s)  # type: ignore[arg-type]
+    most_s = LIMIT_S if kind in ("environment", "agent") else 9.0
+    return RolloutContext(Echo(), Sampling(1.0, 8, (2,)), known, scorer, environment, Bounds(4, 512), most_s)  # type: ignore[arg-type]
 
 
 RAISES = [KeyError("mine"), Wordless(), StopIteration(), asyncio.CancelledError(), SystemExit(4), GeneratorExit(), InvariantBroken("mine")]
 BAD = [float("nan"), 10**5000, 1e39, b"1", [1.0], torch.zeros(2), Interrupts(), np.complex64(1), Decimal("sNaN"), {"long" * 9**6: 1.0}]
 GOOD = [True, np.array([0.5]), torch.tensor(0.5), Fraction(1, 2)]
-REASONS = {"scorer": "scorer_(error|unavailable|garbage|nan)", "environment": "environment_error|bad_reward", "tool": "tool_crash"}
-REASONS["agent"] = "agent_error|empty_response"
+REASONS = {"scorer": "scorer_(error|unavailable|garbage|nan)", "environment": "environment_error|bad_reward", "tool": r"tool_crash|0\.0"}
+REASONS["agent"] = "environment_error|empty_response"
 
 
 @pytest.mark.parametrize(
@@ -422,13 +381,13 @@ REASONS["agent"] = "agent_error|empty_response"
     ids=lambda one: one if isinstance(one, str) else type(one).__name__,
 )
 @pytest.mark.parametrize("kind", REASONS)
-def test_what_a_users_code_does(kind: str, what: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_users_code_does(kind: str, what: Any, known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_LEAVE_S", 0.1)
     found: list[str] = []
 
     async def main() -> None:
-        made = stage(kind, partial(does, what), tokenizer)
-        asked = Prompt("[1]", tokenizer.encode("[1]"), "")  # of which `Echo` makes a call of a tool
+        made = stage(kind, partial(does, what), known)
+        asked = Prompt("[1]", known.encode("[1]"), "")  # of which `Echo` makes a call of a tool
         for number in range(2):
             try:
                 found.append(str((await episode.run(made, asked, EpisodeId(0, number, 0)))[0].reward))
@@ -438,5 +397,7 @@ def test_what_a_users_code_does(kind: str, what: Any, tokenizer: Tokenizer, monk
 
     parts.run(main())
     good = kind in ("scorer", "environment") and any(what is one for one in GOOD)
-    wanted = f"{kind}_timeout" if isinstance(what, str) and what == "is deaf" else str(float(np.ravel(what)[0])) if good else REASONS[kind]
+    wanted = str(float(np.ravel(what)[0])) if good else REASONS[kind]
+    if isinstance(what, str) and what == "is deaf":
+        wanted = "environment_timeout" if kind == "agent" else f"{kind}_timeout"
     assert [bool(re.fullmatch(wanted, one)) for one in found] == [True, True], found

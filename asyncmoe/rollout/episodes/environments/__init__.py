@@ -45,7 +45,7 @@ def load(config: Config, tokenizer: Tokenizer | None = None) -> Environment:
         made: Environment = with_tools
     elif section.kind == "openai":
         assert section.agent is not None
-        made = OpenAIEnvironment(section.agent, timeout_s=section.timeout_s, style=section.tools.style)
+        made = OpenAIEnvironment(section.agent, section.tools.style)
     else:
         made = _own(section.kind, section.options)
     if config.warmup.steps and not isinstance(made, Demonstrator):

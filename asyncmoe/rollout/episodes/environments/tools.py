@@ -21,7 +21,7 @@ from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
-from asyncmoe.rollout.episodes.tools.calls import STYLES, Call, Malformed, find, opening, parsed, read_by_engine, written_id
+from asyncmoe.rollout.episodes.tools.calls import BRACKETS, HERMES, Call, read_calls, written_id
 from asyncmoe.rollout.episodes.tools.loading import load
 from asyncmoe.rollout.episodes.tools.mcp import McpTools
 from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
@@ -50,7 +50,7 @@ class WithTools:
     def __init__(
         self,
         names: Sequence[str],
-        style: str = "hermes",
+        style: str = HERMES,
         chat: bool = True,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         schemas: bool | None = None,
@@ -61,7 +61,7 @@ class WithTools:
         self._mcp = McpTools(mcp or {}, sessions, load(names, options, sandbox))
         self.runners: dict[str, Runner] = self._mcp.runners
         self._style, self._chat, self._wanted = style, chat, schemas
-        self._schemas: tuple[Mapping[str, Any], ...] | None = None
+        self._described: tuple[Mapping[str, Any], ...] | None = None
 
     async def run(self, episode: Episode) -> float | None:
         """See `Environment`."""
@@ -82,20 +82,20 @@ class WithTools:
         Raises:
             ConfigError: the template leaves tools out, but `schemas` is true; if it is None, this is logged once.
         """
-        if self._schemas is None:
-            self._schemas = ()
-            if self._wanted or (self._wanted is None and self._chat and self._style != "brackets"):
-                self._schemas = self._in_template(tokenizer)
-        return self._schemas
+        if self._described is None:
+            wanted = self._wanted or (self._wanted is None and self._chat and self._style != BRACKETS)
+            lacks = wanted and tokenizer.lacks("tools")
+            if lacks and self._wanted:
+                got, hint = "true, but the chat template leaves tools out", "set it to false and describe the tools in task.system_prompt"
+                raise ConfigError("environment.tools.schemas", got=got, expected="a chat template that describes tools", hint=hint)
+            if lacks:
+                log.warning("the chat template leaves tools out: the prompt must describe them to the policy (environment.tools.schemas)")
+            self._described = self._schemas if wanted and not lacks else ()
+        return self._described
 
-    def _in_template(self, tokenizer: Tokenizer) -> tuple[Mapping[str, Any], ...]:
-        if not tokenizer.lacks("tools"):
-            return tuple(runner.schema for runner in self.runners.values())
-        if self._wanted:
-            expected, hint = "a chat template that describes tools", "set it to false and describe the tools in task.system_prompt"
-            raise ConfigError("environment.tools.schemas", got="true, but the chat template leaves tools out", expected=expected, hint=hint)
-        log.warning("the chat template leaves tools out: the prompt must describe them to the policy (environment.tools.schemas)")
-        return ()
+    @property
+    def _schemas(self) -> tuple[Mapping[str, Any], ...]:
+        return tuple(runner.schema for runner in self.runners.values())
 
     async def converse(self, agent: Agent, tokenizer: Tokenizer, before: int = 0) -> Response:
         """Alternate responses and tool answers; return the first response that calls no tool or reaches its length limit.
@@ -106,7 +106,7 @@ class WithTools:
         async with self.sessions():
             while True:
                 response = await agent.respond()
-                calls = await self._calls(agent, response, tokenizer)
+                calls, _ = await read_calls(agent, response, self._style, self._schemas, response.text)
                 if not calls or response.finish == "length":
                     return response
                 observations = await together([self._noted(agent, call) for call in calls])
@@ -118,13 +118,6 @@ class WithTools:
         """Keep sessions with MCP servers open until the end of the block; for an episode of several conversations."""
         return self._mcp.episode()
 
-    async def _calls(self, agent: Agent, response: Response, tokenizer: Tokenizer) -> Sequence[Call | Malformed]:
-        if (own := STYLES.get(self._style)) is not None:
-            return find(response.text, own, opening(response.turns[0].given, tokenizer))
-        return parsed(
-            await read_by_engine(agent, response, self._style, tuple(runner.schema for runner in self.runners.values()), tokenizer)
-        )
-
     @property
     def counts(self) -> dict[str, Counts]:
         """Statistics of the calls, by the tool's name."""
@@ -134,27 +127,24 @@ class WithTools:
         """End everything the tools started."""
         await asyncio.gather(self._mcp.close(), *(runner.close() for runner in self.runners.values()))
 
-    async def _noted(self, agent: Agent, call: Call | Malformed) -> str:
+    async def _noted(self, agent: Agent, call: Call) -> str:
         """Return the observation, and note the call."""
-        begin = time.perf_counter()
-        name, argument = (None, "") if isinstance(call, Malformed) else (call.name or next(iter(self.runners)), call.arguments)
+        begin, name = time.perf_counter(), None if call.wrong else call.name or next(iter(self.runners))
         try:
-            observation = await self._observe(call)
-        except TrajectoryRejected as rejected:
-            agent.note_call(name, argument, str(rejected), time.perf_counter() - begin)
-            raise
-        agent.note_call(name, argument, observation, time.perf_counter() - begin)
+            observation = call.wrong or await self._observed(str(name), call.arguments)
+        except ToolError as error:
+            rejected = TrajectoryRejected(error.reason, error.detail[:200])
+            agent.note_call(name, call.arguments, str(rejected), time.perf_counter() - begin)
+            raise rejected from error
+        agent.note_call(name, call.arguments, observation, time.perf_counter() - begin)
         return observation
 
-    async def _observe(self, call: Call | Malformed) -> str:
-        if isinstance(call, Malformed):
-            return call.why
-        runner = self.runners.get(call.name) if call.name is not None else next(iter(self.runners.values()))
-        if runner is None:
-            return f"error: no tool named {call.name}; there are {', '.join(self.runners)}"
+    async def _observed(self, name: str, arguments: str) -> str:
+        if (runner := self.runners.get(name)) is None:
+            return f"error: no tool named {name}; there are {', '.join(self.runners)}"
         try:
-            return await runner.call(call.arguments)
+            return await runner.call(arguments)
         except ToolError as error:
             if error.reason == ERROR:
                 return error.detail
-            raise TrajectoryRejected(error.reason, error.detail[:200]) from error
+            raise

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
-from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api, Fields, text_of
+from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api, Fields, function, text_of
 from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, assistant, event, wrong
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_TOOLS = 'must be a list of {"type": "function", "function": {"name": text, ...}}'
 
 
 class ChatApi(Api):
@@ -23,12 +23,8 @@ class ChatApi(Api):
     def parse(self, fields: Fields) -> CompletionRequest:
         """See `Api`."""
         messages = [_message(message, f"messages[{i}]") for i, message in enumerate(fields.some("messages"))]
-        tools = fields.anything("tools", [])
-        if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-            raise wrong("tools", _TOOLS)
-        fields.override("tools.strict", any(tool["function"].get("strict") for tool in tools))
-        calls = may_call(fields) and bool(tools)
-        one_call = not fields.take("parallel_tool_calls", bool, True) and calls
+        tools = [_tool(fields, tool, f"tools[{i}]") for i, tool in enumerate(fields.take("tools", list, []))]
+        calls, one_call = may_call(fields, tools)
         most, stops = fields.limit("max_tokens", "max_completion_tokens"), fields.stops("stop")
         if fields.take("n", int, 1) != 1:
             raise wrong("n", "must be 1; send as many requests at once, each of which is a path of its own")
@@ -59,11 +55,12 @@ def models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "asyncmoe"}]}
 
 
-def may_call(fields: Fields) -> bool:
-    """Take the choice of tools out of a request; return True if the policy may call tools. It cannot be made to."""
+def may_call(fields: Fields, tools: Sequence[Message]) -> tuple[bool, bool]:
+    """Take the choice of tools out of a request; return whether the policy may call tools, and whether only one. It cannot be made to."""
     choice = fields.anything("tool_choice", "auto")
     fields.override("tool_choice", choice not in ("auto", "none"))
-    return bool(choice != "none")
+    calls = choice != "none" and bool(tools)
+    return calls, not fields.take("parallel_tool_calls", bool, True) and calls
 
 
 def asks_for_format(form: object) -> bool:
@@ -71,9 +68,12 @@ def asks_for_format(form: object) -> bool:
     return form not in (None, {"type": "text"})
 
 
-def _is_tool(tool: object) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+def _tool(fields: Fields, tool: object, where: str) -> Message:
+    inner = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(tool, dict) or not isinstance(inner, dict):
+        raise wrong(where, 'must be {"type": "function", "function": {"name": text, ...}}')
+    rest = {key: value for key, value in tool.items() if key != "function"}
+    return function(fields, rest | inner, where, "function", "parameters")
 
 
 def _message(message: object, where: str) -> Message:

@@ -12,14 +12,9 @@ from functools import partial
 from typing import Any, cast
 
 from asyncmoe import plugins
-from asyncmoe.errors import TrajectoryRejected, UserError
 from asyncmoe.rollout.episodes.environment import Episode, Rewards
-from asyncmoe.rollout.episodes.openai_endpoint.answers import HERMES
 from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
-
-ERROR, TIMEOUT = "agent_error", "agent_timeout"
-MAX_LEFT = 64
-"""Agents that may still be running though nobody waits for them; more stop the run."""
+from asyncmoe.rollout.episodes.tools.calls import HERMES
 
 
 class OpenAIEnvironment:
@@ -32,48 +27,26 @@ class OpenAIEnvironment:
 
     Args:
         agent: `package.module:function`.
-        timeout_s: maximum run time of the agent, in seconds.
         style: as `environment.tools.style`.
 
     Raises:
         ConfigError: no such function.
     """
 
-    def __init__(self, agent: str, *, timeout_s: float = 600.0, style: str = HERMES) -> None:
+    def __init__(self, agent: str, style: str = HERMES) -> None:
         self._function = plugins.load_function(agent, "environment.agent", forms="package.module:function")
         self._takes_columns = plugins.takes(self._function, "columns")
-        self._timeout_s = timeout_s
-        self._endpoint, self._left = OpenAIEndpoint(style), list[_Call]()
+        self._endpoint = OpenAIEndpoint(style)
 
     async def run(self, episode: Episode) -> Rewards:
-        """See `Environment`.
-
-        Raises:
-            TrajectoryRejected: "agent_error", "agent_timeout", or what the agent raised with a reason of its own.
-            UserError: too many agents have not ended after their timeouts.
-        """
-        self._left = [call for call in self._left if call.is_alive()]
-        if len(self._left) >= MAX_LEFT:
-            got, expected = f"{MAX_LEFT} calls still running after their episodes", "a function that ends when its requests fail"
-            episode.failure = UserError("environment.agent", got=got, expected=expected)
-            raise episode.failure
+        """See `Environment`."""
         session, url = await self._endpoint.open(episode)
         asked = episode.prompt
-        function = partial(self._function, columns=asked.columns) if self._takes_columns else self._function
-        call = _Call(function, url, session.key, asked.text, asked.answer)
+        columns = {"columns": asked.columns} if self._takes_columns else {}
         try:
-            reward = await plugins.awaited(call.ended, self._timeout_s, "the agent")
-        except plugins.Overdue as error:
-            raise TrajectoryRejected(TIMEOUT, str(error)) from error
-        except Exception as error:
-            episode.check()  # an agent raises if its requests fail; the cause of that failure is more informative
-            if isinstance(error, TrajectoryRejected):
-                raise
-            raise TrajectoryRejected(ERROR, plugins.told(error)) from error
+            return cast(Rewards, await _Call(partial(self._function, url, session.key, asked.text, asked.answer, **columns)).ended())
         finally:
-            self._left.append(call)
             await self._endpoint.end(session)
-        return cast(Rewards, reward)
 
     async def close(self) -> None:
         """Stop the endpoint."""
@@ -83,10 +56,9 @@ class OpenAIEnvironment:
 class _Call(threading.Thread):
     """A call of a coroutine function or a plain one in a thread (and an event loop) of its own, so that it cannot block ours."""
 
-    def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
-        super().__init__(name=f"agent {getattr(function, '__name__', '')}", daemon=True)
-        self._ask = partial(function, *arguments)
-        self._awaits = inspect.iscoroutinefunction(function)
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        super().__init__(name="agent", daemon=True)
+        self._ask, self._awaits = ask, inspect.iscoroutinefunction(ask)
         self._result: Future[object] = Future()
         self._result.set_running_or_notify_cancel()  # whoever stops waiting cancels the task
         self._task: asyncio.Task[Any] | None = None

@@ -7,7 +7,6 @@ parameter that would change what the policy is asked is never dropped: it is hon
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes.listening import wrong_stop
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
 from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, policy_request, wrong
+from asyncmoe.rollout.episodes.tools import strict_json
 
 _CACHE = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
 _NO_MATTER = ("user", "metadata", "client_metadata", "store", "safety_identifier", "service_tier", "prediction", *_CACHE)
@@ -90,8 +90,6 @@ class Fields:
             more: fields of `CompletionRequest`.
         """
         model, stream = self.take("model", str, MODEL), self.take("stream", bool, False)
-        if len(model) > 200:
-            raise wrong("model", "must be a short text")
         variables = self.take("chat_template_kwargs", dict, {})
         self._check_sampling()
         for name in _HINTS:
@@ -115,10 +113,8 @@ class Fields:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(body)
-        # A lone surrogate is valid JSON but not encodable text; nesting too deep to serialize here is also too deep for templates.
-        json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
+        fields = strict_json.read(body)
+    except ValueError as error:
         raise RequestRefused(400, f"the body is not valid JSON: {str(error)[:200]}") from error
     if not isinstance(fields, dict):
         raise RequestRefused(400, "the body must be a JSON object")

@@ -46,7 +46,6 @@ class CompletionRequest:
         one_call: True if the response ends with its first tool call.
         stops: texts that end the response; the client gets the text before them.
         fields: the request as it came, for APIs that repeat it.
-        history: messages without those that a later request must repeat; the Responses API's.
     """
 
     model: str
@@ -58,7 +57,6 @@ class CompletionRequest:
     one_call: bool = False
     stops: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
-    history: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -39,21 +39,21 @@ class ResponsesApi(Api):
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         if not isinstance(items, list) or not items:
             raise wrong("input", "must be text or a list of at least one item")
-        history = (*self._before(fields), *_messages(items))
         first: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
+        messages = [*first, *self._before(fields), *_messages(items)]
         tools = _tools(fields)
-        calls = may_call(fields) and bool(tools)
-        one_call = not fields.take("parallel_tool_calls", bool, True) and calls
+        calls, one_call = may_call(fields, tools)
         most = fields.limit("max_output_tokens")
         _check_other(fields)
         fields.given |= {"temperature": fields.sampling.temperature, "top_p": fields.sampling.top_p}  # the answer repeats what holds
-        return fields.request((*first, *history), tools, calls, most=most, one_call=one_call, history=history)
+        return fields.request(messages, tools, calls, most=most, one_call=one_call)
 
     def whole(self, request: CompletionRequest, answer: Completion) -> dict[str, Any]:
         """See `Api`."""
         made = f"resp_{secrets.token_hex(12)}"
         if request.fields.get("store") is not False:
-            self._known[made] = (*request.history, answer.message)
+            history = request.asked.messages["instructions" in request.fields :]  # a later request has instructions of its own
+            self._known[made] = (*history, answer.message)
             while len(self._known) > _REMEMBERED:
                 del self._known[next(iter(self._known))]
         cut = answer.finish == "length"

@@ -6,17 +6,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from operator import attrgetter
 
 from aiohttp import ClientConnectionResetError, web
 
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import chat
-from asyncmoe.rollout.episodes.openai_endpoint.answers import HERMES
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
 from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api
 from asyncmoe.rollout.episodes.openai_endpoint.request import CompletionRequest, RequestRefused, event
-from asyncmoe.rollout.episodes.openai_endpoint.session import Session
+from asyncmoe.rollout.episodes.openai_endpoint.session import CHAT, MESSAGES, RESPONSES, Session
+from asyncmoe.rollout.episodes.tools.calls import HERMES
 
 log = logging.getLogger(__name__)
 PATH = "asyncmoe-path"
@@ -74,12 +73,9 @@ class OpenAIEndpoint:
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[_tell])
-        app.router.add_post("/v1/chat/completions", self._answering(attrgetter("chat")))
-        app.router.add_post("/v1/responses", self._answering(attrgetter("responses")))
-        # Anthropic's clients add "v1" to their base URL.
-        for version in ("v1", "v1/v1"):
-            app.router.add_post(f"/{version}/messages", self._answering(attrgetter("messages")))
-            app.router.add_post(f"/{version}/messages/count_tokens", self._count)
+        for version in ("/v1", "/v1/v1"):  # Anthropic's clients add "v1" to their base URL
+            app.router.add_post(f"{version}/{{api:{CHAT}|{RESPONSES}|{MESSAGES}}}", self._answer)
+            app.router.add_post(f"{version}/{MESSAGES}/count_tokens", self._count)
         app.router.add_get("/v1/models", self._models)
         # If a client disconnects, its handler is cancelled, and with it the request to the engine.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
@@ -93,23 +89,19 @@ class OpenAIEndpoint:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        return web.json_response({"input_tokens": session.count(session.parse(session.messages, await request.read())[0])})
+        asked, _ = session.parse(session.apis[MESSAGES], await request.read())
+        return web.json_response({"input_tokens": session.count(asked)})
 
-    def _answering(self, api_of: Callable[[Session], Api]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Return the handler of requests of one API."""
-
-        async def handle(request: web.Request) -> web.StreamResponse:
-            session = self._session(request)
-            api = api_of(session)
-            asked, overridden = session.parse(api, await request.read())
-            self._tell_overridden(overridden)
-            headers = {OVERRIDDEN: ", ".join(overridden)} if overridden else {}
-            if asked.stream:
-                return await _stream(request, session, api, asked, headers)
-            answer = await session.answer(asked)
-            return web.json_response(api.whole(asked, answer), headers={**headers, PATH: answer.path})
-
-        return handle
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        api = session.apis[request.match_info["api"]]
+        asked, overridden = session.parse(api, await request.read())
+        self._tell_overridden(overridden)
+        headers = {OVERRIDDEN: ", ".join(overridden)} if overridden else {}
+        if asked.stream:
+            return await _stream(request, session, api, asked, headers)
+        answer = await session.answer(asked)
+        return web.json_response(api.whole(asked, answer), headers={**headers, PATH: answer.path})
 
     def _tell_overridden(self, names: Sequence[str]) -> None:
         """Log each overridden parameter once in a run."""
@@ -141,7 +133,7 @@ async def _tell(request: web.Request, handler: Callable[[web.Request], Awaitable
     except web.HTTPException as error:
         refused = RequestRefused(error.status, error.text or error.reason)
     # Errors of paths that no API has are in OpenAI's form.
-    api: Api = MessagesApi() if request.path.rstrip("/").endswith(("/messages", "/count_tokens")) else chat.ChatApi()
+    api: Api = MessagesApi() if request.path.rstrip("/").endswith((f"/{MESSAGES}", "/count_tokens")) else chat.ChatApi()
     return web.json_response(api.error(refused), status=refused.status, headers={"x-should-retry": "false"})
 
 

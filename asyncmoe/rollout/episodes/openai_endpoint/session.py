@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from asyncmoe.errors import DataError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import TOO_LONG, Agent, Episode, Response
-from asyncmoe.rollout.episodes.openai_endpoint import answers, conversation
+from asyncmoe.rollout.episodes.openai_endpoint import conversation
 from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Conversation, Message, NewContent
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
 from asyncmoe.rollout.episodes.openai_endpoint.parameters import Api, Fields
 from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, assistant, wrong
 from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
-from asyncmoe.rollout.episodes.tools.calls import CLOSE, find, opening, read_by_engine
+from asyncmoe.rollout.episodes.tools.calls import CLOSE, HERMES, OPEN, Call, find, opening, read_calls, written_id
+
+CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
 
 
 @dataclass(eq=False)
@@ -53,12 +56,12 @@ class Session:
 
     Attributes:
         key: its API key.
-        chat, responses, messages: the APIs it speaks.
+        apis: the APIs it speaks, by the last parts of their paths.
     """
 
-    def __init__(self, episode: Episode, style: str = answers.HERMES) -> None:
+    def __init__(self, episode: Episode, style: str = HERMES) -> None:
         self.key = secrets.token_urlsafe(32)
-        self.chat, self.responses, self.messages = ChatApi(), ResponsesApi(), MessagesApi()
+        self.apis: Mapping[str, Api] = {CHAT: ChatApi(), RESPONSES: ResponsesApi(), MESSAGES: MessagesApi()}
         self._episode, self._style = episode, style
         self._lines: list[_Line] = []
         self._answering: set[asyncio.Task[Completion]] = set()
@@ -72,7 +75,7 @@ class Session:
             RequestRefused: as `Api.parse`, or a variable is none of the chat template.
         """
         fields, tokenizer = Fields(body, self._episode.sampling), self._episode.tokenizer
-        asked, hermes = api.parse(fields), self._style == answers.HERMES
+        asked, hermes = api.parse(fields), self._style == HERMES
         fields.override("parallel_tool_calls", asked.one_call and not hermes)
         named = any("name" in message and message["role"] != "tool" for message in asked.asked.messages)
         for kind, sent in (("tools", asked.asked.tools), ("name", named)):
@@ -80,7 +83,7 @@ class Session:
         if (unused := tokenizer.unused(asked.asked.variables)) is not None:
             raise wrong(f"chat_template_kwargs.{unused[:100]}", "is no variable of the chat template. Leave it out")
         if hermes and tokenizer.lacks("tool_calls"):
-            asked = replace(asked, asked=replace(asked.asked, rendered=tuple(map(answers.in_text, asked.asked.rendered))))
+            asked = replace(asked, asked=replace(asked.asked, rendered=tuple(map(_in_text, asked.asked.rendered))))
         return replace(asked, one_call=asked.one_call and hermes), fields.overridden
 
     def count(self, request: CompletionRequest) -> int:
@@ -130,10 +133,9 @@ class Session:
                 if line.seen is None:
                     line.agent.see(given.tokens)
                     line.seen = given.tokens
-                seen = len(line.agent.tokens)
                 ends = partial(_ends, opening(given.tokens, self._episode.tokenizer)) if request.one_call else None
                 response = await line.agent.respond(max_new_tokens=request.most, stop=stops or None, ends=ends)
-                answer = await self._settled(request, line, given, response, seen)
+                answer = await self._settled(request, line, given, response)
             finally:
                 line.busy = False
         except TrajectoryRejected as rejected:
@@ -143,30 +145,28 @@ class Session:
             raise _unrendered(error) from error
         return answer
 
-    async def _settled(self, request: CompletionRequest, line: _Line, given: NewContent, response: Response, seen: int) -> Completion:
+    async def _settled(self, request: CompletionRequest, line: _Line, given: NewContent, response: Response) -> Completion:
         """Return the answer, and note it in its path. If its calls cannot be read, or nobody waits for it any more, it was sampled all the
         same: whoever repeats the request forks."""
         message = assistant(response.text, ())
         try:
-            answer = await self._completion(request, line.agent, response, seen)
+            answer = await self._completion(request, line.agent, response)
             message = answer.message
         finally:
             line.seen = None
             line.known.append(conversation.answered(given, message, response.tokens, response.finish, self._episode.tokenizer))
         return answer
 
-    async def _completion(self, request: CompletionRequest, agent: Agent, response: Response, seen: int) -> Completion:
+    async def _completion(self, request: CompletionRequest, agent: Agent, response: Response) -> Completion:
         stopped_by = response.stopped_by if response.stopped_by in request.stops else None
-        said = response.text if stopped_by is None else response.text.partition(stopped_by)[0]
-        tokenizer = self._episode.tokenizer
-        if request.calls and self._style != answers.HERMES:
-            read = await read_by_engine(agent, response, self._style, answers.schemas(request.asked.tools), tokenizer)
-            count = sum(len(message.get("tool_calls", ())) for message in request.asked.messages)
-            text, calls = answers.split_by_engine(said, read, self._style, count, tokenizer)
-        else:
-            text, calls = answers.split(said, request.calls, opening(response.turns[0].given, tokenizer))
+        text, calls = response.text if stopped_by is None else response.text.partition(stopped_by)[0], list[dict[str, str]]()
+        if request.calls:
+            found, text = await read_calls(agent, response, self._style, request.asked.tools, text)
+            before = sum(len(message.get("tool_calls", ())) for message in request.asked.messages)
+            calls = [_named(call, self._style, number) for number, call in enumerate((one for one in found if not one.wrong), before)]
         finish = "tool_calls" if calls else response.finish
-        return Completion(text, calls, finish, seen, len(response.tokens), stopped_by, agent.name)
+        sampled = len(response.tokens)
+        return Completion(text, tuple(calls), finish, len(agent.answered) - sampled, sampled, stopped_by, agent.name)
 
     def _place(self, request: CompletionRequest) -> tuple[_Line, NewContent]:
         """Return the path that answers a request, and the request's new content."""
@@ -208,9 +208,23 @@ class Session:
         return MODEL if not self._lines else f"{MODEL}/{len(self._lines) + 1}"
 
 
+def _named(call: Call, style: str, number: int) -> dict[str, str]:
+    """Give a call, of a number in its conversation, an id that the chat templates of its family accept; Mistral's take nine letters or
+    digits only."""
+    chance = secrets.token_hex(9)[:9] if style == "mistral" else f"call_{secrets.token_hex(12)}"
+    name = str(call.name)
+    return {"id": written_id(style, name, number) or chance, "name": name, "arguments": call.arguments}
+
+
+def _in_text(message: Message) -> Message:
+    """Return a message with its calls in its text as the policy writes them, for a template that leaves calls out."""
+    calls = [f"{OPEN}{json.dumps(call['function'], ensure_ascii=False)}{CLOSE}" for call in message.get("tool_calls", ())]
+    return {**message, "tool_calls": (), "content": "\n".join(filter(None, [message["content"], *calls]))} if calls else message
+
+
 def _ends(opening: str, said: str) -> bool:
     """Return whether a stop text ends a response: that of a call does not within a thought."""
-    return not said.endswith(CLOSE) or bool(find(said, answers.HERMES, opening))
+    return not said.endswith(CLOSE) or bool(find(said, HERMES, opening))
 
 
 def _over() -> RequestRefused:

@@ -11,12 +11,12 @@ import math
 import operator
 from collections.abc import Callable
 
-from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError
-
+Number = int | float
 _CHARACTERS, _PARENTHESES = 1000, 50
 _BITS = 4096
 """Maximum size of an integer; about 1,233 digits."""
-_BINARY: dict[type[ast.operator], Callable[[int | float, int | float], object]] = {
+_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_BINARY: dict[type[ast.operator], Callable[[Number, Number], object]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -29,53 +29,30 @@ _BINARY: dict[type[ast.operator], Callable[[int | float, int | float], object]] 
 
 async def calculator(expression: str) -> str:
     """Computes an arithmetic expression of numbers, + - * / // % ** and parentheses, such as "(12 + 7) * 3"."""
-    return calculate(expression)
-
-
-def calculate(expression: str) -> str:
-    """Return the value of an expression as Python prints it.
-
-    Raises:
-        ToolError: `ERROR`: it is not an arithmetic expression, exceeds a bound, or has no finite real value.
-    """
     if len(expression) > _CHARACTERS or expression.count("(") > _PARENTHESES:
-        raise _wrong(f"more than {_CHARACTERS} characters or {_PARENTHESES} parentheses")
-    try:
-        return repr(_value(ast.parse(expression.strip(), mode="eval").body))
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise _wrong(f"cannot read {expression[:80]!r}") from error
-    except ArithmeticError as error:
-        raise _wrong(str(error)) from error
+        raise ValueError(f"more than {_CHARACTERS} characters or {_PARENTHESES} parentheses")
+    return repr(_value(ast.parse(expression.strip(), mode="eval").body))
 
 
-def _value(node: ast.expr) -> int | float:
+def _value(node: ast.expr) -> Number:
+    """Return the value of an expression, as Python has it. Raises ValueError or ArithmeticError for one that is not finite or not real, or
+    exceeds a bound."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return _bounded(value)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY:
+            return _UNARY[type(sign)](_value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _apply(op, _value(left), _value(right))
+            base, other = _value(left), _value(right)
+            whole = isinstance(base, int) and isinstance(other, int) and abs(base) > 1
+            if isinstance(op, ast.Pow) and whole and other * math.log2(abs(base)) > _BITS:
+                raise ValueError(f"a whole number of more than {_BITS} bits")
+            return _bounded(_BINARY[type(op)](base, other))
         case _:
-            raise _wrong(f"{type(node).__name__} is not arithmetic; allowed are numbers, + - * / // % ** and parentheses")
+            raise ValueError(f"{type(node).__name__} is not arithmetic; allowed are numbers, + - * / // % ** and parentheses")
 
 
-def _apply(op: ast.operator, left: int | float, right: int | float) -> int | float:
-    both_whole = isinstance(left, int) and isinstance(right, int)
-    if isinstance(op, ast.Pow) and both_whole and abs(left) > 1 and right * math.log2(abs(left)) > _BITS:
-        raise _wrong(f"a whole number of more than {_BITS} bits")
-    return _bounded(_BINARY[type(op)](left, right))
-
-
-def _bounded(value: object) -> int | float:
-    if isinstance(value, int) and value.bit_length() <= _BITS:
+def _bounded(value: object) -> Number:
+    if (isinstance(value, int) and value.bit_length() <= _BITS) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    raise _wrong(f"the value is no finite real number, or a whole number of more than {_BITS} bits")
-
-
-def _wrong(detail: str) -> ToolError:
-    return ToolError(ERROR, f"error: {detail}")
+    raise ValueError(f"the value is no finite real number, or a whole number of more than {_BITS} bits")

@@ -16,28 +16,24 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from asyncmoe.engines.types import ParsedCall
-from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import ERROR, Agent, Response
 from asyncmoe.rollout.episodes.tools import strict_json
 from asyncmoe.rollout.tokenizer import Tokenizer
 
-Style = Literal["hermes", "brackets"]
-STYLES: Mapping[str, Style] = {"hermes": "hermes", "brackets": "brackets"}
-"""The styles that `find` reads, by name; any other name is that of a parser of the engine (`parsed`)."""
+HERMES, BRACKETS = STYLES = ("hermes", "brackets")
+"""The styles that `find` reads; any other name is that of a parser of the engine."""
 MAX_CALLS = 16
 """Maximum number of calls in one response; the rest of the response is ignored."""
-MAX_CHARACTERS = 65536
-"""Maximum length of one call's arguments."""
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _THINK = r"(?:<(?:\w+[:|])?think(?:_\w+)?>|\[THINK\]|◁think▷|<\|START_THINKING\|>)"
 _THOUGHT = r"(?:</(?:\w+[:|])?think(?:_\w+)?>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>)"
 """The beginning and the end of a thought (sglang 0.5.23, srt/parser/reasoning_parser.py)."""
 _THOUGHTS = rf"{_THINK}.*?(?:{_THOUGHT}|\Z)"
-_ENDS: Mapping[Style, tuple[str, str]] = {"hermes": (OPEN, CLOSE), "brackets": ("[", "]")}
+_ENDS = {HERMES: (OPEN, CLOSE), BRACKETS: ("[", "]")}
 _PARTS = {
     style: re.compile(rf"{_THOUGHTS}|(?P<ended>{_THOUGHT})|{re.escape(begin)}(?P<inner>.*?)(?P<end>{re.escape(end)}|\Z)", re.DOTALL)
     for style, (begin, end) in _ENDS.items()
@@ -50,25 +46,17 @@ class Call:
     """One call.
 
     Attributes:
-        start, end: range of its characters in the response.
         name: name of the tool, or None for the first tool. The caller checks that the tool exists.
         arguments: the arguments as JSON text; in brackets, as written.
+        wrong: why text that looks like a call is none, for the model; "" if it is one.
+        start, end: range of its characters in the response, if `find` found it.
     """
 
-    start: int
-    end: int
-    name: str | None
-    arguments: str
-
-
-@dataclass(frozen=True)
-class Malformed:
-    """Text that looks like a call but is invalid. `why` explains the error to the model; `name` is None if it is not known."""
-
-    start: int
-    end: int
-    why: str
     name: str | None = None
+    arguments: str = ""
+    wrong: str = ""
+    start: int = 0
+    end: int = 0
 
 
 def written_id(style: str, name: str, number: int) -> str | None:
@@ -78,26 +66,24 @@ def written_id(style: str, name: str, number: int) -> str | None:
     return {"kimi_k2": f"functions.{name}:{number}", "kimi_k3": f"{name}:{number}"}.get(style)
 
 
-def find(text: str, style: Style, opening: str = "") -> tuple[Call | Malformed, ...]:
+def find(text: str, style: str, opening: str = "") -> tuple[Call, ...]:
     """Return the calls in a response in order, at most `MAX_CALLS`, in time linear in the response's length.
 
     Args:
         opening: as `opening` returns it.
     """
-    found: list[Call | Malformed] = []
+    found: list[Call] = []
     for part in _PARTS[style].finditer(opening + text):
-        start, after, inner = part.start() - len(opening), part.end() - len(opening), part["inner"]
+        inner = part["inner"]
         if inner is None:  # a thought, or the end of one that the prompt has begun
             found = [] if part["ended"] else found
-        elif len(found) == MAX_CALLS:
-            break
-        elif not part["end"]:
-            found.append(Malformed(start, after, f"error: {' without '.join(_ENDS[style])}"))
-        elif len(inner) > MAX_CHARACTERS:
-            found.append(Malformed(start, after, f"error: a call of {len(inner)} characters, more than {MAX_CHARACTERS}"))
+            continue
+        if not part["end"]:
+            call = Call(wrong=f"error: {' without '.join(_ENDS[style])}")
         else:
-            found.append(_hermes(inner, start, after) if style == "hermes" else _brackets(inner, start, after))
-    return tuple(found)
+            call = _hermes(inner) if style == HERMES else _brackets(inner)
+        found.append(replace(call, start=part.start() - len(opening), end=part.end() - len(opening)))
+    return tuple(found[:MAX_CALLS])
 
 
 def opening(given: Sequence[int], tokenizer: Tokenizer) -> str:
@@ -106,15 +92,37 @@ def opening(given: Sequence[int], tokenizer: Tokenizer) -> str:
     return opened[1] if opened is not None else ""
 
 
-async def read_by_engine(
-    agent: Agent, response: Response, style: str, schemas: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
-) -> Sequence[ParsedCall]:
-    """Return the calls in a response as an engine's parser reads them: from its text with special tokens, without the token that ended it,
-    up to the stop text if one did, and without thoughts.
+async def read_calls(
+    agent: Agent, response: Response, style: str, schemas: Sequence[Mapping[str, Any]], text: str
+) -> tuple[tuple[Call, ...], str]:
+    """Return the calls in a response, and its text without the valid ones.
+
+    Args:
+        schemas: of the tools, for the parser of an engine.
+        text: of the response, up to the stop text if one ended it.
 
     Raises:
         TrajectoryRejected: there is no engine, or it failed. The episode ends with this reason, even if the environment catches it.
     """
+    if style in STYLES:
+        found = find(text, style, opening(response.turns[0].given, agent.episode.tokenizer))
+        valid = [call for call in found if not call.wrong]
+        starts, ends = [call.start for call in valid], [call.end for call in valid]
+        rest = "".join(text[a:b] for a, b in zip([0, *ends], [*starts, len(text)], strict=True))
+    else:
+        parsed = await _parsed(agent, response, style, schemas)
+        calls = [f'{{"name": {json.dumps(call.name)}, "arguments": {call.parameters or "{}"}}}' for call in parsed[:MAX_CALLS]]
+        found = tuple(replace(_hermes(call), name=one.name) for call, one in zip(calls, parsed, strict=False))
+        valid, rest = [call for call in found if not call.wrong], parsed[0].rest if parsed else text
+        if rest.rstrip() not in text:  # the parser read special tokens too, and may leave some
+            rest = agent.episode.tokenizer.decode(agent.episode.tokenizer.encode(rest))
+    return found, rest.rstrip() if valid else text
+
+
+async def _parsed(agent: Agent, response: Response, style: str, schemas: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
+    """Return the calls in a response as an engine's parser reads them: from its text with special tokens, without the token that ended it,
+    up to the stop text if one did, and without thoughts. Raises as `read_calls`."""
+    parse, tokenizer = agent.episode.parse, agent.episode.tokenizer
     ended = response.finish == "stop" and not tokenizer.decode(response.tokens[-1:])
     text = tokenizer.decode_all(response.tokens[:-1] if ended else response.tokens)
     if response.stopped_by is not None:
@@ -122,44 +130,28 @@ async def read_by_engine(
     aloud = re.sub(rf"\A\s*(?:{_THOUGHTS}\s*)*", "", opening(response.turns[0].given, tokenizer) + text, flags=re.DOTALL)
     if not aloud:
         return ()
-    try:
-        if agent.parse is None:
-            raise TrajectoryRejected(ERROR, f"environment.tools.style={style} needs an engine, and there is none")
-        read = await agent.parse(aloud, style, schemas)
-        if (more := re.search(_THINK, aloud)) is not None and not any(more[0] in call.parameters for call in read):
+    if parse is None:
+        raise agent.episode.failed(ERROR, f"environment.tools.style={style} needs an engine, and there is none")
+    with agent.episode.noting():
+        found = await parse(aloud, style, schemas)
+        if (more := re.search(_THINK, aloud)) is not None and not any(more[0] in call.parameters for call in found):
             # Not an argument of a call: another thought.
-            read = await agent.parse(re.sub(_THOUGHTS, "", aloud, flags=re.DOTALL), style, schemas)
-    except AsyncmoeError as error:
-        agent.failure = agent.failure or error
-        raise
-    return [ParsedCall(call.name, call.parameters, text[: len(text) - len(aloud)] + call.rest) for call in read]
+            found = await parse(re.sub(_THOUGHTS, "", aloud, flags=re.DOTALL), style, schemas)
+    return [ParsedCall(call.name, call.parameters, text[: len(text) - len(aloud)] + call.rest) for call in found]
 
 
-def parsed(calls: Sequence[ParsedCall]) -> tuple[Call | Malformed, ...]:
-    """Return the calls that an engine's parser found, at most `MAX_CALLS`; they have no place in the response."""
-    found: list[Call | Malformed] = []
-    for call in calls[:MAX_CALLS]:
-        if len(call.parameters) > MAX_CHARACTERS:
-            found.append(Malformed(0, 0, f"error: a call of {len(call.parameters)} characters, more than {MAX_CHARACTERS}", call.name))
-        else:
-            read = _hermes(f'{{"name": {json.dumps(call.name)}, "arguments": {call.parameters or "{}"}}}', 0, 0)
-            found.append(replace(read, name=call.name))
-    return tuple(found)
-
-
-def _brackets(inner: str, start: int, end: int) -> Call | Malformed:
+def _brackets(inner: str) -> Call:
     if "\n" in inner or "[" in inner or not inner.strip():
-        return Malformed(start, end, "error: a call is [name: argument] or [argument], on one line, without brackets inside")
+        return Call(wrong="error: a call is [name: argument] or [argument], on one line, without brackets inside")
     named = _NAMED.fullmatch(inner)
-    name, argument = (named[1], named[2].strip()) if named else (None, inner.strip())
-    return Call(start, end, name, argument)
+    return Call(named[1], named[2].strip()) if named else Call(None, inner.strip())
 
 
-def _hermes(inner: str, start: int, end: int) -> Call | Malformed:
+def _hermes(inner: str) -> Call:
     try:
         call = strict_json.read(inner)
     except ValueError as error:
-        return Malformed(start, end, f"error: a call that is not valid JSON: {error}")
+        return Call(wrong=f"error: a call that is not valid JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
-        return Malformed(start, end, 'error: a call is {"name": text, "arguments": object}')
-    return Call(start, end, call["name"], json.dumps(call["arguments"], ensure_ascii=False))
+        return Call(wrong='error: a call is {"name": text, "arguments": object}')
+    return Call(call["name"], json.dumps(call["arguments"], ensure_ascii=False))

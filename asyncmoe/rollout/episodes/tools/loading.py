@@ -11,11 +11,10 @@ from asyncmoe import plugins
 from asyncmoe.config.loading import section
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools import function
-from asyncmoe.rollout.episodes.tools.calculator import calculator
-from asyncmoe.rollout.episodes.tools.container import Container
+from asyncmoe.rollout.episodes.tools.function import Function
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
-from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits, Sandbox
+from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits, printed
+from asyncmoe.rollout.episodes.tools.server import SandboxServer
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 
 _OPTIONS = "environment.tools.options"
@@ -40,11 +39,10 @@ def load(
     for target in names:
         if target == "python":
             limits = section(PythonLimits, given.pop(target, {}), f"{_OPTIONS}.{target}")
-            placed = sandbox if isinstance(sandbox, SandboxSection) else section(SandboxSection, sandbox or {}, "environment.sandbox")
-            made = Runner(python_tool(limits, placed), limits)
+            made = python_tool(limits, section(SandboxSection, sandbox or {}, "environment.sandbox"))
         else:
-            tool = function.AsyncFunction(calculator, target) if target == "calculator" else function.load(target)
-            made = Runner(tool, section(ToolLimits, given.pop(tool.name, {}), f"{_OPTIONS}.{tool.name}"))
+            function = Function(target)
+            made = function.under(section(ToolLimits, given.pop(function.name, {}), f"{_OPTIONS}.{function.name}"))
         if made.name in runners:
             raise ConfigError("environment.tools.names", got=f"two tools named {made.name}", expected="names that differ")
         runners[made.name] = made
@@ -55,33 +53,24 @@ def load(
     return runners
 
 
-def python_tool(limits: PythonLimits, where: SandboxSection) -> function.AsyncFunction:
-    """Return the tool "python", tried with a program. A call raises
-
-    ToolError: `ERROR`: the program is too large, or ended with a nonzero status; then the detail is its output, traceback included.
-    `TIMEOUT`: it exceeded its wall-clock or CPU seconds. `FLOOD`: it exceeded its output limit. `CRASH`: a signal ended it, or the sandbox
-    failed.
+def python_tool(limits: PythonLimits, where: SandboxSection) -> Runner:
+    """Return the tool "python", tried with a program. A call raises as `printed`.
 
     Raises:
         ConfigError: the sandbox does not work here, or a limit is too small for any program.
     """
-    sandbox = _sandbox(limits, where)
+    sandbox: Bubblewrap | SandboxServer = Bubblewrap(limits) if where.url is None else SandboxServer(limits, where.url, where.token_env)
+
+    async def python(code: str) -> str:
+        """Runs a Python program and returns what it prints. Standard library only; no network."""
+        return await printed(sandbox.run, code, limits)
+
     with ThreadPoolExecutor(1) as thread:  # with a loop of its own, because the caller may be inside one or outside
         try:
-            got = thread.submit(asyncio.run, sandbox.python("print(1)")).result()
+            got = thread.submit(asyncio.run, python("print(1)")).result()
         except ToolError as error:
             got = " ".join(error.detail.removeprefix("error: ").split())
     if got != "1\n":
         given = f", with {changed}" if (changed := limits.model_dump(exclude_unset=True)) else ""
         raise ConfigError("environment.sandbox", got=got + given, expected="one in which print(1) runs", hint=sandbox.hint)
-    return function.AsyncFunction(sandbox.python, "python")
-
-
-def _sandbox(limits: PythonLimits, where: SandboxSection) -> Sandbox:
-    if where.url is not None:
-        from asyncmoe.rollout.episodes.tools.server import ServerSandbox
-
-        return ServerSandbox(limits, where.url, where.token_env)
-    if where.image is not None:
-        return Container(limits, where.image)
-    return Bubblewrap(limits)
+    return Function("python", python).under(limits)

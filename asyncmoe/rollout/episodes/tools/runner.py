@@ -1,4 +1,4 @@
-"""Runs a tool under limits, and counts its calls."""
+"""A tool that a model can call while it responds: it runs under limits, and counts its calls."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from asyncmoe import plugins
 from asyncmoe.config.fields import Positive, Seconds, Section
-from asyncmoe.rollout.episodes.tools.tool import CRASH, FLOOD, TIMEOUT, Tool, ToolError, read_arguments
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, FLOOD, TIMEOUT, ToolError, read_arguments
 
 
 class ToolLimits(Section):
@@ -43,59 +44,71 @@ class Counts:
     failures: Counter[str] = field(default_factory=Counter)
 
 
+async def _nothing() -> None: ...
+
+
+@dataclass(eq=False)
 class Runner:
-    """A tool under `ToolLimits`, called with the text of a call. What a tool's `begin` awaits before a call, if it has one, takes none of
-    the call's time. Cancelled calls count neither as calls nor as failures.
+    """A tool under limits, called with the text of a call. Calls run concurrently; cancelled ones are not counted.
+
+    Attributes:
+        name: the name used in calls; letters, digits and underscores.
+        description: for the model.
+        parameters: JSON schema of the arguments, an object.
+        function: returns the observation, a text. It raises `ToolError`, or what becomes an observation, from which the model learns. If
+            cancelled, it ends everything the call started.
+        begin: awaited before a call, of whose time it takes none.
+        close: ends everything the tool started.
     """
 
-    def __init__(self, tool: Tool, limits: ToolLimits) -> None:
-        self.name = tool.name
-        self.counts = Counts()
-        self._tool, self._limits = tool, limits
-        self._begin: Callable[[], Awaitable[object]] | None = getattr(tool, "begin", None)
-        self._turns = asyncio.Semaphore(limits.concurrency)
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    function: Callable[[Mapping[str, Any]], Awaitable[object]]
+    limits: ToolLimits
+    begin: Callable[[], Awaitable[object]] = _nothing
+    close: Callable[[], Awaitable[None]] = _nothing
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self._turns = asyncio.Semaphore(self.limits.concurrency)
 
     @property
     def schema(self) -> dict[str, Any]:
         """The tool's schema in the form chat templates accept (OpenAI's `tools`)."""
-        function = {"name": self.name, "description": self._tool.description, "parameters": dict(self._tool.parameters)}
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
     async def call(self, text: str) -> str:
         """Return the observation.
 
         Raises:
-            ToolError: the tool's own; see `read_arguments`; "tool_timeout" after `ToolLimits.timeout_s`, "tool_flood" beyond
-                `ToolLimits.characters`, "tool_crash" if the tool raised any other exception or did not return text.
+            ToolError: the function's own; see `read_arguments`; `ERROR` for any other exception of the function, `TIMEOUT` after
+                `ToolLimits.timeout_s`, `FLOOD` beyond `ToolLimits.characters`, `CRASH` if the answer is no text.
         """
         begin = time.perf_counter()
         try:
-            arguments = read_arguments(text, self._tool)
-            if self._begin is not None:
-                await self._begin()
+            arguments = read_arguments(text, self.name, self.parameters)
+            await self.begin()
             async with self._turns:
                 begin = time.perf_counter()
                 answer = await self._bounded(arguments)
         except ToolError as error:
-            self._count(begin, error.reason)
+            self._count(begin)
+            self.counts.failures[error.reason] += 1
             raise
         self._count(begin)
         return answer
 
-    async def close(self) -> None:
-        """See `Tool`."""
-        await self._tool.close()
-
     async def _bounded(self, arguments: Mapping[str, Any]) -> str:
-        limits = self._limits
+        limits = self.limits
         try:
-            text: object = await plugins.awaited(lambda: self._tool.call(arguments), limits.timeout_s, self.name)
-        except ToolError as error:
-            raise ToolError(error.reason, self._cut(error.detail)) from error
+            text = await plugins.awaited(partial(self.function, arguments), limits.timeout_s, self.name)
         except plugins.Overdue as error:
             raise ToolError(TIMEOUT, f"error: {error}") from error
         except Exception as error:
-            raise ToolError(CRASH, f"error: {self.name} raised {plugins.told(error)}") from error
+            failed = error if isinstance(error, ToolError) else raised(error)
+            raise ToolError(failed.reason, self._cut(failed.detail)) from error
         if not isinstance(text, str):
             raise ToolError(CRASH, f"error: {self.name} answered {type(text).__name__}, not text")
         if len(text) > limits.characters:
@@ -103,11 +116,14 @@ class Runner:
         return text
 
     def _cut(self, text: str) -> str:
-        most = self._limits.characters
+        most = self.limits.characters
         return text if len(text) <= most else f"{text[:most]}\n[cut at {most} characters]"
 
-    def _count(self, begin: float, reason: str | None = None) -> None:
+    def _count(self, begin: float) -> None:
         self.counts.calls += 1
         self.counts.seconds += time.perf_counter() - begin
-        if reason is not None:
-            self.counts.failures[reason] += 1
+
+
+def raised(error: BaseException) -> ToolError:
+    """Return the observation of an exception that a tool's function raised."""
+    return ToolError(ERROR, f"error: {plugins.told(error)}")

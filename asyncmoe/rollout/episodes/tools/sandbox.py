@@ -1,6 +1,4 @@
-"""The tool "python": runs a program that a model wrote in a sandbox, and returns its output. The sandbox here is bubblewrap; a container
-(`container`) and a server (`server`) are others.
-"""
+"""The tool "python": programs that a model wrote, in bubblewrap or on a server (`server`), and what they print."""
 
 from __future__ import annotations
 
@@ -10,14 +8,11 @@ import math
 import os
 import shutil
 import signal
-import tempfile
 import time
-import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -27,24 +22,23 @@ from asyncmoe.rollout.episodes.tools.runner import ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, FLOOD, TIMEOUT, ToolError
 from asyncmoe.rollout.processes import end
 
-MIB = 2**20
-WAYS = (
-    "bubblewrap needs the packages bubblewrap and util-linux, and user namespaces; without them, set environment.sandbox.image (docker or "
-    "podman) or environment.sandbox.url (a server)"
+_MIB = 2**20
+_WAYS = (
+    "bubblewrap needs the packages bubblewrap and util-linux, and user namespaces; without them, set environment.sandbox.url (a server of "
+    "your own)"
 )
-DIRECTORY = "/sandbox"
+_DIRECTORY = "/sandbox"
 """The program's working directory, in memory."""
-INSIDE = Path(__file__).with_name("inside.py").read_text()
+_INSIDE = Path(__file__).with_name("inside.py").read_text()
 _SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
-PROCESSES = 16
+_PROCESSES = 16
 """Processes and threads of a program: each has a memory of its own."""
-FIRST_VICTIM = "1000"
+_FIRST_VICTIM = "1000"
 """Of oom_score_adj (proc(5)): a machine or job without memory ends a program before it ends anything else."""
-USER = "65534"
-"""nobody: the kernel does not limit the number of root's processes."""
+_NOBODY = "65534"
+"""The kernel does not limit the number of root's processes."""
+_START_S = 30.0
 _CHUNK = 65536
-_ADVICE = ("Run '", "See '")
-"""How docker ends what it says."""
 
 
 class PythonLimits(ToolLimits):
@@ -61,8 +55,8 @@ class PythonLimits(ToolLimits):
 
     wall_s: Seconds = 10.0
     cpu_s: Seconds = 5.0
-    memory_bytes: Positive = 512 * MIB
-    file_bytes: Positive = 16 * MIB
+    memory_bytes: Positive = 512 * _MIB
+    file_bytes: Positive = 16 * _MIB
     open_files: Positive = 64
     output_bytes: Positive = 16384
     code_bytes: Positive = 65536
@@ -84,90 +78,60 @@ class Ended(msgspec.Struct, frozen=True):
     flooded: bool = False
 
 
-class Sandbox(ABC):
-    """Runs programs, each by itself, under `PythonLimits`.
+class Bubblewrap:
+    """Runs programs, each by itself. A program sees /usr, a few devices and its own directory; none of this machine's other files,
+    processes or networks. It ends with bubblewrap, and all it has started with it.
 
     Attributes:
-        name: what confines a program, for messages.
-        hint: what to do if it does not work.
+        command: runs the program on its standard input.
+
+    Raises:
+        ConfigError: a program that this needs is missing.
     """
 
-    name: str
-    hint = WAYS
+    hint = _WAYS
 
     def __init__(self, limits: PythonLimits) -> None:
-        self.limits = limits
-
-    @abstractmethod
-    async def run(self, program: bytes) -> Ended:
-        """Run a program; if cancelled, end it. Raises ToolError: `CRASH`: the sandbox failed."""
-
-    async def python(self, code: str) -> str:
-        """Runs a Python program and returns what it prints. Standard library only; no network."""
-        program = code.encode(errors="replace")
-        if len(program) > self.limits.code_bytes:
-            raise ToolError(ERROR, f"error: a program of {len(program)} bytes, more than {self.limits.code_bytes}")
-        return _printed(await self.run(program), self.limits)
-
-
-class CommandSandbox(Sandbox):
-    """Programs in a command of this machine, which starts `inside.py`.
-
-    Attributes:
-        environment: variables of the command.
-        start_s: seconds in which a program must begin.
-    """
-
-    environment: Mapping[str, str] = {}
-    start_s = 30.0
-
-    @abstractmethod
-    def command(self, name: str) -> list[str]:
-        """Return the command that runs the program on its standard input; `name` is unique."""
-
-    async def removed(self, name: str) -> None:
-        """Remove what may be left after the command was killed."""
+        python = os.path.realpath(_found("python3", "/usr/local/bin:/usr/bin"))
+        as_nobody = [_found("setpriv"), f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
+        outside = [*as_nobody, _found("choom"), "-n", _FIRST_VICTIM, "--", _found("bwrap"), *_around(limits)]
+        self.command = [*outside, "--", python, "-I", "-S", "-c", _INSIDE, json.dumps(_rlimits(limits))]
+        self._limits = limits
 
     async def run(self, program: bytes) -> Ended:
-        """See `Sandbox`."""
-        name, pipe = f"asyncmoe-{uuid.uuid4().hex}", asyncio.subprocess.PIPE
-        with tempfile.TemporaryFile() as said:
-            process = await asyncio.create_subprocess_exec(
-                *self.command(name), stdin=pipe, stdout=pipe, stderr=said, env=dict(self.environment), start_new_session=True
-            )
-            try:
-                await self._begin(process, program, said)
-                return await self._watch(process)
-            finally:
-                killed = process.returncode is None
-                await end(process)
-                if killed:
-                    await self.removed(name)
+        """Run a program; if cancelled, end it. Raises ToolError: `CRASH`: bubblewrap failed."""
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*self.command, stdin=pipe, stdout=pipe, stderr=pipe, env={}, start_new_session=True)
+        try:
+            await self._begin(process, program)
+            return await self._watch(process)
+        finally:
+            await end(process)
 
-    async def _begin(self, process: asyncio.subprocess.Process, program: bytes, said: IO[bytes]) -> None:
-        """Give the command its program, and wait until it begins. Raises ToolError."""
+    async def _begin(self, process: asyncio.subprocess.Process, program: bytes) -> None:
+        """Give bubblewrap its program, and wait until it begins. Raises ToolError."""
         assert process.stdin is not None
         assert process.stdout is not None
+        assert process.stderr is not None
         try:
-            async with asyncio.timeout(self.start_s):
+            async with asyncio.timeout(_START_S):
                 with suppress(ConnectionError):  # one that ended early has said why
                     process.stdin.write(program)
                     await process.stdin.drain()
                 process.stdin.close()
                 if await process.stdout.read(1):
                     return
+                said = (await process.stderr.read()).decode(errors="replace").split("\n")
         except TimeoutError as error:
-            raise ToolError(CRASH, f"error: {self.name} started no program within {self.start_s:g} s") from error
-        said.seek(0)
-        lines = said.read(_CHUNK).decode(errors="replace").splitlines()
-        last = next((line for line in reversed(lines) if line.strip() and not line.startswith(_ADVICE)), "nothing")
-        raise ToolError(CRASH, f"error: {self.name} says: {last[:300]}")
+            raise ToolError(CRASH, f"error: bubblewrap started no program within {_START_S:g} s") from error
+        last = next(filter(str.strip, reversed(said)), "nothing")
+        raise ToolError(CRASH, f"error: bubblewrap says: {last[:300]}")
 
     async def _watch(self, process: asyncio.subprocess.Process) -> Ended:
         assert process.stdout is not None
-        begin, output, most = time.monotonic(), bytearray(), self.limits.output_bytes
+        begin, output, most = time.monotonic(), bytearray(), self._limits.output_bytes
         try:
-            async with asyncio.timeout(self.limits.wall_s):
+            async with asyncio.timeout(self._limits.wall_s):
                 while len(output) <= most and (chunk := await process.stdout.read(_CHUNK)):
                     output += chunk
                 if len(output) > most:
@@ -175,64 +139,57 @@ class CommandSandbox(Sandbox):
                 status = await process.wait()
         except TimeoutError:
             return Ended(_text(output), timeout="wall")
-        # As a shell does, the commands say 128 + n for signal n.
+        # As a shell does, bubblewrap says 128 + n for signal n.
         status = 128 - status if status - 128 in signal.valid_signals() else status
-        spent = status == -signal.SIGXCPU or (status == -signal.SIGKILL and time.monotonic() - begin > self.limits.cpu_s)
+        spent = status == -signal.SIGXCPU or (status == -signal.SIGKILL and time.monotonic() - begin > self._limits.cpu_s)
         return Ended(_text(output), status=status, timeout="cpu" if spent else None)
 
 
-class Bubblewrap(CommandSandbox):
-    """See `Sandbox`. A program sees /usr, a few devices and its own directory; none of this machine's other files, processes or networks.
-    It ends with bubblewrap, and all it has started with it.
-
-    Raises:
-        ConfigError: a program that this needs is missing.
-    """
-
-    name = "bubblewrap"
-
-    def __init__(self, limits: PythonLimits) -> None:
-        super().__init__(limits)
-        self._python = os.path.realpath(_found("python3", "/usr/local/bin:/usr/bin"))
-        as_nobody = [_found("setpriv"), f"--reuid={USER}", f"--regid={USER}", "--clear-groups"] if os.geteuid() == 0 else []
-        self._outside = [*as_nobody, _found("choom"), "-n", FIRST_VICTIM, "--", _found("bwrap")]
-
-    def command(self, name: str) -> list[str]:
-        """See `CommandSandbox`."""
-        limits = json.dumps(rlimits(self.limits) | {"RLIMIT_NPROC": (PROCESSES, PROCESSES)})
-        return [*self._outside, *self._around(), "--", self._python, "-I", "-S", "-c", INSIDE, limits]
-
-    def _around(self) -> Iterator[str]:
-        yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv")
-        yield from ("--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr")
-        for path in _SYSTEM:
-            if os.path.islink(path):
-                yield from ("--symlink", os.readlink(path), path)
-            elif os.path.isdir(path):
-                yield from ("--ro-bind", path, path)
-        yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
-        # The file systems in memory that bwrap makes for itself have no limit.
-        yield from ("--dev", "/dev", "--remount-ro", "/dev")
-        yield from ("--perms", "0700", "--size", str(self.limits.file_bytes), "--tmpfs", DIRECTORY)
-        yield from ("--remount-ro", "/", "--chdir", DIRECTORY)
+def _around(limits: PythonLimits) -> Iterator[str]:
+    yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv")
+    yield from ("--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr")
+    for path in _SYSTEM:
+        if os.path.islink(path):
+            yield from ("--symlink", os.readlink(path), path)
+        elif os.path.isdir(path):
+            yield from ("--ro-bind", path, path)
+    yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
+    # The file systems in memory that bwrap makes for itself have no limit.
+    yield from ("--dev", "/dev", "--remount-ro", "/dev")
+    yield from ("--perms", "0700", "--size", str(limits.file_bytes), "--tmpfs", _DIRECTORY)
+    yield from ("--remount-ro", "/", "--chdir", _DIRECTORY)
 
 
-def rlimits(limits: PythonLimits) -> dict[str, tuple[int, int]]:
+def _rlimits(limits: PythonLimits) -> dict[str, tuple[int, int]]:
     """Return limits of each process (setrlimit(2))."""
     cpu_s = math.ceil(limits.cpu_s)
-    most = {"AS": limits.memory_bytes, "FSIZE": limits.file_bytes, "NOFILE": limits.open_files, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
+    most = {"AS": limits.memory_bytes, "FSIZE": limits.file_bytes, "NOFILE": limits.open_files, "NPROC": _PROCESSES}
+    most |= {"CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
     return {"RLIMIT_CPU": (cpu_s, cpu_s + 1), **{f"RLIMIT_{name}": (value, value) for name, value in most.items()}}
 
 
 def _found(program: str, where: str | None = None) -> str:
     path = shutil.which(program, path=where)
     if path is None:
-        raise ConfigError("environment.sandbox", got=f"no program {program}", expected="one that confines programs", hint=WAYS)
+        raise ConfigError("environment.sandbox", got=f"no program {program}", expected="one that confines programs", hint=_WAYS)
     return path
 
 
-def _printed(ended: Ended, limits: PythonLimits) -> str:
-    """Return the output of a program that ended well. Raises ToolError."""
+async def printed(run: Callable[[bytes], Awaitable[Ended]], code: str, limits: PythonLimits) -> str:
+    """Run a program; return its output, if it ended well.
+
+    Args:
+        run: as `Bubblewrap.run`.
+
+    Raises:
+        ToolError: `ERROR`: the program is too large, or ended with a nonzero status; then the detail is its output, traceback included.
+            `TIMEOUT`: it exceeded its wall-clock or CPU seconds. `FLOOD`: it exceeded its output limit. `CRASH`: a signal ended it, or the
+            sandbox failed.
+    """
+    program = code.encode(errors="replace")
+    if len(program) > limits.code_bytes:
+        raise ToolError(ERROR, f"error: a program of {len(program)} bytes, more than {limits.code_bytes}")
+    ended = await run(program)
     text, status = ended.output, ended.status
     if ended.flooded:
         raise ToolError(FLOOD, f"{text}\n[cut at {limits.output_bytes} bytes]")
@@ -249,7 +206,7 @@ def _printed(ended: Ended, limits: PythonLimits) -> str:
 
 def _text(output: bytes | bytearray) -> str:
     """Return the output; tracebacks name the program's file without its directory."""
-    return output.decode(errors="replace").replace(f'File "{DIRECTORY}/', 'File "')
+    return output.decode(errors="replace").replace(f'File "{_DIRECTORY}/', 'File "')
 
 
 def _said(text: str, error: str) -> str:

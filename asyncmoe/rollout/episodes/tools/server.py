@@ -6,14 +6,12 @@ may be running.
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay, wait_random_exponential
 
-from asyncmoe.errors import ConfigError, TrajectoryRejected
-from asyncmoe.rollout.episodes.tools.sandbox import Ended, PythonLimits, Sandbox
-from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError
+from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.episodes.tools.sandbox import Ended, PythonLimits
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError, variable
 from asyncmoe.rollout.scoring.http import Poster
 from asyncmoe.rollout.scoring.types import Later
 
@@ -26,8 +24,8 @@ _TOLD = {"wall_s", "cpu_s", "memory_bytes", "file_bytes", "open_files", "output_
 _backoff = wait_random_exponential(multiplier=0.5, max=10.0)
 
 
-class ServerSandbox(Sandbox):
-    """See `Sandbox`.
+class SandboxServer:
+    """Runs programs under `PythonLimits`, which it passes on.
 
     Raises:
         ConfigError: the variable with the token is not set.
@@ -36,29 +34,23 @@ class ServerSandbox(Sandbox):
     hint = "start the server, or correct environment.sandbox.url and environment.sandbox.token_env"
 
     def __init__(self, limits: PythonLimits, url: str, token_env: str | None) -> None:
-        super().__init__(limits)
-        self.name, self._token = url, "" if token_env is None else os.environ.get(token_env, "")
-        if token_env is not None and not self._token:
-            got = f"no variable {token_env} in the environment"
-            raise ConfigError("environment.sandbox.token_env", got=got, expected="it to be set", hint="export it")
+        self._limits, self._url = limits, url
+        self._token = "" if token_env is None else variable("environment.sandbox.token_env", token_env)
 
     async def run(self, program: bytes) -> Ended:
-        """See `Sandbox`."""
-        most, seconds = self.limits.output_bytes, self.limits.wall_s + _GRACE_S
-        body = msgspec.json.encode({"program": program.decode(), "limits": self.limits.model_dump(include=_TOLD)})
+        """Run a program. Raises ToolError: `CRASH`: the server failed."""
+        most, seconds = self._limits.output_bytes, self._limits.wall_s + _GRACE_S
+        body = msgspec.json.encode({"program": program.decode(), "limits": self._limits.model_dump(include=_TOLD)})
         again = AsyncRetrying(retry=retry_if_exception_type(Later), wait=_pause, stop=stop_before_delay(seconds), reraise=True)
-        poster = Poster(self.name, seconds, self._token)
+        poster = Poster(self._url, seconds, self._token)
         try:
-            ended = msgspec.json.decode(await again(poster.post, body, most * _ESCAPED + _REST_BYTES), type=Ended)
+            return msgspec.json.decode(await again(poster.post, body, most * _ESCAPED + _REST_BYTES), type=Ended)
         except TrajectoryRejected as rejected:
             raise ToolError(CRASH, f"error: {str(rejected).partition(': ')[2]}") from rejected
         except (ValueError, RecursionError) as error:
-            raise ToolError(CRASH, f"error: {self.name}: an answer that is not of the protocol: {error}") from error
+            raise ToolError(CRASH, f"error: {self._url}: an answer that is not of the protocol: {error}") from error
         finally:
             await poster.close()
-        output = ended.output.encode(errors="replace")
-        flooded = ended.flooded or len(output) > most
-        return msgspec.structs.replace(ended, output=output[:most].decode(errors="replace"), flooded=flooded)
 
 
 def _pause(state: RetryCallState) -> float:

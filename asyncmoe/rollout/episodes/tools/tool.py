@@ -1,12 +1,12 @@
-"""The interface of a tool, its errors, and the arguments of its calls."""
+"""The errors of tools, the arguments of their calls, and the variables that their keys name."""
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from asyncmoe.errors import AsyncmoeError
+from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.rollout.episodes.tools import strict_json
 
 ERROR, TIMEOUT, CRASH, FLOOD = "tool_error", "tool_timeout", "tool_crash", "tool_flood"
@@ -27,49 +27,30 @@ class ToolError(AsyncmoeError):
         super().__init__(f"{reason}: {detail}")
 
 
-class Tool(Protocol):
-    """A tool that a model can call while it responds. Calls run concurrently.
-
-    Attributes:
-        name: the name used in calls; letters, digits and underscores.
-        description: for the model.
-        parameters: JSON schema of the arguments, an object.
-    """
-
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Return the observation. If cancelled, end everything this call started.
-
-        Raises:
-            ToolError: the call failed.
-        """
-        ...
-
-    async def close(self) -> None:
-        """End everything the tool started."""
-        ...
-
-
-def read_arguments(text: str, tool: Tool) -> dict[str, Any]:
+def read_arguments(text: str, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments in a call. A text that is no JSON object is the value of a tool's only parameter.
 
+    Args:
+        name, parameters: the tool's, as in `Runner`.
+
     Raises:
-        ToolError: `ERROR`: the text is no JSON object, or has values that are no JSON.
+        ToolError: `ERROR`: the text is no JSON object, and there is not one parameter.
     """
-    parameters: Mapping[str, Any] = tool.parameters.get("properties") or {}
     try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
+        given = strict_json.read(text)
+    except ValueError:
         given = text
-    if not isinstance(given, dict):
-        if len(parameters) != 1:
-            raise ToolError(ERROR, f"error: the arguments of {tool.name} are a JSON object")
-        ((only, schema),) = parameters.items()
-        given = {only: text if schema.get("type") == "string" else given}
-    try:
-        return dict(strict_json.checked(given))
-    except ValueError as error:
-        raise ToolError(ERROR, f"error: arguments of {tool.name} that are not valid JSON: {error}") from error
+    if isinstance(given, dict):
+        return given
+    properties: Mapping[str, Any] = parameters.get("properties") or {}
+    if len(properties) != 1:
+        raise ToolError(ERROR, f"error: the arguments of {name} are a JSON object")
+    ((only, schema),) = properties.items()
+    return {only: text if schema.get("type") == "string" else given}
+
+
+def variable(key: str, name: str) -> str:
+    """Return the variable of the environment that a key of the configuration names. Raises ConfigError if it is not set."""
+    if name not in os.environ:
+        raise ConfigError(key, got=f"no variable {name} in the environment", expected="it to be set", hint="export it")
+    return os.environ[name]

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncmoe import installed
@@ -24,7 +24,7 @@ from asyncmoe.config.loading import section
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
-from asyncmoe.rollout.episodes.tools.tool import CRASH, TIMEOUT, ToolError
+from asyncmoe.rollout.episodes.tools.tool import CRASH, TIMEOUT, ToolError, variable
 
 if TYPE_CHECKING:
     from asyncmoe.rollout.episodes.tools.mcp.session import McpSession
@@ -67,16 +67,23 @@ class McpTools:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._places = asyncio.Semaphore(sessions // len(servers))
         known = {name: _checked(f"{_KEY}.{name}", keys) for name, keys in servers.items()}
-        with ThreadPoolExecutor(1) as thread:  # with a loop of its own, because the caller may be inside one or outside
-            found = thread.submit(asyncio.run, _listed(known)).result()
+        with ThreadPoolExecutor() as threads:  # with loops of their own, because the caller may be inside one or outside
+            found = list(threads.map(lambda name: asyncio.run(_listed(name, known[name])), known))
         for (name, keys), (mode, tools) in zip(known.items(), found, strict=True):
             limits = ToolLimits(timeout_s=keys.timeout_s, concurrency=sessions, characters=keys.characters)
+            session = partial(self._session, name, keys, mode)
             for tool in tools:
-                made = Runner(_McpTool(name, keys, mode, tool, self._current), limits)
-                if made.name in self.runners:
+                called, call = f"{keys.prefix}{tool.name}", partial(_call, session, tool.name)
+                if called in self.runners:
                     hint = "give it another name by the server's key prefix, or choose among its tools by the key tools"
-                    raise ConfigError(f"{_KEY}.{name}", got=f"two tools named {made.name}", expected="names that differ", hint=hint)
-                self.runners[made.name] = made
+                    raise ConfigError(f"{_KEY}.{name}", got=f"two tools named {called}", expected="names that differ", hint=hint)
+                self.runners[called] = Runner(called, tool.description or "", tool.input_schema, call, limits, begin=session)
+
+    async def _session(self, name: str, keys: McpServer, mode: str) -> McpSession:
+        """Return the running episode's session with a server, begun if there is none. Raises ToolError if it cannot begin."""
+        if (episode := self._current.get()) is None:
+            raise RuntimeError(f"{name}: got a call outside an episode, expected one inside `async with McpTools.episode()`")
+        return await episode.session(name, keys, mode)
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
@@ -100,24 +107,22 @@ class McpTools:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
 
+async def _call(session: Callable[[], Awaitable[McpSession]], tool: str, arguments: Mapping[str, Any]) -> str:
+    return await (await session()).call(tool, dict(arguments))
+
+
 def _checked(key: str, given: McpServer | Mapping[str, Any]) -> McpServer:
     """Return the keys of a server. Raises ConfigError for wrong ones, and for variables that do not exist."""
-    keys = given if isinstance(given, McpServer) else section(McpServer, given, key)
-    if (problem := keys.problem()) is not None:
-        wrong, got, expected = problem
-        raise ConfigError(f"{key}.{wrong}", got=got, expected=expected)
-    for wrong, name in [("token_env", keys.token_env), *(("env_from", one) for one in keys.env_from)]:
-        if name is not None and name not in os.environ:
-            raise ConfigError(f"{key}.{wrong}", got=f"no variable {name} in the environment", expected="it to be set", hint="export it")
+    keys = section(McpServer, given, key)
+    for one in keys.env_from:
+        variable(f"{key}.env_from", one)
+    if keys.token_env is not None:
+        variable(f"{key}.token_env", keys.token_env)
     return keys
 
 
-async def _listed(servers: Mapping[str, McpServer]) -> list[tuple[str, list[Any]]]:
-    """Return how each server's sessions begin (`McpSession`), and the tools that its keys choose. Raises ConfigError."""
-    return await asyncio.gather(*(_asked(name, keys) for name, keys in servers.items()))
-
-
-async def _asked(name: str, keys: McpServer) -> tuple[str, list[Any]]:
+async def _listed(name: str, keys: McpServer) -> tuple[str, list[Any]]:
+    """Return how a server's sessions begin (`McpSession`), and the tools that its keys choose. Raises ConfigError."""
     from asyncmoe.rollout.episodes.tools.mcp.session import MODES, McpSession
 
     failed: ToolError | None = None
@@ -172,24 +177,3 @@ class _Episode:
             finally:
                 if self._sessions:
                     self._places.release()
-
-
-class _McpTool:
-    """See `Tool`. `current` has the sessions of the running episode."""
-
-    def __init__(self, server: str, keys: McpServer, mode: str, tool: Any, current: ContextVar[_Episode | None]) -> None:
-        self.name, self.description, self.parameters = f"{keys.prefix}{tool.name}", tool.description or "", tool.input_schema
-        self._server, self._tool, self._current = (server, keys, mode), tool.name, current
-
-    async def begin(self) -> McpSession:
-        """Return the episode's session with the server, begun if there is none. Raises ToolError if it cannot begin."""
-        if (episode := self._current.get()) is None:
-            raise RuntimeError(f"{self.name}: got a call outside an episode, expected one inside `async with McpTools.episode()`")
-        return await episode.session(*self._server)
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """See `Tool`. Raises ToolError."""
-        return await (await self.begin()).call(self._tool, dict(arguments))
-
-    async def close(self) -> None:
-        """See `Tool`. Sessions end with their episodes."""

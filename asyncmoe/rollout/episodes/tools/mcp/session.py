@@ -66,12 +66,13 @@ class McpSession:
         client = await self.begun()
 
         async def pages() -> list[types.Tool]:
-            found, cursor, first = list[types.Tool](), None, True
+            found, cursor = list[types.Tool](), None
             async with asyncio.timeout(self._section.start_timeout_s):
-                while first or cursor is not None:
+                while True:
                     page = await client.session.list_tools(params=types.PaginatedRequestParams(cursor=cursor))
-                    found, cursor, first = found + page.tools, page.next_cursor, False
-            return found
+                    found += page.tools
+                    if (cursor := page.next_cursor) is None:
+                        return found
 
         return await self._answered(pages(), "list its tools")
 
@@ -122,8 +123,11 @@ class McpSession:
         """Yield the two streams of messages of one of the SDK's clients."""
         section = self._section
         if section.url is not None:
-            token = None if section.token_env is None else os.environ[section.token_env]
-            async with http_client(section, token) as client, streamable_http_client(section.url, http_client=client) as streams:
+            headers = {} if section.token_env is None else {"Authorization": f"Bearer {os.environ[section.token_env]}"}
+            # Calls have deadlines of their own, and the stream of notifications is silent for as long as the server likes.
+            timeout = httpx2.Timeout(section.start_timeout_s, read=None)
+            client = httpx2.AsyncClient(headers=headers, timeout=timeout, proxy=proxy_for(section.url), trust_env=False)
+            async with client, streamable_http_client(section.url, http_client=client) as streams:
                 yield streams
             return
         assert section.command is not None
@@ -149,14 +153,6 @@ class McpSession:
                 told += "".join(f"; it said: {words}" for words in self._stderr.read().strip().splitlines()[-1:])
             detail = f"error: the MCP server {self._name} {' '.join(told.split())[:_SHOWN]}"
             raise ToolError(TIMEOUT if late else CRASH, detail) from error
-
-
-def http_client(section: McpServer, token: str | None) -> httpx2.AsyncClient:
-    """Return the client for a server's URL, through the proxy of the environment."""
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    # Calls have deadlines of their own, and the stream of notifications is silent for as long as the server likes.
-    timeout = httpx2.Timeout(section.start_timeout_s, read=None)
-    return httpx2.AsyncClient(headers=headers, timeout=timeout, proxy=proxy_for(str(section.url)), trust_env=False)
 
 
 def _shown(block: types.ContentBlock) -> str:

@@ -324,8 +324,9 @@ class BoundedQueue:
         async with self._reading:
             found = await self.log.replayed(step, terms)
         if found is not None and step not in self._leases.answers:  # else the run is stopping, and a rank has been told so
-            self._lanes["rl"].hold(step, found.groups)
-            self._decide(step, "rl", found.groups, found.weights, replayed=found.trained)
+            groups, weights = found
+            self._lanes["rl"].hold(step, groups)
+            self._decide(step, "rl", groups, weights, replayed=True)
 
     def _decide(self, step: int, phase: Phase, groups: Sequence[Group], weights: Sequence[float], *, replayed: bool = False) -> None:
         self._leases = self._leases.decide(step, self._answer(step, phase, self._items(groups, weights), replayed=replayed))

@@ -48,15 +48,6 @@ UNDISTURBED = Resumption()
 """Nothing was left."""
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """A lease that is granted again: its groups and the factors on their weights, and whether an earlier trainer has trained on it."""
-
-    groups: tuple[Group, ...]
-    weights: Sequence[float]
-    trained: bool
-
-
 class QueueLog:
     """The log of a run's queue. For one event loop.
 
@@ -175,8 +166,10 @@ class QueueLog:
         self.history, self.replays = found.history, dict(found.replays)
         self._stand(self.state.first or 0, min(found.replays, default=None))
 
-    async def replayed(self, step: int, terms: LeaseTerms) -> Replayed | None:
-        """Return the lease of a step if it is to be answered again, once; it is read from disk only now. One call at a time.
+    async def replayed(self, step: int, terms: LeaseTerms) -> tuple[tuple[Group, ...], list[float]] | None:
+        """Return the groups of a lease that is to be answered again, and the factors on their weights; None: the step has none.
+
+        A lease is returned once, and read from disk only now. One call at a time.
 
         Raises:
             DataError: the trainer asks for other terms than then, or a payload is damaged.
@@ -194,7 +187,7 @@ class QueueLog:
         if (self.history, self.replays.get(step)) != (history, lease):
             return None  # the trainer that asked is lost, and the leases of the next one are others
         del self.replays[step]
-        return Replayed(groups, [one.weight for one in lease.groups], lease.history < history)
+        return groups, [one.weight for one in lease.groups]
 
     async def groups(self, recorded: Sequence[RecordedGroup | records.LeasedGroup]) -> tuple[Group, ...]:
         """Read groups, as they were queued, without their frames. Raises DataError: a payload is damaged or absent."""

@@ -12,6 +12,8 @@ import pytest
 from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.queue.bounded import BoundedQueue
+from asyncmoe.queue.queue_log import Resumption
+from asyncmoe.queue.records import Start
 from asyncmoe.queue.rejections import WINDOW, Rejections
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
@@ -100,6 +102,19 @@ def test_it_fills_the_queue_as_far_as_the_capacity_law_allows() -> None:
         await until(lambda: held.stats().started == 3 * BATCH)
 
     produce(play, body, first=5)
+
+
+def test_what_was_under_way_starts_first_and_in_its_order() -> None:
+    begun: list[tuple[int, int]] = []
+
+    async def play(prompt: Prompt, place: EpisodeId) -> Trajectory:
+        begun.extend([(place.group, place.attempt)] * (place.episode == 0))
+        return respond(prompt, place)
+
+    sizes: dict[str, Any] = {"capacity": 16, "batch": BATCH, "group_size": GROUP, "max_staleness": 1}
+    held = BoundedQueue(**sizes, resumed=Resumption(starts=(Start(1), Start(2, 1))))
+    produce(play, lambda held: until(lambda: held.stats().depth == 2 * BATCH), held, first=5)
+    assert begun == [(1, 0), (2, 1), (5, 0), (6, 0)]
 
 
 def test_a_rejected_response_takes_its_group_and_cancels_the_rest() -> None:

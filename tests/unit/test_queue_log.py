@@ -103,6 +103,19 @@ async def back_to(life: Life, step: int) -> None:
     life.queue.reopen(step, life.log.reopening(step, 0, BATCH))
 
 
+def read_slowly(life: Life) -> asyncio.Event:
+    """Have a log's groups come only once the event is set."""
+    read, going = life.log.groups, asyncio.Event()
+
+    async def slow(recorded: Any) -> Any:
+        found = await read(recorded)
+        await going.wait()
+        return found
+
+    life.log.groups = slow  # type: ignore[method-assign]
+    return going
+
+
 def test_what_the_lost_trainer_waits_for_is_refused_and_takes_nothing_from_the_next_one(tmp_path: Path) -> None:
     async def body() -> None:
         life = await live(FILES, tmp_path / "run")
@@ -127,14 +140,7 @@ def test_a_batch_that_is_read_for_a_trainer_that_is_lost_is_read_again_for_the_n
         life = await live(FILES, tmp_path / "run")
         leases = [await life.train(step) for step in range(2)]
         await back_to(life, 0)
-        read, going = life.log.groups, asyncio.Event()
-
-        async def slow(recorded: Any) -> Any:
-            found = await read(recorded)
-            await going.wait()
-            return found
-
-        life.log.groups = slow  # type: ignore[method-assign]
+        going = read_slowly(life)
         old = asyncio.create_task(life.lease(0))
         await asyncio.sleep(0.01)
         await back_to(life, 0)
@@ -144,6 +150,24 @@ def test_a_batch_that_is_read_for_a_trainer_that_is_lost_is_read_again_for_the_n
         for step in range(2):
             assert (await life.lease(step)).items == leases[step].items
             life.queue.commit(step)
+        life.log.close()
+
+    in_loop(body())
+
+
+def test_a_run_that_stops_while_a_batch_is_read_stops_every_rank(tmp_path: Path) -> None:
+    async def body() -> None:
+        life = await live(FILES, tmp_path / "run")
+        await life.train(0)
+        await back_to(life, 0)
+        going = read_slowly(life)
+        one = asyncio.create_task(life.lease(0))
+        await asyncio.sleep(0.01)
+        life.queue.stop()
+        other = await life.lease(0)
+        going.set()
+        assert other.stop
+        assert await one == other
         life.log.close()
 
     in_loop(body())

@@ -28,6 +28,7 @@ from asyncmoe.engines import succession
 from asyncmoe.engines.engine_python import check_engine_python, engine_python
 from asyncmoe.errors import ConfigError, UserError, together
 from asyncmoe.launch import plugin_probe, preflight
+from asyncmoe.launch.engine_machines import engine_machines
 from asyncmoe.launch.local_parts import end_left, table
 from asyncmoe.launch.watch import supervise
 from asyncmoe.log import belonging
@@ -83,6 +84,8 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     here = not config.engines.join and config.launch == "local"
     if config.log.redis is not None and config.launch == "local":
         _check_redis(config.log)
+    if config.launch == "ray":
+        engine_machines(config)  # refuses engines that cannot be spread
     plugin_probe.check(config)
     if config.launch == "local" and devices.none_here():
         for key, value in config.trainer.needs_gpu:  # which the trainer would refuse a minute later

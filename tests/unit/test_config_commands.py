@@ -86,6 +86,7 @@ def test_a_valid_configuration_is_described_and_nothing_is_written(tmp_path: Pat
     [
         (("model.path=/nope/model",), "model.path: got /nope/model, which does not exist"),
         (("scoring.scorer=operator:index",), "scoring.scorer: got operator:index"),
+        (("launch=ray", "cluster.engine_nodes=2"), "cluster.engine_nodes: got 2"),
         (("task={kind: jsonl, path: no-such.jsonl}", "warmup.steps=0"), "no-such.jsonl"),
         (("environment={kind: openai, agent: 'no_such_module:agent'}",), "no_such_module"),
     ],

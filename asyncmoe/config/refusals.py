@@ -83,7 +83,8 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
     if one["type"] == "value_error":
         key, _, rest = str(one["ctx"]["error"]).partition(": got ")
         got, _, expected = rest.partition(", expected ")
-        key = key if "." in key else ".".join((*parts, key))  # of the section, whose name is the user's own
+        if "." not in key:  # of a section whose name is the user's own
+            key = ".".join(parts if parts[-1:] == (key,) else (*parts, key))
         return ConfigError(f"{source.at(key.split('.'))}: {key}", got=got, expected=expected)
     return ConfigError(what, got=repr(one["input"]), expected=wanted(one), hint=_meant(one))
 

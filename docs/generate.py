@@ -69,8 +69,8 @@ contexts of the usual length, and let `engines.max_running` be what has room for
 
 The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory and the
 number of GPUs that should generate by it (`asyncmoe/simulate/laws.py` derives both). A caution says where an assumption of the theory does
-not hold: a batch that does not fill the slots, responses that last longer than `max_staleness` steps. Beside each speed-up is the share of
-the started responses that was dropped. `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
+not hold: a batch that does not fill the slots, responses that last longer than `max_staleness` steps. The last row is the share of the
+started responses that was dropped. `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
 `max_staleness` 1, 2, 4, 8 and the plant's. `--json FILE` writes the figures.
 
 The command line can override any key. A wrong key or value is refused with its line in the file, all at once. A key that is left out has

@@ -9,8 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from asyncmoe.simulate.decoding import Span
-from asyncmoe.simulate.fleet import Fleet
+from asyncmoe.simulate.fleet import Fleet, Span
 from asyncmoe.simulate.state import RunState, SimulatedGroup, SimulatedResponse
 from asyncmoe.simulate.workload import Episode
 

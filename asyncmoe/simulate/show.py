@@ -40,7 +40,7 @@ def _comparison_table(found: Comparison, console: Console) -> None:
     rows = [(row, row.outcome) for row in found.rows.values()]
     for label, values in (
         ("step", [number(o.step_s, "s") for _, o in rows]),
-        ("speed-up", [_gain(r.speedup, o.lost) for r, o in rows]),
+        ("speed-up", [f"{r.speedup:.2f}x" for r, _ in rows]),
         ("of the law", [percent(r.efficiency) for r, _ in rows]),
         ("trainer idle", [percent(o.trainer_idle) for _, o in rows]),
         ("engines idle", [percent(o.engine_idle) for _, o in rows]),
@@ -51,10 +51,6 @@ def _comparison_table(found: Comparison, console: Console) -> None:
     ):
         grid.add_row(label, *values)
     console.print(grid)
-
-
-def _gain(speedup: float, lost: float) -> str:
-    return f"{speedup:.2f}x, {percent(lost)} lost" if lost else f"{speedup:.2f}x"
 
 
 def _sweep_table(found: Sweep, console: Console) -> None:

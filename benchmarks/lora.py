@@ -27,10 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "per expert": {"train": "lora"},
     "shared outer": {"train": "lora", "lora": {"experts": "shared_outer"}},
-    "per expert, as files": {"train": "lora", "sync": {"method": "broadcast"}},
 }
-UPDATES_AS_FILES = 5
-"""A version waits for the last response of the one before the last: so many take long enough."""
 
 
 def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Mapping[str, int] | None = None) -> dict[str, Any]:
@@ -41,7 +38,7 @@ def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Map
 
     Returns:
         {"date", "machine", "load", "rank", "cases"}; a case has "payload_bytes" (what there is of the weights or the adapter),
-        "moved_bytes" (on the wire, by the plan; None of files), what `benchmarks.sync.measure` returns, and "faster" (median seconds of
+        "moved_bytes" (on the wire, by the plan), what `benchmarks.sync.measure` returns, and "faster" (median seconds of
         a full update over this one's).
 
     Raises:
@@ -55,7 +52,7 @@ def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Map
         make_model(Path(folder, "model"), MODEL, seed=0)
         for name, changes in METHODS.items():
             values = {
-                "run": {"dir": str(Path(folder, name.replace(" ", "-").replace(",", ""))), "steps": 1},
+                "run": {"dir": str(Path(folder, name.replace(" ", "-"))), "steps": 1},
                 "model": {"path": str(Path(folder, "model"))},
                 "task": {"kind": "arithmetic"},
                 "trainer": {**trainer, "dtype": "float32"},
@@ -65,8 +62,7 @@ def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Map
             if "train" in changes:
                 values["lora"] = {"rank": RANK, "alpha": 2 * RANK, **changes.get("lora", {})}
             config = configuration.parse(values)
-            count = min(updates, UPDATES_AS_FILES) if config.sync.method == "broadcast" else updates
-            cases.append({"method": name, **moved(config), **asyncio.run(sync.measure(config, count))})
+            cases.append({"method": name, **moved(config), **asyncio.run(sync.measure(config, updates))})
     for case in cases:
         case["faster"] = cases[0]["sync_seconds"] / case["sync_seconds"]
     return {
@@ -78,7 +74,7 @@ def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Map
     }
 
 
-def moved(config: Config) -> dict[str, int | None]:
+def moved(config: Config) -> dict[str, int]:
     """Bytes of what is published, and of what travels for it."""
     hf = load_hf_config(config.model.path)
     payload = Payload(hf, adapter_of(config, hf))
@@ -86,14 +82,14 @@ def moved(config: Config) -> dict[str, int | None]:
     target = payload.engines(EngineParallel(config.engines.tp, config.engines.ep), "float32", first=len(source))
     transfers = plan(payload.tensors(), source, target).transfers
     whole = sum(4 * math.prod(shape) for shape in payload.tensors().values())
-    return {"payload_bytes": whole, "moved_bytes": sum(t.nbytes for t in transfers) if config.sync.method == "reshard" else None}
+    return {"payload_bytes": whole, "moved_bytes": sum(t.nbytes for t in transfers)}
 
 
 def table(found: Mapping[str, Any]) -> str:
     """One line a method."""
     lines = [f"{'':<22}{'MB':>8}{'moved':>8}{'sync s':>9}{'pause ms':>10}{'most':>8}{'faster':>8}"]
     for case in found["cases"]:
-        travelled = "" if case["moved_bytes"] is None else f"{case['moved_bytes'] / 1e6:.2f}"
+        travelled = f"{case['moved_bytes'] / 1e6:.2f}"
         lines.append(
             f"{case['method']:<22}{case['payload_bytes'] / 1e6:>8.2f}{travelled:>8}{case['sync_seconds']:>9.3f}{case['pause_ms']:>10.1f}"
             f"{case['pause_ms_max']:>8.1f}{case['faster']:>8.1f}"

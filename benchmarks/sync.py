@@ -22,7 +22,6 @@ from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.engines import adapters, backend
 from asyncmoe.engines.engine import EngineProcess
-from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.launch.torchrun import trainer_command
@@ -163,7 +162,7 @@ async def _publish(config: Config, engines: Sequence[EngineProcess], key: str, s
         rendezvous = await server.start()
         keys.write(config.run.dir, rendezvous)
         background = [asyncio.create_task(server.serve())]
-        background += [asyncio.create_task(_generate(engines[0].url, key, pool.members[0], seen)) for _ in range(STREAMS)]
+        background += [asyncio.create_task(_generate(engines[0].url, key, adapters.asked(config)["adapter"], seen)) for _ in range(STREAMS)]
         try:
             await _train(config, result, updates)
         finally:
@@ -191,7 +190,7 @@ async def _train(config: Config, result: Path, updates: int) -> None:
         raise EngineError(f"the trainer of the measurement ended with status {status}; the end of its log is above")
 
 
-async def _generate(url: str, key: str, member: Member, seen: Seen) -> None:
+async def _generate(url: str, key: str, adapter: str | None, seen: Seen) -> None:
     """One response after the other, streamed, until cancelled."""
     sampling = {"temperature": 1.0, "max_new_tokens": _TOKENS, "ignore_eos": True}
     body = {"input_ids": list(_PROMPT), "sampling_params": sampling, "stream": True}
@@ -199,13 +198,12 @@ async def _generate(url: str, key: str, member: Member, seen: Seen) -> None:
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None, sock_read=60.0)) as session:
         while True:
             counted = 0
-            with member.serving() as serving:
-                async with session.post(f"{url}/generate", json={**body, "lora_path": serving.adapter}) as response:
-                    async for line in response.content:
-                        if line.startswith(b"data: {"):
-                            now = json.loads(line[len(b"data: ") :])["meta_info"]["completion_tokens"]
-                            seen.tokens.append((time.monotonic(), now - counted))
-                            counted = now
+            async with session.post(f"{url}/generate", json={**body, "lora_path": adapter}) as response:
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        now = json.loads(line[len(b"data: ") :])["meta_info"]["completion_tokens"]
+                        seen.tokens.append((time.monotonic(), now - counted))
+                        counted = now
 
 
 def rate(tokens: Sequence[tuple[float, int]], windows: Sequence[Window]) -> float:

@@ -157,9 +157,8 @@ def decode(frames: Sequence[Buffer]) -> Trajectory:
     # In addition to its own error, msgspec raises ValueError for invalid UTF-8 and RecursionError for deep nesting.
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"trajectory header: {error}") from error
-    plain: dict[str, Any] = {name: getattr(header, name) for name in _PLAIN}
-    arrays = _read_arrays(header, views)
-    return Trajectory(**plain, **arrays, routes=_read_routes(header, routes_frame), masks=_read_masks(header, masks_frame))
+    known: dict[str, Any] = {name: getattr(header, name) for name in _PLAIN} | _read_arrays(header, views)
+    return Trajectory(**known, routes=_read_routes(header, routes_frame), masks=_read_masks(header, masks_frame))
 
 
 def _read_arrays(header: _Header, frames: Sequence[memoryview]) -> dict[str, np.ndarray]:

@@ -74,7 +74,8 @@ class Receiver:
         self._left, self._ended = threading.Event(), ""
         self._device = next(model.parameters()).device
         self._former = former
-        self._side = SideStream(self._device) if former is None else former._side  # whose memory torch hands out again
+        # Of its memory torch hands out again what the receiver before has left.
+        self._side: SideStream = SideStream(self._device) if former is None else former._side
         self._store: Store | None = None
         self._terms: Terms | None = None
         self._number = _FIRST  # number of the update under way, or of the next one

@@ -8,10 +8,13 @@ from asyncmoe.config.fields import Section, refused, wrong_address
 
 
 class SandboxSection(Section):
-    """Where the programs of the tool python run: on this machine in bubblewrap, or on a server of your own."""
+    """Where the programs of the tool python run: on this machine in bubblewrap, in containers of an image, or on a server of your own."""
 
+    image: str | None = None
+    """An image with python3 (3.9 or newer) and the program timeout, for containers of docker or, if there is none, podman. It must be
+    there: nothing is pulled during a run."""
     url: str | None = None
-    """Address of a server, to which a program is posted; null: bubblewrap."""
+    """Address of a server, to which a program is posted; null: bubblewrap, or the image."""
     token_env: str | None = None
     """With url: variable of the rollout worker's environment with a bearer token."""
 
@@ -19,6 +22,8 @@ class SandboxSection(Section):
     def _check(self) -> SandboxSection:
         if self.url is not None and (wrong := wrong_address(self.url)) is not None:
             raise refused("environment.sandbox.url", *wrong)
+        if self.url is not None and self.image is not None:
+            raise refused("environment.sandbox.url", "a server, and an image", "one of them")
         if self.url is None and self.token_env is not None:
             raise refused("environment.sandbox.token_env", f"{self.token_env!r}", "null because there is no environment.sandbox.url")
         return self

@@ -16,7 +16,6 @@ import uvloop
 
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.rollout.episodes.tools import sandbox
 from asyncmoe.rollout.episodes.tools.loading import python_tool
 from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits, printed
 from asyncmoe.rollout.episodes.tools.tool import ToolError
@@ -176,6 +175,6 @@ def test_a_sandbox_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "bwrap").chmod(0o755)
     tmp_path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(sandbox, "_START_S", 0.5)
+    monkeypatch.setattr(Bubblewrap, "start_s", 0.5)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)  # pytest's folders are root's own
     assert "bubblewrap started no program within 0.5 s" in refused()

@@ -126,7 +126,7 @@ for command in ([sys.executable, "-c", code], json.loads(sys.argv[1])):
 def test_no_key_of_the_users_keyrings_is_read(who: str) -> None:
     """A login's keyring may hold tickets and passwords, and a process passes it on to all that it starts."""
     user: dict[str, Any] = {} if who == "this user" else {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-    login = ["/usr/bin/python3", "-c", LOGIN, json.dumps(Bubblewrap(LIMITS).command)]
+    login = ["/usr/bin/python3", "-c", LOGIN, json.dumps(Bubblewrap(LIMITS).command(""))]
     done = subprocess.run(login, **user, capture_output=True, text=True, cwd="/", timeout=120, check=True)
     assert (done.stdout, done.stderr) == ("True b'secret'\n\0False b''\n", "")
 

@@ -11,9 +11,10 @@ from asyncmoe import plugins
 from asyncmoe.config.loading import section
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.episodes.tools.container import Container
 from asyncmoe.rollout.episodes.tools.function import Function
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
-from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits, printed
+from asyncmoe.rollout.episodes.tools.sandbox import Bubblewrap, PythonLimits, Sandbox, printed
 from asyncmoe.rollout.episodes.tools.server import SandboxServer
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 
@@ -59,7 +60,7 @@ def python_tool(limits: PythonLimits, where: SandboxSection) -> Runner:
     Raises:
         ConfigError: the sandbox does not work here, or a limit is too small for any program.
     """
-    sandbox: Bubblewrap | SandboxServer = Bubblewrap(limits) if where.url is None else SandboxServer(limits, where.url, where.token_env)
+    sandbox = _sandbox(limits, where)
 
     async def python(code: str) -> str:
         """Runs a Python program and returns what it prints. Standard library only; no network."""
@@ -74,3 +75,9 @@ def python_tool(limits: PythonLimits, where: SandboxSection) -> Runner:
         given = f", with {changed}" if (changed := limits.model_dump(exclude_unset=True)) else ""
         raise ConfigError("environment.sandbox", got=got + given, expected="one in which print(1) runs", hint=sandbox.hint)
     return Function("python", python).under(limits)
+
+
+def _sandbox(limits: PythonLimits, where: SandboxSection) -> Sandbox | SandboxServer:
+    if where.url is not None:
+        return SandboxServer(limits, where.url, where.token_env)
+    return Bubblewrap(limits) if where.image is None else Container(limits, where.image)

@@ -1,4 +1,4 @@
-"""The tool "python": programs that a model wrote, in bubblewrap or on a server (`server`), and what they print."""
+"""The tool "python": programs that a model wrote, in bubblewrap, a container or on a server, and what they print."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,23 +24,25 @@ from asyncmoe.rollout.episodes.tools.runner import ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, FLOOD, TIMEOUT, ToolError
 from asyncmoe.rollout.processes import end
 
-_MIB = 2**20
-_WAYS = (
-    "bubblewrap needs the packages bubblewrap and util-linux, and user namespaces; without them, set environment.sandbox.url (a server of "
-    "your own)"
+MIB = 2**20
+WAYS = (
+    "bubblewrap needs the packages bubblewrap and util-linux, and user namespaces; without them, set environment.sandbox.image (docker or "
+    "podman) or environment.sandbox.url (a server of your own)"
 )
-_DIRECTORY = "/sandbox"
+DIRECTORY = "/sandbox"
 """The program's working directory, in memory."""
-_INSIDE = Path(__file__).with_name("inside.py").read_text()
+INSIDE = Path(__file__).with_name("inside.py").read_text()
 _SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
-_PROCESSES = 16
+PROCESSES = 16
 """Processes and threads of a program: each has a memory of its own."""
-_FIRST_VICTIM = "1000"
+FIRST_VICTIM = "1000"
 """Of oom_score_adj (proc(5)): a machine or job without memory ends a program before it ends anything else."""
-_NOBODY = "65534"
+NOBODY = "65534"
 """The kernel does not limit the number of root's processes."""
-_START_S = 30.0
+_ADVICE = ("Run '", "See '")
+"""Beginnings of docker's last lines, which are no reasons."""
 _CHUNK = 65536
+_REMOVE_S = 20.0
 
 
 class PythonLimits(ToolLimits):
@@ -55,8 +59,8 @@ class PythonLimits(ToolLimits):
 
     wall_s: Seconds = 10.0
     cpu_s: Seconds = 5.0
-    memory_bytes: Positive = 512 * _MIB
-    file_bytes: Positive = 16 * _MIB
+    memory_bytes: Positive = 512 * MIB
+    file_bytes: Positive = 16 * MIB
     open_files: Positive = 64
     output_bytes: Positive = 16384
     code_bytes: Positive = 65536
@@ -78,43 +82,54 @@ class Ended(msgspec.Struct, frozen=True):
     flooded: bool = False
 
 
-class Bubblewrap:
-    """Runs programs, each by itself. A program sees /usr, a few devices and its own directory; none of this machine's other files,
-    processes or networks. It ends with bubblewrap, and all it has started with it.
+class Sandbox(ABC):
+    """Runs programs, each by itself, in a command of this machine, which starts `inside.py`.
 
     Attributes:
-        command: runs the program on its standard input.
-
-    Raises:
-        ConfigError: a program that this needs is missing.
+        name: of what confines a program, for messages.
+        hint: what to do if it does not work.
+        environment: variables of the command.
+        start_s: seconds in which a program must begin.
     """
 
-    hint = _WAYS
+    name = "bubblewrap"
+    hint = WAYS
+    environment: Mapping[str, str] = {}
+    start_s = 30.0
 
     def __init__(self, limits: PythonLimits) -> None:
-        python = os.path.realpath(_found("python3", "/usr/local/bin:/usr/bin"))
-        as_nobody = [_found("setpriv"), f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
-        outside = [*as_nobody, _found("choom"), "-n", _FIRST_VICTIM, "--", _found("bwrap"), *_around(limits)]
-        self.command = [*outside, "--", python, "-I", "-S", "-c", _INSIDE, json.dumps(_rlimits(limits))]
-        self._limits = limits
+        self.limits = limits
+
+    @abstractmethod
+    def command(self, name: str) -> list[str]:
+        """Return the command that runs the program on its standard input; `name` is unique."""
+
+    def removal(self, name: str) -> list[str]:
+        """Return the command that removes what is left when `command` was killed; empty: nothing is left."""
+        return []
 
     async def run(self, program: bytes) -> Ended:
-        """Run a program; if cancelled, end it. Raises ToolError: `CRASH`: bubblewrap failed."""
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*self.command, stdin=pipe, stdout=pipe, stderr=pipe, env={}, start_new_session=True)
+        """Run a program; if cancelled, end it. Raises ToolError: `CRASH`: the sandbox failed."""
+        name, pipe = f"asyncmoe-{uuid.uuid4().hex}", asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *self.command(name), stdin=pipe, stdout=pipe, stderr=pipe, env=dict(self.environment), start_new_session=True
+        )
         try:
             await self._begin(process, program)
             return await self._watch(process)
         finally:
+            killed = process.returncode is None
             await end(process)
+            if killed and (removal := self.removal(name)):
+                await _executed(removal)
 
     async def _begin(self, process: asyncio.subprocess.Process, program: bytes) -> None:
-        """Give bubblewrap its program, and wait until it begins. Raises ToolError."""
+        """Give the command its program, and wait until it begins. Raises ToolError."""
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(self.start_s):
                 with suppress(ConnectionError):  # one that ended early has said why
                     process.stdin.write(program)
                     await process.stdin.drain()
@@ -123,15 +138,15 @@ class Bubblewrap:
                     return
                 said = (await process.stderr.read()).decode(errors="replace").split("\n")
         except TimeoutError as error:
-            raise ToolError(CRASH, f"error: bubblewrap started no program within {_START_S:g} s") from error
-        last = next(filter(str.strip, reversed(said)), "nothing")
-        raise ToolError(CRASH, f"error: bubblewrap says: {last[:300]}")
+            raise ToolError(CRASH, f"error: {self.name} started no program within {self.start_s:g} s") from error
+        last = next((line for line in reversed(said) if line.strip() and not line.startswith(_ADVICE)), "nothing")
+        raise ToolError(CRASH, f"error: {self.name} says: {last[:300]}")
 
     async def _watch(self, process: asyncio.subprocess.Process) -> Ended:
         assert process.stdout is not None
-        begin, output, most = time.monotonic(), bytearray(), self._limits.output_bytes
+        begin, output, most = time.monotonic(), bytearray(), self.limits.output_bytes
         try:
-            async with asyncio.timeout(self._limits.wall_s):
+            async with asyncio.timeout(self.limits.wall_s):
                 while len(output) <= most and (chunk := await process.stdout.read(_CHUNK)):
                     output += chunk
                 if len(output) > most:
@@ -139,10 +154,42 @@ class Bubblewrap:
                 status = await process.wait()
         except TimeoutError:
             return Ended(_text(output), timeout="wall")
-        # As a shell does, bubblewrap says 128 + n for signal n.
+        # As a shell does, the commands say 128 + n for signal n.
         status = 128 - status if status - 128 in signal.valid_signals() else status
-        spent = status == -signal.SIGXCPU or (status == -signal.SIGKILL and time.monotonic() - begin > self._limits.cpu_s)
+        spent = status == -signal.SIGXCPU or (status == -signal.SIGKILL and time.monotonic() - begin > self.limits.cpu_s)
         return Ended(_text(output), status=status, timeout="cpu" if spent else None)
+
+
+class Bubblewrap(Sandbox):
+    """A program sees /usr, a few devices and its own directory; none of this machine's other files, processes or networks. It ends with
+    bubblewrap, and all it has started with it.
+
+    Raises:
+        ConfigError: a program that this needs is missing.
+    """
+
+    def __init__(self, limits: PythonLimits) -> None:
+        super().__init__(limits)
+        python = os.path.realpath(_found("python3", "/usr/local/bin:/usr/bin"))
+        as_nobody = [_found("setpriv"), f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
+        outside = [*as_nobody, _found("choom"), "-n", FIRST_VICTIM, "--", _found("bwrap"), *_around(limits)]
+        most = {**rlimits(limits), "RLIMIT_NPROC": (PROCESSES, PROCESSES)}
+        self._command = [*outside, "--", python, "-I", "-S", "-c", INSIDE, json.dumps(most)]
+
+    def command(self, name: str) -> list[str]:
+        """See `Sandbox`."""
+        return self._command
+
+
+async def _executed(command: Sequence[str]) -> None:
+    """Execute a command to its end, or for `_REMOVE_S`."""
+    nothing = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    try:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _REMOVE_S)
+    finally:
+        await end(process)
 
 
 def _around(limits: PythonLimits) -> Iterator[str]:
@@ -156,14 +203,14 @@ def _around(limits: PythonLimits) -> Iterator[str]:
     yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
     # The file systems in memory that bwrap makes for itself have no limit.
     yield from ("--dev", "/dev", "--remount-ro", "/dev")
-    yield from ("--perms", "0700", "--size", str(limits.file_bytes), "--tmpfs", _DIRECTORY)
-    yield from ("--remount-ro", "/", "--chdir", _DIRECTORY)
+    yield from ("--perms", "0700", "--size", str(limits.file_bytes), "--tmpfs", DIRECTORY)
+    yield from ("--remount-ro", "/", "--chdir", DIRECTORY)
 
 
-def _rlimits(limits: PythonLimits) -> dict[str, tuple[int, int]]:
-    """Return limits of each process (setrlimit(2))."""
+def rlimits(limits: PythonLimits) -> dict[str, tuple[int, int]]:
+    """Return limits of each process (setrlimit(2)), but not of the number of processes, which counts those of all containers."""
     cpu_s = math.ceil(limits.cpu_s)
-    most = {"AS": limits.memory_bytes, "FSIZE": limits.file_bytes, "NOFILE": limits.open_files, "NPROC": _PROCESSES}
+    most = {"AS": limits.memory_bytes, "FSIZE": limits.file_bytes, "NOFILE": limits.open_files}
     most |= {"CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
     return {"RLIMIT_CPU": (cpu_s, cpu_s + 1), **{f"RLIMIT_{name}": (value, value) for name, value in most.items()}}
 
@@ -171,7 +218,7 @@ def _rlimits(limits: PythonLimits) -> dict[str, tuple[int, int]]:
 def _found(program: str, where: str | None = None) -> str:
     path = shutil.which(program, path=where)
     if path is None:
-        raise ConfigError("environment.sandbox", got=f"no program {program}", expected="one that confines programs", hint=_WAYS)
+        raise ConfigError("environment.sandbox", got=f"no program {program}", expected="one that confines programs", hint=WAYS)
     return path
 
 
@@ -206,7 +253,7 @@ async def printed(run: Callable[[bytes], Awaitable[Ended]], code: str, limits: P
 
 def _text(output: bytes | bytearray) -> str:
     """Return the output; tracebacks name the program's file without its directory."""
-    return output.decode(errors="replace").replace(f'File "{_DIRECTORY}/', 'File "')
+    return output.decode(errors="replace").replace(f'File "{DIRECTORY}/', 'File "')
 
 
 def _said(text: str, error: str) -> str:

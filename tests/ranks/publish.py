@@ -96,9 +96,10 @@ class Faulty(Sender):
         """A bit of a coded delta is another when it arrives."""
         real = DeltaEncoder.put
 
-        def put(encoder: DeltaEncoder, destination: int, number: int, address: int) -> None:
-            real(encoder, destination, number, address)
-            ctypes.c_uint8.from_address(address + encoder.sizes(destination)[number] - 1).value ^= 1
+        def put(encoder: DeltaEncoder, destination: int, number: int, address: int) -> int:
+            nbytes = real(encoder, destination, number, address)
+            ctypes.c_uint8.from_address(address + nbytes - 1).value ^= 1
+            return nbytes
 
         DeltaEncoder.put = put  # type: ignore[method-assign]
         try:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-import numpy as np
 import pytest
 
 from asyncmoe.engines.types import Generation, VersionSpan
@@ -20,7 +19,7 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemb
 from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.workers.worker import Worker
-from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory
+from asyncmoe.trajectory import Recording, Trajectory
 from tests.unit.test_queue import asynchronous
 
 GROUP, BATCH = 4, 8
@@ -194,30 +193,6 @@ def test_demonstrations_keep_the_warm_up_lane_full() -> None:
         assert held.stats().demonstrations == 4
 
     asyncio.run(run())
-
-
-def assembled(salt: int, *spans: tuple[str, int, int]) -> Trajectory:
-    size = spans[-1][2]
-    made = Generation.of(tuple(range(10, 10 + size)), (-1.0,) * size, tuple(VersionSpan(*span) for span in spans), "length", 0)
-    return assemble([Turn((3, 4, 5), made, salt)], EpisodeId(7, 2, 1), Recording(), 0.5, {"generate": 1.0})
-
-
-def test_every_token_has_the_version_that_sampled_it() -> None:
-    record = assembled(4, ("4", 0, 2), ("5", 2, 3))
-    assert record.key == "g7.e2.a0.t1"
-    assert record.tokens.tolist() == [3, 4, 5, 10, 11, 12]
-    assert record.loss_mask.tolist() == [False] * 3 + [True] * 3
-    assert record.versions.tolist() == [NOT_SAMPLED] * 3 + [4, 4, 5]
-    np.testing.assert_array_equal(record.logprobs, np.array([0, 0, 0, -1, -1, -1], np.float32))
-    assert record.prefix_version == 4
-    assert not record.is_pure
-
-
-def test_only_a_prefix_of_the_first_tokens_version_is_trusted() -> None:
-    assert assembled(4, ("4", 0, 3)).is_pure
-    held_back = assembled(4, ("5", 0, 3))
-    assert held_back.prefix_version == NOT_SAMPLED
-    assert not held_back.is_pure
 
 
 async def enough(held: BoundedQueue) -> None:

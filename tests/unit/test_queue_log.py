@@ -155,6 +155,18 @@ def test_a_batch_that_is_read_for_a_trainer_that_is_lost_is_read_again_for_the_n
     in_loop(body())
 
 
+def test_a_trainer_that_asks_for_another_batch_than_was_leased_is_refused(tmp_path: Path) -> None:
+    async def body() -> None:
+        life = await live(FILES, tmp_path / "run")
+        await life.train(0)
+        await back_to(life, 0)
+        with pytest.raises(DataError, match="as when it was leased first"):
+            await life.queue.lease(0, "rl", 2 * BATCH, 0, 0.0)
+        life.log.close()
+
+    in_loop(body())
+
+
 def test_a_run_that_stops_while_a_batch_is_read_stops_every_rank(tmp_path: Path) -> None:
     async def body() -> None:
         life = await live(FILES, tmp_path / "run")

@@ -101,7 +101,7 @@ class Server:
         finally:
             self.say("response" if whole else "cut", tokens=len(tokens))
         meta = {"finish_reason": {"type": finish}, "output_token_logprobs": entries, "weight_versions": spans(versions)}
-        return {"output_ids": tokens, "meta_info": {**meta, "cached_tokens": 0, "completion_tokens": len(tokens)}}
+        return {"output_ids": tokens, "meta_info": {**meta, "output_token_logprobs_length": len(tokens), "cached_tokens": 0}}
 
     # ------------------------------------------------------------ weights
 

@@ -87,10 +87,13 @@ async def stay(
             if lost is None or error.controller:  # else the next one was lost before it answered
                 lost, until = error, time.monotonic() + config.engines.orphan_s
             log.warning("%s; waiting for the next controller", error)
+        nobody = WaitTimeout("the next controller", str(lost), config.engines.orphan_s)
+        if (left := until - time.monotonic()) < 0:  # one that hangs is found again and again
+            raise nobody
         try:
-            successor = await unless(stop, controller(run_dir, until - time.monotonic(), engine))
+            successor = await unless(stop, controller(run_dir, left, engine))
         except WaitTimeout:
-            raise WaitTimeout("the next controller", str(lost), config.engines.orphan_s) from None
+            raise nobody from None
         if successor is None:
             return
         # The facts were true when they were sent.
@@ -198,8 +201,17 @@ class _Stay:
     async def _leave(self, client: AsyncClient) -> None:
         """Leave in order; with a supervisor that is lost, whose controller may hang, not for as long as a response may take."""
         log.info("%s leaves", self._engine.name)
-        drained_s = self._config.rollout.request_timeout_s + GRACE_S
-        await client.ask(EngineLeave(self._engine.name), drained_s if os.getppid() == _PARENT else self._config.engines.orphan_s)
+        asked = client.ask(EngineLeave(self._engine.name), self._config.rollout.request_timeout_s + GRACE_S)
+        async with first_of(asked, self._orphaned()) as (reply, _):
+            if not reply.done():
+                raise WaitTimeout("the controller", "it lets no engine leave", self._config.engines.orphan_s)
+            reply.result()
+
+    async def _orphaned(self) -> None:
+        """Return `engines.orphan_s` after the supervisor was lost. A thread of it may end, and have this process told, before it does."""
+        while os.getppid() == _PARENT:
+            await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(self._config.engines.orphan_s)
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:

@@ -68,11 +68,11 @@ class Stopping:
     settle_s: float = 0.0
 
 
-def watch(config: Config, table: Callable[[ExitStack], RunParts], stop: Stopping) -> None:
+def watch(config: Config, parts: RunParts, end: Callable[[], None], stop: Stopping) -> None:
     """Start the processes of a prepared run, show and supervise it until it is finished or has stopped as it was asked to.
 
     Args:
-        table: returns the parts of the run, and registers their end on the stack.
+        end: ends all processes that there are, however the run ends.
 
     Raises:
         AsyncmoeError: a process failed, or the run is to end at once.
@@ -85,11 +85,12 @@ def watch(config: Config, table: Callable[[ExitStack], RunParts], stop: Stopping
         LiveView(config, sinks=(watcher,)) as view,
         ExitStack() as ending,  # before the view: its loggers get the last records
     ):
+        ending.callback(end)
         watcher.say = view.say
-        _watch(_Supervision(config, table(ending), watcher, view, stop))
+        _watch(_Supervision(config, parts, watcher, view, stop))
 
 
-def supervise(config: Config, table: Callable[[ExitStack], RunParts]) -> dict[str, object]:
+def supervise(config: Config, parts: RunParts, end: Callable[[], None]) -> dict[str, object]:
     """Run `watch` from a terminal, and return the summary of the run.
 
     Raises:
@@ -107,7 +108,7 @@ def supervise(config: Config, table: Callable[[ExitStack], RunParts]) -> dict[st
 
     try:
         print(begins(config), flush=True)
-        watch(config, table, Stopping(lambda: signals.count > 0, lambda: signals.count, at_once, tell))
+        watch(config, parts, end, Stopping(lambda: signals.count > 0, lambda: signals.count, at_once, tell))
     except KeyboardInterrupt:
         raise Interrupted(saved("ended at once", config), signals.number) from None
     finally:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config, parse
-from asyncmoe.launch.commands import Launch, Launcher, table
-from asyncmoe.launch.engine_machines import engine_machines, spread
+from asyncmoe.launch.commands import EngineMachine, Launch, Launcher, engine_machines, spread, table
 from asyncmoe.launch.ray.planning import bundles, environment, joining, strategy
 from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
@@ -25,12 +24,8 @@ SPREAD = config(
 
 def test_ranks_and_engines_are_spread_over_their_nodes() -> None:
     found = bundles(SPREAD, gpus=True)
-    assert [(b.part, b.node, b.numbers) for b in found] == [
-        ("engines", 0, (0, 1)),
-        ("engines", 1, (2,)),
-        ("trainer", 0, (0, 1, 2, 3)),
-        ("trainer", 1, (4, 5, 6, 7)),
-    ]
+    assert [b.title for b in found] == ["controller and engine 0-1", "engine 2", "trainer rank 0-3", "trainer rank 4-7"]
+    assert [b.machine for b in found] == [EngineMachine((0, 1)), EngineMachine((2,)), None, None]
     assert [b.resources for b in found] == [{"CPU": n, "GPU": n} for n in (4, 2, 4, 4)]
     assert [b.resources for b in bundles(SPREAD, gpus=False)] == [{"CPU": n} for n in (4, 2, 4, 4)]
     assert strategy(found) == "STRICT_SPREAD"

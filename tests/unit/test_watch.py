@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from asyncmoe import config
 from asyncmoe.config import Config
 from asyncmoe.errors import Interrupted
 from asyncmoe.launch import watch
-from asyncmoe.launch.run_processes import STOP_GRACE_S, RunParts
+from asyncmoe.launch.run_processes import STOP_GRACE_S
 from asyncmoe.process import Child
 from tests.unit.supervised import table_of
 
@@ -37,12 +36,9 @@ def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signa
             os.kill(os.getpid(), number)
         return child
 
-    def start(ending: ExitStack) -> RunParts:
-        starts = {"controller": lambda _: Child("controller", ["sh", "-c", controls], tmp_path / "controller.log"), "trainer": trainer}
-        return table_of(configured, starts, ending)
-
+    starts = {"controller": lambda _: Child("controller", ["sh", "-c", controls], tmp_path / "controller.log"), "trainer": trainer}
     with pytest.raises(Interrupted) as caught:
-        watch.supervise(configured, start)
+        watch.supervise(configured, *table_of(configured, starts))
     return caught.value
 
 

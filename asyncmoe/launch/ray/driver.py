@@ -13,7 +13,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch import commands, local
 from asyncmoe.launch.commands import Launch, Launcher
-from asyncmoe.launch.engine_machines import EngineMachine
 from asyncmoe.launch.ray import cluster, planning
 from asyncmoe.launch.ray.node import Node
 from asyncmoe.launch.ray.planning import Bundle
@@ -67,8 +65,8 @@ def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> li
     actors = []
     for index, bundle in enumerate(wanted):
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        options = {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "scheduling_strategy": strategy}
-        actors.append(actor.options(**options).remote())
+        cpus, gpus = (bundle.resources.get(what, 0.0) for what in ("CPU", "GPU"))
+        actors.append(actor.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy).remote())
     asked = [actor.place.remote() for actor in actors]
     begin, limit = time.monotonic(), config.engines.start_timeout_s
     posts = []
@@ -81,7 +79,7 @@ def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> li
 
 def _supervise(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> dict[str, object]:
     try:
-        return supervise(config, partial(_table, ray, config, posts, file))
+        return supervise(config, _table(ray, config, posts, file), partial(_end, ray, posts))
     except AsyncmoeError:
         # Processes notice a lost node before Ray does, and fail because of it: report the node as the root cause.
         for post in posts:
@@ -89,12 +87,11 @@ def _supervise(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> d
         raise
 
 
-def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: ExitStack) -> RunParts:
+def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> RunParts:
     addresses = [post.place.address for post in posts]
     _say(f"logs: {config.run.dir / 'logs'}; " + ", ".join(post.title for post in posts))
-    ending.callback(_end, ray, posts)
-    trainers = [post for post in posts if post.bundle.part == "trainer"]
-    engines = [(post, EngineMachine(post.bundle.numbers, post.bundle.engine_node)) for post in posts if post not in trainers]
+    trainers = [post for post in posts if post.bundle.machine is None]
+    engines = [(post, post.bundle.machine) for post in posts if post.bundle.machine is not None]
     running = dict[str, Remote]()
 
     def start(post: Post, launch: Launch) -> Process:

@@ -15,9 +15,9 @@ from pathlib import Path
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
 from asyncmoe.launch import part
-from asyncmoe.launch.slurm import allocation, control, steps
-from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.launch.slurm import control, steps
 from asyncmoe.launch.slurm.command import forget_options
+from asyncmoe.launch.slurm.steps import Allocation
 from asyncmoe.launch.slurm.task import stop_as
 from asyncmoe.process import wait_until
 
@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> None:
     if len(arguments) not in (1, 2) or not all(one.isdecimal() and int(one) for one in arguments[1:]):
         hint = "sbatch slurm/rollout.sbatch RUN_DIR [ENGINES_PER_NODE]"
         raise UserError("arguments", got=" ".join(arguments), expected="a run directory, and perhaps a number of engines", hint=hint)
-    where, given = allocation.read(os.environ, control.hostnames), Path(arguments[0])
+    where, given = steps.read_allocation(os.environ, control.hostnames), Path(arguments[0])
     file = (configuration.load(given).run.dir if given.is_file() else given) / "config.yaml"
     if not wait_until(file.is_file, _APPEARS_S):
         raise WaitTimeout("the training", f"{file} does not exist; submit slurm/train.sbatch with run.dir={file.parent}", _APPEARS_S)

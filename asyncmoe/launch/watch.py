@@ -18,12 +18,13 @@ from pathlib import Path
 from asyncmoe import checkpoints, storage
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
+from asyncmoe.config.devices import counted
 from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.launch.failures import certain, explained, failure, only_lost
 from asyncmoe.launch.rule import CONTROLLER, TRAINER, EndRun, Failure, LetGo, StartAgain, decide, titled
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts, RunProcesses
 from asyncmoe.launch.stop_signals import StopOnSignal
-from asyncmoe.launch.watching import ProcessSilent, Watcher
+from asyncmoe.launch.watching import Watcher
 from asyncmoe.process import wait_until
 from asyncmoe.telemetry import processes as recorded
 from asyncmoe.telemetry.live import LiveView
@@ -128,9 +129,9 @@ def supervise(config: Config, parts: RunParts, end: Callable[[], None]) -> dict[
 
 def begins(config: Config) -> str:
     """Say what starts now, from where, and where its processes write: the first step takes a while."""
-    ranks, engines, newest = config.trainer.ranks, config.engines.count, checkpoints.newest(config.run.dir)
+    newest = checkpoints.newest(config.run.dir)
     begin = "starting" if newest is None else f"resuming from {newest}"
-    parts = f"{ranks} trainer rank{'s' * (ranks > 1)}, {engines} engine{'s' * (engines > 1)}"
+    parts = f"{counted(config.trainer.ranks, 'trainer rank')}, {counted(config.engines.count, 'engine')}"
     return f"{begin}: {parts}; logs: {config.run.dir / 'logs'}"
 
 
@@ -172,7 +173,7 @@ def conclude(run_dir: Path) -> dict[str, object]:
 def _watch(run: _Supervision) -> None:
     told, save_by, end_by, stop, processes = False, None, math.inf, run.stop, run.processes
     while not processes.finished:
-        silent = _refresh(run.view)
+        run.view.refresh()
         if (error := stop.at_once()) is not None:
             raise error
         now, controller = time.monotonic(), processes.controller
@@ -186,8 +187,8 @@ def _watch(run: _Supervision) -> None:
                 break
             told = told or stop.tell(controller)
         run.start_due(now)
-        if silent is not None or (processes.failed and not (stop.asked() and _controller_ends(processes))):
-            run.lost(silent)
+        if run.watcher.hanging or (processes.failed and not (stop.asked() and _controller_ends(processes))):
+            run.lost()
             continue
         controller = processes.controller
         late = [one for one in (controller, *processes.trainers) if one is not None and one.returncode is None]
@@ -202,15 +203,6 @@ def _watch(run: _Supervision) -> None:
     run.view.refresh()
 
 
-def _refresh(view: LiveView) -> ProcessSilent | None:
-    """Show new records; return the error of a process that hangs."""
-    try:
-        view.refresh()
-    except ProcessSilent as silent:
-        return silent
-    return None
-
-
 class _Supervision:
     """Starts the parts of a run, and again what was lost.
 
@@ -219,8 +211,8 @@ class _Supervision:
     """
 
     def __init__(self, config: Config, table: RunParts, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
-        self.processes, self.view, self.stop = RunProcesses(), view, stop
-        self._config, self._watcher, self._parts = config, watcher, dict(table)
+        self.processes, self.watcher, self.view, self.stop = RunProcesses(), watcher, view, stop
+        self._config, self._parts = config, dict(table)
         self._history: list[Failure] = []
         self._starts = dict.fromkeys(table, 0)
         self._due = dict.fromkeys(table, 0.0)
@@ -236,16 +228,19 @@ class _Supervision:
             del self._due[name]
             self.processes.by_part[name] = self._parts[name].start(self._starts[TRAINER if name == CONTROLLER else name])
 
-    def lost(self, silent: ProcessSilent | None) -> None:
+    def lost(self) -> None:
         """Apply the rule to what has failed, or hangs.
 
         Raises:
             AsyncmoeError: the run ends; names the root cause.
         """
-        error = silent or _settled(self.processes, self.stop.settle_s)
+        if hanging := self.watcher.hanging:
+            error = AsyncmoeError(f"waited {self._config.watch.end_after_s:g} s (watch.end_after_s) for a heartbeat")
+        else:
+            error = _settled(self.processes, self.stop.settle_s)
         ended = self.processes.ended
-        if silent is not None:
-            ended |= {CONTROLLER if silent.controller else TRAINER: "lost"}
+        if hanging:
+            ended[hanging] = "lost"
         steps = max((one.step for one in read_steps(self._config.run.dir / METRICS)), default=0)
         failure = Failure(ended, str(error), error.exit_code, steps)
         rules = {name: part.loss for name, part in self._parts.items()}
@@ -256,7 +251,7 @@ class _Supervision:
                 self.view.say(f"the run goes on without {part}: {error}")
                 del self._parts[part], self.processes.by_part[part]
             case StartAgain() as again:
-                self._again(again, failure, self._watcher.named(error))
+                self._again(again, failure, self.watcher.named(error))
 
     def _again(self, again: StartAgain, failure: Failure, why: AsyncmoeError) -> None:
         who = again.parts[0]
@@ -264,12 +259,12 @@ class _Supervision:
         text = f"{titled(who)} starts again{when}, restart {again.row} of {again.most} without a new step: {why}"
         self.view.say(text)
         if who in (CONTROLLER, TRAINER):
-            self._watcher.lost("controller_lost" if who == CONTROLLER else "trainer_lost", text)
+            self.watcher.lost("controller_lost" if who == CONTROLLER else "trainer_lost", text)
         self._history.append(failure)
         for part in again.parts:
             self.processes.by_part.pop(part, None)
             self._parts[part].end()
-            self._watcher.forget(part)
+            self.watcher.forget(part)
             self._due[part] = time.monotonic() + again.after_s
             self._starts[part] += 1
 

@@ -12,21 +12,14 @@ from types import TracebackType
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, DataError, Interrupted
 from asyncmoe.launch import stacks
+from asyncmoe.launch.rule import CONTROLLER, TRAINER
 from asyncmoe.storage import writing
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.alerts import Alarm, Alert, Event, Told, tell
-from asyncmoe.telemetry.heartbeats import TRAINER, BeatListener, Silence
+from asyncmoe.telemetry.heartbeats import BeatListener, Silence
 from asyncmoe.telemetry.records import Followed
 
 _KEPT = 20
-
-
-class ProcessSilent(AsyncmoeError):
-    """A process has been silent for watch.end_after_s. `controller`: whether the controller has been silent too."""
-
-    def __init__(self, limit_s: float, controller: bool) -> None:
-        self.controller = controller
-        super().__init__(f"waited {limit_s:g} s (watch.end_after_s) for a heartbeat")
 
 
 class Watcher:
@@ -63,7 +56,6 @@ class Watcher:
 
         Raises:
             DataError: run.dir has been moved or deleted; what its processes write from then on would lie in two places.
-            ProcessSilent: the controller or a trainer rank has been silent for watch.end_after_s.
         """
         now = self._clock()
         self._check_folder()
@@ -94,15 +86,21 @@ class Watcher:
             text = f"{new[0]}{f', and {len(new) - 1} more' if new[1:] else ''}; stacks of every process: {path}"
             self.say(text)
             self._alarm.send(Alert("silent", text, self._told.step))
-        for one in silent:
-            if self._watch.end_after_s is not None and one.seconds > self._watch.end_after_s and heartbeats.ends_the_run(one.role):
-                raise ProcessSilent(self._watch.end_after_s, any(other.role == "controller" for other in silent))
+
+    @property
+    def hanging(self) -> str | None:
+        """The part of which a process has been silent for watch.end_after_s, and cannot be done without: the controller if that is silent
+        too, else the trainer; None: there is none."""
+        limit = self._watch.end_after_s
+        if limit is None or not any(one.seconds > limit and heartbeats.ends_the_run(one.role) for one in self._silences):
+            return None
+        return CONTROLLER if CONTROLLER in self._dumped else TRAINER
 
     def lost(self, event: Event, text: str) -> None:
         """Tell that the trainer, or the controller, was lost and starts again."""
         self._alarm.send(Alert(event, text, self._told.step))
 
-    def forget(self, roles: str = TRAINER) -> None:
+    def forget(self, roles: str) -> None:
         """Forget processes that have ended, whose roles begin with `roles`, until those of the next start are heard."""
         heartbeats.forget(self._config.run.dir, roles)
         self._listener.forget(roles)

@@ -111,8 +111,8 @@ def test_a_process_that_hangs_writes_its_own_stacks(tmp_path: Path, monkeypatch:
 # ---------------------------------------------------------------- the watcher
 
 
-def watched(run_dir: Path, seconds: Sequence[float], *given: str, role: str = "", error: Exception | None = None) -> watching.Watcher:
-    """Feed a watcher at these times with the heartbeats of the beginning, and then raise the error, if any."""
+def watched(run_dir: Path, seconds: Sequence[float], *given: str, role: str = "", error: Exception | None = None) -> None:
+    """Feed a watcher at these times with the heartbeats of the beginning, and then raise the error, if any, or that a part hangs."""
     config = loaded(run_dir, "watch.beat_s=0.1", "watch.stacks_after_s=5", *given)
     now, said = [0.0], []
     kept = {path: path.read_bytes() for path in (run_dir / heartbeats.FOLDER).glob("*.json")}
@@ -126,13 +126,14 @@ def watched(run_dir: Path, seconds: Sequence[float], *given: str, role: str = ""
         for now[0] in seconds:
             watcher.feed([])
             (run_dir / "said.json").write_text(json.dumps(said))
+            if watcher.hanging:
+                raise AsyncmoeError(f"the {watcher.hanging} hangs")
         if error is not None:
             raise error
-    return watcher
 
 
 def test_a_silent_rank_is_named_with_the_stacks_of_every_process_before_the_run_ends(tmp_path: Path) -> None:
-    named = r"^trainer\.0 has been silent for 21 s, since it began: a micro-batch; stacks .*/stacks-.*; then: waited 20 s"
+    named = r"^trainer\.0 has been silent for 21 s, since it began: a micro-batch; stacks .*/stacks-.*; then: the trainer hangs"
     with hanging(tmp_path), pytest.raises(AsyncmoeError, match=named):
         watched(tmp_path, (0.0, 4.9, 6.0, 10.0, 21.0), "watch.end_after_s=20")
     assert len(json.loads((tmp_path / "said.json").read_text())) == 1  # of one silence once

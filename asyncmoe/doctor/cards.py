@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from asyncmoe.config.devices import Devices, Wanted, place
@@ -63,8 +63,3 @@ def taken(machine: Machine) -> tuple[tuple[Wanted, Devices], ...]:
 def hidden(nvidia: Nvidia, count: int) -> int:
     """GPUs that CUDA_VISIBLE_DEVICES keeps from a process that sees `count`."""
     return max(0, len(nvidia.gpus) - count) if nvidia.chosen is not None else 0
-
-
-def smallest(of_group: Sequence[GpuFacts]) -> GpuFacts | None:
-    """The card with the least memory, of those whose memory is known."""
-    return min((card for card in of_group if card.memory_mib), key=lambda card: card.memory_mib, default=None)

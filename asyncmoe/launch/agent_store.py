@@ -7,7 +7,6 @@ nothing has to listen.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 from pathlib import Path
@@ -22,6 +21,8 @@ from asyncmoe.rpc.address import LOOPBACK_INTERFACE
 from asyncmoe.rpc.environment import RANKS_STORE
 
 _create: Any = static_tcp_rendezvous.create_rdzv_handler
+_LOOPBACK = "127."
+"""Beginning of its addresses (RFC 1122)."""
 
 
 def install(folder: Path) -> None:
@@ -47,7 +48,7 @@ def listen_on(master: str, nodes: int) -> str:
         found = socket.gethostbyname(master)
     except OSError as error:
         raise _unusable(master, error) from error
-    return "0.0.0.0" if nodes > 1 and found != master and ipaddress.ip_address(found).is_loopback else found
+    return "0.0.0.0" if nodes > 1 and found != master and found.startswith(_LOOPBACK) else found
 
 
 class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
@@ -60,7 +61,7 @@ class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
         if self._store is None and self.world_size == 1:
             self._store = open_store(self._file)
             os.environ[RANKS_STORE] = str(self._file)
-            if _is_loopback(self.master_addr):
+            if self.master_addr.startswith(_LOOPBACK):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         elif self._store is None and self.rank == 0:
             self._store = self._listen()
@@ -76,13 +77,6 @@ class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
         store = cast(Any, dist).TCPStore
         fd = listener.detach()
         return store(self.master_addr, self.master_port, self.world_size, True, self.timeout, multi_tenant=True, master_listen_fd=fd)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which may stand for another address on other machines
-        return False
 
 
 def _unusable(where: str, error: OSError) -> UserError:

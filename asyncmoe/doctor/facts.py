@@ -14,10 +14,10 @@ IN_USE = 0.05
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU, from a line of nvidia-smi, or as CUDA shows it to a process (`doctor.cards`): then perhaps an instance of one.
+    """A GPU, from a line of nvidia-smi, or as CUDA shows it to a process: then perhaps an instance of one. `doctor.cards` joins both.
 
     Attributes:
-        index: nvidia-smi's number; None: it does not list it, as an instance.
+        index: nvidia-smi's number; None: it does not list it, as an instance, or torch tells of it.
         memory_mib, used_mib: total memory, 0 if it is not told; and memory in use by processes.
         compute_mode: Default, Exclusive_Process or Prohibited.
         capability: compute capability, e.g. 9.0.
@@ -28,10 +28,10 @@ class GpuFacts:
 
     index: int | None
     name: str
-    memory_mib: int
-    used_mib: int
-    compute_mode: str
-    capability: str
+    memory_mib: int = 0
+    used_mib: int = 0
+    compute_mode: str = "Default"
+    capability: str = ""
     mig: bool = False
     uuid: str = ""
     number: int = 0
@@ -121,22 +121,6 @@ class Nccl:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A GPU, or an instance of one, as torch describes it.
-
-    Attributes:
-        memory_bytes: all of it.
-        capability: e.g. 9.0.
-        uuid: NVIDIA's, without the GPU- before it.
-    """
-
-    name: str
-    memory_bytes: int
-    capability: str
-    uuid: str
-
-
-@dataclass(frozen=True)
 class Torch:
     """An imported torch.
 
@@ -151,7 +135,7 @@ class Torch:
     cuda: str | None = None
     trouble: str | None = None
     apart: tuple[tuple[int, int], ...] = ()
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[GpuFacts, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,8 @@ def torch() -> dict[str, Any]:
 
 def shown(found: Any) -> dict[str, Any]:
     """Describe a GPU, or the instance of one that CUDA shows, whose memory nvidia-smi may not know."""
-    capability = f"{found.major}.{found.minor}"
-    return {"name": found.name, "memory_bytes": found.total_memory, "capability": capability, "uuid": str(found.uuid)}
+    told = {"index": None, "name": found.name, "memory_mib": found.total_memory >> 20}
+    return {**told, "capability": f"{found.major}.{found.minor}", "uuid": f"GPU-{found.uuid}"}
 
 
 def kernels() -> dict[str, Any]:

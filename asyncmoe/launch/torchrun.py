@@ -109,14 +109,13 @@ def first(failed: Sequence[FailedRank]) -> FailedRank:
     At the same time a signal precedes an error, because the error may report the loss of that rank. SIGTERM comes last: torchrun sends it
     to the remaining ranks.
     """
-    return min(
-        failed,
-        key=lambda one: (_recurring(one.exitcode), one.exitcode == -signal.SIGTERM, one.time, one.exitcode > 0, one.rank),
-    )
 
 
-def _recurring(exitcode: int) -> int:
-    return RECURRING.index(exitcode) if exitcode in RECURRING else len(RECURRING)
+    def order(one: FailedRank) -> tuple[object, ...]:
+        recurs = [*RECURRING, one.exitcode].index(one.exitcode)
+        return recurs, one.exitcode == -signal.SIGTERM, one.time, one.exitcode > 0, one.rank
+
+    return min(failed, key=order)
 
 
 def status(exitcode: int) -> int:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -31,7 +32,7 @@ class Watcher:
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._watch, self._clock = config, config.watch, clock
-        self.say: Callable[[str], None] = _to_stderr
+        self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
         self._alarm = Alarm(config.watch.alerts.command, config.run.dir.name, lambda text: self.say(text))
         self._told, self._listener, self._next = Told(), BeatListener(), 0.0
         self._silences: list[Silence] = []
@@ -123,10 +124,6 @@ def _inode(folder: Path) -> int | None:
         return folder.stat().st_ino
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def write_stacks(run_dir: Path, silent: list[Silence]) -> Path:

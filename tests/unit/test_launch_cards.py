@@ -10,7 +10,7 @@ import pytest
 from doctor_machines import GPUS, NODE, but, shown
 from test_launch_gpus import H200, configured, machine
 
-from asyncmoe.doctor.facts import GpuFacts, Machine, Shown
+from asyncmoe.doctor.facts import GpuFacts, Machine
 from asyncmoe.errors import UserError
 from asyncmoe.launch import preflight
 from asyncmoe.platform.kernels import Kernels
@@ -39,9 +39,9 @@ def node(name: str, found: list[GpuFacts], *overrides: str, sees: tuple[int, ...
     return but(base, **changes) if changes else base
 
 
-def instance(gibibytes: int, name: str = "NVIDIA H100 80GB HBM3 MIG 3g.40gb") -> tuple[Shown, ...]:
+def instance(gibibytes: int, name: str = "NVIDIA H100 80GB HBM3 MIG 3g.40gb") -> tuple[GpuFacts, ...]:
     """What torch says of an instance of a GPU."""
-    return (Shown(name, gibibytes << 30, "9.0", "31c1"),)
+    return (GpuFacts(None, name, gibibytes << 10, capability="9.0", uuid="GPU-31c1"),)
 
 
 @pytest.mark.parametrize(

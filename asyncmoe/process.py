@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -76,12 +76,6 @@ def unbroken_output() -> None:
         if (stream := getattr(sys, name)) is not None and stream is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(_Unbroken(stream.fileno(), "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
-
-
-def root_cause(lines: Iterable[str]) -> str | None:
-    """Return the error among lines of output about a rank that a signal ended, or else the first; None: there is none."""
-    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
-    return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
 
 
 def leave(status: int) -> NoReturn:
@@ -205,7 +199,7 @@ class Child:
         """Send SIGTERM to the whole session, and SIGKILL after `grace_s`; with `grace_s` 0, only SIGKILL."""
         asked = [(signal.SIGTERM, grace_s)] if grace_s else []
         for number, seconds in (*asked, (signal.SIGKILL, 10.0)):
-            if not self._signal_session(number) or self._session_gone(seconds):
+            if not self._signal_session(number) or wait_until(self._is_gone, seconds):
                 return
 
     def output(self) -> str:
@@ -219,7 +213,8 @@ class Child:
     @property
     def reason(self) -> str | None:
         """Failure reason: the line `error: ...` in its log about a rank that a signal ended, or else the first; None: there is none."""
-        return root_cause(self.output().splitlines())
+        errors = [line.removeprefix(ERROR_PREFIX) for line in self.output().splitlines() if line.startswith(ERROR_PREFIX)]
+        return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
 
     def why(self) -> str:
         """Return the failure reason; without one, the exit status and the path of the log."""
@@ -232,12 +227,9 @@ class Child:
             return False
         return True
 
-    def _session_gone(self, seconds: float) -> bool:
-        def gone() -> bool:
-            self._process.poll()
-            return not _lives(self._process.pid)
-
-        return wait_until(gone, seconds)
+    def _is_gone(self) -> bool:
+        self._process.poll()  # or it stays a zombie
+        return not _lives(self._process.pid)
 
 
 def _lives(group: int) -> bool:

@@ -20,9 +20,8 @@ from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.config.devices import counted
 from asyncmoe.errors import AsyncmoeError, Interrupted
-from asyncmoe.launch.failures import certain, explained, failure, only_lost
 from asyncmoe.launch.rule import CONTROLLER, TRAINER, EndRun, Failure, LetGo, StartAgain, decide, titled
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts, RunProcesses
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts, RunProcesses, certain, explained, only_lost, root_cause
 from asyncmoe.launch.stop_signals import StopOnSignal
 from asyncmoe.launch.watching import Watcher
 from asyncmoe.process import wait_until
@@ -282,11 +281,9 @@ class _Supervision:
 def _controller_ends(processes: RunProcesses) -> bool:
     """Return whether failures follow from the end of a controller that was asked to stop, which only the next look at it will show."""
     controller = processes.controller
-    if controller is None:
-        return False
-    if controller.returncode is None:  # the trainer may have noticed the controller's end before this process did
+    if controller is not None and controller.returncode is None:  # the trainer may have noticed the controller's end before this process
         return only_lost(processes.failed) and controller.wait(STOP_GRACE_S)
-    return controller.returncode in _INTERRUPTED
+    return controller is not None and controller.returncode in _INTERRUPTED
 
 
 def _wait(processes: Sequence[Process], seconds: float, stop: Stopping) -> None:
@@ -307,4 +304,4 @@ def _settled(processes: RunProcesses, settle_s: float) -> AsyncmoeError:
         if waited >= settle_s and (certain(processes.failed) or (waited > _SETTLE_S and explained(processes.failed))):
             break
         time.sleep(_POLL_S)
-    return failure(processes.failed)
+    return root_cause(processes.failed)

@@ -24,9 +24,8 @@ from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch import commands, local
 from asyncmoe.launch.commands import Launch, Launcher
 from asyncmoe.launch.ray import cluster, planning
-from asyncmoe.launch.ray.node import Node
+from asyncmoe.launch.ray.node import Node, Post, Remote
 from asyncmoe.launch.ray.planning import Bundle
-from asyncmoe.launch.ray.post import Post, Remote
 from asyncmoe.launch.rule import TRAINER
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts
 from asyncmoe.launch.watch import supervise
@@ -51,7 +50,7 @@ def run(config: Config) -> dict[str, object]:
             with cluster.reserved(ray, wanted, config.engines.start_timeout_s, _say) as group:
                 posts = _posts(ray, group, wanted, config)
                 _check_shared(posts, config.run.dir.absolute())
-                file = local.prepare(planning.joining(config, [post.place.address for post in posts])).absolute()
+                file = local.prepare(planning.joining(config, [post.address for post in posts])).absolute()
                 return _supervise(ray, config, posts, file)
 
 
@@ -73,7 +72,7 @@ def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> li
     for bundle, actor, place in zip(wanted, actors, asked, strict=True):
         waited = time.monotonic() - begin
         found = cluster.result(ray, place, f"Ray's worker for {bundle.title}", "start", waited, limit - waited)
-        posts.append(Post(ray, actor, bundle, found, config.cluster.heartbeat_timeout_s))
+        posts.append(Post(ray, actor, bundle, *found, config.cluster.heartbeat_timeout_s))
     return posts
 
 
@@ -88,14 +87,14 @@ def _supervise(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> d
 
 
 def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> RunParts:
-    addresses = [post.place.address for post in posts]
+    addresses = [post.address for post in posts]
     _say(f"logs: {config.run.dir / 'logs'}; " + ", ".join(post.title for post in posts))
     trainers = [post for post in posts if post.bundle.machine is None]
     engines = [(post, post.bundle.machine) for post in posts if post.bundle.machine is not None]
     running = dict[str, Remote]()
 
     def start(post: Post, launch: Launch) -> Process:
-        shared = planning.environment(config, post.place.address, addresses, os.environ)
+        shared = planning.environment(config, post.address, addresses, os.environ)
         launch = replace(launch, environment=shared | dict(launch.environment))
         post.start(launch)
         running[launch.name] = Remote(post, launch)
@@ -109,7 +108,7 @@ def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> RunPa
             running[name].wait(STOP_GRACE_S)
 
     def master(epoch: int) -> tuple[str, int]:
-        return trainers[0].place.address, trainers[0].call("port")
+        return trainers[0].address, trainers[0].call("port")
 
     return commands.table(config, file, Launcher(engines, trainers, start, end, master))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import Protocol
@@ -55,45 +55,51 @@ class Process(Protocol):
         """Wait for the process; true if it ended within `seconds`."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunPart:
-    """A part of a run, as its launcher starts it.
+    """A part of a run, as its launcher starts it, and what has come of that.
 
     Attributes:
         loss: what its loss means.
         start: starts it, and returns its processes; of the controller there is one. None of its earlier processes may run. Called with
             the number of its earlier starts, for the controller that of the trainer's. Raises AsyncmoeError if it cannot be started.
         end: ends all of its processes, before it starts again: those of the trainer are asked first, and killed if they do not end in time.
+        due: when it is to start, in time.monotonic's seconds; infinite once it was started.
+        lost: how often it was lost and started again.
+        processes: of its newest start; empty while its next one is awaited.
     """
 
     loss: LossRule
     start: Callable[[int], tuple[Process, ...]]
-    end: Callable[[], None] = lambda: None
+    end: Callable[[], None]
+    due: float = 0.0
+    lost: int = 0
+    processes: tuple[Process, ...] = ()
 
 
-RunParts = Mapping[str, RunPart]
-"""The parts of a run by name, in the order in which they start."""
+RunParts = dict[str, RunPart]
+"""The parts of a run by name, in the order in which they start, without those that it goes on without."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunProcesses:
-    """The processes of a run, by part; those of a part that waits for its next start, or without which the run goes on, are left out."""
+    """The processes of all parts of a run."""
 
-    by_part: dict[str, tuple[Process, ...]] = field(default_factory=dict)
+    parts: RunParts
 
     @property
     def controller(self) -> Process | None:
         """None while its next start is awaited."""
-        return next(iter(self.by_part.get(CONTROLLER, ())), None)
+        return next(iter(self.parts[CONTROLLER].processes), None)
 
     @property
     def trainers(self) -> tuple[Process, ...]:
         """Empty while the next start of the trainer is awaited."""
-        return self.by_part.get(TRAINER, ())
+        return self.parts[TRAINER].processes
 
     @property
     def engines(self) -> tuple[Process, ...]:
-        return tuple(one for name, found in self.by_part.items() if name not in (CONTROLLER, TRAINER) for one in found)
+        return tuple(one for name, part in self.parts.items() if name not in (CONTROLLER, TRAINER) for one in part.processes)
 
     @property
     def failed(self) -> list[Process]:
@@ -112,7 +118,7 @@ class RunProcesses:
 
     @property
     def _of_run(self) -> Mapping[str, tuple[Process, ...]]:
-        return {name: found for name, found in self.by_part.items() if name in (CONTROLLER, TRAINER) or not self._is_over}
+        return {name: part.processes for name, part in self.parts.items() if name in (CONTROLLER, TRAINER) or not self._is_over}
 
     @property
     def finished(self) -> bool:

@@ -203,18 +203,12 @@ def _watch(run: _Supervision) -> None:
 
 
 class _Supervision:
-    """Starts the parts of a run, and again what was lost.
+    """Starts the parts of a run, and again what was lost."""
 
-    Attributes:
-        processes: those that there are.
-    """
-
-    def __init__(self, config: Config, table: RunParts, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
-        self.processes, self.watcher, self.view, self.stop = RunProcesses(), watcher, view, stop
-        self._config, self._parts = config, dict(table)
+    def __init__(self, config: Config, parts: RunParts, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
+        self.processes, self.watcher, self.view, self.stop = RunProcesses(parts), watcher, view, stop
+        self._config, self._parts = config, parts
         self._history: list[Failure] = []
-        self._starts = dict.fromkeys(table, 0)
-        self._due = dict.fromkeys(table, 0.0)
 
     def start_due(self, now: float) -> None:
         """Start the parts whose time has come, unless the run stops: then there is nothing more to save.
@@ -222,10 +216,10 @@ class _Supervision:
         Raises:
             AsyncmoeError: one cannot be started.
         """
-        due = [] if self.stop.asked() else [name for name in self._parts if self._due.get(name, math.inf) <= now]
-        for name in due:
-            del self._due[name]
-            self.processes.by_part[name] = self._parts[name].start(self._starts[TRAINER if name == CONTROLLER else name])
+        due = [] if self.stop.asked() else [(name, part) for name, part in self._parts.items() if part.due <= now]
+        for name, part in due:
+            part.due = math.inf
+            part.processes = part.start(self._parts[TRAINER if name == CONTROLLER else name].lost)
 
     def lost(self) -> None:
         """Apply the rule to what has failed, or hangs.
@@ -248,7 +242,7 @@ class _Supervision:
                 raise self._in_context(error, why, failure)
             case LetGo(part):
                 self.view.say(f"the run goes on without {part}: {error}")
-                del self._parts[part], self.processes.by_part[part]
+                del self._parts[part]
             case StartAgain() as again:
                 self._again(again, failure, self.watcher.named(error))
 
@@ -260,12 +254,12 @@ class _Supervision:
         if who in (CONTROLLER, TRAINER):
             self.watcher.lost("controller_lost" if who == CONTROLLER else "trainer_lost", text)
         self._history.append(failure)
-        for part in again.parts:
-            self.processes.by_part.pop(part, None)
-            self._parts[part].end()
-            self.watcher.forget(part)
-            self._due[part] = time.monotonic() + again.after_s
-            self._starts[part] += 1
+        for name in again.parts:
+            part = self._parts[name]
+            part.processes, part.lost = (), part.lost + 1
+            part.end()
+            self.watcher.forget(name)
+            part.due = time.monotonic() + again.after_s
 
     def _in_context(self, error: AsyncmoeError, more: str, failure: Failure) -> AsyncmoeError:
         """Return the error that ends the run, with the loss from which it may follow."""

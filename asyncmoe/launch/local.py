@@ -22,7 +22,6 @@ from asyncmoe import checkpoints, installed, interrupts, models, storage
 from asyncmoe.checkpoints import copier
 from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, moved, sglang_arguments
-from asyncmoe.config.log import LogSection
 from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.engines import succession
 from asyncmoe.engines.engine_python import check_engine_python, engine_python
@@ -85,26 +84,30 @@ def check(config: Config, *, weights: bool = True) -> Survey:
         if place is not None:
             check_place(place, key)
     loggers.check(config.telemetry)
-    here = not config.engines.join and config.launch == "local"
-    if config.log.redis is not None and config.launch == "local":
-        _check_redis(config.log)
-    if config.launch == "ray":
+    here = config.launch == "local"
+    if here and config.log.redis is not None:  # which may be unable to keep the log
+        installed.need("redis", "log.redis")
+        from asyncmoe.log import redis
+
+        redis.RedisServer(str(config.log.redis), patience_s=0.0).check()
+    if not here:
         commands.engine_machines(config)  # refuses engines that cannot be spread
     plugin_probe.check(config)
-    if config.launch == "local" and devices.none_here():
+    if here and devices.none_here():
         for key, value in config.trainer.needs_gpu:  # which the trainer would refuse a minute later
             raise no_gpu_for(key, value)
     hf = budget.hf_of(config)
     there = weights and not to_make(config.model, config.run.dir)
     models.check(config, hf, weights=config.model.path if there else None)
     _check_adapter(config, hf)
-    _check_host(config, hf)
+    if here and config.trainer.memory.optimizer_offload:
+        budget.check_host(config, budget.of_run(config, hf), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     copier.check(config)
     found = checkpoints.survey(config.run.dir)
     for line in found.lines:
         print(line, file=sys.stderr, flush=True)
     _check_going_on(config, hf, found.newest)
-    if here:
+    if here and not config.engines.join:
         check_engine_python(config.engines.python)  # last, because it starts an interpreter
     return found
 
@@ -119,20 +122,6 @@ def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) 
         print(f"run.steps: {taken}", file=sys.stderr, flush=True)
     if begun:
         run_log.belonging_of(config, models.recording(config, hf))  # as the controller refuses, after the start
-
-
-def _check_redis(section: LogSection) -> None:
-    """Refuse a Redis server that cannot keep the log. Raises UserError."""
-    installed.need("redis", "log.redis")
-    from asyncmoe.log import redis
-
-    redis.RedisServer(str(section.redis), patience_s=0.0).check()
-
-
-def _check_host(config: Config, hf: Mapping[str, Any]) -> None:
-    """Refuse an offload for which this machine has no memory."""
-    if config.launch == "local" and config.trainer.memory.optimizer_offload:
-        budget.check_host(config, budget.of_run(config, hf), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def prepare(config: Config) -> Path:

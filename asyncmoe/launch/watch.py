@@ -252,7 +252,7 @@ class _Supervision:
         text = f"{titled(who)} starts again{when}, restart {again.row} of {again.most} without a new step: {why}"
         self.view.say(text)
         if who in (CONTROLLER, TRAINER):
-            self.watcher.lost("controller_lost" if who == CONTROLLER else "trainer_lost", text)
+            self.watcher.alert("controller_lost" if who == CONTROLLER else "trainer_lost", text)
         self._history.append(failure)
         for name in again.parts:
             part = self._parts[name]

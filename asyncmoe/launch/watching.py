@@ -47,7 +47,7 @@ class Watcher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         named = self.named(error) if isinstance(error, AsyncmoeError) and not isinstance(error, Interrupted) else error
         if isinstance(named, Exception) and not isinstance(named, Interrupted):
-            self._alarm.send(Alert("failed", f"the run has failed: {named}", self._told.step))
+            self.alert("failed", f"the run has failed: {named}")
         self._alarm.close()
         if named is not error and named is not None:
             raise named from error
@@ -59,7 +59,9 @@ class Watcher:
             DataError: run.dir has been moved or deleted; what its processes write from then on would lie in two places.
         """
         now = self._clock()
-        self._check_folder()
+        if _inode(self._config.run.dir) != self._folder:
+            what, hint = f"run.dir {self._config.run.dir}", "put it back and run the same command, or name its new place in run.dir"
+            raise DataError(what, got="moved or deleted while the run went on", expected="the folder in which the run started", hint=hint)
         self._told, alerts = tell(self._told, records, now)
         for alert in alerts:
             if alert.event in ("engine_lost", "worker_lost"):
@@ -72,11 +74,6 @@ class Watcher:
     def close(self) -> None:
         """Nothing: the context manager ends it."""
 
-    def _check_folder(self) -> None:
-        if _inode(self._config.run.dir) != self._folder:
-            what, hint = f"run.dir {self._config.run.dir}", "put it back and run the same command, or name its new place in run.dir"
-            raise DataError(what, got="moved or deleted while the run went on", expected="the folder in which the run started", hint=hint)
-
     def _listen(self, now: float) -> None:
         self._silences = self._listener.hear(heartbeats.read(self._config.run.dir), now)
         silent = [one for one in self._silences if one.seconds > self._watch.stacks_after_s]
@@ -86,7 +83,7 @@ class Watcher:
             self._dumped |= {one.role: path for one in new}
             text = f"{new[0]}{f', and {len(new) - 1} more' if new[1:] else ''}; stacks of every process: {path}"
             self.say(text)
-            self._alarm.send(Alert("silent", text, self._told.step))
+            self.alert("silent", text)
 
     @property
     def hanging(self) -> str | None:
@@ -97,8 +94,8 @@ class Watcher:
             return None
         return CONTROLLER if CONTROLLER in self._dumped else TRAINER
 
-    def lost(self, event: Event, text: str) -> None:
-        """Tell that the trainer, or the controller, was lost and starts again."""
+    def alert(self, event: Event, text: str) -> None:
+        """Send an alert of now."""
         self._alarm.send(Alert(event, text, self._told.step))
 
     def forget(self, roles: str) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config, parse
-from asyncmoe.launch.commands import EngineMachine, Launch, Launcher, engine_machines, spread, table
+from asyncmoe.launch.commands import EngineMachine, Launch, Launcher, engine_machines, table
 from asyncmoe.launch.ray.planning import bundles, environment, joining, strategy
 from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
@@ -30,14 +29,6 @@ def test_ranks_and_engines_are_spread_over_their_nodes() -> None:
     assert [b.resources for b in bundles(SPREAD, gpus=False)] == [{"CPU": n} for n in (4, 2, 4, 4)]
     assert strategy(found) == "STRICT_SPREAD"
     assert strategy(bundles(config(trainer={"ranks": 2}), gpus=True)) == "PACK"
-
-
-def test_a_spread_is_complete_in_order_and_even() -> None:
-    for count, nodes in product(range(1, 9), range(1, 5)):
-        found = spread(count, nodes)
-        assert [number for numbers in found for number in numbers] == list(range(count))
-        assert len(found) == nodes
-        assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
 class Launched:

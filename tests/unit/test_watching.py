@@ -96,7 +96,9 @@ def test_damaged_and_foreign_files_are_no_heartbeats_and_a_disk_that_fails_ends_
     heartbeats.forget(tmp_path / "none")
 
 
-def test_a_process_that_hangs_writes_its_own_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_writes_its_own_stacks_and_one_that_does_not_say_so_gets_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with hanging(tmp_path) as process:
         (first, *_) = stacks.stacks(tmp_path)
         assert first.startswith(f"== trainer.0, pid {process.pid}\n")
@@ -106,6 +108,11 @@ def test_a_process_that_hangs_writes_its_own_stacks(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(stacks, "_OWN_S", 0.3)
         assert "as when it is stopped" in next(iter(stacks.stacks(tmp_path)))
         process.send_signal(18)
+        path = heartbeats.path_of(tmp_path, "trainer.0")
+        path.write_bytes(path.read_bytes().replace(b'"dumps":true', b'"dumps":false'))
+        (first, *_) = stacks.stacks(tmp_path)
+        assert "hangs_here" not in first.partition("\n")[2].partition("\n")[2]
+        assert process.poll() is None
 
 
 # ---------------------------------------------------------------- the watcher
@@ -210,15 +217,6 @@ def test_failing_and_slow_commands_hold_up_nothing_and_are_said_once(monkeypatch
     begin = time.monotonic()
     sent(("sleep", "60"), *(three * 50))
     assert time.monotonic() - begin < 3.0
-
-
-def test_a_process_that_does_not_say_so_gets_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hanging(tmp_path) as process:
-        path = heartbeats.path_of(tmp_path, "trainer.0")
-        path.write_bytes(path.read_bytes().replace(b'"dumps":true', b'"dumps":false'))
-        (first, *_) = stacks.stacks(tmp_path)
-        assert "hangs_here" not in first.partition("\n")[2].partition("\n")[2]
-        assert process.poll() is None
 
 
 def test_another_failure_while_a_process_is_silent_names_it_and_keeps_its_exit_code(tmp_path: Path) -> None:

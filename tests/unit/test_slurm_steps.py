@@ -56,6 +56,7 @@ def test_engines_come_first_and_the_controller_is_beside_them() -> None:
     [
         (2, ("cluster.trainer_nodes=2",), "nodes of job 12: got 2 .n1, n2., expected at least 3 .*sbatch --nodes=3"),
         (1, ("cluster.trainer_nodes=2",), "got 1 .n1., expected at least 3"),
+        (9, ("cluster.trainer_nodes=3",), "cluster.trainer_nodes: got 3, expected a divisor of trainer.ranks = 2"),
         (9, ("cluster.engine_nodes=3", "engines.nodes=2", "engines.tp=2", "engines.count=2"), "expected a multiple of engines.nodes = 2"),
     ],
 )

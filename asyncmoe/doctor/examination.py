@@ -93,16 +93,17 @@ def report(words: Sequence[str], *, as_json: bool) -> int:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
     else:
-        show(found.host, found.checks, Console())
+        _show(found)
     return int(any(finding.state == "error" for finding in found.checks.values()))
 
 
-def show(host: str, checks: Mapping[str, Finding], console: Console) -> None:
+def _show(found: Report) -> None:
     """Print state, name and finding of each check on a line, with the fix below it."""
-    for name, finding in checks.items():
+    console = Console()
+    for name, finding in found.checks.items():
         line = Text(f"{finding.state:<9}", style=_STYLE[finding.state])
         console.print(line.append(f" {name:<19} ", style="bold").append(finding.line, style=""), soft_wrap=True)
         if finding.hint is not None:
             console.print(Text(f"{'':30}-> {finding.hint}"), soft_wrap=True)
-    counts = Counter(finding.state for finding in checks.values())
-    console.print(f"{host}: {', '.join(f'{state}: {counts[state]}' for state in _STYLE)}", highlight=False, soft_wrap=True)
+    counts = Counter(finding.state for finding in found.checks.values())
+    console.print(f"{found.host}: {', '.join(f'{state}: {counts[state]}' for state in _STYLE)}", highlight=False, soft_wrap=True)

@@ -20,9 +20,9 @@ from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
 from asyncmoe.config.devices import counted
 from asyncmoe.errors import AsyncmoeError, Interrupted
+from asyncmoe.interrupts import StopOnSignal
 from asyncmoe.launch.rule import CONTROLLER, TRAINER, EndRun, Failure, LetGo, StartAgain, decide, titled
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts, RunProcesses, certain, explained, only_lost, root_cause
-from asyncmoe.launch.stop_signals import StopOnSignal
 from asyncmoe.launch.watching import Watcher
 from asyncmoe.process import wait_until
 from asyncmoe.telemetry import processes as recorded

@@ -140,9 +140,7 @@ def root_cause(failed: Sequence[Process]) -> AsyncmoeError:
     if first.reason is None and (full := storage.probe(first.log.parent)) is not None:  # a full disk keeps reasons out of the logs
         named = storage.explain(full, f"log of {first.name}, which ended with status {first.returncode}", first.log)
         return named or AsyncmoeError(str(full))
-    error = AsyncmoeError(first.why())
-    error.exit_code = first.returncode if first.returncode in RECURRING else AsyncmoeError.exit_code
-    return error
+    return AsyncmoeError(first.why(), exit_code=first.returncode if first.returncode in RECURRING else None)
 
 
 def explained(failed: Sequence[Process]) -> bool:

@@ -265,11 +265,7 @@ class _Supervision:
         """Return the error that ends the run, with the loss from which it may follow."""
         if not more and self._history and failure.step <= self._history[-1].step:
             more = f"{titled(next(iter(self._history[-1].ended)))} was lost before: {self._history[-1].why}"
-        if not more:
-            return error
-        told = AsyncmoeError(f"{error}; {more}")
-        told.exit_code = error.exit_code
-        return told
+        return AsyncmoeError(f"{error}; {more}", exit_code=error.exit_code) if more else error
 
 
 def _controller_ends(processes: RunProcesses) -> bool:

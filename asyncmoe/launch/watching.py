@@ -110,9 +110,8 @@ class Watcher:
         first = next((one for one in self._silences if one.role in self._dumped), None)
         if first is None:
             return error
-        named = AsyncmoeError(f"{first}; stacks of every process are in {self._dumped[first.role]}; then: {error}")
-        named.exit_code = error.exit_code
-        return named
+        told = f"{first}; stacks of every process are in {self._dumped[first.role]}; then: {error}"
+        return AsyncmoeError(told, exit_code=error.exit_code)
 
 
 def _inode(folder: Path) -> int | None:

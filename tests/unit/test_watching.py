@@ -220,8 +220,7 @@ def test_failing_and_slow_commands_hold_up_nothing_and_are_said_once(monkeypatch
 
 
 def test_another_failure_while_a_process_is_silent_names_it_and_keeps_its_exit_code(tmp_path: Path) -> None:
-    error = AsyncmoeError("rank 0: gloo timed out")
-    error.exit_code = 2
+    error = AsyncmoeError("rank 0: gloo timed out", exit_code=2)
     with pytest.raises(AsyncmoeError, match=r"^trainer\.1 has been silent for 6 s.*; then: rank 0: gloo timed out$") as caught:
         watched(tmp_path, (0.0, 6.0), role="trainer.1", error=error)
     assert caught.value.exit_code == 2

@@ -11,8 +11,6 @@ from asyncmoe.config import Config, devices
 from asyncmoe.errors import UserError
 from asyncmoe.launch.commands import EngineMachine, engine_machines
 
-Expand = Callable[[str], tuple[str, ...]]
-"""Expands a node list such as "n[1-3]"; `control.hostnames` does so through SLURM."""
 _PORTS = range(20000, 32000)
 """Below Linux's ephemeral ports (32768 and above)."""
 
@@ -54,8 +52,11 @@ class Placement:
         return self.engines[0][0]
 
 
-def read_allocation(environ: Mapping[str, str], expand: Expand) -> Allocation:
+def read_allocation(environ: Mapping[str, str], expand: Callable[[str], tuple[str, ...]]) -> Allocation:
     """Read the allocation from SLURM's variables.
+
+    Args:
+        expand: expands a node list such as "n[1-3]", as `control.hostnames` does through SLURM.
 
     Raises:
         UserError: this process is not in a SLURM job, or in one of several components.

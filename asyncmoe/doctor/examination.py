@@ -83,7 +83,7 @@ def _of_python(machine: Machine, python: PythonFacts, of: str) -> Iterator[tuple
         yield f"CUDA of torch {of}", python.torch.cuda or "none"
     if python.extension is not None:
         yield f"sources of asyncmoe's extension {of}", " ".join(digest[:12] for digest in python.extension.built_from)
-    if python.nccl is not None and python.nccl.version is not None:
+    if python.nccl.version is not None:
         yield f"NCCL {of}", versions.nccl(python.nccl.version)
 
 

@@ -116,8 +116,8 @@ class Nccl:
         version: result of ncclGetVersion, e.g. 22703; None if the library cannot be used, for the reason `trouble`.
     """
 
-    version: int | None
-    trouble: str | None = None
+    version: int | None = None
+    trouble: str = "it cannot be opened without asyncmoe's extension"
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class PythonFacts:
     version: str | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
     extension: Extension | None = None
-    nccl: Nccl | None = None
+    nccl: Nccl = Nccl()
     cuda_driver: int | None = None
     torch: Torch | None = None
     kernels: Kernels | None = None

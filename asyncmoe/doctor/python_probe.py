@@ -68,16 +68,15 @@ def extension() -> dict[str, Any]:
     return {**found, "cuda": reshard.CUDA, "built_from": built, "architectures": archs}
 
 
-def nccl() -> dict[str, Any] | None:
+def nccl() -> dict[str, Any]:
     """Open libnccl in the transport's way, and return its version."""
     try:
         reshard, nccl = (importlib.import_module(f"asyncmoe.reshard.{part}") for part in ("_C", "nccl"))
-    except ImportError:
-        return None
-    try:
         return {"version": reshard.nccl_origin(nccl.find_nccl())[0]}
+    except ImportError:
+        return {}
     except RuntimeError as error:
-        return {"version": None, "trouble": str(error)}
+        return {"trouble": str(error)}
 
 
 def cuda_driver() -> int | None:

@@ -12,9 +12,8 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncmoe import surroundings
 from asyncmoe.errors import RECURRING, AsyncmoeError
@@ -58,8 +57,7 @@ def trainer_command(config: Config, resolved: Path, module: str = "asyncmoe.trai
     return [sys.executable, *torchrun(config.trainer.ranks, ("127.0.0.1", free_port("127.0.0.1")), module, str(resolved), *arguments)]
 
 
-@dataclass(frozen=True)
-class FailedRank:
+class FailedRank(NamedTuple):
     """`exitcode` is negative for a signal; `time` is when torchrun noticed, in Unix seconds."""
 
     rank: int

@@ -49,11 +49,6 @@ def connected() -> Iterator[Any]:
         ray.shutdown()
 
 
-def has_gpus(ray: Any) -> bool:
-    """True if any node of the cluster has a GPU."""
-    return bool(ray.cluster_resources().get("GPU"))
-
-
 @contextmanager
 def reserved(ray: Any, wanted: Sequence[Bundle], wait_s: float, say: Callable[[str], None]) -> Iterator[Any]:
     """Reserve a placement group with these bundles, and release it at the end.

@@ -44,7 +44,7 @@ def run(config: Config) -> dict[str, object]:
     """
     planning.bundles(config, gpus=False)
     with cluster.connected() as ray:
-        wanted = planning.bundles(config, cluster.has_gpus(ray))
+        wanted = planning.bundles(config, gpus=bool(ray.cluster_resources().get("GPU")))
         with local.claim(config.run.dir):
             local.check(planning.joining(config))
             with cluster.reserved(ray, wanted, config.engines.start_timeout_s, _say) as group:

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,15 +78,12 @@ def watch(config: Config, parts: RunParts, end: Callable[[], None], stop: Stoppi
     """
     recorded.record(config.run.dir, "supervisor")
     watcher = Watcher(config)
-    with (
-        Copier(config, stop.hurried),
-        watcher,
-        LiveView(config, sinks=(watcher,)) as view,
-        ExitStack() as ending,  # before the view: its loggers get the last records
-    ):
-        ending.callback(end)
+    with Copier(config, stop.hurried), watcher, LiveView(config, sinks=(watcher,)) as view:
         watcher.say = view.say
-        _watch(_Supervision(config, parts, watcher, view, stop))
+        try:
+            _watch(_Supervision(config, parts, watcher, view, stop))
+        finally:  # within the view, whose loggers get the last records
+            end()
 
 
 def supervise(config: Config, parts: RunParts, end: Callable[[], None]) -> dict[str, object]:

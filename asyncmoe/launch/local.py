@@ -23,8 +23,9 @@ from asyncmoe.checkpoints import copier
 from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, moved, sglang_arguments
 from asyncmoe.config.trainer import no_gpu_for
+from asyncmoe.doctor.pythons import check_engine_python
 from asyncmoe.engines import succession
-from asyncmoe.engines.engine_python import check_engine_python, engine_python
+from asyncmoe.engines.engine_python import engine_python
 from asyncmoe.errors import ConfigError, UserError, together
 from asyncmoe.launch import commands, plugin_probe, preflight
 from asyncmoe.launch.commands import EngineMachine, Launch, Launcher

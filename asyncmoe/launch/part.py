@@ -52,8 +52,8 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     """
     with uncollected():
         from asyncmoe import models
+        from asyncmoe.doctor.pythons import check_engine_python
         from asyncmoe.engines import engine_agent
-        from asyncmoe.engines.engine_python import check_engine_python
         from asyncmoe.engines.nodes import process_name
         from asyncmoe.launch import gpus
 

@@ -35,6 +35,11 @@ _YIELDING = 10
 """Added niceness: a thread with it gets about a tenth of the CPU time of a competing thread with niceness 0."""
 
 
+def signalled(status: int) -> str:
+    """Return the signal that ended a process with this negative status, and what sends it."""
+    return f"{Signals(-status).name}{', as when memory runs out' if status == -signal.SIGKILL else ''}"
+
+
 @contextmanager
 def named(role: str) -> Iterator[None]:
     """Name this process `role` ("trainer.3") within the block: an error that leaves the block carries the role and the node."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncmoe import surroundings
 from asyncmoe.errors import RECURRING, AsyncmoeError
 from asyncmoe.imports import uncollected
-from asyncmoe.process import KILLED, say
+from asyncmoe.process import KILLED, say, signalled
 from asyncmoe.rpc.environment import AGENT
 from asyncmoe.scratch import Scratch
 
@@ -88,9 +88,7 @@ def run(arguments: Sequence[str]) -> None:
     except ChildFailedError as error:
         cause = first([FailedRank(rank, failure.exitcode, failure.timestamp) for rank, failure in error.failures.items()])
         if cause.exitcode < 0:
-            number = signal.Signals(-cause.exitcode)
-            why = ", as when memory runs out" if number == signal.SIGKILL else ""
-            say(AsyncmoeError(f"{KILLED} {number.name}{why}: rank {cause.rank} on {socket.gethostname()}"))
+            say(AsyncmoeError(f"{KILLED} {signalled(cause.exitcode)}: rank {cause.rank} on {socket.gethostname()}"))
         sys.exit(status(cause.exitcode))
     except AsyncmoeError as error:
         say(error)

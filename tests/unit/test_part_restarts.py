@@ -21,7 +21,7 @@ from tests.unit.telemetry_runs import write_run
 ROOT = Path(__file__).parents[2]
 KILLED, DONE = "kill -9 $$", 'touch "{0}/done"'
 SERVES = 'until [ -e "{0}/done" ]; do sleep 0.05; done'
-CONTROLLER, TRAINER, ENGINE = {"controller": [SERVES]}, {"trainer": [DONE]}, {"engine.0": [SERVES]}
+CONTROLLER, ENGINE = {"controller": [SERVES]}, {"engine.0": [SERVES]}
 
 
 @pytest.fixture

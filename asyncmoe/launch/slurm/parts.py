@@ -7,11 +7,10 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from signal import SIGKILL, Signals
 
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch.slurm import control
-from asyncmoe.process import Child, wait_until
+from asyncmoe.process import Child, signalled, wait_until
 
 log = logging.getLogger(__name__)
 STOP = "URG"
@@ -63,9 +62,7 @@ class SlurmPart(Child):
         status = self.returncode or 0
         if self.reason is not None or status >= 0:
             return super().why()
-        memory = ", as when memory runs out" if status == -SIGKILL else ""
-        how = f"was ended by {Signals(-status).name}{memory}"
-        return f"{self.name}: {how}; look at `sacct -j` for the job's memory, the node's dmesg, and {self.log}"
+        return f"{self.name}: was ended by {signalled(status)}; look at `sacct -j` for the job's memory, the node's dmesg, and {self.log}"
 
 
 def ask_to_stop(job: str, step: str) -> bool:

@@ -189,11 +189,9 @@ class Child:
 
     def wait(self, seconds: float) -> bool:
         """Wait for the process. Returns whether it ended within `seconds`."""
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return self.returncode is not None
 
     def kill(self) -> None:
         """Send SIGKILL to the whole session, and do not wait: memory of devices may take seconds to free. A thread reaps the process."""
@@ -226,11 +224,10 @@ class Child:
         return self.reason or f"{self.name} ended with status {self.returncode}; its log is {self.log}"
 
     def _signal_session(self, number: Signals) -> bool:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return False
-        return True
+            return True
+        return False
 
     def _is_gone(self) -> bool:
         self._process.poll()  # or it stays a zombie

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from asyncmoe.config.devices import Devices, Wanted, place
@@ -50,10 +51,8 @@ def taken(machine: Machine) -> tuple[tuple[Wanted, Devices], ...]:
     """What the configuration puts on this machine and the GPUs it takes, for each part that finds its GPUs."""
     found = []
     for wanted in machine.run.wanted if machine.run is not None else ():
-        try:
+        with suppress(ConfigError):
             found.append((wanted, place(wanted, len(of(machine)))))
-        except ConfigError:
-            continue
     return tuple(found)
 
 

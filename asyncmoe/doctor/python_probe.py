@@ -15,6 +15,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,8 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of the installed packages among `names`."""
     found = {}
     for name in names:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -82,11 +81,10 @@ def nccl() -> dict[str, Any]:
 def cuda_driver() -> int | None:
     """Return the newest CUDA version that the driver supports."""
     version = ctypes.c_int()
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+    with suppress(OSError):
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return version.value
+    return None
 
 
 def torch() -> dict[str, Any]:

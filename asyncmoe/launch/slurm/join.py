@@ -65,8 +65,7 @@ def step(where: Allocation, config: Config, file: Path, each: int, program: Sequ
         expected, hint = f"a multiple of engines.nodes = {nodes}", f"sbatch --nodes={nodes} slurm/rollout.sbatch ..."
         raise UserError(f"nodes of job {where.name}", got=len(where.nodes), expected=expected, hint=hint)
     task = ["-m", "asyncmoe.launch.slurm.join", "--task", str(file), str(nodes)]
-    command = steps.srun(where.nodes, each, program, "engines", task)
-    return (command[0], "--label", *command[1:])
+    return steps.srun(where.nodes, each, ("--label", *program), "engines", task)
 
 
 def engines_each(config: Config) -> int:

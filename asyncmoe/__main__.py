@@ -19,9 +19,7 @@ def main() -> None:
         with interrupts.leaving(interrupts.NOTHING_BEGUN), uncollected():
             from asyncmoe import cli
     except ModuleNotFoundError as error:
-        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-        refused: UserError | None = installed.explained(error, f"asyncmoe {command}".rstrip())
-        if refused is None:
+        if (refused := installed.explained(error)) is None:
             raise
         print(f"error: {refused}", file=sys.stderr)
         sys.exit(UserError.exit_code)

@@ -50,11 +50,12 @@ def source_digests(checkout: Path) -> tuple[str, ...]:
 def compilers() -> list[Path]:
     """Return every nvcc in order of preference: in CUDA_HOME, in the packages of this Python, on PATH, in /usr/local/cuda.
 
-    The packaged nvcc precedes the machine's, because it has torch's CUDA version.
+    The packaged nvcc (nvidia-cuda-nvcc) precedes the machine's, because it has torch's CUDA version.
     """
-    home = os.environ.get("CUDA_HOME")
-    found = [*([shutil.which("nvcc", path=f"{home}/bin")] if home else []), *map(str, _packaged())]
-    found += [shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin")]
+    packaged = [folder for entry in sys.path for folder in (Path(entry) / "nvidia").glob("cu*") if re.fullmatch(r"cu\d+", folder.name)]
+    packaged.sort(key=lambda folder: int(folder.name[2:]), reverse=True)  # the newest CUDA first
+    homes = [os.environ.get("CUDA_HOME"), *packaged]
+    found = [shutil.which("nvcc", path=path) for path in (*(f"{home}/bin" for home in homes if home), None, "/usr/local/cuda/bin")]
     return list(dict.fromkeys(Path(path) for path in found if path))
 
 
@@ -112,13 +113,6 @@ def _digest(folder: Path, files: Iterable[Path]) -> str:
         content = file.read_bytes()
         found.update(f"{file.relative_to(folder)} {len(content)}\n".encode() + content)
     return found.hexdigest()
-
-
-def _packaged() -> list[Path]:
-    """Return the compilers of the package nvidia-cuda-nvcc, the newest CUDA first."""
-    folders = [folder for entry in sys.path for folder in (Path(entry) / "nvidia").glob("cu*") if re.fullmatch(r"cu\d+", folder.name)]
-    folders.sort(key=lambda folder: int(folder.name[2:]), reverse=True)
-    return [folder / "bin" / "nvcc" for folder in folders if os.access(folder / "bin" / "nvcc", os.X_OK)]
 
 
 def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -12,12 +12,20 @@ RECURRING = (2, 3)
 
 
 class AsyncmoeError(Exception):
-    """Base class of all errors raised on purpose by asyncmoe."""
+    """Base class of all errors raised on purpose by asyncmoe.
+
+    Args:
+        exit_code: that of the error of which this one tells; None: its class's.
+    """
 
     exit_code = 1
     """Exit status of a command or process that ends with the error; see `RECURRING`."""
     where = ""
     """Role and node of the process that raised the error, in a run of several processes; see `asyncmoe.process.named`."""
+
+    def __init__(self, *text: object, exit_code: int | None = None) -> None:
+        super().__init__(*text)
+        self.exit_code = self.exit_code if exit_code is None else exit_code
 
 
 class Interrupted(AsyncmoeError):
@@ -30,8 +38,7 @@ class Interrupted(AsyncmoeError):
     exit_code = 130
 
     def __init__(self, text: str, number: int = 2) -> None:
-        self.exit_code = 128 + number
-        super().__init__(text)
+        super().__init__(text, exit_code=128 + number)
 
 
 class RunStopping(AsyncmoeError):
@@ -111,14 +118,13 @@ class OutOfDeviceMemory(UserError):
         device: "cuda:1".
         what: purpose of the memory.
         nbytes: requested bytes; None: unknown.
-        free, total: free and total bytes of the device; None: unknown.
+        free, total: free and total bytes of the device.
     """
 
     HINT = "leave more of the device free: engines.max_total_tokens, --mem-fraction-static in engines.args, or a smaller sync.bucket_bytes"
 
-    def __init__(self, device: str, what: str, nbytes: int | None = None, free: int | None = None, total: int | None = None) -> None:
-        wanted = "enough memory" if nbytes is None else gibibytes(nbytes)
-        got = "no memory left" if free is None else f"{gibibytes(free)} free" + (f" of {gibibytes(total)}" if total is not None else "")
+    def __init__(self, device: str, what: str, nbytes: int | None, free: int, total: int) -> None:
+        got, wanted = f"{gibibytes(free)} free of {gibibytes(total)}", "enough memory" if nbytes is None else gibibytes(nbytes)
         super().__init__(f"memory of {device} for {what}", got=got, expected=wanted, hint=self.HINT)
 
 

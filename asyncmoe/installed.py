@@ -107,7 +107,12 @@ def absent(module: str, what: str) -> UserError:
     return UserError(what, got=f"no module {module}", expected=f"the extra {extra}", hint=f"run: {fix(extra)}")
 
 
-def explained(error: ModuleNotFoundError, what: str) -> UserError | None:
-    """Return the error for an import that failed because an extra is missing; None for any other module."""
-    module = (error.name or "").split(".")[0]
-    return absent(module, what) if any(module in modules for modules in EXTRAS.values()) and not has(module) else None
+def explained(error: ModuleNotFoundError) -> UserError | None:
+    """Return this command's error for an import that failed because an extra or a compiled extension is missing; None for other modules."""
+    name, command = error.name or "", next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    if name in ("asyncmoe.reshard._C", "asyncmoe.trajectory._C"):
+        hint = "run: make setup" if from_checkout() else "install a wheel of asyncmoe that was built for this Python"
+        return UserError(name, got="no compiled extension", expected="it beside the package", hint=hint)
+    module = name.split(".")[0]
+    known = any(module in modules for modules in EXTRAS.values())
+    return absent(module, f"asyncmoe {command}".rstrip()) if known and not has(module) else None

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,11 @@ _REAP_S = 60.0
 _MOST_READ = 64 << 20
 _YIELDING = 10
 """Added niceness: a thread with it gets about a tenth of the CPU time of a competing thread with niceness 0."""
+
+
+def signalled(status: int) -> str:
+    """Return the signal that ended a process with this negative status, and what sends it."""
+    return f"{Signals(-status).name}{', as when memory runs out' if status == -signal.SIGKILL else ''}"
 
 
 @contextmanager
@@ -76,12 +81,6 @@ def unbroken_output() -> None:
         if (stream := getattr(sys, name)) is not None and stream is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(_Unbroken(stream.fileno(), "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
-
-
-def root_cause(lines: Iterable[str]) -> str | None:
-    """Return the error among lines of output about a rank that a signal ended, or else the first; None: there is none."""
-    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
-    return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
 
 
 def leave(status: int) -> NoReturn:
@@ -190,11 +189,9 @@ class Child:
 
     def wait(self, seconds: float) -> bool:
         """Wait for the process. Returns whether it ended within `seconds`."""
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return self.returncode is not None
 
     def kill(self) -> None:
         """Send SIGKILL to the whole session, and do not wait: memory of devices may take seconds to free. A thread reaps the process."""
@@ -205,7 +202,7 @@ class Child:
         """Send SIGTERM to the whole session, and SIGKILL after `grace_s`; with `grace_s` 0, only SIGKILL."""
         asked = [(signal.SIGTERM, grace_s)] if grace_s else []
         for number, seconds in (*asked, (signal.SIGKILL, 10.0)):
-            if not self._signal_session(number) or self._session_gone(seconds):
+            if not self._signal_session(number) or wait_until(self._is_gone, seconds):
                 return
 
     def output(self) -> str:
@@ -219,25 +216,22 @@ class Child:
     @property
     def reason(self) -> str | None:
         """Failure reason: the line `error: ...` in its log about a rank that a signal ended, or else the first; None: there is none."""
-        return root_cause(self.output().splitlines())
+        errors = [line.removeprefix(ERROR_PREFIX) for line in self.output().splitlines() if line.startswith(ERROR_PREFIX)]
+        return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
 
     def why(self) -> str:
         """Return the failure reason; without one, the exit status and the path of the log."""
         return self.reason or f"{self.name} ended with status {self.returncode}; its log is {self.log}"
 
     def _signal_session(self, number: Signals) -> bool:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return False
-        return True
+            return True
+        return False
 
-    def _session_gone(self, seconds: float) -> bool:
-        def gone() -> bool:
-            self._process.poll()
-            return not _lives(self._process.pid)
-
-        return wait_until(gone, seconds)
+    def _is_gone(self) -> bool:
+        self._process.poll()  # or it stays a zombie
+        return not _lives(self._process.pid)
 
 
 def _lives(group: int) -> bool:

@@ -67,7 +67,7 @@ def ctrl_c() -> Iterator[None]:
 @pytest.fixture
 def engines_here() -> None:
     """Skip where there are no engines to be found, as in the environments of make test-python."""
-    from asyncmoe.engines.engine_python import check_engine_python
+    from asyncmoe.doctor.pythons import check_engine_python
 
     try:
         check_engine_python(None)

@@ -20,9 +20,9 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Check what on this machine would stop a run or slow it down, with a fix on each line."""
-    from asyncmoe.doctor import command
+    from asyncmoe.doctor import examination
 
-    raise typer.Exit(command.check(arguments or (), as_json=as_json))
+    raise typer.Exit(examination.report(arguments or (), as_json=as_json))
 
 
 def plan(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from asyncmoe.config.devices import Devices, Wanted, place
-from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, Shown, Torch
+from asyncmoe.doctor.facts import GpuFacts, Machine, Nvidia, Torch
 from asyncmoe.errors import ConfigError
-
-_UNLISTED = GpuFacts(None, "", 0, 0, "Default", "")
-"""What nvidia-smi tells of an instance of a GPU."""
 
 
 def labelled(cards: Iterable[GpuFacts]) -> str:
@@ -32,16 +30,16 @@ def cards(nvidia: Nvidia, torch: Torch | None) -> tuple[GpuFacts, ...]:
     """
     if torch is None:
         return tuple(_card(number, gpu, None) for number, gpu in enumerate(nvidia.visible))
-    by_id = {gpu.uuid.removeprefix("GPU-"): gpu for gpu in nvidia.gpus}
-    return tuple(_card(number, by_id.get(shown.uuid, _UNLISTED), shown) for number, shown in enumerate(torch.shown))
+    by_id = {gpu.uuid: gpu for gpu in nvidia.gpus}
+    return tuple(_card(number, by_id.get(shown.uuid, shown), shown) for number, shown in enumerate(torch.shown))
 
 
-def _card(number: int, gpu: GpuFacts, shown: Shown | None) -> GpuFacts:
+def _card(number: int, gpu: GpuFacts, shown: GpuFacts | None) -> GpuFacts:
     """Join what nvidia-smi tells of a GPU, which of one cut into instances is not what a process has, with what torch tells of it."""
     told = replace(gpu, number=number, memory_mib=0, used_mib=0) if gpu.mig else replace(gpu, number=number)
     if shown is None:
         return told
-    return replace(told, name=shown.name, capability=shown.capability, memory_mib=told.memory_mib or shown.memory_bytes >> 20)
+    return replace(told, name=shown.name, capability=shown.capability, memory_mib=told.memory_mib or shown.memory_mib)
 
 
 def of(machine: Machine) -> tuple[GpuFacts, ...]:
@@ -53,18 +51,11 @@ def taken(machine: Machine) -> tuple[tuple[Wanted, Devices], ...]:
     """What the configuration puts on this machine and the GPUs it takes, for each part that finds its GPUs."""
     found = []
     for wanted in machine.run.wanted if machine.run is not None else ():
-        try:
+        with suppress(ConfigError):
             found.append((wanted, place(wanted, len(of(machine)))))
-        except ConfigError:
-            continue
     return tuple(found)
 
 
 def hidden(nvidia: Nvidia, count: int) -> int:
     """GPUs that CUDA_VISIBLE_DEVICES keeps from a process that sees `count`."""
     return max(0, len(nvidia.gpus) - count) if nvidia.chosen is not None else 0
-
-
-def smallest(of_group: Sequence[GpuFacts]) -> GpuFacts | None:
-    """The card with the least memory, of those whose memory is known."""
-    return min((card for card in of_group if card.memory_mib), key=lambda card: card.memory_mib, default=None)

@@ -1,14 +1,19 @@
-"""All checks, in display order, and the versions in which the nodes of a cluster must agree."""
+"""All checks, in display order, the versions in which the nodes of a cluster must agree, and the report of both."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
 
 from asyncmoe import plugins
 from asyncmoe.doctor import fit, gpus, host, packages, run, versions
 from asyncmoe.doctor.facts import Machine, PythonFacts
-from asyncmoe.doctor.finding import Finding
+from asyncmoe.doctor.finding import Finding, State
 from asyncmoe.doctor.gather import gather
 
 CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
@@ -20,6 +25,8 @@ CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
 }
 """What is judged by the facts of a machine, by the name of its line, which is the function's: a root cause precedes its consequences.
 Errors of these stop a run on GPUs."""
+
+_STYLE: Mapping[State, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "not here": "dim"}
 
 
 @dataclass(frozen=True)
@@ -76,5 +83,27 @@ def _of_python(machine: Machine, python: PythonFacts, of: str) -> Iterator[tuple
         yield f"CUDA of torch {of}", python.torch.cuda or "none"
     if python.extension is not None:
         yield f"sources of asyncmoe's extension {of}", " ".join(digest[:12] for digest in python.extension.built_from)
-    if python.nccl is not None and python.nccl.version is not None:
+    if python.nccl.version is not None:
         yield f"NCCL {of}", versions.nccl(python.nccl.version)
+
+
+def report(words: Sequence[str], *, as_json: bool) -> int:
+    """Run `asyncmoe doctor [CONFIG] [KEY=VALUE]...`, and return the exit status: 1 if a check found an error."""
+    found = examine(words)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
+    else:
+        _show(found)
+    return int(any(finding.state == "error" for finding in found.checks.values()))
+
+
+def _show(found: Report) -> None:
+    """Print state, name and finding of each check on a line, with the fix below it."""
+    console = Console()
+    for name, finding in found.checks.items():
+        line = Text(f"{finding.state:<9}", style=_STYLE[finding.state])
+        console.print(line.append(f" {name:<19} ", style="bold").append(finding.line, style=""), soft_wrap=True)
+        if finding.hint is not None:
+            console.print(Text(f"{'':30}-> {finding.hint}"), soft_wrap=True)
+    counts = Counter(finding.state for finding in found.checks.values())
+    console.print(f"{found.host}: {', '.join(f'{state}: {counts[state]}' for state in _STYLE)}", highlight=False, soft_wrap=True)

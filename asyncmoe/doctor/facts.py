@@ -14,10 +14,10 @@ IN_USE = 0.05
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU, from a line of nvidia-smi, or as CUDA shows it to a process (`doctor.cards`): then perhaps an instance of one.
+    """A GPU, from a line of nvidia-smi, or as CUDA shows it to a process: then perhaps an instance of one. `doctor.cards` joins both.
 
     Attributes:
-        index: nvidia-smi's number; None: it does not list it, as an instance.
+        index: nvidia-smi's number; None: it does not list it, as an instance, or torch tells of it.
         memory_mib, used_mib: total memory, 0 if it is not told; and memory in use by processes.
         compute_mode: Default, Exclusive_Process or Prohibited.
         capability: compute capability, e.g. 9.0.
@@ -28,10 +28,10 @@ class GpuFacts:
 
     index: int | None
     name: str
-    memory_mib: int
-    used_mib: int
-    compute_mode: str
-    capability: str
+    memory_mib: int = 0
+    used_mib: int = 0
+    compute_mode: str = "Default"
+    capability: str = ""
     mig: bool = False
     uuid: str = ""
     number: int = 0
@@ -116,24 +116,8 @@ class Nccl:
         version: result of ncclGetVersion, e.g. 22703; None if the library cannot be used, for the reason `trouble`.
     """
 
-    version: int | None
-    trouble: str | None = None
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A GPU, or an instance of one, as torch describes it.
-
-    Attributes:
-        memory_bytes: all of it.
-        capability: e.g. 9.0.
-        uuid: NVIDIA's, without the GPU- before it.
-    """
-
-    name: str
-    memory_bytes: int
-    capability: str
-    uuid: str
+    version: int | None = None
+    trouble: str = "it cannot be opened without asyncmoe's extension"
 
 
 @dataclass(frozen=True)
@@ -151,7 +135,7 @@ class Torch:
     cuda: str | None = None
     trouble: str | None = None
     apart: tuple[tuple[int, int], ...] = ()
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[GpuFacts, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,7 +155,7 @@ class PythonFacts:
     version: str | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
     extension: Extension | None = None
-    nccl: Nccl | None = None
+    nccl: Nccl = Nccl()
     cuda_driver: int | None = None
     torch: Torch | None = None
     kernels: Kernels | None = None

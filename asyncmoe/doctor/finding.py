@@ -47,6 +47,6 @@ def error(found: str, hint: str, expected: str | None = None) -> Finding:
     return Finding("error", found, hint, expected)
 
 
-def refused(refusal: UserError, hint: str = "change what is named") -> Finding:
-    """What a function of the run refuses: its got, its expected, and its hint, or this one where it has none."""
-    return Finding("error", f"{refusal.what}: {refusal.got}", refusal.hint or hint, str(refusal.expected))
+def refused(refusal: UserError) -> Finding:
+    """What a function of the run refuses: its got, its expected, and its hint."""
+    return Finding("error", f"{refusal.what}: {refusal.got}", refusal.hint or "change what is named", str(refusal.expected))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import asyncmoe
 from asyncmoe import build
 from asyncmoe.config import Config
 from asyncmoe.doctor import nvidia, pythons
-from asyncmoe.doctor.facts import Machine, PythonFacts
+from asyncmoe.doctor.facts import Machine
 from asyncmoe.doctor.planned import planned
 from asyncmoe.engines.engine_python import engine_python
 
@@ -21,9 +20,10 @@ def gather(config: Config | None, with_model: bool = True) -> Machine:
     """Return the facts of this machine, and of the configuration if there is one. Every program that is asked has a time limit."""
     package = Path(asyncmoe.__file__).resolve().parent
     declared = pythons.declared(package.parent)
+    names, engines = tuple(declared.specifiers), str(engine_python(config.engines.python if config is not None else None))
     with ThreadPoolExecutor() as pool:
-        trainer = pool.submit(pythons.look, sys.executable, tuple(declared.specifiers))
-        engine = pool.submit(_engine, config, tuple(declared.specifiers))
+        trainer = pool.submit(pythons.look, sys.executable, names)
+        engine = pool.submit(pythons.look, engines, names) if engines != sys.executable else None
         gpus = pool.submit(nvidia.look)
         return Machine(
             host=socket.gethostname(),
@@ -33,12 +33,6 @@ def gather(config: Config | None, with_model: bool = True) -> Machine:
             sources=build.source_digests(package.parent),
             run=planned(config) if with_model else None,
             trainer=trainer.result(),
-            engine=engine.result(),
+            engine=engine.result() if engine is not None else None,
             nvidia=gpus.result(),
         )
-
-
-def _engine(config: Config | None, packages: Sequence[str]) -> PythonFacts | None:
-    """Look into the engines' Python; None if it is this Python."""
-    found = str(engine_python(config.engines.python if config is not None else None))
-    return None if found == sys.executable else pythons.look(found, packages)

@@ -88,10 +88,9 @@ def nccl(machine: Machine) -> Finding:
         return finding.absent(f"no GPU; weights go over {either([name for name, one in TRANSPORTS.items() if not one.gpu])}")
     found: dict[str, int] = {}
     for who, python in machine.pythons:
-        if python.nccl is None or python.nccl.version is None:
-            why = python.nccl.trouble if python.nccl is not None else "it cannot be opened without asyncmoe's extension"
+        if python.nccl.version is None:
             hint = f"run: {fix(gpu=True)}, or put the directory of libnccl.so.2 on LD_LIBRARY_PATH"
-            return finding.error(f"{who} Python: {why}", hint)
+            return finding.error(f"{who} Python: {python.nccl.trouble}", hint)
         found[who] = python.nccl.version
     told = ", ".join(f"{versions.nccl(number)} in {who} Python" for who, number in found.items())
     if len(set(found.values())) == 1:

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,8 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of the installed packages among `names`."""
     found = {}
     for name in names:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -68,26 +67,24 @@ def extension() -> dict[str, Any]:
     return {**found, "cuda": reshard.CUDA, "built_from": built, "architectures": archs}
 
 
-def nccl() -> dict[str, Any] | None:
+def nccl() -> dict[str, Any]:
     """Open libnccl in the transport's way, and return its version."""
     try:
         reshard, nccl = (importlib.import_module(f"asyncmoe.reshard.{part}") for part in ("_C", "nccl"))
-    except ImportError:
-        return None
-    try:
         return {"version": reshard.nccl_origin(nccl.find_nccl())[0]}
+    except ImportError:
+        return {}
     except RuntimeError as error:
-        return {"version": None, "trouble": str(error)}
+        return {"trouble": str(error)}
 
 
 def cuda_driver() -> int | None:
     """Return the newest CUDA version that the driver supports."""
     version = ctypes.c_int()
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+    with suppress(OSError):
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return version.value
+    return None
 
 
 def torch() -> dict[str, Any]:
@@ -107,8 +104,8 @@ def torch() -> dict[str, Any]:
 
 def shown(found: Any) -> dict[str, Any]:
     """Describe a GPU, or the instance of one that CUDA shows, whose memory nvidia-smi may not know."""
-    capability = f"{found.major}.{found.minor}"
-    return {"name": found.name, "memory_bytes": found.total_memory, "capability": capability, "uuid": str(found.uuid)}
+    told = {"index": None, "name": found.name, "memory_mib": found.total_memory >> 20}
+    return {**told, "capability": f"{found.major}.{found.minor}", "uuid": f"GPU-{found.uuid}"}
 
 
 def kernels() -> dict[str, Any]:

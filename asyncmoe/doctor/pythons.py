@@ -16,9 +16,13 @@ from packaging.utils import canonicalize_name
 
 from asyncmoe.doctor import programs, python_probe
 from asyncmoe.doctor.facts import PythonFacts
+from asyncmoe.engines.engine_python import engine_python
+from asyncmoe.errors import UserError
+from asyncmoe.installed import fix
 
 LOOK_S = 180.0
 """Timeout in seconds; importing torch and Transformer Engine from a file system that all nodes read at once takes a minute."""
+_WITHOUT_TORCH_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,25 @@ def declared(checkout: Path) -> Declared:
     return Declared(version, {**_specifiers(others), **needed}, tuple(needed))
 
 
+def check_engine_python(configured: Path | None) -> None:
+    """Check that the engines' Python has what an engine imports first. Takes about a second.
+
+    Raises:
+        UserError: it is no Python, does not answer, or lacks SGLang or asyncmoe with its extension.
+    """
+    python = engine_python(configured)
+    found = look(str(python), ["sglang"], _WITHOUT_TORCH_S)
+    if found.extension is None:
+        lacks = [found.unfinished or "no answer of a Python"]
+    else:
+        lacks = [] if "sglang" in found.packages else ["SGLang is not installed"]
+        lacks += [found.extension.trouble] if found.extension.trouble is not None else []
+    if lacks:
+        beside = f"or write {Path(__file__).parents[2]} into a .pth file in its site-packages if only asyncmoe is missing"
+        wanted, hint = "a Python that has SGLang and asyncmoe", f"run: {fix('engine', python=python)}, {beside}"
+        raise UserError("engines.python", got=f"{python}: {'; '.join(lacks)}", expected=wanted, hint=hint)
+
+
 def look(executable: str, names: Sequence[str], seconds: float = LOOK_S) -> PythonFacts:
     """Return the facts of a Python: the versions of the packages in `names`, and how far its imports succeed."""
     output = programs.run([executable, "-", *names], seconds, Path(python_probe.__file__).read_text(encoding="utf-8"))
@@ -64,8 +87,9 @@ def _unfinished(output: programs.Output, step: str | None) -> str | None:
     """Return the step at which the probe failed and the reason: the exception's message, or how the process ended."""
     if output.trouble is None:
         return None
-    raised = programs.last_line(output.errors) if "Traceback (most recent call last)" in output.errors else ""
-    return f"{step}: {raised or output.trouble}" if step else raised or output.trouble
+    said = programs.last_line(output.errors)
+    why = said if "Traceback (most recent call last)" in output.errors else f"{output.trouble}: {said}".removesuffix(": ")
+    return f"{step}: {why}" if step else why
 
 
 def _specifiers(lines: Iterable[str]) -> dict[str, str]:

@@ -7,7 +7,6 @@ nothing has to listen.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 from pathlib import Path
@@ -18,10 +17,13 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rend
 
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.platform.file_store import open_store
-from asyncmoe.rpc.address import LOOPBACK_INTERFACE
+from asyncmoe.rpc import address
 from asyncmoe.rpc.environment import RANKS_STORE
 
 _create: Any = static_tcp_rendezvous.create_rdzv_handler
+_WHERE = "address at which trainer ranks meet"
+_LOOPBACK = "127."
+"""Beginning of its addresses (RFC 1122)."""
 
 
 def install(folder: Path) -> None:
@@ -43,11 +45,8 @@ def listen_on(master: str, nodes: int) -> str:
     Raises:
         UserError: the name does not resolve.
     """
-    try:
-        found = socket.gethostbyname(master)
-    except OSError as error:
-        raise _unusable(master, error) from error
-    return "0.0.0.0" if nodes > 1 and found != master and ipaddress.ip_address(found).is_loopback else found
+    found = address.resolve(_WHERE, master)
+    return "0.0.0.0" if nodes > 1 and found != master and found.startswith(_LOOPBACK) else found
 
 
 class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
@@ -60,8 +59,8 @@ class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
         if self._store is None and self.world_size == 1:
             self._store = open_store(self._file)
             os.environ[RANKS_STORE] = str(self._file)
-            if _is_loopback(self.master_addr):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+            if self.master_addr.startswith(_LOOPBACK):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", address.LOOPBACK_INTERFACE)
         elif self._store is None and self.rank == 0:
             self._store = self._listen()
         return super().next_rendezvous()
@@ -72,20 +71,9 @@ class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
         except OSError as error:
             if error.errno == errno.EADDRINUSE:  # no error of the user: the next start of a job or of its trainer takes another port
                 raise AsyncmoeError(f"{self.master_addr}:{self.master_port}, where trainer ranks meet, is in use") from error
-            raise _unusable(f"{self.master_addr}:{self.master_port}", error) from error
+            why = (error.strerror or str(error)).partition(" (")[0]  # Python repeats the address
+            got, hint = f"{self.master_addr}:{self.master_port} ({why})", "see cluster.network and ASYNCMOE_HOST"
+            raise UserError(_WHERE, got=got, expected="one of this machine", hint=hint) from error
         store = cast(Any, dist).TCPStore
         fd = listener.detach()
         return store(self.master_addr, self.master_port, self.world_size, True, self.timeout, multi_tenant=True, master_listen_fd=fd)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which may stand for another address on other machines
-        return False
-
-
-def _unusable(where: str, error: OSError) -> UserError:
-    hint = "see cluster.network and ASYNCMOE_HOST"
-    why = (error.strerror or str(error)).partition(" (")[0]  # Python repeats the address
-    return UserError("address at which trainer ranks meet", got=f"{where} ({why})", expected="one of this machine", hint=hint)

@@ -1,4 +1,6 @@
-"""The processes of a run, the same for every launcher: their names, commands and variables, and the table of parts that they make up."""
+"""The processes of a run, the same for every launcher: which machine has which engines, their names, commands and variables, and the table
+of parts that they make up.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from asyncmoe.config import Config
 from asyncmoe.engines.nodes import process_name
+from asyncmoe.errors import ConfigError
 from asyncmoe.launch import rule
-from asyncmoe.launch.engine_machines import EngineMachine
 from asyncmoe.launch.rule import CONTROLLER, TRAINER
 from asyncmoe.launch.run_processes import Process, RunPart, RunParts
 from asyncmoe.launch.torchrun import torchrun, trainer_environment
@@ -20,6 +23,19 @@ from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
 P = TypeVar("P")
 Start = Callable[[int], tuple[Process, ...]]
+
+
+@dataclass(frozen=True)
+class EngineMachine:
+    """The engines of one machine.
+
+    Attributes:
+        numbers: of the engines.
+        node: which one of each engine's `engines.nodes` the machine is.
+    """
+
+    numbers: tuple[int, ...]
+    node: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,29 @@ class Launcher(Generic[P]):
     end: Callable[[str], None]
     master: Callable[[int], tuple[str, int]]
     spare: bool = False
+
+
+def engine_machines(config: Config) -> tuple[EngineMachine, ...]:
+    """Spread `engines.count` engines over `cluster.engine_nodes` machines, evenly and in order; an engine over several has neighbours.
+
+    Raises:
+        ConfigError: the engines cannot be spread so.
+    """
+    machines, engines = config.cluster.engine_nodes, config.engines
+    if machines % engines.nodes:
+        expected = f"a multiple of engines.nodes = {engines.nodes}, the machines of one engine"
+        raise ConfigError("cluster.engine_nodes", got=machines, expected=expected)
+    if engines.count * engines.nodes < machines:
+        each = "" if engines.nodes == 1 else " * engines.nodes"
+        raise ConfigError("cluster.engine_nodes", got=machines, expected=f"at most engines.count{each} = {engines.count * engines.nodes}")
+    groups = spread(engines.count, machines // engines.nodes)
+    return tuple(EngineMachine(tuple(numbers), node) for numbers in groups for node in range(engines.nodes))
+
+
+def spread(count: int, nodes: int) -> list[range]:
+    """Spread `count` numbers over nodes in order and as evenly as possible: 5 over two nodes gives 0, 1, 2 and 3, 4."""
+    edges = [-(-count * node // nodes) for node in range(nodes + 1)]
+    return [range(first, end) for first, end in pairwise(edges)]
 
 
 def table(config: Config, file: Path, by: Launcher[P]) -> RunParts:

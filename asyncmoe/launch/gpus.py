@@ -31,11 +31,13 @@ def engine_arguments(config: Config, index: int) -> tuple[str, ...]:
     if not visible and not found.visible:
         return ()
     taken = check(config, index, len(visible), cards.hidden(found, len(visible)))
-    least = cards.smallest([visible[number] for number in taken])
-    hf = models.hf_config_of(config)
-    if least is None:
-        return _unbounded(config)
-    return budget.engine_arguments(config, hf, (least.memory_mib << 20) / 1e9)
+    if known := [visible[number].memory_mib for number in taken if visible[number].memory_mib]:
+        return budget.engine_arguments(config, models.hf_config_of(config), (min(known) << 20) / 1e9)
+    if budget.is_bounded(config):
+        return ()
+    got, expected = "not known: neither nvidia-smi nor torch says", "its size, by which the engine's memory is bounded"
+    hint = "give engines.max_total_tokens, and --mem-fraction-static in engines.args"
+    raise ConfigError("memory of an engine's GPU", got=got, expected=expected, hint=hint)
 
 
 def _cards(found: Nvidia) -> tuple[GpuFacts, ...]:
@@ -45,19 +47,6 @@ def _cards(found: Nvidia) -> tuple[GpuFacts, ...]:
     if listed and all(card.memory_mib for card in listed) and len(cards.kinds(listed)) == 1:
         return listed
     return cards.cards(found, pythons.look(sys.executable, ["torch"]).torch)
-
-
-def _unbounded(config: Config) -> tuple[str, ...]:
-    """No arguments, where an engine needs none or the user gives them.
-
-    Raises:
-        ConfigError: it needs bounds that cannot be calculated.
-    """
-    if budget.is_bounded(config):
-        return ()
-    got, expected = "not known: neither nvidia-smi nor torch says", "its size, by which the engine's memory is bounded"
-    hint = "give engines.max_total_tokens, and --mem-fraction-static in engines.args"
-    raise ConfigError("memory of an engine's GPU", got=got, expected=expected, hint=hint)
 
 
 def _on_gpus() -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,26 @@ from asyncmoe import checkpoints, installed, interrupts, models, storage
 from asyncmoe.checkpoints import copier
 from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, moved, sglang_arguments
-from asyncmoe.config.log import LogSection
 from asyncmoe.config.trainer import no_gpu_for
+from asyncmoe.doctor.pythons import check_engine_python
 from asyncmoe.engines import succession
-from asyncmoe.engines.engine_python import check_engine_python, engine_python
+from asyncmoe.engines.engine_python import engine_python
 from asyncmoe.errors import ConfigError, UserError, together
-from asyncmoe.launch import plugin_probe, preflight
-from asyncmoe.launch.engine_machines import engine_machines
-from asyncmoe.launch.local_parts import end_left, table
+from asyncmoe.launch import commands, plugin_probe, preflight
+from asyncmoe.launch.commands import EngineMachine, Launch, Launcher
+from asyncmoe.launch.rule import CONTROLLER, TRAINER
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts
+from asyncmoe.launch.torchrun import free_port
 from asyncmoe.launch.watch import supervise
 from asyncmoe.log import belonging
 from asyncmoe.models import origin
 from asyncmoe.models.lora import peft
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
+from asyncmoe.process import Child, wait_until
 from asyncmoe.rollout import run_log
-from asyncmoe.telemetry import versions
+from asyncmoe.telemetry import processes, versions
+from asyncmoe.telemetry.heartbeats import TRAINER as RANKS
 from asyncmoe.telemetry.loggers import checks as loggers
 from asyncmoe.telemetry.prometheus import Prometheus
 from asyncmoe.telemetry.samples import records as samples
@@ -57,15 +61,15 @@ def run(config: Config) -> dict[str, object]:
         AsyncmoeError: a process failed; the message is that process's own.
         Interrupted: the user stopped the run; the text says what is saved.
     """
-    with ExitStack() as held:
+    with claim(config.run.dir):
         with interrupts.stopping(interrupts.NO_RUN_YET):
-            held.enter_context(claim(config.run.dir))
             end_left(config.run.dir, engines=not config.engines.join)
             plugin_probe.check(config)  # first, because the checks of the machine call a family of the user's own
             for line in preflight.check(config):
                 print(f"warning: {line}", file=sys.stderr, flush=True)
             file = prepare(config)
-        return supervise(config, partial(table, config, file))
+        local = _LocalParts(config.run.dir)
+        return supervise(config, local.table(config, file), local.end_all)
 
 
 def check(config: Config, *, weights: bool = True) -> Survey:
@@ -81,26 +85,30 @@ def check(config: Config, *, weights: bool = True) -> Survey:
         if place is not None:
             check_place(place, key)
     loggers.check(config.telemetry)
-    here = not config.engines.join and config.launch == "local"
-    if config.log.redis is not None and config.launch == "local":
-        _check_redis(config.log)
-    if config.launch == "ray":
-        engine_machines(config)  # refuses engines that cannot be spread
+    here = config.launch == "local"
+    if here and config.log.redis is not None:  # which may be unable to keep the log
+        installed.need("redis", "log.redis")
+        from asyncmoe.log import redis
+
+        redis.RedisServer(str(config.log.redis), patience_s=0.0).check()
+    if not here:
+        commands.engine_machines(config)  # refuses engines that cannot be spread
     plugin_probe.check(config)
-    if config.launch == "local" and devices.none_here():
+    if here and devices.none_here():
         for key, value in config.trainer.needs_gpu:  # which the trainer would refuse a minute later
             raise no_gpu_for(key, value)
     hf = budget.hf_of(config)
     there = weights and not to_make(config.model, config.run.dir)
     models.check(config, hf, weights=config.model.path if there else None)
     _check_adapter(config, hf)
-    _check_host(config, hf)
+    if here and config.trainer.memory.optimizer_offload:
+        budget.check_host(config, budget.of_run(config, hf), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     copier.check(config)
     found = checkpoints.survey(config.run.dir)
     for line in found.lines:
         print(line, file=sys.stderr, flush=True)
     _check_going_on(config, hf, found.newest)
-    if here:
+    if here and not config.engines.join:
         check_engine_python(config.engines.python)  # last, because it starts an interpreter
     return found
 
@@ -115,20 +123,6 @@ def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) 
         print(f"run.steps: {taken}", file=sys.stderr, flush=True)
     if begun:
         run_log.belonging_of(config, models.recording(config, hf))  # as the controller refuses, after the start
-
-
-def _check_redis(section: LogSection) -> None:
-    """Refuse a Redis server that cannot keep the log. Raises UserError."""
-    installed.need("redis", "log.redis")
-    from asyncmoe.log import redis
-
-    redis.RedisServer(str(section.redis), patience_s=0.0).check()
-
-
-def _check_host(config: Config, hf: Mapping[str, Any]) -> None:
-    """Refuse an offload for which this machine has no memory."""
-    if config.launch == "local" and config.trainer.memory.optimizer_offload:
-        budget.check_host(config, budget.of_run(config, hf), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def prepare(config: Config) -> Path:
@@ -214,3 +208,62 @@ def _check_adapter(config: Config, hf: Mapping[str, Any]) -> None:
         raise ConfigError("lora.rank", got=kind.rank, expected=f"at most {limit}, the --max-lora-rank of engines.args", hint="raise that")
     if section.start is not None:
         peft.start_from(section.start, models.family_of(hf).shape_of(hf), kind, str(config.model.path))
+
+
+class _LocalParts:
+    """The parts of a run on this machine, and the newest process of each."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._children: dict[str, Child] = {}
+
+    def start(self, _: None, launch: Launch) -> Process:
+        """Start a part; all of its starts append to one log."""
+        child = Child(launch.name, [sys.executable, *launch.arguments], launch.log, launch.environment)
+        self._children[launch.name] = child
+        return child
+
+    def end(self, name: str, engine_s: float = 0.0) -> None:
+        """End a part: the trainer is asked first, another killed after `engine_s`, as one that hangs must not wake up beside the next."""
+        if (child := self._children.get(name)) is not None:
+            child.end(STOP_GRACE_S if name == TRAINER else engine_s)
+        if name == TRAINER:
+            _kill(self._run_dir, RANKS)
+
+    def end_all(self) -> None:
+        """Ask all to end, and kill what does not in time."""
+        for child in self._children.values():
+            child.signal(signal.SIGTERM)
+        for name in reversed(self._children):
+            self.end(name, STOP_GRACE_S)
+
+    def table(self, config: Config, file: Path) -> RunParts:
+        """Return the parts. `file`: the configuration that all processes read."""
+        numbers = tuple(range(0 if config.engines.join else config.engines.count))
+        engines = [(None, EngineMachine(numbers, node)) for node in range(config.engines.nodes)]
+        launcher = Launcher(engines, [None], self.start, self.end, lambda _: ("127.0.0.1", free_port("127.0.0.1")), spare=True)
+        return commands.table(config, file, launcher)
+
+
+def end_left(run_dir: Path, *, engines: bool) -> None:
+    """Wait until all that a lost launcher of the run has left on this host has ended, and kill what does not end: each part gets SIGTERM
+    with its launcher.
+
+    Args:
+        engines: whether launchers start engines here.
+    """
+    recorded = processes.read(run_dir)
+    if any(processes.runs(one) for one in recorded if one.role == "supervisor"):
+        return
+    roles = (CONTROLLER, RANKS, *(["engine."] if engines else []))
+    left = [one for one in recorded if one.role.startswith(roles) and processes.runs(one)]
+    if not wait_until(lambda: not any(map(processes.runs, left)), STOP_GRACE_S):
+        _kill(run_dir, *roles)
+
+
+def _kill(run_dir: Path, *roles: str) -> None:
+    """Send SIGKILL to every process of a run that still runs on this host and whose role begins with one of `roles`."""
+    for one in processes.read(run_dir):
+        if one.role.startswith(roles) and processes.runs(one):
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(one.pid, signal.SIGKILL)

@@ -9,18 +9,16 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from asyncmoe import installed, surroundings
-from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
+from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.imports import uncollected
 from asyncmoe.process import leave, say
 from asyncmoe.telemetry import heartbeats, processes
 
 if TYPE_CHECKING:
     from asyncmoe.config import Config
-
-_EXTENSIONS = ("asyncmoe.reshard._C", "asyncmoe.trajectory._C")
 
 
 def controller(config: Path, overrides: Sequence[str] = ()) -> None:
@@ -54,8 +52,8 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     """
     with uncollected():
         from asyncmoe import models
+        from asyncmoe.doctor.pythons import check_engine_python
         from asyncmoe.engines import engine_agent
-        from asyncmoe.engines.engine_python import check_engine_python
         from asyncmoe.engines.nodes import process_name
         from asyncmoe.launch import gpus
 
@@ -111,37 +109,25 @@ def main(run: Callable[[], object]) -> None:
     for name in ("httpx", "httpx2", "torch._subclasses.fake_tensor"):
         logging.getLogger(name).setLevel(logging.WARNING)
     sys.path.insert(0, "")  # as `python -m` does, so that the user's scorers and environments are importable
+    refused: AsyncmoeError | None
     try:
-        try:
-            surroundings.settle()
-            run()
-        except ModuleNotFoundError as error:
-            if error.name in _EXTENSIONS:
-                raise _no_extension(error.name) from None
-            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-            if (refused := installed.explained(error, f"asyncmoe {command}".strip())) is None:
-                raise
-            raise refused from None
+        surroundings.settle()
+        run()
+        return
     except AsyncmoeError as error:
-        _end(error)
+        refused = error
     except KeyboardInterrupt:
-        _end(Interrupted("interrupted"))
-    except Exception:  # noqa: BLE001  not swallowed: the error is printed and ends the process
-        traceback.print_exc()
-        leave(1)
+        refused = Interrupted("interrupted")
+    except Exception as error:  # noqa: BLE001  not swallowed: the error is printed and ends the process
+        refused = installed.explained(error) if isinstance(error, ModuleNotFoundError) else None
+        if refused is None:
+            traceback.print_exc()
+            leave(1)
+    say(refused)
+    leave(refused.exit_code)
 
 
 def end() -> None:
     """End this process with status 0, now if users' code has left threads, for which Python would wait."""
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         leave(0)
-
-
-def _end(error: AsyncmoeError) -> NoReturn:
-    say(error)
-    leave(error.exit_code)
-
-
-def _no_extension(name: str) -> UserError:
-    hint = "run: make setup" if installed.from_checkout() else "install a wheel of asyncmoe that was built for this Python"
-    return UserError(name, got="no compiled extension", expected="it beside the package", hint=hint)

@@ -1,18 +1,29 @@
-"""The parts of a run: the one table that each launcher fills, and the processes that were started from it."""
+"""The parts of a run: the one table that each launcher fills, the processes that were started from it, and the root cause of failures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import Protocol
 
+from asyncmoe import storage
 from asyncmoe.engines.engine_stay import ServerLost
+from asyncmoe.errors import RECURRING, AsyncmoeError, UserError
 from asyncmoe.launch.rule import CONTROLLER, TRAINER, How, LossRule
+from asyncmoe.process import KILLED
 
 STOP_GRACE_S = 20.0
 """Seconds between asking a process to end and killing it."""
+_FOLLOWS = ("waited", "was ended by the controller")
+"""Words in the reason of a process that failed because it lost another one."""
+_MAY_FOLLOW_A_CRASH = (*_FOLLOWS, "no engine is left")
+"""Words in the controller's reason that the crash of a rank can cause: engines that receive its weights can fail with it."""
+_CRASHES = (Signals.SIGSEGV, Signals.SIGBUS, Signals.SIGABRT, Signals.SIGFPE, Signals.SIGILL)
+"""Signals that a process raises by a fault of its own, in contrast to those that another process or the kernel sends it."""
+_KILL, _UNEXPLAINED, _LOST = 1, 6, 7
+"""Sort keys (`_rank`) of a kill, of a failure without a reason, and of one that the loss of another process explains."""
 
 
 class Process(Protocol):
@@ -44,45 +55,51 @@ class Process(Protocol):
         """Wait for the process; true if it ended within `seconds`."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunPart:
-    """A part of a run, as its launcher starts it.
+    """A part of a run, as its launcher starts it, and what has come of that.
 
     Attributes:
         loss: what its loss means.
         start: starts it, and returns its processes; of the controller there is one. None of its earlier processes may run. Called with
             the number of its earlier starts, for the controller that of the trainer's. Raises AsyncmoeError if it cannot be started.
         end: ends all of its processes, before it starts again: those of the trainer are asked first, and killed if they do not end in time.
+        due: when it is to start, in time.monotonic's seconds; infinite once it was started.
+        lost: how often it was lost and started again.
+        processes: of its newest start; empty while its next one is awaited.
     """
 
     loss: LossRule
     start: Callable[[int], tuple[Process, ...]]
-    end: Callable[[], None] = lambda: None
+    end: Callable[[], None]
+    due: float = 0.0
+    lost: int = 0
+    processes: tuple[Process, ...] = ()
 
 
-RunParts = Mapping[str, RunPart]
-"""The parts of a run by name, in the order in which they start."""
+RunParts = dict[str, RunPart]
+"""The parts of a run by name, in the order in which they start, without those that it goes on without."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunProcesses:
-    """The processes of a run, by part; those of a part that waits for its next start, or without which the run goes on, are left out."""
+    """The processes of all parts of a run."""
 
-    by_part: dict[str, tuple[Process, ...]] = field(default_factory=dict)
+    parts: RunParts
 
     @property
     def controller(self) -> Process | None:
         """None while its next start is awaited."""
-        return next(iter(self.by_part.get(CONTROLLER, ())), None)
+        return next(iter(self.parts[CONTROLLER].processes), None)
 
     @property
     def trainers(self) -> tuple[Process, ...]:
         """Empty while the next start of the trainer is awaited."""
-        return self.by_part.get(TRAINER, ())
+        return self.parts[TRAINER].processes
 
     @property
     def engines(self) -> tuple[Process, ...]:
-        return tuple(one for name, found in self.by_part.items() if name not in (CONTROLLER, TRAINER) for one in found)
+        return tuple(one for name, part in self.parts.items() if name not in (CONTROLLER, TRAINER) for one in part.processes)
 
     @property
     def failed(self) -> list[Process]:
@@ -101,7 +118,7 @@ class RunProcesses:
 
     @property
     def _of_run(self) -> Mapping[str, tuple[Process, ...]]:
-        return {name: found for name, found in self.by_part.items() if name in (CONTROLLER, TRAINER) or not self._is_over}
+        return {name: part.processes for name, part in self.parts.items() if name in (CONTROLLER, TRAINER) or not self._is_over}
 
     @property
     def finished(self) -> bool:
@@ -115,3 +132,48 @@ def _how(processes: tuple[Process, ...]) -> How:
     if ServerLost.exit_code in statuses:
         return "used up"
     return "lost" if min(statuses) < 0 else "said"
+
+
+def root_cause(failed: Sequence[Process]) -> AsyncmoeError:
+    """Return the error of the root-cause failure, with its exit code if the failure would recur. `failed` must not be empty."""
+    first = min(failed, key=_rank)
+    if first.reason is None and (full := storage.probe(first.log.parent)) is not None:  # a full disk keeps reasons out of the logs
+        named = storage.explain(full, f"log of {first.name}, which ended with status {first.returncode}", first.log)
+        return named or AsyncmoeError(str(full))
+    return AsyncmoeError(first.why(), exit_code=first.returncode if first.returncode in RECURRING else None)
+
+
+def explained(failed: Sequence[Process]) -> bool:
+    """Whether a failure among them has a reason of its own."""
+    return min(map(_rank, failed)) < _UNEXPLAINED
+
+
+def certain(failed: Sequence[Process]) -> bool:
+    """Whether a failure among them does not follow from that of another process which has not ended yet: a user error, or a kill."""
+    return min(map(_rank, failed)) <= _KILL
+
+
+def only_lost(failed: Sequence[Process]) -> bool:
+    """Whether all failures are the loss of another process."""
+    return all(_rank(process) == _LOST for process in failed)
+
+
+def _rank(ended: Process) -> int:
+    """Sort key of a failure: a user error with its reason is lowest, then a kill, the controller's own reason, wrong numbers or programs, a
+    crash, another own reason, no reason, and the loss of another process.
+
+    The controller's own reason precedes a crash, because a rank may crash while it ends for lack of a controller; a kill has another cause.
+    """
+    status, reason = ended.returncode, ended.reason or ""
+    if status == UserError.exit_code and reason:  # a full disk keeps reasons out of logs, perhaps not all of them
+        return 0
+    if (status is not None and status < 0) or reason.startswith(KILLED):
+        named = reason.startswith(tuple(f"{KILLED} {number.name}" for number in _CRASHES))
+        return 4 if named or (not reason.startswith(KILLED) and -(status or 0) in _CRASHES) else _KILL
+    if not reason:
+        return _UNEXPLAINED
+    if ended.name.split()[0] == "controller" and not any(words in reason for words in _MAY_FOLLOW_A_CRASH):
+        return 2
+    if status in RECURRING:
+        return 3
+    return _LOST if any(words in reason for words in _FOLLOWS) else 5

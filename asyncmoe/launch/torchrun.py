@@ -12,14 +12,13 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncmoe import surroundings
 from asyncmoe.errors import RECURRING, AsyncmoeError
 from asyncmoe.imports import uncollected
-from asyncmoe.process import KILLED, say
+from asyncmoe.process import KILLED, say, signalled
 from asyncmoe.rpc.environment import AGENT
 from asyncmoe.scratch import Scratch
 
@@ -58,8 +57,7 @@ def trainer_command(config: Config, resolved: Path, module: str = "asyncmoe.trai
     return [sys.executable, *torchrun(config.trainer.ranks, ("127.0.0.1", free_port("127.0.0.1")), module, str(resolved), *arguments)]
 
 
-@dataclass(frozen=True)
-class FailedRank:
+class FailedRank(NamedTuple):
     """`exitcode` is negative for a signal; `time` is when torchrun noticed, in Unix seconds."""
 
     rank: int
@@ -90,9 +88,7 @@ def run(arguments: Sequence[str]) -> None:
     except ChildFailedError as error:
         cause = first([FailedRank(rank, failure.exitcode, failure.timestamp) for rank, failure in error.failures.items()])
         if cause.exitcode < 0:
-            number = signal.Signals(-cause.exitcode)
-            why = ", as when memory runs out" if number == signal.SIGKILL else ""
-            say(AsyncmoeError(f"{KILLED} {number.name}{why}: rank {cause.rank} on {socket.gethostname()}"))
+            say(AsyncmoeError(f"{KILLED} {signalled(cause.exitcode)}: rank {cause.rank} on {socket.gethostname()}"))
         sys.exit(status(cause.exitcode))
     except AsyncmoeError as error:
         say(error)
@@ -109,14 +105,13 @@ def first(failed: Sequence[FailedRank]) -> FailedRank:
     At the same time a signal precedes an error, because the error may report the loss of that rank. SIGTERM comes last: torchrun sends it
     to the remaining ranks.
     """
-    return min(
-        failed,
-        key=lambda one: (_recurring(one.exitcode), one.exitcode == -signal.SIGTERM, one.time, one.exitcode > 0, one.rank),
-    )
 
 
-def _recurring(exitcode: int) -> int:
-    return RECURRING.index(exitcode) if exitcode in RECURRING else len(RECURRING)
+    def order(one: FailedRank) -> tuple[object, ...]:
+        recurs = [*RECURRING, one.exitcode].index(one.exitcode)
+        return recurs, one.exitcode == -signal.SIGTERM, one.time, one.exitcode > 0, one.rank
+
+    return min(failed, key=order)
 
 
 def status(exitcode: int) -> int:

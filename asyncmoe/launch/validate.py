@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from asyncmoe.config import Config
+from asyncmoe.config.devices import counted
 from asyncmoe.launch import local
 from asyncmoe.models import hub, make
 from asyncmoe.rollout import parts
@@ -26,7 +27,7 @@ def validate(config: Config) -> str:
         config, download = hub.described(config, Path(scratch, "described"))
         local.check(config, weights=download is None)
         parts.run(parts.load_and_check(_with_tokenizer(config, Path(scratch))))
-    engines = f"{config.engines.count} engine{'s' if config.engines.count > 1 else ''} of {config.engines.tp} rank(s)"
+    engines = f"{counted(config.engines.count, 'engine')} of {config.engines.tp} rank(s)"
     size = f"{config.run.steps} steps of {config.rollout.batch} trajectories, {config.trainer.ranks} trainer rank(s), {engines}"
     return f"{size}; {download}" if download else size
 

@@ -11,19 +11,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncmoe import checkpoints, storage
 from asyncmoe.checkpoints.copier import Copier
 from asyncmoe.config import Config
+from asyncmoe.config.devices import counted
 from asyncmoe.errors import AsyncmoeError, Interrupted
-from asyncmoe.launch.failures import certain, explained, failure, only_lost
+from asyncmoe.interrupts import StopOnSignal
 from asyncmoe.launch.rule import CONTROLLER, TRAINER, EndRun, Failure, LetGo, StartAgain, decide, titled
-from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts, RunProcesses
-from asyncmoe.launch.stop_signals import StopOnSignal
-from asyncmoe.launch.watching import ProcessSilent, Watcher
+from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts, RunProcesses, certain, explained, only_lost, root_cause
+from asyncmoe.launch.watching import Watcher
 from asyncmoe.process import wait_until
 from asyncmoe.telemetry import processes as recorded
 from asyncmoe.telemetry.live import LiveView
@@ -68,28 +67,26 @@ class Stopping:
     settle_s: float = 0.0
 
 
-def watch(config: Config, table: Callable[[ExitStack], RunParts], stop: Stopping) -> None:
+def watch(config: Config, parts: RunParts, end: Callable[[], None], stop: Stopping) -> None:
     """Start the processes of a prepared run, show and supervise it until it is finished or has stopped as it was asked to.
 
     Args:
-        table: returns the parts of the run, and registers their end on the stack.
+        end: ends all processes that there are, however the run ends.
 
     Raises:
         AsyncmoeError: a process failed, or the run is to end at once.
     """
     recorded.record(config.run.dir, "supervisor")
     watcher = Watcher(config)
-    with (
-        Copier(config, stop.hurried),
-        watcher,
-        LiveView(config, sinks=(watcher,)) as view,
-        ExitStack() as ending,  # before the view: its loggers get the last records
-    ):
+    with Copier(config, stop.hurried), watcher, LiveView(config, sinks=(watcher,)) as view:
         watcher.say = view.say
-        _watch(_Supervision(config, table(ending), watcher, view, stop))
+        try:
+            _watch(_Supervision(config, parts, watcher, view, stop))
+        finally:  # within the view, whose loggers get the last records
+            end()
 
 
-def supervise(config: Config, table: Callable[[ExitStack], RunParts]) -> dict[str, object]:
+def supervise(config: Config, parts: RunParts, end: Callable[[], None]) -> dict[str, object]:
     """Run `watch` from a terminal, and return the summary of the run.
 
     Raises:
@@ -107,7 +104,7 @@ def supervise(config: Config, table: Callable[[ExitStack], RunParts]) -> dict[st
 
     try:
         print(begins(config), flush=True)
-        watch(config, table, Stopping(lambda: signals.count > 0, lambda: signals.count, at_once, tell))
+        watch(config, parts, end, Stopping(lambda: signals.count > 0, lambda: signals.count, at_once, tell))
     except KeyboardInterrupt:
         raise Interrupted(saved("ended at once", config), signals.number) from None
     finally:
@@ -127,9 +124,9 @@ def supervise(config: Config, table: Callable[[ExitStack], RunParts]) -> dict[st
 
 def begins(config: Config) -> str:
     """Say what starts now, from where, and where its processes write: the first step takes a while."""
-    ranks, engines, newest = config.trainer.ranks, config.engines.count, checkpoints.newest(config.run.dir)
+    newest = checkpoints.newest(config.run.dir)
     begin = "starting" if newest is None else f"resuming from {newest}"
-    parts = f"{ranks} trainer rank{'s' * (ranks > 1)}, {engines} engine{'s' * (engines > 1)}"
+    parts = f"{counted(config.trainer.ranks, 'trainer rank')}, {counted(config.engines.count, 'engine')}"
     return f"{begin}: {parts}; logs: {config.run.dir / 'logs'}"
 
 
@@ -171,7 +168,7 @@ def conclude(run_dir: Path) -> dict[str, object]:
 def _watch(run: _Supervision) -> None:
     told, save_by, end_by, stop, processes = False, None, math.inf, run.stop, run.processes
     while not processes.finished:
-        silent = _refresh(run.view)
+        run.view.refresh()
         if (error := stop.at_once()) is not None:
             raise error
         now, controller = time.monotonic(), processes.controller
@@ -185,8 +182,8 @@ def _watch(run: _Supervision) -> None:
                 break
             told = told or stop.tell(controller)
         run.start_due(now)
-        if silent is not None or (processes.failed and not (stop.asked() and _controller_ends(processes))):
-            run.lost(silent)
+        if run.watcher.hanging or (processes.failed and not (stop.asked() and _controller_ends(processes))):
+            run.lost()
             continue
         controller = processes.controller
         late = [one for one in (controller, *processes.trainers) if one is not None and one.returncode is None]
@@ -201,28 +198,13 @@ def _watch(run: _Supervision) -> None:
     run.view.refresh()
 
 
-def _refresh(view: LiveView) -> ProcessSilent | None:
-    """Show new records; return the error of a process that hangs."""
-    try:
-        view.refresh()
-    except ProcessSilent as silent:
-        return silent
-    return None
-
-
 class _Supervision:
-    """Starts the parts of a run, and again what was lost.
+    """Starts the parts of a run, and again what was lost."""
 
-    Attributes:
-        processes: those that there are.
-    """
-
-    def __init__(self, config: Config, table: RunParts, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
-        self.processes, self.view, self.stop = RunProcesses(), view, stop
-        self._config, self._watcher, self._parts = config, watcher, dict(table)
+    def __init__(self, config: Config, parts: RunParts, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
+        self.processes, self.watcher, self.view, self.stop = RunProcesses(parts), watcher, view, stop
+        self._config, self._parts = config, parts
         self._history: list[Failure] = []
-        self._starts = dict.fromkeys(table, 0)
-        self._due = dict.fromkeys(table, 0.0)
 
     def start_due(self, now: float) -> None:
         """Start the parts whose time has come, unless the run stops: then there is nothing more to save.
@@ -230,21 +212,24 @@ class _Supervision:
         Raises:
             AsyncmoeError: one cannot be started.
         """
-        due = [] if self.stop.asked() else [name for name in self._parts if self._due.get(name, math.inf) <= now]
-        for name in due:
-            del self._due[name]
-            self.processes.by_part[name] = self._parts[name].start(self._starts[TRAINER if name == CONTROLLER else name])
+        due = [] if self.stop.asked() else [(name, part) for name, part in self._parts.items() if part.due <= now]
+        for name, part in due:
+            part.due = math.inf
+            part.processes = part.start(self._parts[TRAINER if name == CONTROLLER else name].lost)
 
-    def lost(self, silent: ProcessSilent | None) -> None:
+    def lost(self) -> None:
         """Apply the rule to what has failed, or hangs.
 
         Raises:
             AsyncmoeError: the run ends; names the root cause.
         """
-        error = silent or _settled(self.processes, self.stop.settle_s)
+        if hanging := self.watcher.hanging:
+            error = AsyncmoeError(f"waited {self._config.watch.end_after_s:g} s (watch.end_after_s) for a heartbeat")
+        else:
+            error = _settled(self.processes, self.stop.settle_s)
         ended = self.processes.ended
-        if silent is not None:
-            ended |= {CONTROLLER if silent.controller else TRAINER: "lost"}
+        if hanging:
+            ended[hanging] = "lost"
         steps = max((one.step for one in read_steps(self._config.run.dir / METRICS)), default=0)
         failure = Failure(ended, str(error), error.exit_code, steps)
         rules = {name: part.loss for name, part in self._parts.items()}
@@ -253,9 +238,9 @@ class _Supervision:
                 raise self._in_context(error, why, failure)
             case LetGo(part):
                 self.view.say(f"the run goes on without {part}: {error}")
-                del self._parts[part], self.processes.by_part[part]
+                del self._parts[part]
             case StartAgain() as again:
-                self._again(again, failure, self._watcher.named(error))
+                self._again(again, failure, self.watcher.named(error))
 
     def _again(self, again: StartAgain, failure: Failure, why: AsyncmoeError) -> None:
         who = again.parts[0]
@@ -263,34 +248,28 @@ class _Supervision:
         text = f"{titled(who)} starts again{when}, restart {again.row} of {again.most} without a new step: {why}"
         self.view.say(text)
         if who in (CONTROLLER, TRAINER):
-            self._watcher.lost("controller_lost" if who == CONTROLLER else "trainer_lost", text)
+            self.watcher.alert("controller_lost" if who == CONTROLLER else "trainer_lost", text)
         self._history.append(failure)
-        for part in again.parts:
-            self.processes.by_part.pop(part, None)
-            self._parts[part].end()
-            self._watcher.forget(part)
-            self._due[part] = time.monotonic() + again.after_s
-            self._starts[part] += 1
+        for name in again.parts:
+            part = self._parts[name]
+            part.processes, part.lost = (), part.lost + 1
+            part.end()
+            self.watcher.forget(name)
+            part.due = time.monotonic() + again.after_s
 
     def _in_context(self, error: AsyncmoeError, more: str, failure: Failure) -> AsyncmoeError:
         """Return the error that ends the run, with the loss from which it may follow."""
         if not more and self._history and failure.step <= self._history[-1].step:
             more = f"{titled(next(iter(self._history[-1].ended)))} was lost before: {self._history[-1].why}"
-        if not more:
-            return error
-        told = AsyncmoeError(f"{error}; {more}")
-        told.exit_code = error.exit_code
-        return told
+        return AsyncmoeError(f"{error}; {more}", exit_code=error.exit_code) if more else error
 
 
 def _controller_ends(processes: RunProcesses) -> bool:
     """Return whether failures follow from the end of a controller that was asked to stop, which only the next look at it will show."""
     controller = processes.controller
-    if controller is None:
-        return False
-    if controller.returncode is None:  # the trainer may have noticed the controller's end before this process did
+    if controller is not None and controller.returncode is None:  # the trainer may have noticed the controller's end before this process
         return only_lost(processes.failed) and controller.wait(STOP_GRACE_S)
-    return controller.returncode in _INTERRUPTED
+    return controller is not None and controller.returncode in _INTERRUPTED
 
 
 def _wait(processes: Sequence[Process], seconds: float, stop: Stopping) -> None:
@@ -311,4 +290,4 @@ def _settled(processes: RunProcesses, settle_s: float) -> AsyncmoeError:
         if waited >= settle_s and (certain(processes.failed) or (waited > _SETTLE_S and explained(processes.failed))):
             break
         time.sleep(_POLL_S)
-    return failure(processes.failed)
+    return root_cause(processes.failed)

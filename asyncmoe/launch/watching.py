@@ -6,27 +6,21 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, DataError, Interrupted
 from asyncmoe.launch import stacks
+from asyncmoe.launch.rule import CONTROLLER, TRAINER
 from asyncmoe.storage import writing
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.alerts import Alarm, Alert, Event, Told, tell
-from asyncmoe.telemetry.heartbeats import TRAINER, BeatListener, Silence
+from asyncmoe.telemetry.heartbeats import BeatListener, Silence
 from asyncmoe.telemetry.records import Followed
 
 _KEPT = 20
-
-
-class ProcessSilent(AsyncmoeError):
-    """A process has been silent for watch.end_after_s. `controller`: whether the controller has been silent too."""
-
-    def __init__(self, limit_s: float, controller: bool) -> None:
-        self.controller = controller
-        super().__init__(f"waited {limit_s:g} s (watch.end_after_s) for a heartbeat")
 
 
 class Watcher:
@@ -38,7 +32,7 @@ class Watcher:
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._watch, self._clock = config, config.watch, clock
-        self.say: Callable[[str], None] = _to_stderr
+        self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
         self._alarm = Alarm(config.watch.alerts.command, config.run.dir.name, lambda text: self.say(text))
         self._told, self._listener, self._next = Told(), BeatListener(), 0.0
         self._silences: list[Silence] = []
@@ -53,7 +47,7 @@ class Watcher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         named = self.named(error) if isinstance(error, AsyncmoeError) and not isinstance(error, Interrupted) else error
         if isinstance(named, Exception) and not isinstance(named, Interrupted):
-            self._alarm.send(Alert("failed", f"the run has failed: {named}", self._told.step))
+            self.alert("failed", f"the run has failed: {named}")
         self._alarm.close()
         if named is not error and named is not None:
             raise named from error
@@ -63,10 +57,11 @@ class Watcher:
 
         Raises:
             DataError: run.dir has been moved or deleted; what its processes write from then on would lie in two places.
-            ProcessSilent: the controller or a trainer rank has been silent for watch.end_after_s.
         """
         now = self._clock()
-        self._check_folder()
+        if _inode(self._config.run.dir) != self._folder:
+            what, hint = f"run.dir {self._config.run.dir}", "put it back and run the same command, or name its new place in run.dir"
+            raise DataError(what, got="moved or deleted while the run went on", expected="the folder in which the run started", hint=hint)
         self._told, alerts = tell(self._told, records, now)
         for alert in alerts:
             if alert.event in ("engine_lost", "worker_lost"):
@@ -79,11 +74,6 @@ class Watcher:
     def close(self) -> None:
         """Nothing: the context manager ends it."""
 
-    def _check_folder(self) -> None:
-        if _inode(self._config.run.dir) != self._folder:
-            what, hint = f"run.dir {self._config.run.dir}", "put it back and run the same command, or name its new place in run.dir"
-            raise DataError(what, got="moved or deleted while the run went on", expected="the folder in which the run started", hint=hint)
-
     def _listen(self, now: float) -> None:
         self._silences = self._listener.hear(heartbeats.read(self._config.run.dir), now)
         silent = [one for one in self._silences if one.seconds > self._watch.stacks_after_s]
@@ -93,16 +83,22 @@ class Watcher:
             self._dumped |= {one.role: path for one in new}
             text = f"{new[0]}{f', and {len(new) - 1} more' if new[1:] else ''}; stacks of every process: {path}"
             self.say(text)
-            self._alarm.send(Alert("silent", text, self._told.step))
-        for one in silent:
-            if self._watch.end_after_s is not None and one.seconds > self._watch.end_after_s and heartbeats.ends_the_run(one.role):
-                raise ProcessSilent(self._watch.end_after_s, any(other.role == "controller" for other in silent))
+            self.alert("silent", text)
 
-    def lost(self, event: Event, text: str) -> None:
-        """Tell that the trainer, or the controller, was lost and starts again."""
+    @property
+    def hanging(self) -> str | None:
+        """The part of which a process has been silent for watch.end_after_s, and cannot be done without: the controller if that is silent
+        too, else the trainer; None: there is none."""
+        limit = self._watch.end_after_s
+        if limit is None or not any(one.seconds > limit and heartbeats.ends_the_run(one.role) for one in self._silences):
+            return None
+        return CONTROLLER if CONTROLLER in self._dumped else TRAINER
+
+    def alert(self, event: Event, text: str) -> None:
+        """Send an alert of now."""
         self._alarm.send(Alert(event, text, self._told.step))
 
-    def forget(self, roles: str = TRAINER) -> None:
+    def forget(self, roles: str) -> None:
         """Forget processes that have ended, whose roles begin with `roles`, until those of the next start are heard."""
         heartbeats.forget(self._config.run.dir, roles)
         self._listener.forget(roles)
@@ -114,9 +110,8 @@ class Watcher:
         first = next((one for one in self._silences if one.role in self._dumped), None)
         if first is None:
             return error
-        named = AsyncmoeError(f"{first}; stacks of every process are in {self._dumped[first.role]}; then: {error}")
-        named.exit_code = error.exit_code
-        return named
+        told = f"{first}; stacks of every process are in {self._dumped[first.role]}; then: {error}"
+        return AsyncmoeError(told, exit_code=error.exit_code)
 
 
 def _inode(folder: Path) -> int | None:
@@ -125,10 +120,6 @@ def _inode(folder: Path) -> int | None:
         return folder.stat().st_ino
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def write_stacks(run_dir: Path, silent: list[Silence]) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from asyncmoe.doctor.facts import Extension, GpuFacts, Machine, Nccl, Nvidia, PythonFacts, Shown, Torch
+from asyncmoe.doctor.facts import Extension, GpuFacts, Machine, Nccl, Nvidia, PythonFacts, Torch
 from asyncmoe.platform.kernels import Kernels
 
 SOURCES = ("5e" * 32, "ca" * 32)
@@ -29,9 +29,9 @@ TRAIN_PACKAGES = {
 GPUS = tuple(GpuFacts(index, "NVIDIA H100 80GB HBM3", 81559, 4, "Default", "9.0", uuid=f"GPU-{index:08x}") for index in range(8))
 
 
-def shown(*gpus: GpuFacts) -> tuple[Shown, ...]:
+def shown(*gpus: GpuFacts) -> tuple[GpuFacts, ...]:
     """What torch says of these."""
-    return tuple(Shown(gpu.name, gpu.memory_mib << 20, gpu.capability, gpu.uuid.removeprefix("GPU-")) for gpu in gpus)
+    return tuple(GpuFacts(None, gpu.name, gpu.memory_mib, capability=gpu.capability, uuid=gpu.uuid) for gpu in gpus)
 
 
 TRAINER = PythonFacts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from asyncmoe.config import Config
@@ -15,8 +14,8 @@ Starts = Callable[[int], Process]
 """Starts a part, given the number of earlier starts."""
 
 
-def table_of(config: Config, starts: Mapping[str, Starts], ending: ExitStack) -> RunParts:
-    """Parts of one process each, which end with a signal."""
+def table_of(config: Config, starts: Mapping[str, Starts]) -> tuple[RunParts, Callable[[], None]]:
+    """Parts of one process each, which end with a signal, and what ends all of them."""
     begun: dict[str, Child] = {}
     rules = rule.table(config, [name for name in starts if name.startswith("engine")], spare=True)
 
@@ -27,8 +26,11 @@ def table_of(config: Config, starts: Mapping[str, Starts], ending: ExitStack) ->
 
         return RunPart(rules[name], begin, lambda: begun[name].end(0.0))
 
-    ending.callback(lambda: [child.end(1.0) for child in begun.values()])
-    return {name: part(name, start) for name, start in starts.items()}
+    def end() -> None:
+        for child in begun.values():
+            child.end(1.0)
+
+    return {name: part(name, start) for name, start in starts.items()}, end
 
 
 def supervised(config: Config, folder: Path, scripts: Mapping[str, Sequence[str]]) -> dict[str, int]:
@@ -43,5 +45,5 @@ def supervised(config: Config, folder: Path, scripts: Mapping[str, Sequence[str]
 
         return start
 
-    watch.supervise(config, lambda ending: table_of(config, {name: started(name) for name in scripts}, ending))
+    watch.supervise(config, *table_of(config, {name: started(name) for name in scripts}))
     return counts

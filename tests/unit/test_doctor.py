@@ -1,4 +1,4 @@
-"""The doctor's checks over made machines; those of a run on GPUs are in `test_launch_gpus` and `test_launch_cards`."""
+"""The doctor's checks over made machines; those of a run on GPUs are in `test_launch_gpus`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from doctor_machines import GPUS, LAPTOP, NODE, SOURCES, but
 
 from asyncmoe.doctor import versions
 from asyncmoe.doctor.examination import CHECKS, versions_of
-from asyncmoe.doctor.facts import Machine, Torch
+from asyncmoe.doctor.facts import Machine, Nccl, Torch
 
 
 def states(machine: Machine) -> dict[str, str]:
@@ -47,7 +47,7 @@ CASES: list[Case] = [
     ("cuda", NODE, {"engine__torch": None}, "not here", "the engines' torch cannot be imported", "engine-python"),
     ("gpus", NODE, {"trainer__torch__shown": NODE.trainer.torch.shown[:2]}, "ok", "of 81559 MiB, of which torch sees 2, driver 570", ""),
     ("gpus", NODE, {"nvidia__gpus": (replace(GPUS[0], mig=True), *GPUS[1:])}, "ok", "cut into MIG instances", ""),
-    ("nccl", NODE, {"engine__nccl": None}, "error", "the engines' Python: it cannot be opened without asyncmoe's extension", "GPU=1"),
+    ("nccl", NODE, {"engine__nccl": Nccl()}, "error", "the engines' Python: it cannot be opened without asyncmoe's extension", "GPU=1"),
     ("nccl", NODE, {"engine": None}, "ok", "2.27.3", ""),
 ]
 
@@ -83,6 +83,6 @@ def test_versions() -> None:
 def test_a_node_that_deviates_has_another_version(path: str, value: Any, what: str, found: str) -> None:
     usual, other = versions_of(NODE, "d1" * 32), versions_of(but(NODE, **{path: value}), "d1" * 32)
     assert {name: one for name, one in other.items() if one != usual[name]} == {what: found}
-    alone = versions_of(but(NODE, nvidia=LAPTOP.nvidia, trainer__nccl=LAPTOP.trainer.nccl, engine__nccl=None), None)
+    alone = versions_of(but(NODE, nvidia=LAPTOP.nvidia, trainer__nccl=LAPTOP.trainer.nccl, engine__nccl=Nccl()), None)
     lacks = {"configuration", "NVIDIA's driver", "NCCL of the trainer's Python", "NCCL of the engines' Python"}
     assert usual.keys() - alone.keys() == lacks, "what another role need not have"

@@ -10,7 +10,7 @@ import pytest
 
 import asyncmoe
 from asyncmoe.doctor import nvidia, programs, pythons
-from asyncmoe.doctor.facts import Shown
+from asyncmoe.doctor.facts import GpuFacts
 from asyncmoe.platform.kernels import Kernels
 from asyncmoe.reshard import _C
 
@@ -114,7 +114,7 @@ def test_a_python_is_looked_into(site: Path) -> None:
     assert found.torch is not None
     assert (found.torch.version, found.torch.cuda, found.torch.trouble) == ("2.9.0+cu128", "12.8", None)
     assert found.torch.apart == ((2, 1),)
-    assert found.torch.shown == (Shown("H", 9 << 30, "9.0", "4e0d"),) * 3
+    assert found.torch.shown == (GpuFacts(None, "H", 9 << 10, capability="9.0", uuid="GPU-4e0d"),) * 3
     assert found.kernels == Kernels(cuda=True, capability=(9, 0))
     assert found.unfinished is None
 

@@ -15,7 +15,7 @@ from asyncmoe.engines.engine_agent import check_node
 from asyncmoe.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.engines.sglang import process
 from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.launch.engine_machines import engine_machines
+from asyncmoe.launch.commands import engine_machines
 from asyncmoe.launch.slurm import join
 from tests.unit.test_slurm_steps import config, job
 

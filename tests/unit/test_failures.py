@@ -13,7 +13,7 @@ import pytest
 
 from asyncmoe.errors import UserError
 from asyncmoe.launch import local, torchrun
-from asyncmoe.launch.failures import certain, failure
+from asyncmoe.launch.run_processes import certain, root_cause
 from asyncmoe.process import Child
 
 
@@ -36,23 +36,23 @@ def test_the_first_cause_is_told_and_a_mistake_of_the_user_is_marked() -> None:
     waited = Ended("trainer.1", 1, "waited 30.0 s for the controller: ask")
     ended = Ended("engine.0", 1, "engine.0 was ended by the controller: the run has failed: no engine is left")
     mistake = Ended("controller", 2, "port 30000: got in use, expected a free port")
-    assert str(failure([silent, waited, ended, mistake])) == "controller: port 30000: got in use, expected a free port"
-    assert failure([silent, mistake]).exit_code == UserError.exit_code
-    assert str(failure([silent, waited])) == "trainer.0: 1"
-    assert failure([silent, waited]).exit_code == 1
+    assert str(root_cause([silent, waited, ended, mistake])) == "controller: port 30000: got in use, expected a free port"
+    assert root_cause([silent, mistake]).exit_code == UserError.exit_code
+    assert str(root_cause([silent, waited])) == "trainer.0: 1"
+    assert root_cause([silent, waited]).exit_code == 1
     wrong = Ended("trainer.1", 3, "the loss is nan")
-    assert (str(failure([silent, waited, wrong])), failure([silent, waited, wrong]).exit_code) == ("trainer.1: the loss is nan", 3)
+    assert (str(root_cause([silent, waited, wrong])), root_cause([silent, waited, wrong]).exit_code) == ("trainer.1: the loss is nan", 3)
     assert not certain([silent, waited, wrong])
     lost, killed = Ended("trainer.0", 1, "from rank 0 to rank 1: lost"), Ended("trainer.1", 1, "a rank was ended by SIGKILL")
-    assert str(failure([silent, lost, killed, waited])) == "trainer.1: a rank was ended by SIGKILL"
-    assert str(failure([lost, Ended("engine.0", -9, None)])) == "engine.0: -9"
+    assert str(root_cause([silent, lost, killed, waited])) == "trainer.1: a rank was ended by SIGKILL"
+    assert str(root_cause([lost, Ended("engine.0", -9, None)])) == "engine.0: -9"
     mute, full = Ended("trainer", 2, None), Ended("controller", 2, "the log: cannot write ...: No space left on device")
-    assert str(failure([mute, full])) == f"controller: {full.reason}", "a full disk kept the trainer's reason out of its log"
+    assert str(root_cause([mute, full])) == f"controller: {full.reason}", "a full disk kept the trainer's reason out of its log"
     assert not certain([mute])
-    assert failure([mute]).exit_code == UserError.exit_code
+    assert root_cause([mute]).exit_code == UserError.exit_code
     assert certain([lost, killed])
     assert certain([lost, mistake])
-    assert str(failure([silent, lost])) == "trainer.0: from rank 0 to rank 1: lost"
+    assert str(root_cause([silent, lost])) == "trainer.0: from rank 0 to rank 1: lost"
 
 
 @pytest.mark.parametrize("name", ["controller", "controller on 10.0.0.4 (n1)"])
@@ -61,17 +61,17 @@ def test_the_first_cause_is_told_and_a_mistake_of_the_user_is_marked() -> None:
 def test_a_rank_that_crashes_as_the_controller_fails_does_not_hide_its_reason(name: str, status: int, order: int) -> None:
     began = Ended(name, 1, "engine.0 did not start: unrecognized arguments: --no-such-argument")
     crashed = Ended("trainer", status, "a rank was ended by SIGSEGV: rank 0 on n1")
-    assert str(failure([began, crashed][::order])) == f"{name}: {began.reason}"
+    assert str(root_cause([began, crashed][::order])) == f"{name}: {began.reason}"
     for other in (
         Ended(name, 1, "waited 30.0 s for the trainer: a lease"),
         Ended(name, 1, "no engine is left: engine.0: the sender is gone"),
         Ended(name, 1, None),
         Ended("trainer.1", 1, "from rank 0 to rank 1: lost"),
     ):
-        assert str(failure([other, crashed][::order])) == "trainer: a rank was ended by SIGSEGV: rank 0 on n1"
-    assert str(failure([began, Ended("trainer", -11, None)][::order])) == f"{name}: {began.reason}"
+        assert str(root_cause([other, crashed][::order])) == "trainer: a rank was ended by SIGSEGV: rank 0 on n1"
+    assert str(root_cause([began, Ended("trainer", -11, None)][::order])) == f"{name}: {began.reason}"
     for killed in (Ended("trainer", 137, "a rank was ended by SIGKILL: rank 0 on n1"), Ended("engine.1", -9, None)):
-        assert str(failure([began, killed][::order])) == killed.why()
+        assert str(root_cause([began, killed][::order])) == killed.why()
 
 
 def test_the_status_of_an_agent_is_that_of_the_rank_that_failed_first() -> None:

@@ -56,16 +56,16 @@ def from_pip(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_missing_module_is_one_line_with_the_extra(monkeypatch: pytest.MonkeyPatch, module: str, what: str, extra: str) -> None:
     monkeypatch.setattr(installed, "has", lambda name: False)
-    refused = installed.explained(ModuleNotFoundError(name=f"{module}.part"), what)
+    monkeypatch.setattr(sys, "argv", what.split())
+    refused = installed.explained(ModuleNotFoundError(name=f"{module}.part"))
     assert refused is not None
     assert (refused.what, refused.got) == (what, f"no module {module}")
     assert refused.hint == f'run: {sys.executable} -m pip install "asyncmoe[{extra}]"'
 
 
 def test_a_module_of_the_user_and_one_that_is_there_keep_their_traceback() -> None:
-    assert installed.explained(ModuleNotFoundError(name="my_rewards"), "asyncmoe run") is None
-    assert installed.explained(ModuleNotFoundError(name="torch.no_such"), "asyncmoe run") is None
-    assert installed.explained(ModuleNotFoundError(), "asyncmoe run") is None
+    for error in (ModuleNotFoundError(name="my_rewards"), ModuleNotFoundError(name="torch.no_such"), ModuleNotFoundError()):
+        assert installed.explained(error) is None
 
 
 def test_make_setup_brings_the_extras_that_it_is_named_for() -> None:

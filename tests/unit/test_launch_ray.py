@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config, parse
-from asyncmoe.launch.commands import Launch, Launcher, table
-from asyncmoe.launch.engine_machines import engine_machines, spread
+from asyncmoe.launch.commands import EngineMachine, Launch, Launcher, engine_machines, table
 from asyncmoe.launch.ray.planning import bundles, environment, joining, strategy
 from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
 
@@ -25,24 +23,12 @@ SPREAD = config(
 
 def test_ranks_and_engines_are_spread_over_their_nodes() -> None:
     found = bundles(SPREAD, gpus=True)
-    assert [(b.part, b.node, b.numbers) for b in found] == [
-        ("engines", 0, (0, 1)),
-        ("engines", 1, (2,)),
-        ("trainer", 0, (0, 1, 2, 3)),
-        ("trainer", 1, (4, 5, 6, 7)),
-    ]
+    assert [b.title for b in found] == ["controller and engine 0-1", "engine 2", "trainer rank 0-3", "trainer rank 4-7"]
+    assert [b.machine for b in found] == [EngineMachine((0, 1)), EngineMachine((2,)), None, None]
     assert [b.resources for b in found] == [{"CPU": n, "GPU": n} for n in (4, 2, 4, 4)]
     assert [b.resources for b in bundles(SPREAD, gpus=False)] == [{"CPU": n} for n in (4, 2, 4, 4)]
     assert strategy(found) == "STRICT_SPREAD"
     assert strategy(bundles(config(trainer={"ranks": 2}), gpus=True)) == "PACK"
-
-
-def test_a_spread_is_complete_in_order_and_even() -> None:
-    for count, nodes in product(range(1, 9), range(1, 5)):
-        found = spread(count, nodes)
-        assert [number for numbers in found for number in numbers] == list(range(count))
-        assert len(found) == nodes
-        assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
 class Launched:

@@ -12,7 +12,7 @@ import pytest
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
-from asyncmoe.launch import local_parts, rule, watch
+from asyncmoe.launch import local, rule, watch
 from asyncmoe.process import Child
 from asyncmoe.telemetry import processes
 from tests.unit.supervised import supervised
@@ -21,7 +21,7 @@ from tests.unit.telemetry_runs import write_run
 ROOT = Path(__file__).parents[2]
 KILLED, DONE = "kill -9 $$", 'touch "{0}/done"'
 SERVES = 'until [ -e "{0}/done" ]; do sleep 0.05; done'
-CONTROLLER, TRAINER, ENGINE = {"controller": [SERVES]}, {"trainer": [DONE]}, {"engine.0": [SERVES]}
+CONTROLLER, ENGINE = {"controller": [SERVES]}, {"engine.0": [SERVES]}
 
 
 @pytest.fixture
@@ -107,18 +107,18 @@ RECORDS = "processes.record(Path(sys.argv[1]), {1!r}); import signal, time; sign
 
 @pytest.mark.parametrize("role", ["trainer.0", "engine.0", "controller"])
 def test_what_a_lost_launcher_has_left_is_ended_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-    monkeypatch.setattr(local_parts, "STOP_GRACE_S", 0.5)
+    monkeypatch.setattr(local, "STOP_GRACE_S", 0.5)
     command = [sys.executable, "-c", (RANK + RECORDS).format(str(ROOT), role), str(tmp_path)]
     left = Child(role, command, tmp_path / "left.log")
     while not (tmp_path / processes.FOLDER / f"{role}.json").exists():
         assert left.returncode is None, left.output()
         time.sleep(0.02)
     processes.record(tmp_path, "supervisor")
-    local_parts.end_left(tmp_path, engines=True)
+    local.end_left(tmp_path, engines=True)
     assert left.returncode is None, "its launcher runs"
     (tmp_path / processes.FOLDER / "supervisor.json").unlink()
     if role == "engine.0":
-        local_parts.end_left(tmp_path, engines=False)
+        local.end_left(tmp_path, engines=False)
         assert left.returncode is None, "engines that join are no launcher's"
-    local_parts.end_left(tmp_path, engines=True)
+    local.end_left(tmp_path, engines=True)
     assert left.wait(5.0)

@@ -46,11 +46,6 @@ def test_steps_that_are_trained_again_are_no_progress() -> None:
     assert in_a_row([lost(step=step) for step in (9, 0, 10)]) == 1
 
 
-@pytest.mark.parametrize("exit_code", RECURRING)
-def test_what_would_recur_is_not_tried_again(exit_code: int) -> None:
-    assert decide(rules(), lost("trainer", exit_code=exit_code, how="said"), []) == EndRun()
-
-
 @pytest.mark.parametrize(
     ("failure", "parts"),
     [
@@ -74,6 +69,7 @@ def test_each_loss_starts_its_parts_again(failure: Failure, parts: tuple[str, ..
         (lost("controller", how="said"), (), ""),
         (Failure({"controller": "said", "trainer": "lost"}, ""), (), ""),
         (Failure({"engine.0": "said", "trainer": "lost"}, ""), (), ""),
+        *((lost("trainer", exit_code=recurs, how="said"), (), "") for recurs in RECURRING),
         (lost("trainer"), ("trainer.max_restarts=0",), ""),
         (lost("controller"), ("run.controller_restarts=0",), ""),
         (lost("controller"), ("engines.orphan_s=0",), "the controller starts again only with sync.method reshard, and .*"),

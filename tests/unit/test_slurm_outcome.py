@@ -14,7 +14,7 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, Interrupted, InvariantBroken
 from asyncmoe.launch.slurm import control, outcome
-from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.launch.slurm.steps import Allocation
 
 WHERE = Allocation(12, "12_3", 0, ("n1",))
 DEAD = AsyncmoeError("trainer on n3: was ended by SIGKILL")

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from asyncmoe import storage
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import AsyncmoeError, StorageError, UserError
-from asyncmoe.launch import failures
+from asyncmoe.launch import run_processes
 from asyncmoe.models.make import make_model
 from asyncmoe.process import Child, named, say
 from tests.disks import mounted
@@ -77,7 +77,7 @@ def test_a_process_whose_log_takes_no_reason_is_explained_by_the_disk(disk: Path
     fill(disk)
     child = Child("trainer", [sys.executable, "-c", program], disk / "logs" / "trainer.log")
     assert child.wait(30)
-    error = failures.failure([child])
+    error = run_processes.root_cause([child])
     assert isinstance(error, StorageError)
     assert str(error).startswith(
         f"log of trainer, which ended with status {child.returncode}: cannot write {child.log} on {NODE}: No space"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from asyncmoe import config
 from asyncmoe.config import Config
 from asyncmoe.errors import Interrupted
 from asyncmoe.launch import watch
-from asyncmoe.launch.run_processes import STOP_GRACE_S, RunParts
+from asyncmoe.launch.run_processes import STOP_GRACE_S
 from asyncmoe.process import Child
 from tests.unit.supervised import table_of
 
@@ -37,33 +36,35 @@ def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signa
             os.kill(os.getpid(), number)
         return child
 
-    def start(ending: ExitStack) -> RunParts:
-        starts = {"controller": lambda _: Child("controller", ["sh", "-c", controls], tmp_path / "controller.log"), "trainer": trainer}
-        return table_of(configured, starts, ending)
-
+    starts = {"controller": lambda _: Child("controller", ["sh", "-c", controls], tmp_path / "controller.log"), "trainer": trainer}
     with pytest.raises(Interrupted) as caught:
-        watch.supervise(configured, start)
+        watch.supervise(configured, *table_of(configured, starts))
     return caught.value
 
 
-@pytest.mark.parametrize("how", ["exec sleep 600", 'trap "exit 130" INT; sleep 600 & wait'], ids=["python starts", "it imports"])
-def test_ctrl_c_before_the_controller_listens(configured: Config, tmp_path: Path, how: str) -> None:
+SLEEPS = "echo ready; exec sleep 600"
+
+
+@pytest.mark.parametrize(
+    ("controls", "trains", "number", "status"),
+    [
+        pytest.param(SLEEPS, SLEEPS, signal.SIGINT, 130, id="while the controller's Python starts"),
+        pytest.param('trap "exit 130" INT; echo ready; sleep 600 & wait', SLEEPS, signal.SIGINT, 130, id="while it imports"),
+        pytest.param(
+            'trap "sleep 1; exit 0" INT; echo ready; while :; do sleep 0.1; done',
+            "echo ready; sleep 0.5; echo 'error: waited 1.0 s for the controller: the connection was lost'; exit 1",
+            signal.SIGINT,
+            130,
+            id="a trainer that loses a stopping controller has not failed",
+        ),
+        pytest.param('trap "exit 0" INT; echo ready; sleep 600 & wait', "echo ready", signal.SIGTERM, 143, id="SIGTERM"),
+    ],
+)
+def test_a_stop_before_the_first_step(configured: Config, tmp_path: Path, controls: str, trains: str, number: int, status: int) -> None:
     began = time.monotonic()
-    said = stops(configured, tmp_path, f"echo ready; {how}", "echo ready; exec sleep 600", signal.SIGINT)
-    assert (str(said), said.exit_code) == ("stopped before the first step; the same command starts over", 130)
+    said = stops(configured, tmp_path, controls, trains, number)
+    assert (str(said), said.exit_code) == ("stopped before the first step; the same command starts over", status)
     assert time.monotonic() - began < STOP_GRACE_S, "nobody waits for a trainer that waits for the controller"
-
-
-def test_a_trainer_that_loses_a_stopping_controller_has_not_failed(configured: Config, tmp_path: Path) -> None:
-    controls = 'trap "sleep 1; exit 0" INT; echo ready; while :; do sleep 0.1; done'
-    trains = "echo ready; sleep 0.5; echo 'error: waited 1.0 s for the controller: the connection was lost'; exit 1"
-    said = stops(configured, tmp_path, controls, trains, signal.SIGINT)
-    assert (str(said), said.exit_code) == ("stopped before the first step; the same command starts over", 130)
-
-
-def test_sigterm_stops_like_ctrl_c_with_a_status_of_its_own(configured: Config, tmp_path: Path) -> None:
-    said = stops(configured, tmp_path, 'trap "exit 0" INT; echo ready; sleep 600 & wait', "echo ready", signal.SIGTERM)
-    assert said.exit_code == 143
 
 
 @pytest.mark.parametrize("pressed", [2, 3])
@@ -73,7 +74,7 @@ def test_ctrl_c_again_ends_at_once(configured: Config, tmp_path: Path, pressed: 
     (path / "asyncmoe.json").write_text('{"step": 3}')
     began = time.monotonic()
     deaf = 'trap "" INT TERM; echo ready; sleep 600 & wait'
-    said = stops(configured, tmp_path, deaf, "echo ready; exec sleep 600", *[signal.SIGINT] * pressed)
+    said = stops(configured, tmp_path, deaf, SLEEPS, *[signal.SIGINT] * pressed)
     assert str(said).startswith("ended at once at step 3 of ")
     assert said.exit_code == 130
     assert time.monotonic() - began < 30

@@ -96,7 +96,9 @@ def test_damaged_and_foreign_files_are_no_heartbeats_and_a_disk_that_fails_ends_
     heartbeats.forget(tmp_path / "none")
 
 
-def test_a_process_that_hangs_writes_its_own_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_writes_its_own_stacks_and_one_that_does_not_say_so_gets_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with hanging(tmp_path) as process:
         (first, *_) = stacks.stacks(tmp_path)
         assert first.startswith(f"== trainer.0, pid {process.pid}\n")
@@ -106,13 +108,18 @@ def test_a_process_that_hangs_writes_its_own_stacks(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(stacks, "_OWN_S", 0.3)
         assert "as when it is stopped" in next(iter(stacks.stacks(tmp_path)))
         process.send_signal(18)
+        path = heartbeats.path_of(tmp_path, "trainer.0")
+        path.write_bytes(path.read_bytes().replace(b'"dumps":true', b'"dumps":false'))
+        (first, *_) = stacks.stacks(tmp_path)
+        assert "hangs_here" not in first.partition("\n")[2].partition("\n")[2]
+        assert process.poll() is None
 
 
 # ---------------------------------------------------------------- the watcher
 
 
-def watched(run_dir: Path, seconds: Sequence[float], *given: str, role: str = "", error: Exception | None = None) -> watching.Watcher:
-    """Feed a watcher at these times with the heartbeats of the beginning, and then raise the error, if any."""
+def watched(run_dir: Path, seconds: Sequence[float], *given: str, role: str = "", error: Exception | None = None) -> None:
+    """Feed a watcher at these times with the heartbeats of the beginning, and then raise the error, if any, or that a part hangs."""
     config = loaded(run_dir, "watch.beat_s=0.1", "watch.stacks_after_s=5", *given)
     now, said = [0.0], []
     kept = {path: path.read_bytes() for path in (run_dir / heartbeats.FOLDER).glob("*.json")}
@@ -126,13 +133,14 @@ def watched(run_dir: Path, seconds: Sequence[float], *given: str, role: str = ""
         for now[0] in seconds:
             watcher.feed([])
             (run_dir / "said.json").write_text(json.dumps(said))
+            if watcher.hanging:
+                raise AsyncmoeError(f"the {watcher.hanging} hangs")
         if error is not None:
             raise error
-    return watcher
 
 
 def test_a_silent_rank_is_named_with_the_stacks_of_every_process_before_the_run_ends(tmp_path: Path) -> None:
-    named = r"^trainer\.0 has been silent for 21 s, since it began: a micro-batch; stacks .*/stacks-.*; then: waited 20 s"
+    named = r"^trainer\.0 has been silent for 21 s, since it began: a micro-batch; stacks .*/stacks-.*; then: the trainer hangs"
     with hanging(tmp_path), pytest.raises(AsyncmoeError, match=named):
         watched(tmp_path, (0.0, 4.9, 6.0, 10.0, 21.0), "watch.end_after_s=20")
     assert len(json.loads((tmp_path / "said.json").read_text())) == 1  # of one silence once
@@ -211,18 +219,8 @@ def test_failing_and_slow_commands_hold_up_nothing_and_are_said_once(monkeypatch
     assert time.monotonic() - begin < 3.0
 
 
-def test_a_process_that_does_not_say_so_gets_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hanging(tmp_path) as process:
-        path = heartbeats.path_of(tmp_path, "trainer.0")
-        path.write_bytes(path.read_bytes().replace(b'"dumps":true', b'"dumps":false'))
-        (first, *_) = stacks.stacks(tmp_path)
-        assert "hangs_here" not in first.partition("\n")[2].partition("\n")[2]
-        assert process.poll() is None
-
-
 def test_another_failure_while_a_process_is_silent_names_it_and_keeps_its_exit_code(tmp_path: Path) -> None:
-    error = AsyncmoeError("rank 0: gloo timed out")
-    error.exit_code = 2
+    error = AsyncmoeError("rank 0: gloo timed out", exit_code=2)
     with pytest.raises(AsyncmoeError, match=r"^trainer\.1 has been silent for 6 s.*; then: rank 0: gloo timed out$") as caught:
         watched(tmp_path, (0.0, 6.0), role="trainer.1", error=error)
     assert caught.value.exit_code == 2

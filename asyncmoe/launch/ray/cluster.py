@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from asyncmoe import installed
 from asyncmoe.errors import AsyncmoeError, UserError, WaitTimeout
 from asyncmoe.launch.ray import planning
 from asyncmoe.launch.ray.planning import Bundle
@@ -30,11 +30,12 @@ def connected() -> Iterator[Any]:
     Raises:
         UserError: Ray is not installed, no cluster answers, or this process cannot be one of its drivers.
     """
-    ray = _module()
-    address = _address(os.environ)
-    if address is not None:
-        _check_answers(*address)
-    where = "auto" if address is None else f"{address[0]}:{address[1]}"
+    installed.need("ray", "launch: ray")
+    import ray
+    import ray.util.placement_group
+    import ray.util.scheduling_strategies
+
+    where = _address()
     try:
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
@@ -46,11 +47,6 @@ def connected() -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
-
-
-def has_gpus(ray: Any) -> bool:
-    """True if any node of the cluster has a GPU."""
-    return bool(ray.cluster_resources().get("GPU"))
 
 
 @contextmanager
@@ -109,28 +105,18 @@ def _there(ray: Any) -> str:
     return f"nodes with {', '.join(sorted(nodes, reverse=True)) or 'nothing'}; free: {planning.resources_words(ray.available_resources())}"
 
 
-def _module() -> Any:
-    try:
-        import ray
-        import ray.util.placement_group
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        python = sys.executable
-        raise UserError("launch: ray", got=f"no Ray in {python} ({error})", expected="the package ray", hint='pip install "ray"') from error
-    return ray
-
-
-def _address(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return host and port of the cluster's head, from RAY_ADDRESS or the file that `ray start` writes; None if there is no such file.
+def _address() -> str:
+    """Return the address of the cluster's head, from RAY_ADDRESS or the file that `ray start` writes; "auto" if there is no such file.
 
     Raises:
-        UserError: RAY_ADDRESS is malformed or is an address of Ray Client (ray://).
+        UserError: RAY_ADDRESS is malformed or is an address of Ray Client (ray://), or the head does not answer: `ray.init` would retry for
+            minutes.
     """
-    given = environment.get("RAY_ADDRESS", "auto") or "auto"
+    given = os.environ.get("RAY_ADDRESS") or "auto"
     if given == "auto":
-        file = Path(environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+        file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
         if not file.is_file():
-            return None
+            return given
         given = file.read_text().strip()
     if given.startswith("ray://"):
         hint = "start asyncmoe on a node of the cluster, for instance with ray job submit"
@@ -138,16 +124,13 @@ def _address(environment: Mapping[str, str]) -> tuple[str, int] | None:
     host, _, port = given.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError("RAY_ADDRESS", got=repr(given), expected="HOST:PORT of the head, or auto", hint=_START)
-    return host.strip("[]"), int(port)
-
-
-def _check_answers(host: str, port: int) -> None:
-    """Fail fast if the head does not answer; `ray.init` would retry for minutes."""
+    address = (host.strip("[]"), int(port))
     try:
-        socket.create_connection((host, port), _ANSWER_S).close()
+        socket.create_connection(address, _ANSWER_S).close()
     except OSError as error:
         got = f"no answer ({error.strerror or error})"
-        raise UserError(f"Ray's head at {host}:{port}", got=got, expected="one that listens", hint=_START) from error
+        raise UserError(f"Ray's head at {given}", got=got, expected="one that listens", hint=_START) from error
+    return f"{address[0]}:{address[1]}"
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -13,7 +13,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +23,9 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError
 from asyncmoe.launch import commands, local
 from asyncmoe.launch.commands import Launch, Launcher
-from asyncmoe.launch.engine_machines import EngineMachine
 from asyncmoe.launch.ray import cluster, planning
-from asyncmoe.launch.ray.node import Node
+from asyncmoe.launch.ray.node import Node, Post, Remote
 from asyncmoe.launch.ray.planning import Bundle
-from asyncmoe.launch.ray.post import Post, Remote
 from asyncmoe.launch.rule import TRAINER
 from asyncmoe.launch.run_processes import STOP_GRACE_S, Process, RunParts
 from asyncmoe.launch.watch import supervise
@@ -47,13 +44,13 @@ def run(config: Config) -> dict[str, object]:
     """
     planning.bundles(config, gpus=False)
     with cluster.connected() as ray:
-        wanted = planning.bundles(config, cluster.has_gpus(ray))
+        wanted = planning.bundles(config, gpus=bool(ray.cluster_resources().get("GPU")))
         with local.claim(config.run.dir):
             local.check(planning.joining(config))
             with cluster.reserved(ray, wanted, config.engines.start_timeout_s, _say) as group:
                 posts = _posts(ray, group, wanted, config)
                 _check_shared(posts, config.run.dir.absolute())
-                file = local.prepare(planning.joining(config, [post.place.address for post in posts])).absolute()
+                file = local.prepare(planning.joining(config, [post.address for post in posts])).absolute()
                 return _supervise(ray, config, posts, file)
 
 
@@ -67,21 +64,21 @@ def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> li
     actors = []
     for index, bundle in enumerate(wanted):
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        options = {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "scheduling_strategy": strategy}
-        actors.append(actor.options(**options).remote())
+        cpus, gpus = (bundle.resources.get(what, 0.0) for what in ("CPU", "GPU"))
+        actors.append(actor.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy).remote())
     asked = [actor.place.remote() for actor in actors]
     begin, limit = time.monotonic(), config.engines.start_timeout_s
     posts = []
     for bundle, actor, place in zip(wanted, actors, asked, strict=True):
         waited = time.monotonic() - begin
         found = cluster.result(ray, place, f"Ray's worker for {bundle.title}", "start", waited, limit - waited)
-        posts.append(Post(ray, actor, bundle, found, config.cluster.heartbeat_timeout_s))
+        posts.append(Post(ray, actor, bundle, *found, config.cluster.heartbeat_timeout_s))
     return posts
 
 
 def _supervise(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> dict[str, object]:
     try:
-        return supervise(config, partial(_table, ray, config, posts, file))
+        return supervise(config, _table(ray, config, posts, file), partial(_end, ray, posts))
     except AsyncmoeError:
         # Processes notice a lost node before Ray does, and fail because of it: report the node as the root cause.
         for post in posts:
@@ -89,16 +86,15 @@ def _supervise(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> d
         raise
 
 
-def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: ExitStack) -> RunParts:
-    addresses = [post.place.address for post in posts]
+def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path) -> RunParts:
+    addresses = [post.address for post in posts]
     _say(f"logs: {config.run.dir / 'logs'}; " + ", ".join(post.title for post in posts))
-    ending.callback(_end, ray, posts)
-    trainers = [post for post in posts if post.bundle.part == "trainer"]
-    engines = [(post, EngineMachine(post.bundle.numbers, post.bundle.engine_node)) for post in posts if post not in trainers]
+    trainers = [post for post in posts if post.bundle.machine is None]
+    engines = [(post, post.bundle.machine) for post in posts if post.bundle.machine is not None]
     running = dict[str, Remote]()
 
     def start(post: Post, launch: Launch) -> Process:
-        shared = planning.environment(config, post.place.address, addresses, os.environ)
+        shared = planning.environment(config, post.address, addresses, os.environ)
         launch = replace(launch, environment=shared | dict(launch.environment))
         post.start(launch)
         running[launch.name] = Remote(post, launch)
@@ -112,7 +108,7 @@ def _table(ray: Any, config: Config, posts: Sequence[Post], file: Path, ending: 
             running[name].wait(STOP_GRACE_S)
 
     def master(epoch: int) -> tuple[str, int]:
-        return trainers[0].place.address, trainers[0].call("port")
+        return trainers[0].address, trainers[0].call("port")
 
     return commands.table(config, file, Launcher(engines, trainers, start, end, master))
 

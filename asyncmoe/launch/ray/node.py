@@ -1,7 +1,5 @@
-"""The actor on a node, which starts the processes of a run there, reports how they end, and ends them when it ends.
-
-It runs in a Ray worker process, in the Python that Ray was started with on that node. It has a single thread, because Linux ends the
-processes when the thread that started them ends; every call except `end` is short.
+"""The processes of a run on a node: the actor there (`Node`), and the driver's side of it (`Post`), which presents them for supervision
+(`Remote`).
 """
 
 from __future__ import annotations
@@ -10,27 +8,21 @@ import os
 import signal
 import socket
 import sys
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
+from typing import Any
 
 from asyncmoe.launch.commands import Launch
+from asyncmoe.launch.ray import cluster
+from asyncmoe.launch.ray.cluster import Unreachable
+from asyncmoe.launch.ray.planning import Bundle
 from asyncmoe.launch.torchrun import free_port
-from asyncmoe.process import Child
+from asyncmoe.process import Child, wait_until
 
 _LET_THROUGH = {signal.SIGINT, signal.SIGTERM}
-
-
-@dataclass(frozen=True)
-class NodeFacts:
-    """Facts about a node, from its actor.
-
-    Attributes:
-        address: the address at which all other nodes of the cluster reach this node.
-        host: host name.
-    """
-
-    address: str
-    host: str
 
 
 @dataclass(frozen=True)
@@ -42,16 +34,20 @@ class End:
 
 
 class Node:
-    """Ray actor that runs the processes of one bundle; the driver calls its methods."""
+    """Ray actor that starts the processes of one bundle, reports how they end, and ends them when it ends; the driver calls its methods.
+
+    It runs in a Ray worker process, in the Python that Ray was started with on that node. It has a single thread, because Linux ends the
+    processes when the thread that started them ends; every call except `end` is short.
+    """
 
     def __init__(self) -> None:
         self._children: dict[str, Child] = {}
 
-    def place(self) -> NodeFacts:
-        """Return the node's address and host name."""
+    def place(self) -> tuple[str, str]:
+        """Return the address at which all other nodes of the cluster reach this node, and its host name."""
         import ray
 
-        return NodeFacts(ray.util.get_node_ip_address(), socket.gethostname())
+        return ray.util.get_node_ip_address(), socket.gethostname()
 
     def port(self) -> int:
         """Return a free TCP port."""
@@ -91,3 +87,113 @@ class Node:
             child.signal(signal.SIGTERM)
         for child in reversed(self._children.values()):
             child.end(grace_s)
+
+
+class Post:
+    """A node's actor, as the driver calls it.
+
+    Args:
+        ray: the connected `ray` module.
+        actor: Ray's handle of the actor.
+        address, host: what the actor says of its place.
+        heartbeat_timeout_s: seconds without an answer after which the node counts as lost.
+    """
+
+    def __init__(self, ray: Any, actor: Any, bundle: Bundle, address: str, host: str, heartbeat_timeout_s: float) -> None:
+        self.bundle, self.address, self.place = bundle, address, f"{address} ({host})"
+        self._actor, self._ray, self._timeout_s = actor, ray, heartbeat_timeout_s
+        self._ended: Mapping[str, End] = {}
+        self._asked: Any = None
+        self._since = 0.0
+        """Time of the first unanswered call, in time.monotonic's seconds; 0 if every call was answered."""
+
+    @property
+    def title(self) -> str:
+        """Name of the node in messages."""
+        return f"{self.bundle.title} on {self.place}"
+
+    def call(self, method: str, *arguments: object) -> Any:
+        """Call a method of the actor and return its result.
+
+        Raises:
+            AsyncmoeError: the call failed, the node is lost, or there was no answer in time.
+        """
+        return self._result(self.tell(method, *arguments), 0.0, self._timeout_s)
+
+    def tell(self, method: str, *arguments: object) -> Any:
+        """Call a method without waiting, and return Ray's reference to its result."""
+        return getattr(self._actor, method).remote(*arguments)
+
+    def ended(self) -> Mapping[str, End]:
+        """Return the last known ends of the node's processes. An unreachable node counts as lost only after `heartbeat_timeout_s`.
+
+        Raises:
+            AsyncmoeError: the node is lost.
+        """
+        if self._asked is None:
+            self._asked = self.tell("ended")
+            self._since = self._since or time.monotonic()
+        answered, _ = self._ray.wait([self._asked], timeout=0)
+        silent = time.monotonic() - self._since
+        if not answered and silent < self._timeout_s:
+            return self._ended
+        asked, self._asked = self._asked, None
+        try:
+            self._ended, self._since = self._result(asked, silent), 0.0
+        except Unreachable:
+            if silent > self._timeout_s:
+                raise
+        return self._ended
+
+    def start(self, launch: Launch) -> None:
+        """Start a process on the node. The end of an earlier process with its name is forgotten.
+
+        Raises:
+            AsyncmoeError: see `call`.
+        """
+        self.call("start", launch)
+        # An unanswered question of before would be answered with those ends, and its time was spent on ending them.
+        self._ended, self._asked, self._since = {}, None, 0.0
+
+    def _result(self, reference: Any, waited_s: float, wait_s: float = 0.0) -> Any:
+        what = f"answer (cluster.heartbeat_timeout_s {self._timeout_s:g})"
+        return cluster.result(self._ray, reference, self.title, what, waited_s, wait_s)
+
+
+class Remote:
+    """A process on a node, as an `asyncmoe.launch.run_processes.Process`."""
+
+    def __init__(self, post: Post, launch: Launch) -> None:
+        self._post, self._launch = post, launch
+        self.name = f"{launch.name} on {post.place}"
+        self.log: Path = launch.log
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative signal number, or None while it runs.
+
+        Raises:
+            AsyncmoeError: the node is lost.
+        """
+        return self._end.status
+
+    @property
+    def reason(self) -> str | None:
+        """The reason that the process gave for its end; None if it gave none."""
+        return self._end.reason
+
+    @property
+    def _end(self) -> End:
+        return self._post.ended().get(self._launch.name, End(None, None))
+
+    def signal(self, number: Signals) -> None:
+        """Send the process a signal; do nothing if it has ended."""
+        self._post.tell("signal", self._launch.name, int(number))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the process; true if it ended within `seconds`."""
+        return wait_until(lambda: self.returncode is not None, seconds)
+
+    def why(self) -> str:
+        """Process and node, with the reason that the process gave for its end, or its status and log."""
+        return f"{self.name}: {self.reason or f'ended with status {self.returncode}; its log is {self.log}'}"

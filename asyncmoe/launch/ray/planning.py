@@ -8,7 +8,7 @@ from typing import Literal
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
-from asyncmoe.launch.engine_machines import engine_machines, spread
+from asyncmoe.launch.commands import EngineMachine, engine_machines, spread
 from asyncmoe.rpc import address
 
 _PASSED = ("ASYNCMOE_", "NCCL_", "GLOO_", "UCX_", "SGLANG_", "TORCH_", "HF_", "OMP_")
@@ -20,32 +20,14 @@ class Bundle:
     """The share of one node in one part of a run.
 
     Attributes:
-        part: the part that runs there; the controller runs with the first engines.
-        node: index of the node within its part.
-        engine_node: which one of each engine's `engines.nodes` it is.
-        numbers: engine numbers or trainer ranks.
-        cpus, gpus: resources that Ray reserves there.
+        title: the bundle's purpose in words.
+        resources: what Ray reserves there, in its form.
+        machine: the engines, of which the first has the controller beside it; None: trainer ranks.
     """
 
-    part: Literal["engines", "trainer"]
-    node: int
-    numbers: tuple[int, ...]
-    cpus: int
-    gpus: int
-    engine_node: int = 0
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """The resources in Ray's form."""
-        return {"CPU": float(self.cpus), **({"GPU": float(self.gpus)} if self.gpus else {})}
-
-    @property
-    def title(self) -> str:
-        """The bundle's purpose in words."""
-        numbers = f"{self.numbers[0]}" if len(self.numbers) == 1 else f"{self.numbers[0]}-{self.numbers[-1]}"
-        if self.part == "trainer":
-            return f"trainer rank {numbers}"
-        return f"{'controller and ' if self.node == 0 else ''}engine {numbers}"
+    title: str
+    resources: Mapping[str, float]
+    machine: EngineMachine | None = None
 
 
 def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
@@ -59,19 +41,18 @@ def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
     Raises:
         ConfigError: engines that cannot be spread over their nodes, or GPUs that Ray is not to choose.
     """
-    cluster, ranks = config.cluster, config.trainer.ranks
-    machines = engine_machines(config)
+    machines, each = engine_machines(config), config.engines.ranks_per_node
     if config.engines.first_gpu:
         expected = "0 with launch: ray, which gives every node's engines GPUs of their own"
         raise ConfigError("engines.first_gpu", got=config.engines.first_gpu, expected=expected, hint="leave it out")
 
-    def bundle(part: Literal["engines", "trainer"], node: int, numbers: Sequence[int], size: int, engine_node: int = 0) -> Bundle:
-        total = len(numbers) * size
-        return Bundle(part, node, tuple(numbers), total, total if gpus else 0, engine_node)
+    def bundle(title: str, numbers: Sequence[int], size: int, machine: EngineMachine | None = None) -> Bundle:
+        span = "-".join(dict.fromkeys((str(numbers[0]), str(numbers[-1]))))
+        return Bundle(f"{title} {span}", dict.fromkeys(("CPU", "GPU") if gpus else ("CPU",), float(len(numbers) * size)), machine)
 
-    each = config.engines.ranks_per_node
-    engines = [bundle("engines", place, machine.numbers, each, machine.node) for place, machine in enumerate(machines)]
-    trainers = [bundle("trainer", node, numbers, 1) for node, numbers in enumerate(spread(ranks, cluster.trainer_nodes))]
+    first = "controller and engine"
+    engines = [bundle("engine" if place else first, machine.numbers, each, machine) for place, machine in enumerate(machines)]
+    trainers = [bundle("trainer rank", numbers, 1) for numbers in spread(config.trainer.ranks, config.cluster.trainer_nodes)]
     return (*engines, *trainers)
 
 

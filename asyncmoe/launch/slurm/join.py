@@ -15,9 +15,9 @@ from pathlib import Path
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, UserError, WaitTimeout
 from asyncmoe.launch import part
-from asyncmoe.launch.slurm import allocation, control, steps
-from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.launch.slurm import control, steps
 from asyncmoe.launch.slurm.command import forget_options
+from asyncmoe.launch.slurm.steps import Allocation
 from asyncmoe.launch.slurm.task import stop_as
 from asyncmoe.process import wait_until
 
@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> None:
     if len(arguments) not in (1, 2) or not all(one.isdecimal() and int(one) for one in arguments[1:]):
         hint = "sbatch slurm/rollout.sbatch RUN_DIR [ENGINES_PER_NODE]"
         raise UserError("arguments", got=" ".join(arguments), expected="a run directory, and perhaps a number of engines", hint=hint)
-    where, given = allocation.read(os.environ, control.hostnames), Path(arguments[0])
+    where, given = steps.read_allocation(os.environ, control.hostnames), Path(arguments[0])
     file = (configuration.load(given).run.dir if given.is_file() else given) / "config.yaml"
     if not wait_until(file.is_file, _APPEARS_S):
         raise WaitTimeout("the training", f"{file} does not exist; submit slurm/train.sbatch with run.dir={file.parent}", _APPEARS_S)
@@ -65,8 +65,7 @@ def step(where: Allocation, config: Config, file: Path, each: int, program: Sequ
         expected, hint = f"a multiple of engines.nodes = {nodes}", f"sbatch --nodes={nodes} slurm/rollout.sbatch ..."
         raise UserError(f"nodes of job {where.name}", got=len(where.nodes), expected=expected, hint=hint)
     task = ["-m", "asyncmoe.launch.slurm.join", "--task", str(file), str(nodes)]
-    command = steps.srun(where.nodes, each, program, "engines", task)
-    return (command[0], "--label", *command[1:])
+    return steps.srun(where.nodes, each, ("--label", *program), "engines", task)
 
 
 def engines_each(config: Config) -> int:

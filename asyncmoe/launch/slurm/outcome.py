@@ -12,8 +12,8 @@ from asyncmoe.config import Config
 from asyncmoe.errors import RECURRING, AsyncmoeError, Interrupted
 from asyncmoe.launch import watch
 from asyncmoe.launch.slurm import control
-from asyncmoe.launch.slurm.allocation import Allocation
 from asyncmoe.launch.slurm.command import Stop
+from asyncmoe.launch.slurm.steps import Allocation
 
 _LOST = "slurm-lost.json"
 """File of the run with a job's name and the number of its requeues after lost processes, kept between starts of the job."""

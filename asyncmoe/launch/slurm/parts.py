@@ -6,12 +6,11 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from signal import SIGKILL, Signals
+from pathlib import Path
 
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch.slurm import control
-from asyncmoe.launch.slurm.steps import JobStep
-from asyncmoe.process import Child, wait_until
+from asyncmoe.process import Child, signalled, wait_until
 
 log = logging.getLogger(__name__)
 STOP = "URG"
@@ -32,11 +31,17 @@ _ENDED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: ")
 
 
 class SlurmPart(Child):
-    """A step and the `srun` that runs it, as a `Process` of the run. What its task writes comes through srun into the log."""
+    """A step and the `srun` that runs it, as a `Process` of the run. What its task writes comes through srun into the log.
 
-    def __init__(self, step: JobStep, environment: Mapping[str, str]) -> None:
+    Args:
+        step: name of the step in `squeue --steps`: "controller", "trainer", "engine.0".
+        command: the whole `srun` command.
+        logs: folder of its log, which is named after step and node.
+    """
+
+    def __init__(self, step: str, node: str, command: Sequence[str], logs: Path, environment: Mapping[str, str]) -> None:
         self.step = step
-        super().__init__(f"{step.name} on {step.node}", step.command, step.log, environment)
+        super().__init__(f"{step} on {node}", command, logs / f"{step}.{node}.log", environment)
 
     @property
     def returncode(self) -> int | None:
@@ -57,43 +62,34 @@ class SlurmPart(Child):
         status = self.returncode or 0
         if self.reason is not None or status >= 0:
             return super().why()
-        memory = ", as when memory runs out" if status == -SIGKILL else ""
-        how = f"was ended by {Signals(-status).name}{memory}"
-        return f"{self.name}: {how}; look at `sacct -j` for the job's memory, the node's dmesg, and {self.log}"
+        return f"{self.name}: was ended by {signalled(status)}; look at `sacct -j` for the job's memory, the node's dmesg, and {self.log}"
 
 
-def ask_to_stop(parts: Sequence[SlurmPart]) -> bool:
-    """Ask steps to stop by themselves; return false, after a while, if SLURM does not know all of them yet or does not answer."""
+def ask_to_stop(job: str, step: str) -> bool:
+    """Ask a step to stop by itself; return false, after a while, if SLURM does not know it yet or does not answer."""
     try:
-        known = _numbers(parts)
-        for number in known:
+        if (number := control.steps(job).get(step)) is not None:
             control.signal_step(number, STOP)
+            return True
     except AsyncmoeError as error:
         print(f"retrying the stop request in {_ASK_AGAIN_S:.0f} s: {error}", flush=True)
-        known = []
-    if told := len(known) == len(parts):
-        return told
     time.sleep(_ASK_AGAIN_S)
     return False
 
 
-def end_all(parts: Sequence[SlurmPart]) -> None:
+def end_all(job: str, parts: Sequence[SlurmPart]) -> None:
     """End the steps that still run, with SIGHUP first; other steps of the job are left alone."""
     running = [part for part in parts if part.returncode is None]
     try:
-        for number in _numbers(running):
-            control.signal_step(number, "HUP")
+        known = control.steps(job) if running else {}
+        for part in running:
+            if part.step in known:
+                control.signal_step(known[part.step], "HUP")
     except AsyncmoeError as error:
         log.warning("steps are ended by their srun alone: %s", error)
     wait_until(lambda: all(part.returncode is not None for part in running), _POLITE_S)
     for part in running:
         part.end(_FORCED_S)
-
-
-def _numbers(parts: Sequence[SlurmPart]) -> list[str]:
-    """Return SLURM's step numbers of the parts that SLURM knows."""
-    known = control.steps(parts[0].step.job) if parts else {}
-    return [known[part.step.name] for part in parts if part.step.name in known]
 
 
 def _complains(line: str) -> bool:

@@ -1,19 +1,36 @@
-"""The plan of a run: the nodes of every part, and the `srun` command of every process. Pure: this module starts nothing."""
+"""The nodes that SLURM allocated to this job, and the plan of a run on them: the nodes of every part, and the `srun` command of every
+process. Pure: this module starts nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from asyncmoe.config import Config, devices
 from asyncmoe.errors import UserError
-from asyncmoe.launch.commands import Launch
-from asyncmoe.launch.engine_machines import EngineMachine, engine_machines
-from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.launch.commands import EngineMachine, engine_machines
 
 _PORTS = range(20000, 32000)
 """Below Linux's ephemeral ports (32768 and above)."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The allocation of a running job.
+
+    Attributes:
+        job: SLURM_JOB_ID.
+        name: the job's name for SLURM commands. The last task of an array has the number of the whole array, so tasks are named
+            "ARRAY_TASK" (https://slurm.schedmd.com/job_array.html).
+        restarts: how often the job was requeued.
+        nodes: SLURM's node names, in SLURM's order.
+    """
+
+    job: int
+    name: str
+    restarts: int
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -23,13 +40,11 @@ class Placement:
     Attributes:
         engines: engine nodes, each with its engines: ("n1", EngineMachine((0, 1))).
         trainers: trainer nodes, in rank order.
-        ranks: trainer ranks on each trainer node.
         unused: nodes of the allocation without a part.
     """
 
     engines: tuple[tuple[str, EngineMachine], ...]
     trainers: tuple[str, ...]
-    ranks: int
     unused: tuple[str, ...] = ()
 
     @property
@@ -37,22 +52,24 @@ class Placement:
         return self.engines[0][0]
 
 
-@dataclass(frozen=True)
-class JobStep:
-    """One job step, a process on a node.
+def read_allocation(environ: Mapping[str, str], expand: Callable[[str], tuple[str, ...]]) -> Allocation:
+    """Read the allocation from SLURM's variables.
 
-    Attributes:
-        name: "controller", "trainer", "engine.0"; also the step's name in `squeue --steps`.
-        job: name of its job for SLURM's commands.
-        command: the whole `srun` command.
-        log: file for what the process writes, and srun.
+    Args:
+        expand: expands a node list such as "n[1-3]", as `control.hostnames` does through SLURM.
+
+    Raises:
+        UserError: this process is not in a SLURM job, or in one of several components.
     """
-
-    name: str
-    job: str
-    node: str
-    command: tuple[str, ...]
-    log: Path
+    if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
+        hint = "start it with: sbatch --nodes=N slurm/train.sbatch CONFIG; on a machine without SLURM: asyncmoe run CONFIG"
+        raise UserError("SLURM_JOB_ID", got="no such variable", expected="a SLURM job", hint=hint)
+    if "SLURM_HET_SIZE" in environ:
+        hint = "nodes of another kind join with slurm/rollout.sbatch"
+        raise UserError("job", got="a heterogeneous one", expected="one component", hint=hint)
+    job = environ["SLURM_JOB_ID"]
+    name = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}" if "SLURM_ARRAY_JOB_ID" in environ else job
+    return Allocation(int(job), name, int(environ.get("SLURM_RESTART_COUNT", "0")), expand(environ["SLURM_JOB_NODELIST"]))
 
 
 def place(allocation: Allocation, config: Config) -> Placement:
@@ -64,14 +81,13 @@ def place(allocation: Allocation, config: Config) -> Placement:
     """
     cluster, machines, nodes = config.cluster, engine_machines(config), allocation.nodes
     engines, wanted = cluster.engine_nodes, cluster.engine_nodes + cluster.trainer_nodes
-    ranks = config.trainer.ranks // cluster.trainer_nodes
     if len(nodes) == 1 and wanted == 2:
-        return Placement(((nodes[0], machines[0]),), nodes, ranks)
+        return Placement(((nodes[0], machines[0]),), nodes)
     if len(nodes) < wanted:
         expected = f"at least {wanted} = cluster.engine_nodes {engines} + cluster.trainer_nodes {cluster.trainer_nodes}"
         hint = f"sbatch --nodes={wanted} ..., or lower cluster.engine_nodes or cluster.trainer_nodes"
         raise UserError(f"nodes of job {allocation.name}", got=f"{len(nodes)} ({', '.join(nodes)})", expected=expected, hint=hint)
-    return Placement(tuple(zip(nodes[:engines], machines, strict=True)), nodes[engines:wanted], ranks, nodes[wanted:])
+    return Placement(tuple(zip(nodes[:engines], machines, strict=True)), nodes[engines:wanted], nodes[wanted:])
 
 
 def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
@@ -92,8 +108,7 @@ def check_gpus(placed: Placement, config: Config, gpus: int) -> None:
     Raises:
         ConfigError: there are too few GPUs, or an engine and the trainer would use the same GPU.
     """
-    several = placed.controller not in placed.trainers
-    for asked in devices.wanted(config, several):
+    for asked in devices.wanted(config, several=placed.controller not in placed.trainers):
         devices.place(asked, gpus)
 
 
@@ -129,9 +144,3 @@ def srun(nodes: Sequence[str], tasks: int, program: Sequence[str], name: str, ar
     flags = [f"--job-name={name}", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={tasks * len(nodes)}", f"--ntasks-per-node={tasks}"]
     flags += [f"--nodelist={','.join(nodes)}", "--wait=0", "--kill-on-bad-exit=0", "--cpu-bind=none", "--mpi=none", "--export=ALL"]
     return ("srun", *flags, *program, *arguments)
-
-
-def step(allocation: Allocation, node: str, launch: Launch, program: Sequence[str]) -> JobStep:
-    """Return the step of a process of the run. Its log is named after the process and the node."""
-    command = srun([node], 1, program, launch.name, ["-m", "asyncmoe.launch.slurm.task", *launch.arguments])
-    return JobStep(launch.name, allocation.name, node, command, launch.log.with_name(f"{launch.name}.{node}.log"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +14,12 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, Interrupted
 from asyncmoe.launch import commands, local, watch
 from asyncmoe.launch.commands import Launch, Launcher
-from asyncmoe.launch.rule import CONTROLLER, TRAINER
+from asyncmoe.launch.rule import CONTROLLER
 from asyncmoe.launch.run_processes import RunParts
-from asyncmoe.launch.slurm import allocation, control, outcome, parts, steps
-from asyncmoe.launch.slurm.allocation import Allocation
+from asyncmoe.launch.slurm import control, outcome, parts, steps
 from asyncmoe.launch.slurm.command import Stop
 from asyncmoe.launch.slurm.parts import SlurmPart
+from asyncmoe.launch.slurm.steps import Allocation
 from asyncmoe.launch.watch import Stopping
 from asyncmoe.models.hub import with_local_model
 
@@ -41,7 +40,7 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
         UserError: the configuration, the model, the allocation or the run directory cannot be used.
         AsyncmoeError: a part failed (the error is the root cause), or the run was stopped.
     """
-    where = allocation.read(os.environ, control.hostnames)
+    where = steps.read_allocation(os.environ, control.hostnames)
     config = configuration.load(path, overrides)
     config = with_local_model(configuration.load(path, [*overrides, *steps.implied(where, config)]))
     placed = steps.place(where, config)
@@ -49,12 +48,12 @@ def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
         steps.check_gpus(placed, config, int(gpus))
     address, started = control.address(placed.trainers[0]), list[SlurmPart]()
     with local.claim(config.run.dir):
-        table = partial(_table, where, placed, config, local.prepare(config), address, started)
+        table = _table(where, placed, config, local.prepare(config), address, started)
         before = checkpoints.newest(config.run.dir)
         print(_describe(where, placed, config, before), flush=True)
         cause = None
         try:
-            watch.watch(config, table, _stopping(where, stop, started))
+            watch.watch(config, table, partial(parts.end_all, where.name, started), _stopping(where, stop))
         except Interrupted:
             pass
         except AsyncmoeError as error:
@@ -66,27 +65,25 @@ def _describe(where: Allocation, placed: steps.Placement, config: Config, newest
     start = "starts" if newest is None else f"resumes from {newest.name}"
     engines = ", ".join(f"{node} ({len(machine.numbers)})" for node, machine in placed.engines)
     unused = f"; not used: {', '.join(placed.unused)}" if placed.unused else ""
+    ranks = config.trainer.ranks // len(placed.trainers)
     return (
-        f"job {where.name} {start}: controller on {placed.controller}; engines on {engines}; {placed.ranks} trainer rank(s) on each of "
+        f"job {where.name} {start}: controller on {placed.controller}; engines on {engines}; {ranks} trainer rank(s) on each of "
         f"{', '.join(placed.trainers)}{unused}; logs in {config.run.dir / 'logs'}"
     )
 
 
-def _table(
-    where: Allocation, placed: steps.Placement, config: Config, file: Path, address: str, started: list[SlurmPart], ending: ExitStack
-) -> RunParts:
+def _table(where: Allocation, placed: steps.Placement, config: Config, file: Path, address: str, started: list[SlurmPart]) -> RunParts:
     """Return the parts, whose processes are steps; each is appended to `started` so that those are known if a later one fails to start."""
-    ending.callback(parts.end_all, started)
     program = steps.program(os.environ, sys.executable)
 
     def start(node: str, launch: Launch) -> SlurmPart:
-        started.append(SlurmPart(steps.step(where, node, launch, program), launch.environment))
+        command = steps.srun([node], 1, program, launch.name, ["-m", "asyncmoe.launch.slurm.task", *launch.arguments])
+        started.append(SlurmPart(launch.name, node, command, launch.log.parent, launch.environment))
         return started[-1]
 
     def end(name: str) -> None:
-        parts.end_all(
-            [part for part in started if part.step.name == name or (name == TRAINER and part.step.name.startswith(f"{TRAINER}."))]
-        )
+        # The steps of a trainer on several nodes are trainer.0, trainer.1 ...
+        parts.end_all(where.name, [part for part in started if name in (part.step, part.step.partition(".")[0])])
 
     def master(epoch: int) -> tuple[str, int]:
         return address, steps.master_port(where.job, where.restarts, epoch)
@@ -94,12 +91,12 @@ def _table(
     return commands.table(config, file, Launcher(placed.engines, placed.trainers, start, end, master))
 
 
-def _stopping(where: Allocation, stop: Stop, started: Sequence[SlurmPart]) -> Stopping:
+def _stopping(where: Allocation, stop: Stop) -> Stopping:
     return Stopping(
         asked=lambda: stop.save or stop.now,
         hurried=lambda: int(stop.now),
         at_once=lambda: outcome.told_to_end(where) if stop.now else None,
-        tell=lambda _: parts.ask_to_stop([part for part in started if part.step.name == CONTROLLER][-1:]),
+        tell=lambda _: parts.ask_to_stop(where.name, CONTROLLER),
         seconds=lambda: _time_to_save(where),
         settle_s=parts.SETTLE_S,
     )

@@ -69,10 +69,18 @@ def own_folder(name: str) -> Path | None:
     return None
 
 
+def is_private(folder: Path) -> bool:
+    """Whether the path is a directory, not a link, that belongs to this user and that nobody else may enter."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
+
+
 def _remove_if_left(folder: Path) -> None:
     with suppress(OSError):  # another process may remove it at the same time
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        if not is_private(folder):
             return
         with (folder / _LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

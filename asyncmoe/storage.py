@@ -238,19 +238,26 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def replace(path: Path, content: bytes, *, durable: bool = False) -> None:
+def replace(path: Path, content: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write a file so that whoever reads it meanwhile finds a whole one, the former or this; `durable`: after a power cut, too.
+
+    Args:
+        mode: permissions, of which the user's umask takes some.
 
     Raises:
         OSError: it cannot be written.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    with part.open("wb") as file:
-        file.write(content)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    part.replace(path)
+    part.unlink(missing_ok=True)  # nobody else has it open, or has chosen its permissions
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def sync_directory(path: Path) -> None:

@@ -1,14 +1,15 @@
-"""Where commands print their tables, and the file that --json names."""
+"""The tables of commands and where they are printed, and the file that --json names."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from asyncmoe.errors import DataError
 
@@ -19,6 +20,17 @@ _UNBOUNDED = 1 << 16
 def console() -> Console:
     """Return what prints to standard output, in the terminal's width; without a terminal, as to a file, nothing is wrapped or cut."""
     return Console() if sys.stdout.isatty() else Console(width=_UNBOUNDED)
+
+
+def grid(first: str, columns: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]]) -> Table:
+    """Return a table of named rows of values; `first`: the head of the names."""
+    table = Table(show_edge=False)
+    table.add_column(first, no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right")
+    for label, values in rows:
+        table.add_row(label, *values)
+    return table
 
 
 def write_json(values: Mapping[str, Any], file: Path) -> None:

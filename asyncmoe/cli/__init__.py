@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from asyncmoe import config_commands, usage
-from asyncmoe.cli import checkpoints, models, planning, records, report, running
+from asyncmoe.cli import models, planning, records, running
 from asyncmoe.launch import part
 
 app = typer.Typer(
@@ -54,8 +54,8 @@ for _command in (
     planning.doctor,
     planning.plan,
     planning.simulate,
-    report.report,
-    checkpoints.checkpoints,
+    records.report,
+    records.checkpoints,
     records.stacks,
     records.show,
 ):

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+_JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")]
+
 
 def doctor(
     arguments: Annotated[
@@ -50,7 +52,7 @@ def plan(
     nic: Annotated[
         float, typer.Option(min=1e-3, max=1e6, help="GB/s that a rank sends while receiving as much: 450 over NVLink within a node.")
     ] = 50.0,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
+    json_file: _JsonFile = None,
 ) -> None:
     """Estimate the memory of every GPU of a run and the cost of moving its weights to engines; --nodes suggests a split of a cluster.
 
@@ -95,7 +97,7 @@ def simulate(
             help="Try several splits of the same GPUs between engines and trainer, each with max_staleness 1, 2, 4, 8 and its own.",
         ),
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")] = None,
+    json_file: _JsonFile = None,
 ) -> None:
     """Predict the speed of a run on a cluster, by simulating engines, queue, scoring, trainer and weight sync as events.
 

@@ -1,13 +1,88 @@
-"""Commands that read what a run recorded, or is doing."""
+"""Commands that read what a run recorded and saved, or is doing."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from asyncmoe.errors import DataError, UserError
+
+
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, of finished or running runs.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write; default: report.html of the run, or comparison.html of the first.")
+    ] = None,
+    samples: Annotated[
+        bool, typer.Option("--samples/--no-samples", help="Show sampled trajectories; only you can read a file that has some.")
+    ] = True,
+) -> None:
+    """Write report.html and summary.json of a run, finished or still running; of several runs, a page that compares them.
+
+    docs/guides/report.md explains the page.
+    """
+    from asyncmoe.telemetry.records import read_steps
+    from asyncmoe.telemetry.report import command
+    from asyncmoe.telemetry.schema import METRICS
+    from asyncmoe.telemetry.summary import write_summary
+
+    typer.echo(command.report(*run_dirs, out=out, samples=samples))
+    if len(run_dirs) == 1 and read_steps(run_dirs[0] / METRICS):
+        write_summary(run_dirs[0])
+
+
+def checkpoints(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory; it may have been moved or copied.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare it with the digest it was written with.")] = False,
+    restore: Annotated[
+        str | None, typer.Option(metavar="URL", help="Bring a checkpoint back from the copies that trainer.checkpoint_copy=URL made.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="With --restore: the step; default: the newest that is complete there.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each checkpoint.")] = False,
+) -> None:
+    """List the checkpoints of a run: step, time, size, and the state of each.
+
+    A checkpoint is
+
+    - complete: all files of its manifest are there, in their sizes
+
+    - verified: with --verify, which reads them, at the speed of the disk
+
+    - damaged: the line names the file. A run that resumes takes the one before
+
+    - unfinished: being written now, or left by a save that was killed
+
+    The status is 1 if one is damaged. For example:
+
+        asyncmoe checkpoints runs/demo --verify
+
+        asyncmoe checkpoints runs/demo --restore s3://backups/asyncmoe
+
+        asyncmoe export runs/demo OUT --step 40
+
+    trainer.checkpoint_every, keep_checkpoints and keep_every say which
+    checkpoints a run saves and keeps. docs/guides/checkpoints.md explains more.
+    """
+    from asyncmoe.checkpoints import overview
+
+    if restore is None and step is not None:
+        raise UserError("asyncmoe checkpoints", got="--step without --restore", expected="both, or neither")
+    if restore is not None:
+        from asyncmoe.checkpoints import copies
+        from asyncmoe.launch import local
+
+        with local.claim(run_dir):
+            typer.echo(f"brought back {copies.restore(restore, run_dir, step)}")
+    lines = overview.overview(run_dir, verify=verify)
+    for line in lines if as_json else ():
+        typer.echo(json.dumps({name: getattr(line, name) for name in ("name", "step", "saved", "nbytes", "state", "fault")}))
+    if not as_json:
+        typer.echo(overview.table(lines) if lines else f"no checkpoint in {run_dir / 'checkpoints'}")
+    if any(line.state == "damaged" for line in lines):
+        raise typer.Exit(1)
 
 
 def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
@@ -85,14 +160,12 @@ def log_command(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run
     of the files.
     """
     from asyncmoe.log import belonging, files
-    from asyncmoe.telemetry.report.run_page import settings
 
-    known, told = belonging.read(run_dir), settings(run_dir).get("log.folder", "null")
-    folder = run_dir / belonging.FOLDER if told == "null" else Path(told)
-    if known is None or known.redis or not folder.is_dir():
+    known = belonging.read(run_dir)
+    if known is None or known.redis or not known.where(run_dir).is_dir():
         got = f"{run_dir}, whose log is in Redis" if known is not None and known.redis else f"{run_dir}, without one"
         raise DataError("log", got=got, expected="a run whose log is in a folder")
-    found = [files.examine(each) for each in sorted(folder.iterdir()) if each.is_dir()]
+    found = [files.examine(each) for each in sorted(known.where(run_dir).iterdir()) if each.is_dir()]
     for each in found:
         typer.echo(each)
     if any("damaged" in each for each in found):

@@ -72,9 +72,14 @@ class Microbatch:
         return ITEM_BYTES[self.dtype]
 
 
+def held_layers(m: Shape, parallel: MegatronParallel, rank: int) -> list[int]:
+    """Return the numbers of a rank's layers."""
+    return [layer for chunk in parallel.chunk_layers(m.layers, rank) for layer in chunk]
+
+
 def kept(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
     """Return the peak bytes that a rank of a pipeline stage keeps for all micro-batches in flight."""
-    layers = [layer for chunk in parallel.chunk_layers(m.layers, stage * parallel.tp * parallel.dp) for layer in chunk]
+    layers = held_layers(m, parallel, stage * parallel.tp * parallel.dp)
     if pass_.recompute:
         whole = len(layers) * pass_.item * m.hidden * pass_.rows // parallel.tp
     else:
@@ -175,8 +180,7 @@ def _ranks(pass_: Microbatch, targets: tuple[str, ...]) -> int:
 def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
     """Return the peak bytes of a backward pass besides the kept ones: of the current layer, or of the output layer before. On CPUs also
     those of the rotary angles of all rows, which layers share, and of the norm before the output layer."""
-    held = [chunk for chunk in parallel.chunk_layers(m.layers, stage * parallel.tp * parallel.dp) if len(chunk)]
-    kinds = {number in m.dense_layers for chunk in held for number in chunk}
+    kinds = {number in m.dense_layers for number in held_layers(m, parallel, stage * parallel.tp * parallel.dp)}
     most = max((_layer_backward(m, parallel, pass_, dense) for dense in kinds), default=0)
     if stage == parallel.pp - 1:
         norm = 2 * m.hidden * pass_.rows // parallel.tp * pass_.item if pass_.cpu else 0  # its input, and normalized

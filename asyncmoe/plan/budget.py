@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from asyncmoe.config import Config, sglang_arguments
 from asyncmoe.config.transports import TRANSPORTS, resolved
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, adapter_of, engine_dtype, load_hf_config, make, trainer_parallel, with_family
-from asyncmoe.plan import host, memory, relief
+from asyncmoe.plan import memory, relief
 from asyncmoe.plan.activations import Microbatch
-from asyncmoe.plan.memory import EngineMemory, GpuMemory, Training
+from asyncmoe.plan.memory import EngineMemory, GpuMemory, Hf, Training
 from asyncmoe.reshard.layout import ITEM_BYTES
 from asyncmoe.reshard.nccl import CTA_BYTES
 from asyncmoe.rpc import address
@@ -22,6 +21,7 @@ HOST = 0.9
 """Planned share of a machine's memory."""
 CPU_GB = 2.0
 """Memory of each process of a run without GPUs, in GB."""
+_OFFLOAD = "trainer.memory.optimizer_offload"
 _PREFILL = "--chunked-prefill-size"
 _TOKENS, _FRACTION = "--max-total-tokens", "--mem-fraction-static"
 _STATIC = ("weights", "adapters", "derived", "KV cache")
@@ -63,7 +63,7 @@ class Budget:
         return tuple(relief.too_large(*held, self.gpu_gb) for held in every if sum(one.total for one in held) > room)
 
 
-def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: bool = False) -> Budget:
+def of_run(config: Config, hf: Hf, gpu_gb: float = 80.0, cpu: bool = False) -> Budget:
     """Return the budget of a configuration whose sizes suit the model (`asyncmoe.models.check`).
 
     Raises:
@@ -71,13 +71,10 @@ def of_run(config: Config, hf: Mapping[str, Any], gpu_gb: float = 80.0, cpu: boo
         UserError: an engine argument is not a number.
     """
     parallel, settings = trainer_parallel(config), training(config, hf, cpu)
-    largest = max(memory.trainer(hf, parallel, settings), key=lambda stage: stage.total)
-    needs = {
-        "trainer.async_save": host.checkpoint_copy(hf, parallel, settings) if config.trainer.async_save else 0,
-        "trainer.memory.optimizer_offload": 0 if cpu else host.optimizer_state(hf, parallel, settings),
-        "objective.kl.coefficient": 0 if cpu else host.reference(hf, parallel, settings),
-    }
-    needs = {key: nbytes for key, nbytes in needs.items() if nbytes}
+    every = memory.trainer(hf, parallel, settings)
+    largest = max(every, key=lambda stage: stage.total)
+    keys = (["trainer.async_save"] if config.trainer.async_save else []) + ([] if cpu else [_OFFLOAD, "objective.kl.coefficient"])
+    needs = {key: nbytes for key in keys if (nbytes := max(stage.host[key] for stage in every))}
     if cpu and needs:
         largest = GpuMemory({**largest.parts, "checkpoint copy": needs["trainer.async_save"]})
     serves = serving(config, hf, cpu, stages(config, hf, gpu_gb, cpu))
@@ -98,17 +95,17 @@ def check_host(config: Config, found: Budget, ram: int) -> None:
     needed, room = ranks * sum(found.host.values()), int(HOST * ram)
     if not share or needed <= room:
         return
-    state = ranks * found.host["trainer.memory.optimizer_offload"]
+    state = ranks * found.host[_OFFLOAD]
     fitting = int(100 * share * max(0, room - (needed - state)) / state) / 100
     raise ConfigError(
-        "trainer.memory.optimizer_offload",
+        _OFFLOAD,
         got=f"{share:g}, with which {ranks} trainer ranks take {_gb(needed)} GB of their machine's memory",
         expected=f"at most {_gb(room)} GB, as {1 - HOST:.0%} of {_gb(ram)} are left free",
         hint=f"take {f'{fitting:g}, or ' if fitting else ''}more trainer nodes (cluster.trainer_nodes)",
     )
 
 
-def least(config: Config, hf: Mapping[str, Any], staged: bool = False, conversations: int = 1) -> tuple[GpuMemory, GpuMemory]:
+def least(config: Config, hf: Hf, staged: bool = False, conversations: int = 1) -> tuple[GpuMemory, GpuMemory]:
     """Return the least memory of a trainer's GPU and of an engine's GPU. As `of_run`, but an unconfigured KV cache holds that many
     conversations.
 
@@ -125,7 +122,7 @@ def least(config: Config, hf: Mapping[str, Any], staged: bool = False, conversat
     return max(stages, key=lambda stage: stage.total), engine
 
 
-def stages(config: Config, hf: Mapping[str, Any], gpu_gb: float, cpu: bool = False) -> bool:
+def stages(config: Config, hf: Hf, gpu_gb: float, cpu: bool = False) -> bool:
     """Return whether engines stage a whole version: unless GPUs have no room for a second copy of the weights and the KV cache, or, if
     that has no size, `memory.LEAST` conversations. What is broadcast is written in place.
 
@@ -139,7 +136,7 @@ def stages(config: Config, hf: Mapping[str, Any], gpu_gb: float, cpu: bool = Fal
     return engine.total + (trainer.total if config.engines.share_gpus else 0) <= memory.usable(gpu_gb)
 
 
-def engine_arguments(config: Config, hf: Mapping[str, Any], gpu_gb: float) -> tuple[str, ...]:
+def engine_arguments(config: Config, hf: Hf, gpu_gb: float) -> tuple[str, ...]:
     """Return the server arguments that bound an engine's memory, to leave room for staged weights and for a trainer on the same GPU. By
     default SGLang leaves 10 to 15 GB (`handle_gpu_memory_settings` of arg_groups/memory_hook.py) and assumes that it has the GPU to
     itself. The result is empty without staging and sharing, and omits arguments that the user gives.
@@ -185,7 +182,7 @@ def _tokens(config: Config) -> int | None:
     return config.engines.max_total_tokens if given is None else given
 
 
-def hf_of(config: Config, model: Path | None = None) -> Mapping[str, Any]:
+def hf_of(config: Config, model: Path | None = None) -> Hf:
     """Return the model's Hugging Face configuration, even before the model is made or fetched.
 
     Args:
@@ -207,7 +204,7 @@ def for_cpu(config: Config) -> bool:
     return "float32" in dtypes or (config.model.make is not None and "auto" in dtypes)
 
 
-def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Training:
+def training(config: Config, hf: Hf, cpu: bool = False) -> Training:
     """Return the settings for a trainer's memory. A micro-batch is the larger of a full packed one and the longest conversation, of which
     a context-parallel rank has its part."""
     trainer, objective, saved = config.trainer, config.objective, config.trainer.memory
@@ -235,7 +232,7 @@ def training(config: Config, hf: Mapping[str, Any], cpu: bool = False) -> Traini
     )
 
 
-def serving(config: Config, hf: Mapping[str, Any], cpu: bool = False, staged: bool = True) -> EngineMemory:
+def serving(config: Config, hf: Hf, cpu: bool = False, staged: bool = True) -> EngineMemory:
     """Return the settings for an engine's memory. Without `engines.max_total_tokens`, SGLang's KV cache takes whatever
     --mem-fraction-static leaves; here it gets the tokens of `engines.max_running` longest conversations.
 
@@ -268,7 +265,7 @@ def _communicators(config: Config, cpu: bool) -> int:
     return sync.nccl_max_ctas * CTA_BYTES
 
 
-def _conversation(config: Config, hf: Mapping[str, Any]) -> int:
+def _conversation(config: Config, hf: Hf) -> int:
     """Return the tokens of the longest conversation (`asyncmoe.rollout.episodes.environments.bounds`)."""
     limits = (config.environment.max_tokens, hf.get("max_position_embeddings"))
     return min((limit for limit in limits if limit is not None), default=config.trainer.tokens_per_microbatch)

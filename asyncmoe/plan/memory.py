@@ -11,11 +11,12 @@ Sizes are in bytes, and 1 GB is 1e9 bytes. A GPU sold with 80 GB has 85 GB.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from asyncmoe.engines.adapters import SLOTS
+from asyncmoe.errors import LayoutError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.latent import Latent
 from asyncmoe.models.lora.adapter import Kind
@@ -44,9 +45,14 @@ Hf = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes on one GPU, by purpose."""
+    """Bytes on one GPU, by purpose.
+
+    Attributes:
+        host: bytes that its process may need of the host's memory, by the configuration key that asks for them.
+    """
 
     parts: Mapping[str, int]
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -158,12 +164,15 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
     adapters = RankParameters() if pass_.adapter is None else adapters_of(m, pass_.adapter, parallel, rank, pass_.dtype)
     trained = weights if pass_.adapter is None else adapters
     kept = activations.kept(m, parallel, stage, pass_)
+    # A second copy of the weights (`trainer.model.reference`); with adapters, which are switched off instead, none. On a GPU it is there
+    # only during its forward passes, which keep no activations; on CPUs always.
+    reference = weights.nbytes if training.reference and pass_.adapter is None else 0
     parts = {
         "weights": weights.nbytes,
         "adapters": adapters.nbytes,
         "gradients": trained.all * GRADIENT,
         "optimizer": optimizer_bytes(trained, parallel, training),
-        "reference": _reference(weights, kept, training),
+        "reference": reference if pass_.cpu else max(0, reference - kept),
         "float8 weights": 0 if training.float8_edges is None else _float8_weights(m, parallel, rank, training.float8_edges),
         "activations": kept,
         # of a backward pass, or of the optimizer's step, when there are no activations
@@ -175,15 +184,17 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         # `DeltaEncoder`: what was sent last, a message as it is now, and its code
         "delta base": weights.sent + BUFFERS * min(training.bucket_bytes, weights.sent) if training.delta_base else 0,
     }
-    return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes})
-
-
-def _reference(weights: RankParameters, kept: int, training: Training) -> int:
-    """Return the bytes of a reference policy, a second copy of the weights (`trainer.model.reference`). On a GPU it is there only during
-    its forward passes, which keep no activations; on CPUs always."""
-    if not training.reference or training.microbatch.adapter is not None:
-        return 0
-    return weights.nbytes if training.microbatch.cpu else max(0, weights.nbytes - kept)
+    host = {
+        # The second copy of what a rank writes of a checkpoint: the weights (of a replica one rank writes them) and the optimizer's state,
+        # 8 bytes a parameter for Adam's moments, and 4 for float32 weights unless the checkpoint's weights are these. A sharded optimizer
+        # saves its own float32 weights even so.
+        "trainer.async_save": trained.nbytes
+        + (12 * stepped(trained, parallel, training) if training.distributed else trained.all * training.state),
+        # In pinned memory: float32 weights and averages, and gradients as float32 of what the CPU updates (`HybridDeviceOptimizer`)
+        "trainer.memory.optimizer_offload": 16 * offloaded(trained, parallel, training),
+        "objective.kl.coefficient": reference,  # kept there while it is not in use
+    }
+    return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes}, host)
 
 
 def optimizer_bytes(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
@@ -219,7 +230,7 @@ def _float8_weights(m: Shape, parallel: MegatronParallel, rank: int, edges: int)
     whole = sum(size for name, size in matrices.items() if name.endswith("_a"))  # down-projections of latent attention
     attention = (sum(matrices.values()) - whole) // parallel.tp + whole
     entries = 0
-    for number in (layer for chunk in parallel.chunk_layers(m.layers, rank) for layer in chunk):
+    for number in activations.held_layers(m, parallel, rank):
         if not edges <= number < m.layers - edges:
             continue
         if number in m.dense_layers:
@@ -265,7 +276,7 @@ def adapters_of(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dty
     """Return a trainer rank's adapters."""
     counted = {True: 0, False: 0}
     for _, layers in m.runs(range(m.layers)):
-        held = [layer for chunk in parallel.chunk_layers(m.layers, rank) for layer in chunk if layer in layers]
+        held = [layer for layer in activations.held_layers(m, parallel, rank) if layer in layers]
         for half in layer_halves(m, kind, parallel, rank, layers[0] in m.dense_layers):
             counted[half.expert_data] += len(held) * prod(half.shape)
     return RankParameters(counted[False], counted[True], sum(counted.values()) * ITEM_BYTES[dtype])
@@ -312,8 +323,12 @@ def _derived(hf: Hf, parallel: EngineParallel, dtype: str) -> int:
 
 
 def kv_room(hf: Hf, parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> int:
-    """Return the tokens of KV cache that fit beside everything else, ignoring `serving.tokens`; 0 if none fit."""
-    left = usable(gpu_gb) - engine(hf, parallel, replace(serving, tokens=0)).total
+    """Return the tokens of KV cache that fit beside everything else, ignoring `serving.tokens`; 0 if none fit, or where the sizes split
+    blocks of float8."""
+    try:
+        left = usable(gpu_gb) - engine(hf, parallel, replace(serving, tokens=0)).total
+    except LayoutError:
+        return 0
     return max(0, left) // kv_bytes(hf, parallel, serving.dtype)
 
 

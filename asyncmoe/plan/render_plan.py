@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table as Grid
 
 from asyncmoe.plan.budget import Budget
 from asyncmoe.plan.memory import USABLE, EngineMemory, GpuMemory, usable
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.plan.traffic import Forecast
 from asyncmoe.storage import size
+from asyncmoe.tables import grid
 
 
 def show_update(found: Forecast, method: str, nic: float, console: Console) -> None:
@@ -28,15 +28,13 @@ def show_update(found: Forecast, method: str, nic: float, console: Console) -> N
         }
         console.print(f"sync.method={method}: an update {moved[method]}", highlight=False)
         return
-    grid = _grid(f"an update of {whole}", [""])
-    for label, value in (
-        ("bytes on the wire", size(found.wire)),
-        ("sent by a trainer rank, most", size(found.sent)),
-        ("received by an engine rank, most", size(found.received)),
-        (f"expected at {nic:g} GB/s (--nic)", f"{found.seconds:.3g} s"),
-    ):
-        grid.add_row(label, value)
-    console.print(grid)
+    rows = [
+        ("bytes on the wire", [size(found.wire)]),
+        ("sent by a trainer rank, most", [size(found.sent)]),
+        ("received by an engine rank, most", [size(found.received)]),
+        (f"expected at {nic:g} GB/s (--nic)", [f"{found.seconds:.3g} s"]),
+    ]
+    console.print(grid(f"an update of {whole}", [""], rows))
     console.print("The time is that of the wire alone: the busiest rank's bytes at that speed, in both directions at once.")
 
 
@@ -53,23 +51,15 @@ def show_budget(found: Budget, console: Console) -> None:
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def _grid(first: str, columns: Iterable[str]) -> Grid:
-    grid = Grid(show_edge=False)
-    grid.add_column(first)
-    for name in columns:
-        grid.add_column(name, justify="right")
-    return grid
-
-
 def _show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Console) -> None:
     """Print the memory of GPUs in GB, a column each."""
-    grid = _grid("GB each", columns)
-    for part in dict.fromkeys(part for memory in columns.values() for part in memory.parts):
-        grid.add_row(part, *(f"{memory.parts[part] / 1e9:.3g}" if part in memory.parts else "" for memory in columns.values()))
-    grid.add_row("in all", *(f"{memory.total / 1e9:.3g}" for memory in columns.values()))
+    held = list(columns.values())
+    parts = dict.fromkeys(part for memory in held for part in memory.parts)
+    rows = [(part, [f"{memory.parts[part] / 1e9:.3g}" if part in memory.parts else "" for memory in held]) for part in parts]
+    rows.append(("in all", [f"{memory.total / 1e9:.3g}" for memory in held]))
     room = f"of {usable(gpu_gb) / 1e9:.3g} planned for ({USABLE:.0%} of {gpu_gb:g})"
-    grid.add_row(room, *("fits" if memory.fits(gpu_gb) else "does not fit" for memory in columns.values()))
-    console.print(grid)
+    rows.append((room, ["fits" if memory.fits(gpu_gb) else "does not fit" for memory in held]))
+    console.print(grid("GB each", columns, rows))
 
 
 def _arrive(staged: bool) -> str:
@@ -78,10 +68,7 @@ def _arrive(staged: bool) -> str:
 
 def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, nic: float, console: Console) -> None:
     """Print the suggested splits, a column each, and the memory of the first."""
-    grid = _grid("", [f"split {number + 1}" for number in range(len(found))])
-    for label, values in _split_lines(found, cluster, nic):
-        grid.add_row(label, *values)
-    console.print(grid)
+    console.print(grid("", [f"split {number + 1}" for number in range(len(found))], _split_lines(found, cluster, nic)))
     split = found[0][0]
     _show_memory({"trainer of split 1": split.trainer.memory, "engine of split 1": split.engine.memory}, cluster.gpu_gb, console)
     console.print("Keys of split 1:\n" + "\n".join(yaml_keys(split)), highlight=False, markup=False, soft_wrap=True)

@@ -15,10 +15,10 @@ The rule considers memory, not speed:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from typing import Any, TypeVar
 
 from asyncmoe.config.sync import SyncSection
 from asyncmoe.errors import ConfigError, LayoutError
@@ -28,10 +28,9 @@ from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
 from asyncmoe.plan import memory
 from asyncmoe.plan.activations import Microbatch
-from asyncmoe.plan.memory import EngineMemory, GpuMemory, RankParameters, Training
+from asyncmoe.plan.memory import EngineMemory, GpuMemory, Hf, RankParameters, Training
 from asyncmoe.reshard.nccl import CTA_BYTES
 
-Sizes = TypeVar("Sizes", MegatronParallel, EngineParallel)
 _PREFILLS = (8192, 4096, 2048)
 _TIMES = (1, 2, 4)
 _LEAST_ROWS = 8192
@@ -114,7 +113,7 @@ class Split:
         return self.engines * (self.engine.serving.tokens // context)
 
 
-def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
+def suggest(hf: Hf, cluster: Cluster) -> tuple[Split, ...]:
     """Return splits in the order of the rule above.
 
     Raises:
@@ -139,19 +138,19 @@ def suggest(hf: Mapping[str, Any], cluster: Cluster) -> tuple[Split, ...]:
     return tuple(found)
 
 
-def _fewest_nodes(hf: Mapping[str, Any], cluster: Cluster, most: int) -> int | None:
+def _fewest_nodes(hf: Hf, cluster: Cluster, most: int) -> int | None:
     """Return the fewest nodes, up to `most`, on which the trainer fits; None if it fits on none."""
     least = _least(memory.whole(hf), MegatronParallel(), cluster)
     node = memory.usable(cluster.gpu_gb) * cluster.gpus
     return next((n for n in range(max(1, -(-least // node)), most + 1) if best_trainer(hf, cluster, n) is not None), None)
 
 
-def best_trainer(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> TrainerSizes | None:
+def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
     """Return the first sizes by the rule that fit, if any."""
     m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     sizes = [p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room]
     choices = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in _context_ranks(p, cluster))
-    for parallel, recompute, cp in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], choice[2], cluster)):
+    for parallel, recompute, cp in sorted(choices, key=lambda choice: _preference(*choice, cluster)):
         try:
             stages = memory.trainer(hf, parallel, _training(cluster, recompute, cp))
         except LayoutError:  # these sizes split blocks of float8
@@ -196,13 +195,13 @@ def _sizes(m: Shape, cluster: Cluster, nodes: int) -> Iterator[MegatronParallel]
         for ep in _divisors(tp * dp) if m.experts else (1,):
             # megatron-core 0.16 shards experts over tensor-parallel ranks if there is no expert parallelism.
             sizes = MegatronParallel(tp, pp, ep, 1 if ep > 1 else tp, dp, first_layers=stages[0], last_layers=stages[1])
-            if _suits(checks.check_trainer, m, sizes):
+            if _suits(partial(checks.check_trainer, "", m, sizes)):
                 yield sizes
 
 
-def _suits(check: Callable[[str, Shape, Sizes], None], m: Shape, sizes: Sizes) -> bool:
+def _suits(check: Callable[[], None]) -> bool:
     try:
-        check("", m, sizes)
+        check()
     except ConfigError:
         return False
     return True
@@ -217,7 +216,7 @@ def _stages(layers: int, pp: int) -> tuple[int | None, int | None] | None:
     return (rest // 2, rest - rest // 2) if pp > 1 and rest > 1 else None
 
 
-def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
+def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
     """Return the first sizes by the rule.
 
     Raises:
@@ -238,13 +237,13 @@ def best_engine(hf: Mapping[str, Any], cluster: Cluster) -> EngineSizes:
     )
 
 
-def _engine_over(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> EngineSizes | None:
+def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
     """Return the first sizes by the rule of an engine over so many nodes, or None."""
     m = family_of(hf).shape_of(hf)
     for staged, prefill in product((True, False), _PREFILLS):
         serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=_COMMUNICATOR)
         sizes = (parallel for parallel in _engines(m, cluster.gpus * nodes) if parallel.tp % nodes == 0)
-        rooms = {parallel: _room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}
+        rooms = {parallel: memory.kv_room(hf, parallel, serving, cluster.gpu_gb) for parallel in sizes}
         able = [parallel for parallel, room in rooms.items() if room >= memory.LEAST * cluster.context]
         if able:
             chosen = max(able, key=lambda parallel: (rooms[parallel] / parallel.world, -parallel.world))
@@ -253,19 +252,11 @@ def _engine_over(hf: Mapping[str, Any], cluster: Cluster, nodes: int) -> EngineS
     return None
 
 
-def _room(hf: Mapping[str, Any], parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> int:
-    """Return the tokens of KV cache that fit; 0 where the sizes split blocks of float8."""
-    try:
-        return memory.kv_room(hf, parallel, serving, gpu_gb)
-    except LayoutError:
-        return 0
-
-
 def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
     """Yield sizes on so many GPUs, with whole experts on each rank if the rank count divides them."""
     for tp in _divisors(gpus):
         sizes = EngineParallel(tp, tp if m.experts and m.experts % tp == 0 else 1)
-        if _suits(checks.check_engine, m, sizes):
+        if _suits(partial(checks.check_engine, "", m, sizes)):
             yield sizes
 
 

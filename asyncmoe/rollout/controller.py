@@ -41,13 +41,14 @@ from asyncmoe.rpc.messages import (
     Saved,
     TrainerMessage,
     WeightsLoaded,
+    WeightsRequest,
 )
 from asyncmoe.rpc.server import Server
 from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerRequest
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.trajectory import Buffer
 from asyncmoe.weights.coordinator import turns
-from asyncmoe.weights.coordinator.coordinator import WeightsRequest, WeightUpdateCoordinator
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 
 log = logging.getLogger(__name__)
 _RECORD_S = 1.0

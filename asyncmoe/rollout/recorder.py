@@ -9,16 +9,16 @@ from typing import Any
 from asyncmoe.queue.accounts import QueueStats
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.metric import declared
-from asyncmoe.telemetry.records import JsonLines, Spans
+from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, ROLLOUT, Span
 
 
 class Recorder:
     """Writes rollout.jsonl, evaluation.jsonl and spans-controller.jsonl of `run_dir`."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._lines, self._spans = JsonLines(run_dir / ROLLOUT), Spans(run_dir / CONTROLLER_SPANS)
+        self._lines, self._spans = JsonLines(run_dir / ROLLOUT), JsonLines(run_dir / CONTROLLER_SPANS)
         self._evaluations = JsonLines(run_dir / EVALUATION)
         self._generated: list[tuple[float, float, str]] = []
         self._until: defaultdict[str, float] = defaultdict(float)
@@ -31,7 +31,7 @@ class Recorder:
 
     def paused(self, engine: str, begin: float, end: float) -> None:
         """Record that `engine` was paused from `begin` to `end`, Unix seconds."""
-        self._spans.add(engine, "pause", begin, end)
+        self._spans.write(Span(engine, "pause", begin, end))
 
     def evaluated(self, found: Evaluation) -> None:
         """Record a finished evaluation."""
@@ -69,7 +69,7 @@ class Recorder:
         for begin, end, engine in sorted(self._generated):
             begin = max(begin, self._until[engine])
             if begin < end:
-                self._spans.add(engine, "generate", begin, end)
+                self._spans.write(Span(engine, "generate", begin, end))
                 self._busy[engine] += end - begin
                 self._until[engine] = end
         self._generated.clear()

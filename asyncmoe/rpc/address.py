@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from asyncmoe.errors import UserError
 
@@ -80,15 +81,6 @@ def choose(network: str, found: Mapping[str, Sequence[str]]) -> str:
     return inside[0]
 
 
-def interface_of(host: str, found: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the interface that has an address, or None.
-
-    Args:
-        found: addresses of each interface.
-    """
-    return next((name for name, addresses in found.items() if host in addresses), None)
-
-
 def towards(host: str, port: int) -> str:
     """Return our source address on the route to `host`. Sends nothing.
 
@@ -102,5 +94,9 @@ def towards(host: str, port: int) -> str:
 
 def host_id() -> str:
     """Return an id that is equal for processes that share memory through /dev/shm: same kernel, same mount of /dev/shm."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-        return f"{boot.read().strip()}-{os.stat('/dev/shm').st_dev}"
+    return f"{boot_id()}-{os.stat('/dev/shm').st_dev}"
+
+
+def boot_id() -> str:
+    """Return the kernel's id of this host's present boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

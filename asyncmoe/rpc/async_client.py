@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import zmq
 
-from asyncmoe.errors import ProtocolError, WaitTimeout
-from asyncmoe.rpc.client import ConnectionGone, rebuild
-from asyncmoe.rpc.codec import decode_reply, encode
+from asyncmoe.errors import AsyncmoeError, WaitTimeout
+from asyncmoe.rpc.client import ConnectionGone, opened
+from asyncmoe.rpc.codec import encode
 from asyncmoe.rpc.connection import Connection
-from asyncmoe.rpc.messages import Refused, Reply, Request
+from asyncmoe.rpc.messages import Reply, Request
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.trajectory import Buffer
 
@@ -58,16 +58,13 @@ class AsyncClient:
             self._connection.socket.send_multipart([_NUMBER.pack(number), payload], zmq.NOBLOCK)
             self._take()  # sending may have taken the signal that a reply is there
             async with asyncio.timeout(timeout_s):
-                reply, frames = await answer
+                return await answer
         except zmq.Again:
             raise ConnectionGone(self._peer, f"{name}: too many unanswered requests", 0.0) from None
         except TimeoutError as error:
             raise WaitTimeout(self._peer, f"{name}: no reply", timeout_s) from error
         finally:
             del self._waiting[number]
-        if isinstance(reply, Refused):
-            raise rebuild(reply)
-        return reply, frames
 
     def close(self) -> None:
         """Close the connection; whoever still waits for a reply gets ConnectionGone. A second call does nothing."""
@@ -86,22 +83,22 @@ class AsyncClient:
                 parts = self._connection.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if len(parts) < 2 or len(parts[0].bytes) != _NUMBER.size:
+            if len(parts[0].bytes) != _NUMBER.size:
                 continue  # nobody can be told whose reply it was; whoever waits for it gets its time-out
             waiting, _ = self._waiting.get(_NUMBER.unpack(parts[0].bytes)[0], (None, 0.0))
             if waiting is None or waiting.done():
                 continue
             try:
-                waiting.set_result((decode_reply(parts[1].buffer), [part.buffer.toreadonly() for part in parts[2:]]))
-            except ProtocolError as error:
+                waiting.set_result(opened(parts))
+            except AsyncmoeError as error:
                 waiting.set_exception(error)
 
     def _look(self) -> None:
         """Tell those who wait when the connection is lost: the server has forgotten whom it owes a reply."""
         self._connection.look()
-        if self._connection.losses > self._losses or self._connection.refused:
+        if why := self._connection.why_lost(self._losses):
             self._losses = self._connection.losses
-            self._fail("it rejected our key" if self._connection.refused else "the connection was lost; it has probably died, see its log")
+            self._fail(why)
         self._take()
         self._looking = self._loop.call_later(_LOOK_S, self._look)
 

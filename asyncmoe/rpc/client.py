@@ -6,7 +6,7 @@ import math
 import re
 import struct
 import time
-from types import TracebackType
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -70,29 +70,30 @@ class Client:
             ProtocolError: the reply is malformed, or the request is larger than the controller accepts.
             AsyncmoeError: the controller refused the request; has the class that the controller raised.
         """
-        name, begin = type(request).__name__, time.monotonic()
+        name, begin, connection = type(request).__name__, time.monotonic(), self._connection
         if self._epoch and isinstance(request, TrainerMessage):
             request = msgspec.structs.replace(request, epoch=self._epoch)
         self._asked += 1
         asked = struct.pack(">Q", self._asked)
-        self._connection.wait(0)
-        losses = self._connection.losses
+        connection.wait(0)
+        losses = connection.losses
         try:
-            self._connection.socket.send_multipart([asked, encode(request)], zmq.NOBLOCK)
+            connection.socket.send_multipart([asked, encode(request)], zmq.NOBLOCK)
         except zmq.Again:
-            raise ConnectionGone(self._peer, f"{self.name} could not send {name}: {self._why_unsent()}", 0.0) from None
+            connection.wait(1.0)  # a refused connection cannot send either, but its event may arrive slightly later
+            why = connection.why_lost(losses) or "too many unanswered requests"
+            raise ConnectionGone(self._peer, f"{self.name} could not send {name}: {why}", 0.0) from None
         while True:
-            self._check(name, begin, timeout_s, losses)
-            if not self._connection.wait(self._patience(begin, timeout_s)):
-                continue
-            parts = self._connection.socket.recv_multipart(copy=False)
-            if len(parts) < 2:
-                raise ProtocolError(f"reply to {name}: got {len(parts)} frames, expected at least 2")
-            if parts[0].bytes == asked:
-                reply = decode_reply(parts[1].buffer)
-                if isinstance(reply, Refused):
-                    raise rebuild(reply)
-                return reply, [part.buffer.toreadonly() for part in parts[2:]]
+            lost, limit = connection.why_lost(losses), timeout_s if connection.up else min(timeout_s, self._connect_s)
+            left = begin + limit - time.monotonic()
+            if (lost or left <= 0) and not connection.wait(0):  # else a reply has already arrived
+                why = lost or ("no reply" if connection.up else "no connection; it is not running, or running with other keys")
+                kind = ConnectionGone if lost or not connection.up else WaitTimeout
+                raise kind(self._peer, f"{self.name} asked {name}: {why}", time.monotonic() - begin)
+            if connection.wait(left):
+                parts = connection.socket.recv_multipart(copy=False)
+                if parts[0].bytes == asked:
+                    return opened(parts)
 
     def close(self) -> None:
         """Close the connection without waiting for replies."""
@@ -103,36 +104,23 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _why_unsent(self) -> str:
-        """Explain a failed send. A refused connection cannot send either, but its event may arrive slightly later."""
-        self._connection.wait(1.0)
-        return "it rejected our key" if self._connection.refused else "too many unanswered requests"
 
-    def _patience(self, begin: float, timeout_s: float) -> float:
-        limit = timeout_s if self._connection.up else min(timeout_s, self._connect_s)
-        return max(0.0, begin + limit - time.monotonic())
+def opened(parts: Sequence[zmq.Frame]) -> tuple[Reply, list[Buffer]]:
+    """Return the reply of a message and the frames that follow it, read-only views of the received data.
 
-    def _check(self, name: str, begin: float, timeout_s: float, losses: int) -> None:
-        """Raise if the wait is over or no reply can come any more, unless a reply has already arrived."""
-        connection = self._connection
-        over = self._patience(begin, timeout_s) <= 0
-        lost = connection.losses > losses
-        if not (over or lost or connection.refused) or connection.wait(0):
-            return
-        waited = time.monotonic() - begin
-        if lost:
-            why = "the connection was lost; it has probably died, see its log"
-        elif connection.refused:
-            why = "it rejected our key"
-        elif not connection.up:
-            why = "no connection; it is not running, or running with other keys"
-        else:
-            why = "no reply"
-        kind = ConnectionGone if lost or not connection.up else WaitTimeout
-        raise kind(self._peer, f"{self.name} asked {name}: {why}", waited)
+    Raises:
+        ProtocolError: the reply is malformed.
+        AsyncmoeError: the server refused the request; has the class that the server raised.
+    """
+    if len(parts) < 2:
+        raise ProtocolError(f"reply: got {len(parts)} frames, expected at least 2")
+    reply = decode_reply(parts[1].buffer)
+    if isinstance(reply, Refused):
+        raise rebuild(reply)
+    return reply, [part.buffer.toreadonly() for part in parts[2:]]
 
 
 def rebuild(refused: Refused) -> AsyncmoeError:

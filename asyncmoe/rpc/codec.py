@@ -20,15 +20,15 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def encode(message: Message, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+def encode(message: Message) -> bytes:
     """Encode one message as msgpack.
 
     Raises:
         ProtocolError: the message is larger than the peer accepts.
     """
     payload = _encoder.encode(message)
-    if len(payload) > max_bytes:
-        raise ProtocolError(f"{type(message).__name__}: got {len(payload)} bytes, expected at most {max_bytes}")
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"{type(message).__name__}: got {len(payload)} bytes, expected at most {MAX_FRAME_BYTES}")
     return payload
 
 

@@ -67,6 +67,12 @@ class Connection:
             self.look()
         return self.socket in ready
 
+    def why_lost(self, losses: int) -> str:
+        """Return why no reply can come to a request that was sent after this number of losses; "" if one can."""
+        if self.losses > losses:
+            return "the connection was lost; it has probably died, see its log"
+        return "it rejected our key" if self.refused else ""
+
     def close(self) -> None:
         """Close the connection; unsent messages are lost."""
         self._stop_monitor()

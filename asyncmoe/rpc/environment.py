@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 STARTS = "ASYNCMOE_STARTS"
 """How often the launcher has started this engine before, without the restarts of its own; absent or 0: this is its first start."""
@@ -15,11 +14,11 @@ RANKS_STORE = "ASYNCMOE_RANKS_STORE"
 """File of the store (torch's `FileStore`) in which all ranks of a trainer meet; absent: torchrun's address (MASTER_ADDR)."""
 
 
-def trainer_epoch(environment: Mapping[str, str] = os.environ) -> int:
+def trainer_epoch() -> int:
     """Return how often the launcher has started this process's trainer again in place."""
-    return int(environment.get(TRAINER_EPOCH) or 0)
+    return int(os.environ.get(TRAINER_EPOCH) or 0)
 
 
-def starts_before(environment: Mapping[str, str] = os.environ) -> int:
+def starts_before() -> int:
     """Return how often the launcher has started this engine before."""
-    return int(environment.get(STARTS) or 0)
+    return int(os.environ.get(STARTS) or 0)

@@ -1,61 +1,27 @@
-"""The keys of a run and the rendezvous file.
+"""The rendezvous file, which has the keys of a run.
 
-The controller generates two CURVE key pairs at every start and writes its address, its public key and the client's pair to
-`run_dir/rendezvous.json`, readable only by its owner. Whoever can read that file is a member of the run; nobody else passes
-the handshake, in either direction. The server's secret key never leaves the controller.
+The controller generates two CURVE key pairs at every start (`asyncmoe.rpc.server`) and writes its address, its public key and the
+client's pair to `run_dir/rendezvous.json`, readable only by its owner. Whoever can read that file is a member of the run; nobody else
+passes the handshake, in either direction. The server's secret key never leaves the controller.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from asyncmoe.errors import UserError, WaitTimeout
 from asyncmoe.rpc.connection import answers
 from asyncmoe.rpc.rendezvous import Rendezvous
-from asyncmoe.storage import make_private, writing
+from asyncmoe.storage import make_private, replace, writing
 
 FILE_NAME = "rendezvous.json"
 _POLL_S = 0.05
 _PROBE_S = 2.0
-
-
-@dataclass(frozen=True)
-class RunKeys:
-    """Both key pairs of a run and the secret of its Unix socket. Only the controller holds all of them."""
-
-    server_public: bytes
-    server_secret: bytes = field(repr=False)
-    client_public: bytes
-    client_secret: bytes = field(repr=False)
-    local_secret: str = field(repr=False)
-
-
-def generate() -> RunKeys:
-    """Generate random keys; libsodium makes the key pairs."""
-    return RunKeys(*zmq.curve_keypair(), *zmq.curve_keypair(), secrets.token_urlsafe(32))
-
-
-def rendezvous(address: str, keys: RunKeys, local_dir: str = "") -> Rendezvous:
-    """Build the rendezvous of the calling process, for its clients."""
-    return Rendezvous(
-        address=address,
-        server_public=keys.server_public.decode(),
-        client_public=keys.client_public.decode(),
-        client_secret=keys.client_secret.decode(),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        started=time.time(),
-        local_dir=local_dir,
-        local_secret=keys.local_secret,
-    )
 
 
 def write(run_dir: Path, value: Rendezvous) -> Path:
@@ -65,29 +31,19 @@ def write(run_dir: Path, value: Rendezvous) -> Path:
         UserError: see `refuse_another`.
         StorageError: the file cannot be written.
     """
-    path, temporary = run_dir / FILE_NAME, run_dir / f".{FILE_NAME}.{os.getpid()}"
+    path, ours = run_dir / FILE_NAME, run_dir / f".{os.getpid()}.{FILE_NAME}"
     with writing("the controller's address", path):
+        make_private(run_dir)
         try:
-            _private(temporary, value)
+            replace(ours, msgspec.json.encode(value), durable=True, mode=0o600)
             # The check may take seconds, in which another controller may write its own file.
             ended = refuse_another(run_dir, value.address)
             while _parse(path) != ended:
                 ended = refuse_another(run_dir, value.address)
-            os.replace(temporary, path)
+            ours.replace(path)
         finally:
-            temporary.unlink(missing_ok=True)
+            ours.unlink(missing_ok=True)
     return path
-
-
-def _private(path: Path, value: Rendezvous) -> None:
-    """Write a new file, mode 0600, to the disk."""
-    make_private(path.parent)
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(value))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def refuse_another(run_dir: Path, listening: str = "") -> Rendezvous | None:
@@ -154,9 +110,7 @@ def _found(path: Path, value: Rendezvous | None) -> str:
 def _parse(path: Path) -> Rendezvous | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Rendezvous)
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None
     except PermissionError as error:
         raise UserError(str(path), got=f"a file of another user ({error.strerror})", expected="a file this user may read") from error
-    except ValueError:
-        return None

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import tempfile
 from pathlib import Path
 
 from asyncmoe.errors import UserError
-from asyncmoe.scratch import Scratch
+from asyncmoe.scratch import Scratch, is_private
 
 SOCKET = "socket"
 USER = "asyncmoe"
@@ -46,15 +45,6 @@ def address(directory: Path) -> str:
 def reachable(directory: str) -> bool:
     """Whether the server of `directory` runs on this host as this user: its socket exists, and no other user can have created it."""
     return bool(directory) and is_private(Path(directory)) and (Path(directory) / SOCKET).exists()
-
-
-def is_private(directory: Path) -> bool:
-    """Whether the path is a directory, not a link, that belongs to this user and that nobody else may enter."""
-    try:
-        found = directory.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
 
 
 def is_left_behind(directory: Path) -> bool:

@@ -349,43 +349,9 @@ class Refused(Message, frozen=True):
     text: str
 
 
-Request = (
-    Hello
-    | Lease
-    | FindWorker
-    | Commit
-    | Saved
-    | Evaluations
-    | Goodbye
-    | WeightsLoaded
-    | WeightsJoin
-    | WeightsStage
-    | WeightsBegin
-    | WeightsBucket
-    | WeightsCommit
-    | WeightsFiles
-    | WeightsAbort
-    | EnginesAsk
-    | EngineJoin
-    | EngineAlive
-    | EngineLeave
-    | EngineNode
-    | EngineNodeEnd
-    | WorkerJoin
-    | WorkerRequest
-)
-Reply = (
-    Welcome
-    | Leased
-    | Evaluated
-    | Fetched
-    | WorkerFound
-    | Engines
-    | EngineJoined
-    | EngineOrder
-    | EngineNodes
-    | Committed
-    | Done
-    | Refused
-    | WorkerReply
-)
+QueueRequest = Hello | Lease | FindWorker | Commit | Saved | Evaluations | Goodbye
+WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsFiles | WeightsAbort | EnginesAsk
+EngineRequest = EngineJoin | EngineAlive | EngineLeave | EngineNode | EngineNodeEnd
+Request = QueueRequest | WeightsLoaded | WeightsRequest | EngineRequest | WorkerJoin | WorkerRequest
+EngineReply = Engines | EngineJoined | EngineOrder | EngineNodes
+Reply = Welcome | Leased | Evaluated | Fetched | WorkerFound | EngineReply | Committed | Done | Refused | WorkerReply

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import secrets
+import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
+from types import SimpleNamespace
 
 import zmq
 import zmq.asyncio
@@ -21,7 +25,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from asyncmoe import errors
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError, UserError
-from asyncmoe.rpc import keys, local
+from asyncmoe.rpc import local
 from asyncmoe.rpc.codec import MAX_FRAME_BYTES, decode_request, encode
 from asyncmoe.rpc.messages import Refused, Reply, Request
 from asyncmoe.rpc.rendezvous import Rendezvous
@@ -43,21 +47,10 @@ class Server:
         host: address to listen on; loopback unless the trainer is on another machine.
         port: 0: any free port.
         here_only: serve clients on this host alone, over the Unix socket, and listen on no port.
-        max_frame_bytes: a client that sends a larger frame is disconnected before the frame is read.
     """
 
-    def __init__(
-        self,
-        handler: Handler,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        here_only: bool = False,
-        max_frame_bytes: int = MAX_FRAME_BYTES,
-    ) -> None:
-        self._handler, self._host, self._port = handler, host, port
-        self._max_frame_bytes, self._here_only = max_frame_bytes, here_only
-        self._keys = keys.generate()
+    def __init__(self, handler: Handler, *, host: str = "127.0.0.1", port: int = 0, here_only: bool = False) -> None:
+        self._handler, self._host, self._port, self._here_only = handler, host, port, here_only
         # ZeroMQ allows one authentication handler per context, so the server has its own context.
         self._context = zmq.asyncio.Context(_IO_THREADS)
         self._sockets: list[zmq.asyncio.Socket] = []
@@ -73,28 +66,37 @@ class Server:
         """
         self._authenticator = AsyncioAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _OnlyKey(self._keys.client_public))
-        self._authenticator.configure_plain("*", {local.USER: self._keys.local_secret})
-        if not self._here_only:
-            await self._listen()
+        (server_public, server_secret), (client_public, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+        local_secret = secrets.token_urlsafe(32)
+        self._authenticator.configure_curve_callback("*", SimpleNamespace(callback=lambda domain, key: key == client_public))
+        self._authenticator.configure_plain("*", {local.USER: local_secret})
+        remote_address = "" if self._here_only else self._listen(server_secret)
         here = self._router()
         here.plain_server = True
         self._local = local.make()
         here_address = local.address(self._local.path)
         here.bind(here_address)
-        address = here_address if self._here_only else f"tcp://{self._host}:{self._port}"
-        return keys.rendezvous(address, self._keys, str(self._local.path))
+        return Rendezvous(
+            address=remote_address or here_address,
+            server_public=server_public.decode(),
+            client_public=client_public.decode(),
+            client_secret=client_secret.decode(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=time.time(),
+            local_dir=str(self._local.path),
+            local_secret=local_secret,
+        )
 
-    async def _listen(self) -> None:
+    def _listen(self, secret: bytes) -> str:
+        """Listen on the port for holders of the client's key, and return the address."""
         remote = self._router()
-        remote.curve_server = True
-        remote.curve_secretkey = self._keys.server_secret
+        remote.curve_server, remote.curve_secretkey = True, secret
         try:
             remote.bind(f"tcp://{self._host}:{self._port}")
         except zmq.ZMQError as error:
-            await self.close()
             raise _explain(error, self._host, self._port) from error
-        self._port = int(remote.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        return remote.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def serve(self) -> None:
         """Answer requests until cancelled.
@@ -102,8 +104,6 @@ class Server:
         Raises:
             Exception: the handler's exception, if it is an `InvariantBroken` or not an `AsyncmoeError`. All other requests are cancelled.
         """
-        if not self._sockets:
-            raise InvariantBroken("serve before start")
         # The receivers end without an error only if they are cancelled together with this task.
         first: BaseException = asyncio.CancelledError()
         try:
@@ -130,12 +130,12 @@ class Server:
     async def __aenter__(self) -> Server:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _router(self) -> zmq.asyncio.Socket:
         router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         # A ROUTER with a full send buffer drops replies silently. Clients send one request at a time, which already bounds the buffer.
         router.setsockopt(zmq.SNDHWM, 0)
         self._sockets.append(router)
@@ -151,16 +151,14 @@ class Server:
         try:
             reply, frames = await self._handle(request)
             payload = self._encode(reply)
-        except InvariantBroken as error:
-            await self._send(router, sender, number, encode(_refused(error)))
-            raise
-        except AsyncmoeError as error:
-            payload, frames = encode(_refused(error)), []
         except Exception as error:
-            broken = InvariantBroken(f"the controller has stopped: {type(error).__name__}: {error}")
-            await self._send(router, sender, number, encode(_refused(broken)))
-            raise
-        await self._send(router, sender, number, payload, *frames)
+            stopped = f"the controller has stopped: {type(error).__name__}: {error}"
+            told = error if isinstance(error, AsyncmoeError) else InvariantBroken(stopped)
+            await self._send(router, sender, number, encode(_refused(told)))
+            if isinstance(told, InvariantBroken):
+                raise
+        else:
+            await self._send(router, sender, number, payload, *frames)
 
     async def _handle(self, request: Sequence[bytes]) -> tuple[Reply, list[Buffer]]:
         if len(request) != 2:
@@ -171,22 +169,12 @@ class Server:
     def _encode(self, reply: Reply) -> bytes:
         """Encode a reply, but not twice in a row: every rank gets the same `Leased`, megabytes of it."""
         if self._encoded is None or self._encoded[0] is not reply:
-            self._encoded = reply, encode(reply, self._max_frame_bytes)
+            self._encoded = reply, encode(reply)
         return self._encoded[1]
 
     async def _send(self, router: zmq.asyncio.Socket, *parts: Buffer) -> None:
         if not router.closed:
             await router.send_multipart(parts, copy=False)
-
-
-class _OnlyKey:
-    """Admits the holder of one public key; the authenticator calls it with the key that a client has proved to hold."""
-
-    def __init__(self, allowed: bytes) -> None:
-        self._allowed = allowed
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._allowed
 
 
 def _refused(error: AsyncmoeError) -> Refused:

@@ -14,16 +14,16 @@ request goes where the live pool would send it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Generic, TypeVar
 
-R = TypeVar("R", bound=Hashable)
+from asyncmoe.simulate.state import SimulatedResponse
+
 Span = tuple[float, float]
 """Clock readings between which a request was sampled: start and end."""
 
 
-class DecodingEngine(Generic[R]):
+class DecodingEngine:
     """An engine whose steps cost the same whatever the contexts. Times are in seconds of engine time.
 
     Args:
@@ -43,12 +43,11 @@ class DecodingEngine(Generic[R]):
         self.load = 0
         self._step_s, self._prefill_s = step_s, prefill_s
         self._prefilled = -1.0
-        self._heap: list[tuple[float, int, R, float]] = []
+        self._heap: list[tuple[float, int, SimulatedResponse, float]] = []
 
-    def add(self, request: R, tokens: int, now: float, number: int) -> None:
+    def add(self, request: SimulatedResponse, tokens: int, now: float, number: int) -> None:
         """Take a request with `tokens` to sample; later requests have higher numbers."""
-        if now > self.since:
-            self.advance(now)
+        self.advance(now)
         self.load += 1
         start = self.clock
         if self._prefill_s:
@@ -66,13 +65,11 @@ class DecodingEngine(Generic[R]):
         left = self._heap[0][0] - self.clock
         return self.since + (left if left > 0.0 else 0.0) * self._step_s[self.load]
 
-    def happen(self, now: float) -> tuple[R, Span]:
+    def happen(self, now: float) -> tuple[SimulatedResponse, Span]:
         """Do what `next_event` announced: finish a request and return it."""
-        if now > self.since:
-            self.advance(now)
+        self.advance(now)
         end, _, request, start = heappop(self._heap)
-        if end > self.clock:
-            self.clock = end
+        self.clock = max(self.clock, end)
         self.load -= 1
         return request, (start, end)
 
@@ -92,7 +89,7 @@ class DecodingEngine(Generic[R]):
                 self.busy += gone
 
 
-class Fleet(Generic[R]):
+class Fleet:
     """Engines with `slots` request slots each; a request goes to the one with the fewest.
 
     Times are in seconds of engine time, which stops while the engines are paused.
@@ -108,7 +105,7 @@ class Fleet(Generic[R]):
     def __init__(self, engines: int, slots: int, step_s: Callable[[int], float], prefill_s: float = 0.0, limit: int | None = None) -> None:
         self.free = min(engines * slots, limit or engines * slots)
         seconds = [step_s(batch) for batch in range(slots + 1)]
-        self._engines: list[DecodingEngine[R]] = [DecodingEngine(seconds, prefill_s) for _ in range(engines)]
+        self._engines = [DecodingEngine(seconds, prefill_s) for _ in range(engines)]
         self._by_load: list[set[int]] = [set(range(engines)), *(set() for _ in range(slots))]
         self._lowest = 0
         self._stamp = [0] * engines
@@ -126,7 +123,7 @@ class Fleet(Generic[R]):
         """Seconds in which an engine had requests, summed over engines, as of the last event of each engine."""
         return sum(engine.busy for engine in self._engines)
 
-    def place(self, request: R, tokens: int, now: float) -> None:
+    def place(self, request: SimulatedResponse, tokens: int, now: float) -> None:
         """Put a request, for which there must be room, on the engine with the fewest."""
         by_load, load = self._by_load, self._lowest
         while not by_load[load]:
@@ -152,12 +149,16 @@ class Fleet(Generic[R]):
             heappop(upcoming)
         return upcoming[0][0] if upcoming else math.inf
 
-    def happen(self) -> tuple[R, int, Span]:
+    def happen(self) -> tuple[SimulatedResponse, int, Span]:
         """Finish the next request and return it, its engine, and the readings of the engine's clock between which it was sampled."""
         now, _, number = heappop(self._next)
         self._changed.add(number)
         request, span = self._engines[number].happen(now)
-        self._left(number)
+        load = self._engines[number].load
+        self.free += 1
+        self._by_load[load + 1].remove(number)
+        self._by_load[load].add(number)
+        self._lowest = min(self._lowest, load)
         return request, number, span
 
     def clocks(self, now: float) -> list[float]:
@@ -169,10 +170,3 @@ class Fleet(Generic[R]):
         for number, engine in enumerate(self._engines):
             engine.advance(now)
             self._changed.add(number)
-
-    def _left(self, number: int) -> None:
-        load = self._engines[number].load
-        self.free += 1
-        self._by_load[load + 1].remove(number)
-        self._by_load[load].add(number)
-        self._lowest = min(self._lowest, load)

@@ -26,9 +26,7 @@ class SimulatedEngines:
         plant, engines = state.plant, state.plant.engines
         self._state, self._clock, self._groups, self._hand_over = state, state.clock, groups, sampled
         self._size, self._batch = plant.group_size, plant.batch
-        self._fleet: Fleet[SimulatedResponse] = Fleet(
-            engines.count, engines.max_running, plant.step_s, engines.prefill_s, plant.max_concurrent
-        )
+        self._fleet = Fleet(engines.count, engines.max_running, plant.step_s, engines.prefill_s, plant.max_concurrent)
         self._waiting: deque[SimulatedResponse] = deque()
         self._served_at: list[list[float]] = [self._fleet.clocks(0.0)]
 

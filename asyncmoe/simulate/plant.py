@@ -96,7 +96,7 @@ class Plant(Section):
     @classmethod
     def _known(cls, text: str) -> str:
         try:
-            workloads.check(text)
+            workloads.spec(text)
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return text

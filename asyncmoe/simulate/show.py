@@ -7,6 +7,7 @@ from rich.table import Table
 
 from asyncmoe.simulate.compare import Comparison
 from asyncmoe.simulate.sweep import Sweep
+from asyncmoe.tables import grid
 from asyncmoe.telemetry.format import number, percent
 
 
@@ -33,12 +34,9 @@ def _comparison_table(found: Comparison, console: Console) -> None:
         f"the law allows {pools.s_pools:.2f}x in these pools; the best split of these GPUs has {pools.engine_gpus:.0f} generate",
         highlight=False,
     )
-    grid = Table(show_edge=False)
-    grid.add_column("", no_wrap=True)
-    for mode, row in found.rows.items():
-        grid.add_column(f"{mode}, max_staleness {row.outcome.max_staleness}", justify="right")
+    modes = [f"{mode}, max_staleness {row.outcome.max_staleness}" for mode, row in found.rows.items()]
     rows = [(row, row.outcome) for row in found.rows.values()]
-    for label, values in (
+    lines = [
         ("step", [number(o.step_s, "s") for _, o in rows]),
         ("speed-up", [f"{r.speedup:.2f}x" for r, _ in rows]),
         ("of the law", [percent(r.efficiency) for r, _ in rows]),
@@ -48,24 +46,23 @@ def _comparison_table(found: Comparison, console: Console) -> None:
         ("mean age of a token", [f"{o.mean_age:.2f}" for _, o in rows]),
         ("oldest", [str(o.oldest_age) for _, o in rows]),
         ("dropped", [percent(o.lost) for _, o in rows]),
-    ):
-        grid.add_row(label, *values)
-    console.print(grid)
+    ]
+    console.print(grid("", modes, lines))
 
 
 def _sweep_table(found: Sweep, console: Console) -> None:
     console.print(f"by the law, {found.law_engine_gpus:.0f} GPUs should generate", highlight=False)
-    grid = Table(show_edge=False, pad_edge=False, collapse_padding=True)
+    points = Table(show_edge=False, pad_edge=False, collapse_padding=True)
     for head in ("engine\nGPUs", "trainer\nGPUs", "max_\nstaleness", "step", "over\nsync", "law", "train\nidle", "age", "lost"):
-        grid.add_column(head, justify="right", overflow="fold")
+        points.add_column(head, justify="right", overflow="fold")
     for p in found.points:
         o = p.outcome
         sizes = (str(size) for size in (p.engine_gpus, p.trainer_gpus, o.max_staleness))
         speedups = (f"{gain:.2f}x" for gain in (p.speedup, p.s_pools))
         mark = "bold" if p == found.advised else None
         last = (percent(o.trainer_idle), f"{o.mean_age:.2f}", percent(o.lost))
-        grid.add_row(*sizes, number(o.step_s, "s"), *speedups, *last, style=mark)
-    console.print(grid)
+        points.add_row(*sizes, number(o.step_s, "s"), *speedups, *last, style=mark)
+    console.print(points)
     for what, p in (("fastest", found.fastest), ("advised: the smallest max_staleness within 3 % of it", found.advised)):
         console.print(
             f"{what}: {p.engine_gpus} engine GPUs, {p.trainer_gpus} trainer GPUs, max_staleness {p.outcome.max_staleness}: a step of "

@@ -66,7 +66,7 @@ class Workload:
         shape = (_BLOCK, size, len(self.turns))
         shared, own = rng.standard_normal((_BLOCK, 1, 1)), rng.standard_normal(shape)
         z = math.sqrt(self.icc) * shared + math.sqrt(1 - self.icc) * own
-        tokens = _whole(self.tokens(z))
+        tokens = np.maximum(1, np.rint(self.tokens(z))).astype(np.int64)
         if len(self.turns) == 1:
             return [[((n,), ()) for n in group] for group in tokens[:, :, 0].tolist()]
         count = 1 + rng.choice(len(self.turns), size=shape[:2], p=np.array(self.turns) / sum(self.turns))
@@ -80,10 +80,6 @@ class Workload:
         """A recorded group, with as many members: each once if it has enough of them."""
         group = self.recorded[int(rng.integers(len(self.recorded)))]
         return [group[int(member)] for member in rng.choice(len(group), size, replace=len(group) < size)]
-
-
-def _whole(tokens: Floats) -> NDArray[np.int64]:
-    return np.maximum(1, np.rint(tokens)).astype(np.int64)
 
 
 # ---------------------------------------------------------------- distributions
@@ -131,7 +127,6 @@ _DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "math": {"cap": 32768, "icc": 0},
     "search": {"icc": 0.28, "median_s": 0.16, "sigma_s": 1.5, "cap_s": 3.8},
 }
-NAMES = tuple(_DEFAULTS)
 
 
 def parse(text: str) -> Workload:
@@ -144,7 +139,7 @@ def parse(text: str) -> Workload:
         ConfigError: an unknown name or key, an invalid value, or a file that is not such a list.
         DataError: see `recorded`.
     """
-    name, values = _spec(text)
+    name, values = spec(text)
     if values is None and Path(text).is_dir():
         return Workload(text, fixed(1), recorded=recorded(Path(text)))
     if values is None:
@@ -152,17 +147,16 @@ def parse(text: str) -> Workload:
     return replace(_build(name, values), name=text, icc=values.get("icc", 0.0))
 
 
-def check(text: str) -> None:
-    """Raise ConfigError unless `text` names a workload with valid keys, or a file or directory, which is not read."""
-    _spec(text)
+def spec(text: str) -> tuple[str, Mapping[str, float] | None]:
+    """Return the name of a workload and the values of its keys, or None for a path, which is not read.
 
-
-def _spec(text: str) -> tuple[str, Mapping[str, float] | None]:
-    """Return the name of a workload and the values of its keys, or None for a path."""
+    Raises:
+        ConfigError: neither the one nor the other.
+    """
     name, _, rest = text.partition(":")
     if name not in _DEFAULTS:
         if not Path(text).is_file() and not Path(text).is_dir():
-            expected = f"one of {', '.join(NAMES)}, a file with one length a line, or a run's directory"
+            expected = f"one of {', '.join(_DEFAULTS)}, a file with one length a line, or a run's directory"
             raise ConfigError("workload", got=repr(text), expected=expected)
         return name, None
     values = dict(_DEFAULTS[name])

@@ -113,13 +113,9 @@ class Alarm:
     def _call(self, command: Sequence[str], body: bytes) -> None:
         try:
             done = subprocess.run(command, input=body, capture_output=True, timeout=_TIMEOUT_S, check=False, start_new_session=True)
+            why = f"status {done.returncode}: {done.stderr[-300:].decode(errors='replace').strip()}" if done.returncode else ""
         except (OSError, subprocess.SubprocessError) as error:
-            self._fail(str(error))
-            return
-        if done.returncode:
-            self._fail(f"status {done.returncode}: {done.stderr[-300:].decode(errors='replace').strip()}")
-
-    def _fail(self, why: str) -> None:
-        if not self._failed:
+            why = str(error)
+        if why and not self._failed:
             self._failed = True
             self._say(f"an alert was not sent, and later failures are not said: watch.alerts.command: {why}")

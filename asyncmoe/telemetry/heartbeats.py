@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +46,8 @@ class Heart:
         every_s: least seconds between two, except for the first and the last.
     """
 
-    def __init__(self, run_dir: Path, role: str, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = path_of(run_dir, role)
-        self._role, self._every_s, self._clock = role, every_s, clock
+    def __init__(self, run_dir: Path, role: str, every_s: float) -> None:
+        self._path, self._role, self._every_s = path_of(run_dir, role), role, every_s
         self._next, self._number, self._dumps = float("-inf"), 0, False
 
     def hears_signals(self, file: Path) -> None:
@@ -61,18 +60,15 @@ class Heart:
 
     def beat(self, does: str) -> None:
         """Say that work goes on, and what begins."""
-        now = self._clock()
-        if now >= self._next or does == ENDED:
-            self._next = now + self._every_s
-            self._number += 1
-            self._write(Beat(self._role, os.getpid(), self._number, does, self._dumps))
-
-    def _write(self, beat: Beat) -> None:
+        now = time.monotonic()
+        if now < self._next and does != ENDED:
+            return
+        self._next, self._number = now + self._every_s, self._number + 1
         # A disk that fails is named by the records on it; heartbeats must not end a run that goes on, nor remake its folder where it was
         # moved away.
         with suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
-            replace(self._path, msgspec.json.encode(beat))
+            replace(self._path, msgspec.json.encode(Beat(self._role, os.getpid(), self._number, does, self._dumps)))
 
 
 _HEARTS: list[Heart] = []
@@ -91,9 +87,9 @@ def beat(does: str) -> None:
         heart.beat(does)
 
 
-def path_of(run_dir: Path, role: str) -> Path:
-    """Return the file of a role's heartbeats."""
-    return run_dir / FOLDER / f"{re.sub(r'[^0-9A-Za-z._-]', '_', role)}.json"
+def path_of(run_dir: Path, role: str, folder: str = FOLDER) -> Path:
+    """Return a role's file in a folder of a run; by default that of its heartbeats."""
+    return run_dir / folder / f"{re.sub(r'[^0-9A-Za-z._-]', '_', role)}.json"
 
 
 def stacks_file(run_dir: Path, role: str) -> Path:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import chain
-from types import TracebackType
 
 from rich.console import Console
 
@@ -37,30 +36,26 @@ class LiveView:
     """
 
     def __init__(self, config: Config, console: Console | None = None, sinks: Sequence[Sink] = ()) -> None:
-        self._config, self._given = config, sinks
-        self._console = console or Console()
+        self._config, self._console, self._sinks = config, console or Console(), list(sinks)
         self._follower = Follower(config.run.dir)
         self._steps: list[Step] = []
         self._rollout: deque[Rollout] = deque(maxlen=RECENT_ROLLOUTS)
         self._advice = ""
-        self._sinks: list[Sink] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> LiveView:
+        before, config, port = self._follower.poll(), self._config, self._config.telemetry.prometheus_port
+        self._take(before)
         with ExitStack() as stack:
-            before = self._follower.poll()
-            self._take(before)
-            self._sinks += self._given
-            config, port = self._config, self._config.telemetry.prometheus_port
-            made: list[Sink] = [] if port is None else [Prometheus(port)]
-            made += [LoggerSink(config, name, client(config, name), before, self.say) for name in checks.configured(config.telemetry)]
-            for sink in made:
-                stack.callback(sink.close)
-                self._sinks.append(sink)
+            if port is not None:
+                self._sinks.append(stack.enter_context(closing(Prometheus(port))))
+            for name in checks.configured(config.telemetry):
+                sink = LoggerSink(config, name, client(config, name), before, self.say)
+                self._sinks.append(stack.enter_context(closing(sink)))
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if gone := rejected(list(self._rollout)):
             self.say(f"rejected {gone}")
         self._stack.close()

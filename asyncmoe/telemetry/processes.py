@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from pathlib import Path
 
 import msgspec
 
-from asyncmoe.errors import DataError
+from asyncmoe.rpc.address import boot_id
 from asyncmoe.storage import make_private, replace, writing
+from asyncmoe.telemetry.heartbeats import path_of
+from asyncmoe.telemetry.records import decoded
 
 FOLDER = "processes"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -37,11 +37,11 @@ def record(run_dir: Path, role: str) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    path = run_dir / FOLDER / f"{re.sub(r'[^0-9A-Za-z._-]', '_', role)}.json"
+    path = path_of(run_dir, role, FOLDER)
     with writing("processes of the run", path):
         make_private(run_dir)
         path.parent.mkdir(exist_ok=True)
-        this = Recorded(role, socket.gethostname(), _boot(), os.getpid(), started(os.getpid()) or 0, run_dir.stat().st_ino)
+        this = Recorded(role, socket.gethostname(), boot_id(), os.getpid(), started(os.getpid()) or 0, run_dir.stat().st_ino)
         replace(path, msgspec.json.encode(this) + b"\n")
 
 
@@ -52,13 +52,14 @@ def read(run_dir: Path) -> list[Recorded]:
     Raises:
         DataError: a file is damaged.
     """
-    found = [_read(path) for path in sorted((run_dir / FOLDER).glob("*.json"))]
+    files = sorted((run_dir / FOLDER).glob("*.json"))
+    found = [decoded(str(path), path.read_bytes(), Recorded, "a recorded process", "delete it") for path in files]
     return [one for one in found if not is_here(one) or one.directory in (0, run_dir.stat().st_ino)]
 
 
 def is_here(process: Recorded) -> bool:
     """True if the process was started on this host since its last boot."""
-    return (process.host, process.boot) == (socket.gethostname(), _boot())
+    return (process.host, process.boot) == (socket.gethostname(), boot_id())
 
 
 def runs(process: Recorded) -> bool:
@@ -74,14 +75,3 @@ def started(pid: int) -> int | None:
         return None
     fields = text.rpartition(")")[2].split()  # the name before ")" may hold blanks
     return None if fields[0] == "Z" else int(fields[19])
-
-
-def _boot() -> str:
-    return _BOOT.read_text().strip()
-
-
-def _read(path: Path) -> Recorded:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Recorded)
-    except ValueError as error:
-        raise DataError(str(path), got=str(error), expected="a recorded process", hint="delete it") from error

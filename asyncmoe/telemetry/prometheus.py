@@ -34,13 +34,9 @@ class Prometheus:
 
     def feed(self, records: list[Followed]) -> None:
         for record in records:
-            if isinstance(record, Resume):
-                self._gauge("asyncmoe_step", "Steps taken.").set(record.resumed_at)
-                continue
-            source = type(record).__name__.lower()
-            if isinstance(record, Step):
-                self._gauge("asyncmoe_step", "Steps taken.").set(record.step)
-            cleared: set[str] = set()
+            if isinstance(record, Step | Resume):
+                self._gauge("asyncmoe_step", "Steps taken.").set(record.step if isinstance(record, Step) else record.resumed_at)
+            source, cleared = type(record).__name__.lower(), set[str]()
             for name, label, key, value, metric in numbers(record):
                 gauge = self._gauge(f"asyncmoe_{source}_{name}", metric.help, label)
                 if key is None:

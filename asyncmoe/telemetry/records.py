@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ import msgspec
 from asyncmoe.errors import DataError, an
 from asyncmoe.storage import writing
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
-from asyncmoe.telemetry.schema import EVALUATION, METRICS, ROLLOUT, Resume, Span, Step, What
+from asyncmoe.telemetry.schema import EVALUATION, METRICS, ROLLOUT, Resume, Span, Step
 
 Followed = Step | Resume | Rollout | Evaluation
 Record = Followed | Span
@@ -52,18 +52,15 @@ class JsonLines:
 
     def append(self, line: bytes) -> None:
         """Append an encoded record, with its line feed."""
-        with self._lock, writing("records of the run", self.path):
-            self._append(line)
-
-    def _append(self, line: bytes) -> None:
         left = line
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError:
-            with suppress(OSError):
-                os.truncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - len(line) + len(left))
-            raise
+        with self._lock, writing("records of the run", self.path):
+            try:
+                while left:
+                    left = left[self._file.write(left) :]
+            except OSError:
+                with suppress(OSError):
+                    os.truncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - len(line) + len(left))
+                raise
 
     def close(self) -> None:
         self._file.close()
@@ -73,14 +70,6 @@ class JsonLines:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Spans(JsonLines):
-    """Records spans: who did what, from when to when."""
-
-    def add(self, who: str, what: What, begin: float, end: float) -> None:
-        """Record a span that the caller measured, in Unix seconds."""
-        self.write(Span(who, what, begin, end))
 
 
 class Tail:
@@ -97,29 +86,25 @@ class Tail:
         Raises:
             DataError: a complete line is not a JSON object, or a field is missing or has a wrong type; names file and line.
         """
-        return [_decoded(self.path, number, line, kind) for number, line in self.lines()]
+        return [decoded(where, line, kind) for where, line in self.lines()]
 
     def poll_steps(self) -> list[Step | Resume]:
         """Like `poll_as`, for metrics.jsonl."""
-        found: list[Step | Resume] = []
-        for number, line in self.lines():
-            kind: type[Step | Resume] = Resume if b'"resumed_at"' in line else Step
-            found.append(_decoded(self.path, number, line, kind))
-        return found
+        return [decoded(where, line, Resume if b'"resumed_at"' in line else Step) for where, line in self.lines()]
 
-    def lines(self) -> list[tuple[int, bytes]]:
-        """Return the new lines with their numbers, without a look at what they hold."""
+    def lines(self) -> Iterator[tuple[str, bytes]]:
+        """Return the new lines and where each is, without a look at what they hold."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:
-            return []
+            return iter(())
         *lines, torn = new.split(b"\n")
         first = self._line + 1
         self._offset += len(new) - len(torn)
         self._line += len(lines)
-        return list(enumerate(lines, first))
+        return ((f"{self.path} line {number}", line) for number, line in enumerate(lines, first))
 
 
 class Sink(Protocol):
@@ -158,12 +143,9 @@ def read_evaluations(path: Path) -> list[Evaluation]:
     """
     found: list[Evaluation] = []
     for record in Tail(path).poll_as(Evaluation):
-        found = [*(earlier for earlier in found if not _superseded(earlier, record)), record]
+        valid = (one for one in found if one.version < record.version or (one.version == record.version and one.name != record.name))
+        found = [*valid, record]
     return found
-
-
-def _superseded(earlier: Evaluation, by: Evaluation) -> bool:
-    return earlier.version > by.version or (earlier.version == by.version and earlier.name == by.name)
 
 
 def read_steps(path: Path) -> list[Step]:
@@ -207,11 +189,20 @@ def _until(found: list[list[Step]], last: int) -> list[list[Step]]:
     return [[step for step in session if step.step <= last] for session in found]
 
 
-def _decoded(path: Path, number: int, line: bytes, kind: type[T]) -> T:
+def decoded(where: str, content: bytes, kind: type[T], expected: str = "", hint: str | None = None) -> T:
+    """Return the object that JSON of a run holds.
+
+    Args:
+        where: the file, and the line in it.
+        expected: what it is, in words; "": a record of the kind's name.
+
+    Raises:
+        DataError: it holds something else.
+    """
     try:
-        return msgspec.json.decode(line, type=kind)
+        return msgspec.json.decode(content, type=kind)
     except ValueError as error:
-        raise DataError(f"{path} line {number}", got=str(error), expected=f"{an(kind.__name__)} record") from error
+        raise DataError(where, got=str(error), expected=expected or f"{an(kind.__name__)} record", hint=hint) from error
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -135,8 +135,7 @@ def rows(run: RunRecords, summary: Summary) -> list[Row]:
 
 
 def _shown(value: float | None, metric: Metric) -> str:
-    plain = metric.is_share or metric.unit == "seconds" or value is None
-    return quantity(value, metric.unit) if plain else number(value, metric.unit)
+    return quantity(value, metric.unit) if metric.is_share or metric.unit == "seconds" else number(value, metric.unit)
 
 
 def overlap_share(run: RunRecords) -> float | None:

@@ -24,8 +24,8 @@ from asyncmoe.rpc.messages import Commit, Evaluated, Evaluations, Goodbye, Hello
 from asyncmoe.rpc.peers import facts
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.clock import unix
-from asyncmoe.telemetry.records import JsonLines, Spans
-from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume
+from asyncmoe.telemetry.records import JsonLines
+from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume, Span
 from asyncmoe.trainer import loaded_weights, objective
 from asyncmoe.trainer.batch_trainer import Learned, Learner
 from asyncmoe.trainer.checks import SKIPPED
@@ -116,7 +116,7 @@ class Trainer:
         self._waits: list[tuple[float, float]] = []
         self._profiler = Profiler(config, place.rank)
         self._metrics = JsonLines(config.run.dir / METRICS) if self._first else None
-        self._spans = Spans(config.run.dir / TRAINER_SPANS) if self._first else None
+        self._spans = JsonLines(config.run.dir / TRAINER_SPANS) if self._first else None
 
     def run(self) -> None:
         """Train until all steps are done or a lease asks to stop."""
@@ -267,7 +267,7 @@ class Trainer:
 
     def _span(self, what: str, begin: float, end: float) -> None:
         if self._spans is not None:
-            self._spans.add("trainer.0", what, begin, end)  # type: ignore[arg-type]  # one of the schema's names
+            self._spans.write(Span("trainer.0", what, begin, end))  # type: ignore[arg-type]  # one of the schema's names
 
     def _record(
         self, leased: Leased, phase: Phase, learned: Learned, published: Published | None, times: tuple[float, float, float]

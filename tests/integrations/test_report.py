@@ -63,7 +63,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / name / "config.yaml").write_text(yaml.safe_dump(config))
         with JsonLines(folder / name / VERSIONS) as lines:
             lines.write({"time": 1.0, "versions": {"python": "3.11.7", "torch": f"2.{8 + number}.0"}})
-    comparison = command.write([folder / "first", folder / "second"], folder / "comparison.html")
+    comparison = command.report(folder / "first", folder / "second", out=folder / "comparison.html")
     return {"run": command.report(folder / "first"), "comparison": comparison}
 
 

@@ -82,9 +82,9 @@ def test_the_engine_generates_while_the_trainer_trains(finished: Path) -> None:
 
 def test_samples_of_all_groups_have_the_figures_of_the_metrics(finished: Path) -> None:
     found = index(finished)
-    assert {entry.step for entry in found.entries if entry.step is not None} == set(range(5, 11))
+    assert {entry.step for entry in found if entry.step is not None} == set(range(5, 11))
     for step in metrics(finished)[4:]:
-        samples = [entry.load() for entry in found.entries if entry.step == step["step"]]
+        samples = [entry.load() for entry in found if entry.step == step["step"]]
         assert len(samples) == 4
         members = [(sample, member) for sample in samples for member in sample.group.members]
         assert [len(sample.trained) for sample in samples] == [4] * 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,17 +41,11 @@ from tests.unit import openai_policy
 SIZE, GROUPS = 2, 4
 
 
-def config_of(run_dir: Path, **samples: Any) -> Config:
+def config_of(run_dir: Path) -> Config:
     """A configuration whose steps have four groups of two, all of them kept."""
-    return parse(
-        {
-            "run": {"dir": str(run_dir), "steps": 9, "seed": 3},
-            "model": {"path": str(run_dir)},
-            "task": {"kind": "arithmetic"},
-            "rollout": {"groups_per_step": GROUPS, "group_size": SIZE},
-            "telemetry": {"samples": {"groups": GROUPS, **samples}},
-        }
-    )
+    needed = {"run": {"dir": str(run_dir), "steps": 9, "seed": 3}, "model": {"path": str(run_dir)}, "task": {"kind": "arithmetic"}}
+    groups = {"rollout": {"groups_per_step": GROUPS, "group_size": SIZE}, "telemetry": {"samples": {"groups": GROUPS}}}
+    return parse({**needed, **groups})
 
 
 @dataclass
@@ -60,12 +54,8 @@ class Scripted:
 
     tokenizer: Tokenizer
     texts: list[str]
-    lost_tokens: int = 0
-    recomputed_tokens: int = 0
-    told: list[tuple[int, ...]] = field(default_factory=list)
 
     async def generate(self, tokens: Sequence[int], sampling: Sampling, routed: int = 0, **_: object) -> PooledGeneration:
-        self.told.append(tuple(tokens))
         said = (*self.tokenizer.encode(self.texts.pop(0)), self.tokenizer.eos)
         half = len(said) // 2
         logprobs = tuple(-0.01 * (i + 1) for i in range(len(said)))
@@ -87,11 +77,11 @@ class Told(dict[EpisodeId, SampledEpisode]):
 class SampledRun:
     """Plays groups, and trains on them, as controller and trainer do."""
 
-    def __init__(self, run_dir: Path, environment: Environment | None = None, scorer: Any = None, step: int = 0, **samples: Any) -> None:
+    def __init__(self, run_dir: Path, environment: Environment | None = None, scorer: Any = None, step: int = 0) -> None:
         from asyncmoe.rollout.scoring.exact import Exact
 
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.config = config_of(run_dir, **samples)
+        self.config = config_of(run_dir)
         (run_dir / "config.yaml").write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
         (model := run_dir.parent / "model").mkdir(exist_ok=True)
         self.tokenizer = openai_policy.tokenizer(model)
@@ -119,7 +109,7 @@ class SampledRun:
     def prompt(self, text: str = "12+7=", answer: str = "19") -> Prompt:
         return Prompt(text, self.tokenizer.encode(text), answer)
 
-    def group(self, number: int, texts: list[str], prompt: Prompt | None = None, *, write: bool = True) -> list[Trajectory]:
+    def group(self, number: int, texts: list[str], prompt: Prompt | None = None) -> list[Trajectory]:
         """Play a whole group and note it as queued."""
         asked = prompt or self.prompt()
         places = [EpisodeId(number, i, 0) for i in range(SIZE)]
@@ -130,8 +120,7 @@ class SampledRun:
             for place in places:
                 await self.worker.episode(asked, place)
                 found += self.worker._ended[number][place]
-            if write:
-                await self.samples.write(number, 0, places, asked, "queued", 4, "")
+            await self.samples.write(number, 0, places, asked, "queued", 4, "")
             return found
 
         return asyncio.run(played())

@@ -7,33 +7,41 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from asyncmoe.telemetry.records import JsonLines, Spans
+from asyncmoe.config import Config, parse
+from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Step
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Span, Step
 
 START = 1_790_000_000.0
 ENGINES = ("engine.0", "engine.1")
 
 
+def config_of(run_dir: Path, steps: int, **telemetry: object) -> Config:
+    """The configuration of a run with two steps of warm-up and no TensorBoard."""
+    needed = {"run": {"dir": str(run_dir), "steps": steps}, "model": {"path": "unused"}, "task": {"kind": "arithmetic"}}
+    return parse({**needed, "warmup": {"steps": 2}, "telemetry": {"tensorboard": "off", **telemetry}})
+
+
 def write_run(run_dir: Path, *, warmup: int = 20, rl: int = 60, first: int = 1, start: float = START, wait: float = 0.4) -> float:
     """A run that learns: steps `first` to `warmup + rl`, about two seconds each. Returns when it ended; appends if there is a run."""
     draw, now, rl_begins = random.Random(first), start, start
-    with JsonLines(run_dir / METRICS) as metrics, Spans(run_dir / TRAINER_SPANS) as spans, Spans(run_dir / CONTROLLER_SPANS) as engines:
+    files = (JsonLines(run_dir / name) for name in (METRICS, TRAINER_SPANS, CONTROLLER_SPANS))
+    with next(files) as metrics, next(files) as spans, next(files) as engines:
         if first > 1:
             metrics.write(Resume(first - 1, start))
         for step in range(first, warmup + rl + 1):
             if step <= warmup:
                 metrics.write(Step(step=step, phase="warmup", time=now + 0.5, step_seconds=0.5, loss=3.0 / step, tokens=640, lr=1e-3))
-                spans.add("trainer.0", "train", now, now + 0.45)
+                spans.write(Span("trainer.0", "train", now, now + 0.45))
                 now = rl_begins = now + 0.5
                 continue
             edges = [*accumulate((wait * draw.uniform(0.1, 1.9), draw.uniform(1.0, 1.4), draw.uniform(0.25, 0.4)), initial=now)]
             for what, begin, end in zip(("wait", "train", "sync"), edges, edges[1:], strict=False):
-                spans.add("trainer.0", what, begin, end)  # type: ignore[arg-type]
+                spans.write(Span("trainer.0", what, begin, end))  # type: ignore[arg-type]
             now, pause = edges[-1], draw.uniform(0.02, 0.06)
             for engine in ENGINES:
-                engines.add(engine, "generate", edges[0], now - draw.choice((0.1, 0.3)))
-                engines.add(engine, "pause", now - pause, now)
+                engines.write(Span(engine, "generate", edges[0], now - draw.choice((0.1, 0.3))))
+                engines.write(Span(engine, "pause", now - pause, now))
             metrics.write(_rl_step(draw, step, warmup, rl, edges, pause))
     _rollout(run_dir, draw, rl_begins, now, warmup)
     with JsonLines(run_dir / EVALUATION) as evaluations:

@@ -5,7 +5,6 @@ tests/ranks/test_memory.py compares what is kept with what Megatron's layers kee
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from test_models_plan import SMALL
 from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.plan import activations, budget, host, memory
+from asyncmoe.plan import activations, budget, memory
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, RankParameters, Training
 from benchmarks.published import REAL
@@ -101,11 +100,9 @@ def test_averages_in_bfloat16_take_half_but_for_copies_in_the_step() -> None:
 @pytest.mark.parametrize(("dtype", "weight", "plain"), [("bfloat16", 2, 14), ("float32", 4, 12)])
 def test_one_rank_copies_its_weights_and_adams_state(dtype: str, weight: int, plain: int) -> None:
     parameters = memory.whole(SPARSE).all
-    training = Training(Microbatch(64, False, dtype, None), distributed=False)
-    assert host.checkpoint_copy(SPARSE, MegatronParallel(), training) == plain * parameters
-    assert host.checkpoint_copy(SPARSE, MegatronParallel(), replace(training, distributed=True)) == (weight + 12) * parameters
-    shared = host.checkpoint_copy(SPARSE, MegatronParallel(dp=2), replace(training, distributed=True))
-    assert shared == (weight + 6) * parameters
+    for dp, distributed, each in ((1, False, plain), (1, True, weight + 12), (2, True, weight + 6)):
+        (stage,) = memory.trainer(SPARSE, MegatronParallel(dp=dp), Training(Microbatch(64, False, dtype), distributed))
+        assert stage.host["trainer.async_save"] == each * parameters
 
 
 def test_a_run_says_it_only_if_it_saves_so() -> None:
@@ -149,8 +146,6 @@ def test_a_token_in_a_cache_of_small_vectors() -> None:
     """Which are not divided over tensor-parallel ranks: 61 layers of 512 + 64."""
     for parallel in (EngineParallel(), EngineParallel(8, 8), EngineParallel(16, 16)):
         assert memory.kv_bytes(DEEPSEEK, parallel, "bfloat16") == 70_272
-    assert memory.kv_bytes(GLM, EngineParallel(), "bfloat16") == 376_832
-    assert memory.kv_bytes(GLM, EngineParallel(8, 8), "bfloat16") == 47_104
 
 
 def test_an_engine_keeps_the_layer_that_leads_up_twice() -> None:

@@ -124,7 +124,7 @@ def test_what_cannot_be_shown_or_written_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "run", warmup=1, rl=1)
     for out in (tmp_path, tmp_path / "no" / "x.html"):
         with pytest.raises(UserError, match=r"asyncmoe report --out: got "):
-            command.write([tmp_path / "run"], out)
+            command.report(tmp_path / "run", out=out)
     with (tmp_path / "run" / EVALUATION).open("a") as file:
         file.write("[]\n")
     with pytest.raises(DataError, match=rf"{EVALUATION} line \d+: got "):
@@ -152,5 +152,5 @@ def test_a_run_whose_groups_were_all_rejected_has_a_page(tmp_path: Path) -> None
     assert run["advice"][0] == NO_STEP
     assert groups_of(tmp_path / "run" / command.REPORT)
     assert any(row[0] == "rejected" for row in run["summary"])
-    both = command.write([tmp_path / "whole", tmp_path / "run"], tmp_path / "both.html")
+    both = command.report(tmp_path / "whole", tmp_path / "run", out=tmp_path / "both.html")
     assert [one["advice"][0] == NO_STEP for one in data_of(both)] == [False, True]

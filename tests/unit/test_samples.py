@@ -39,8 +39,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def only(run_dir: Path) -> GroupSample:
-    found = index(run_dir)
-    (entry,) = found.entries
+    (entry,) = index(run_dir)
     return entry.load()
 
 
@@ -224,7 +223,7 @@ def test_a_rejected_group_leaves_its_responses_and_the_reason(tmp_path: Path) ->
     run = SampledRun(tmp_path / "run", scorer=Wrong())
     produce(run, queue_of(run), ["good", "a bad one", *["fine"] * 6], until=3)
     found = index(tmp_path / "run")
-    first = next(entry for entry in found.entries if entry.group == 0)
+    first = next(entry for entry in found if entry.group == 0)
     assert (first.outcome, first.reason, first.step) == ("rejected", "scorer_error", None)
     sample = first.load()
     assert "scorer_error: ValueError: no ? such answer" in sample.group.detail
@@ -234,7 +233,7 @@ def test_a_rejected_group_leaves_its_responses_and_the_reason(tmp_path: Path) ->
     assert text_of(tokens(sample, 1)) == "a bad one<eos>"
     assert responses(sample, 1)[0].engine == -0.01
     assert bad.reward is None
-    assert any(entry.outcome == "queued" for entry in found.entries)
+    assert any(entry.outcome == "queued" for entry in found)
 
 
 @pytest.mark.parametrize(("rule", "outcome"), [("drop", "dropped"), ("requeue", "requeued")])
@@ -249,7 +248,7 @@ def test_stale_groups_say_so(tmp_path: Path, rule: Any, outcome: str) -> None:
 
     made = run.group(0, ["19", "18"])
     asyncio.run(body())
-    (entry,) = index(tmp_path / "run").entries
+    (entry,) = index(tmp_path / "run")
     assert (entry.outcome, entry.reason) == (outcome, "stale")
 
 
@@ -266,10 +265,10 @@ def test_what_a_resume_undoes_is_said_and_the_same_key_is_not_mistaken(tmp_path:
     again = run.group(1, ["other", "words"])
     run.train(again, 5)
     found = index(tmp_path / "run")
-    said = [(entry.group, entry.outcome, entry.step, entry.reason) for entry in found.entries]
+    said = [(entry.group, entry.outcome, entry.step, entry.reason) for entry in found]
     assert said == [(0, "trained", 5, ""), (1, "lost", None, ""), (2, "queued", None, ""), (1, "trained", 6, "")]
-    assert text_of(tokens(found.entries[3].load())) == "other<eos>"
-    assert found.entries[3].load().trained["g1.e0.a0.t0"].step == 6
+    assert text_of(tokens(found[3].load())) == "other<eos>"
+    assert found[3].load().trained["g1.e0.a0.t0"].step == 6
 
 
 # ---------------------------------------------------------------- files
@@ -300,7 +299,7 @@ def test_a_full_folder_stops_samples_and_nothing_else(
     said = [record.getMessage() for record in caplog.records if "no more groups are kept" in record.getMessage()]
     assert 1 <= len(said) <= 2, "once for each side"
     found = index(tmp_path / "run")
-    assert 1 < len(found.entries) < 12
+    assert 1 < len(found) < 12
     SampledRun(tmp_path / "run", step=16).group(20, ["19", "18"])
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 6000
 

@@ -45,8 +45,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def shown(run_dir: Path, colour: Colour = "version", width: int = 100, tokens: int = 400, **console: Any) -> str:
     out = StringIO()
-    found = index(run_dir)
-    for entry in found.entries:
+    for entry in index(run_dir):
         terminal.show(entry.load(), Console(file=out, width=width, markup=False, emoji=False, **console), colour, tokens)
     return out.getvalue()
 

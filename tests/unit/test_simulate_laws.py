@@ -29,6 +29,9 @@ SIXTEEN = Plant().having(
     }
 )
 """A batch fills the slots; what is left to chance is what a batch of 512 leaves to it."""
+FOUR = Plant().having(
+    {"engines.count": 4, "engines.max_running": 16, "groups_per_step": 8, "group_size": 8, "trainer.step_s": 1.0, "steps": 40}
+)
 
 
 def balanced(plant: Plant, workload: Workload) -> Plant:
@@ -42,13 +45,7 @@ def balanced(plant: Plant, workload: Workload) -> Plant:
     [
         pytest.param(workload, ratio, marks=[] if workload == {1.0: "math"}.get(ratio, "lognormal") else pytest.mark.thorough)
         for ratio in (0.4, 1.0, 1.6)
-        for workload in (
-            "lognormal",
-            "lognormal:median=2048,sigma=1.25,cap=65536",
-            "math",
-            "lognormal:icc=0.9",
-            "fixed:tokens=3000",
-        )
+        for workload in ("lognormal", "lognormal:median=2048,sigma=1.25,cap=65536", "math", "lognormal:icc=0.9", "fixed:tokens=3000")
     ],
 )
 def test_within_5_percent_of_two_pools(workload: str, ratio: float) -> None:
@@ -93,7 +90,7 @@ def test_cost_of_stragglers_as_an_independent_simulation_has_it(workload: str, e
 
 def test_an_engine_slows_down_as_it_fills() -> None:
     """Two requests on one engine of t0 = 1 s, b0 = 2: alone a step takes 1.5 s, with two 2 s."""
-    fleet: Fleet[str] = Fleet(1, 2, lambda batch: 1.0 + batch / 2.0)
+    fleet: Any = Fleet(1, 2, lambda batch: 1.0 + batch / 2.0)
     fleet.place("long", 10, now=0.0)
     assert fleet.next_event() == 15.0
     fleet.place("short", 2, now=3.0)
@@ -105,19 +102,7 @@ def test_an_engine_slows_down_as_it_fills() -> None:
 
 def test_a_slow_judge_sets_the_pace_and_nothing_else() -> None:
     """2 judges of 1 s are 2 trajectories a second, though engines could do 20: engines run on until the capacity law stops them."""
-    plant = Plant().having(
-        {
-            "engines.count": 4,
-            "engines.max_running": 16,
-            "groups_per_step": 8,
-            "group_size": 8,
-            "trainer.step_s": 1.0,
-            "scoring.seconds": 1.0,
-            "scoring.concurrency": 2,
-            "max_staleness": 3,
-            "steps": 40,
-        }
-    )
+    plant = FOUR.having({"scoring.seconds": 1.0, "scoring.concurrency": 2, "max_staleness": 3})
     found = simulate(plant, parse("fixed:tokens=350"))
     assert found.step_s == pytest.approx(64 / 2, rel=0.02)
     assert found.oldest_age <= 3

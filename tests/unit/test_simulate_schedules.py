@@ -18,6 +18,7 @@ from asyncmoe.simulate.state import SimulatedRun
 from asyncmoe.simulate.workload import parse
 from tests.unit.command_line import run_command
 from tests.unit.example_counts import examples
+from tests.unit.test_simulate_laws import FOUR
 
 plants = st.fixed_dictionaries(
     {
@@ -66,19 +67,8 @@ def test_whatever_goes_wrong_the_bound_holds_and_the_counts_add_up(plant: Plant,
 def test_a_policy_that_forgets_staleness_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator looks at the ages itself, it does not take the policy's word for them."""
     monkeypatch.setattr(Admission, "is_stale", lambda *_: False)
-    plant = Plant().having(
-        {
-            "engines.count": 4,
-            "engines.max_running": 16,
-            "groups_per_step": 8,
-            "group_size": 8,
-            "trainer.step_s": 1.0,
-            "max_staleness": 1,
-            "steps": 40,
-        }
-    )
     with pytest.raises(InvariantBroken, match="trained a token of age"):
-        simulate(plant, parse("lognormal"))
+        simulate(FOUR.having({"max_staleness": 1}), parse("lognormal"))
 
 
 # ---------------------------------------------------------------- the command

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
-from test_memory import KIND
+from test_memory import KIND, config
 
 from asyncmoe import models
-from asyncmoe.config import parse
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.plan import budget, memory, render_plan, split
@@ -86,13 +85,12 @@ def test_an_engine_that_no_node_has_room_for_takes_the_fewest_that_have() -> Non
 def test_the_keys_that_are_printed_make_the_run_that_is_meant(cluster: Cluster) -> None:
     hf = LARGE if cluster.nodes == 9 else HF
     one = split.suggest(hf, cluster)[0]
-    base: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    config = parse(base | yaml.safe_load("\n".join(render_plan.yaml_keys(one))))
-    models.check(config, hf)
-    assert models.trainer_parallel(config) == one.trainer.parallel
-    found = budget.of_run(config, hf)
+    run = config(**yaml.safe_load("\n".join(render_plan.yaml_keys(one))))
+    models.check(run, hf)
+    assert models.trainer_parallel(run) == one.trainer.parallel
+    found = budget.of_run(run, hf)
     assert (found.trainer, found.engine) == (one.trainer.memory, one.engine.memory)
-    assert config.cluster.trainer_nodes + config.cluster.engine_nodes == cluster.nodes
+    assert run.cluster.trainer_nodes + run.cluster.engine_nodes == cluster.nodes
 
 
 def test_nodes_without_room_for_an_engine_are_refused() -> None:

@@ -11,9 +11,8 @@ from urllib.request import urlopen
 
 import pytest
 from rich.console import Console
-from telemetry_runs import evaluation, write_run
+from telemetry_runs import config_of, evaluation, write_run
 
-from asyncmoe.config import Config, parse
 from asyncmoe.errors import ConfigError
 from asyncmoe.telemetry.advice import ALL_WELL, FEW_STEPS, NO_STEP, advise
 from asyncmoe.telemetry.format import duration, number, percent
@@ -24,23 +23,11 @@ from asyncmoe.telemetry.rollout_schema import Rollout, Scoring
 from asyncmoe.telemetry.schema import METRICS, Step
 
 
-def _config(run_dir: Path, **telemetry: object) -> Config:
-    return parse(
-        {
-            "run": {"dir": str(run_dir), "steps": 10},
-            "model": {"path": "unused"},
-            "task": {"kind": "arithmetic"},
-            "warmup": {"steps": 2},
-            "telemetry": {"tensorboard": False, **telemetry},
-        }
-    )
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_each_new_step_is_one_line(tmp_path: Path, terminal: bool) -> None:
     out = io.StringIO()
     end = write_run(tmp_path, warmup=2, rl=1)
-    with LiveView(_config(tmp_path), Console(file=out, force_terminal=terminal)) as view:
+    with LiveView(config_of(tmp_path, 10), Console(file=out, force_terminal=terminal)) as view:
         view.refresh()
         assert out.getvalue() == ""
         write_run(tmp_path, warmup=2, rl=3, first=4, start=end + 10)
@@ -62,7 +49,7 @@ def test_each_new_step_is_one_line(tmp_path: Path, terminal: bool) -> None:
 
 def test_advice_is_said_when_it_changes(tmp_path: Path) -> None:
     out = io.StringIO()
-    with LiveView(_config(tmp_path), Console(file=out, width=300)) as view, JsonLines(tmp_path / METRICS) as metrics:
+    with LiveView(config_of(tmp_path, 10), Console(file=out, width=300)) as view, JsonLines(tmp_path / METRICS) as metrics:
         for n in range(1, 20):
             reward_std = 0.0 if n >= 7 else 0.3
             metrics.write(Step(step=n, phase="rl", time=float(n), step_seconds=1.0, wait_seconds=0.0, reward_std=reward_std))

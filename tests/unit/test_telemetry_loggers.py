@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from rich.console import Console
-from telemetry_runs import evaluation, write_run
+from telemetry_runs import config_of, evaluation, write_run
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.telemetry.live import LiveView
 from asyncmoe.telemetry.loggers import checks, sink
@@ -26,21 +25,6 @@ from asyncmoe.telemetry.records import Follower, read_steps
 from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import METRICS, Resume, Step
 from asyncmoe.telemetry.versions import versions
-
-
-def config_of(run_dir: Path, **telemetry: Any) -> Config:
-    made = parse(
-        {
-            "run": {"dir": str(run_dir), "steps": 8},
-            "model": {"path": "unused"},
-            "task": {"kind": "arithmetic"},
-            "warmup": {"steps": 2},
-            "telemetry": {"tensorboard": "off", **telemetry},
-        }
-    )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json")))
-    return made
 
 
 class Fake:
@@ -94,7 +78,7 @@ def _steps(points: Sequence[LoggedPoint]) -> list[int]:
 def test_a_point_has_the_figures_of_its_records_under_their_names() -> None:
     step = Step(step=3, phase="rl", time=10.0, loss=0.5, ages={0: 7, 2: 1}, plugin_metrics={"loss/mine": 2.0, "loss/none": None})
     early, newest, late = (Rollout(time=when, started=n, rejected={"slow": n}) for when, n in ((8.0, 1), (9.5, 2), (10.5, 3)))
-    found = Points(Sent()).take([step, early, newest, late, evaluation(2, None)])
+    found = Points().take([step, early, newest, late, evaluation(2, None)])
     assert [(point.step, point.evaluation) for point in found] == [(3, False), (2, True)]
     values = found[0].values
     assert {name: value for name, value in values.items() if not name.startswith("rollout/")} == {
@@ -109,12 +93,14 @@ def test_a_point_has_the_figures_of_its_records_under_their_names() -> None:
 
 
 def test_repeated_steps_and_evaluations_are_points_once() -> None:
-    points = Points(Sent())
+    points, sent = Points(), Sent()
     first = [Step(step=n, phase="rl", time=float(n), loss=1.0) for n in (1, 2, 3)]
-    assert _steps(points.take([*first, evaluation(1, 0.1)])) == [1, 2, 3]
+    for point in points.take([*first, evaluation(1, 0.1)]):
+        assert not sent.has(point)
+        sent = sent.plus(point)
     again = [Resume(1, 4.0), *(Step(step=n, phase="rl", time=n + 4.0, loss=2.0) for n in (2, 3, 4))]
-    assert [(one.step, one.time) for one in points.take([*again, evaluation(1, 0.2)])] == [(4, 8.0)]
-    assert [(one.step, one.values["loss"]) for one in Points(Sent()).take([*first, *again[:2]])] == [(1, 1.0), (2, 2.0)], "valid ones only"
+    assert [(one.step, one.time) for one in points.take([*again, evaluation(1, 0.2)]) if not sent.has(one)] == [(4, 8.0)]
+    assert [(one.step, one.values["loss"]) for one in Points().take([*first, *again[:2]])] == [(1, 1.0), (2, 2.0)], "valid ones only"
 
 
 def test_names_that_mlflow_takes() -> None:
@@ -127,7 +113,7 @@ def test_names_that_mlflow_takes() -> None:
 
 
 def test_every_step_is_sent_once_with_configuration_and_versions(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run")
+    config = config_of(tmp_path / "run", 8)
     write_run(config.run.dir, warmup=2, rl=8)
     fake = Fake()
     assert _sent(config, fake) == ["mlflow: http://there/id-1"]
@@ -144,7 +130,7 @@ def test_every_step_is_sent_once_with_configuration_and_versions(tmp_path: Path)
 
 
 def test_a_logger_that_fails_is_said_once_and_gets_the_rest_at_the_next_start(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run")
+    config = config_of(tmp_path / "run", 8)
     write_run(config.run.dir, warmup=2, rl=8)
     (said,) = _sent(config, Fake("open"))
     assert said.startswith("mlflow: open: refused by the server; the run goes on without it: it has the steps up to 0, and the next start")
@@ -165,7 +151,7 @@ def _scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_has_every_step_once_over_all_starts(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run", tensorboard="on")
+    config = config_of(tmp_path / "run", 8, tensorboard="on")
     end = write_run(config.run.dir, warmup=2, rl=1)
     for _ in range(2):
         with LiveView(config, Console(file=io.StringIO())) as view:
@@ -179,7 +165,7 @@ def test_tensorboard_has_every_step_once_over_all_starts(tmp_path: Path) -> None
 
 def test_a_slow_logger_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink, "FINISH_S", 0.2)
-    config, holds = config_of(tmp_path / "run"), threading.Event()
+    config, holds = config_of(tmp_path / "run", 8), threading.Event()
     write_run(config.run.dir, warmup=2, rl=3)
     begin = time.monotonic()
     said = _sent(config, Fake(holds=holds))
@@ -195,7 +181,7 @@ def test_a_slow_logger_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"telemetry\.{name}: got no package {name} .*run: \S+ -m pip install \"{name}"):
-        checks.check(config_of(tmp_path, **{name: {}}).telemetry)
+        checks.check(config_of(tmp_path, 8, **{name: {}}).telemetry)
 
 
 def test_missing_credentials_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +194,9 @@ def test_missing_credentials_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
         ({"mlflow": {}}, "MLFLOW_TRACKING_URI"),
     ):
         with pytest.raises(ConfigError, match=said):
-            checks.check(config_of(tmp_path, **telemetry).telemetry)
+            checks.check(config_of(tmp_path, 8, **telemetry).telemetry)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    checks.check(config_of(tmp_path, wandb={}).telemetry)
+    checks.check(config_of(tmp_path, 8, wandb={}).telemetry)
 
 
 def test_versions_of_the_engines_environment_are_found(tmp_path: Path) -> None:

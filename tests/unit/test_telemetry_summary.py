@@ -10,9 +10,9 @@ import pytest
 from telemetry_runs import evaluation, write_run
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.records import JsonLines, Spans
+from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.rollout_schema import Rollout
-from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Step
+from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Span, Step
 from asyncmoe.telemetry.summary import write_summary
 
 
@@ -43,20 +43,20 @@ def run_dir(tmp_path: Path) -> Path:
     with JsonLines(tmp_path / ROLLOUT) as rollout:  # the controller was started three times; it takes over what it had rejected
         for started, gone in ((50, {}), (90, {"scorer_nan": 4}), (95, {"scorer_nan": 5}), (150, {"scorer_nan": 6, "scorer_error": 8})):
             rollout.write(Rollout(time=10, started=started, rejected=gone))
-    with Spans(tmp_path / TRAINER_SPANS) as spans:
-        spans.add("trainer.0", "train", 1, 9)  # warm-up
-        spans.add("trainer.0", "train", 12, 18)
-        spans.add("trainer.0", "train", 32, 40)  # superseded
-        spans.add("trainer.0", "train", 100, 104)
-        spans.add("trainer.1", "train", 100, 150)
-        spans.add("trainer.0", "wait", 18, 30)
-    with Spans(tmp_path / CONTROLLER_SPANS) as spans:
-        spans.add("engine.0", "generate", 5, 14)  # 4 in RL time, 2 of the first train span
-        spans.add("engine.0", "generate", 13, 15)  # 1 more of both
-        spans.add("engine.1", "generate", 14, 16)  # 1 more of the train span
-        spans.add("engine.0", "generate", 25, 101)  # 5 + 1 in RL time; 1 of the second train span
-        spans.add("engine.1", "generate", 103, 113)  # 10 in RL time; 1 of the second train span
-        spans.add("engine.1", "pause", 16, 18)
+    with JsonLines(tmp_path / TRAINER_SPANS) as spans:
+        spans.write(Span("trainer.0", "train", 1, 9))  # warm-up
+        spans.write(Span("trainer.0", "train", 12, 18))
+        spans.write(Span("trainer.0", "train", 32, 40))  # superseded
+        spans.write(Span("trainer.0", "train", 100, 104))
+        spans.write(Span("trainer.1", "train", 100, 150))
+        spans.write(Span("trainer.0", "wait", 18, 30))
+    with JsonLines(tmp_path / CONTROLLER_SPANS) as spans:
+        spans.write(Span("engine.0", "generate", 5, 14))  # 4 in RL time, 2 of the first train span
+        spans.write(Span("engine.0", "generate", 13, 15))  # 1 more of both
+        spans.write(Span("engine.1", "generate", 14, 16))  # 1 more of the train span
+        spans.write(Span("engine.0", "generate", 25, 101))  # 5 + 1 in RL time; 1 of the second train span
+        spans.write(Span("engine.1", "generate", 103, 113))  # 10 in RL time; 1 of the second train span
+        spans.write(Span("engine.1", "pause", 16, 18))
     return tmp_path
 
 

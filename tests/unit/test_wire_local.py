@@ -21,7 +21,7 @@ from asyncmoe.rpc.worker_messages import WorkerFetch
 from asyncmoe.trajectory import Buffer
 from tests.unit.test_wire import served
 
-FRAMES: list[Buffer] = [b"", b"x", bytes(range(256)) * 4096]
+FRAMES: list[Buffer] = [b"", b"x", memoryview(bytearray(range(256)) * 4096)]
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +33,15 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 async def _answer(request: Request) -> Reply | tuple[Reply, list[Buffer]]:
-    return (Fetched(), FRAMES) if isinstance(request, WorkerFetch) else Done()
+    return (Fetched(), FRAMES) if request == WorkerFetch(("a",), (), (1, 2), False) else Done()
 
 
 def _fetch(to: Rendezvous) -> list[bytes]:
     with Client(to, "t") as client:
-        return [bytes(frame) for frame in client.ask(WorkerFetch(("a",), ()), 20)[1]]
+        reply, frames = client.ask(WorkerFetch(("a",), (), (1, 2), False), 20)
+    assert reply == Fetched()
+    assert all(memoryview(frame).readonly for frame in frames)
+    return [bytes(frame) for frame in frames]
 
 
 def test_a_client_on_the_same_host_takes_it_and_gets_the_same_frames() -> None:

@@ -266,7 +266,7 @@ def _between_nodes(host: str, place: NodePlace) -> dict[str, str]:
     given = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
     if not place.meeting.startswith(_TCP):
         return {**given, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": place.meeting}
-    interface = address.interface_of(host, address.interfaces())
+    interface = next((name for name, addresses in address.interfaces().items() if host in addresses), None)
     return given if interface is None else {**given, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import msgspec
 
-from asyncmoe.telemetry.metric import Number, numbers
+from asyncmoe.telemetry.metric import numbers
 from asyncmoe.telemetry.records import Followed, sessions
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import Resume, Step
@@ -35,7 +35,11 @@ class LoggedPoint:
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What a logger has been sent: the last step, the time of the last evaluation, and the number of points."""
+    """What a logger has been sent: the last step, the time of the last evaluation, and the number of points.
+
+    A step is sent once: after a resume from an earlier checkpoint, the repeated steps are skipped, because no logger can take a figure
+    back. metrics.jsonl has both.
+    """
 
     step: int = 0
     evaluated: float = 0.0
@@ -52,14 +56,9 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Points:
-    """Turns records, in the order of `Follower.poll`, into points that are not sent yet.
+    """Turns records, in the order of `Follower.poll`, into points."""
 
-    A step is sent once: after a resume from an earlier checkpoint, the repeated steps are skipped, because no logger can take a figure
-    back. metrics.jsonl has both.
-    """
-
-    def __init__(self, sent: Sent) -> None:
-        self._taken = sent
+    def __init__(self) -> None:
         self._rollout: deque[Rollout] = deque()
         self._newest: Rollout | None = None
 
@@ -68,29 +67,24 @@ class Points:
         self._rollout.extend(record for record in records if isinstance(record, Rollout))
         steps = chain.from_iterable(sessions(record for record in records if isinstance(record, Step | Resume)))
         evaluations = [record for record in records if isinstance(record, Evaluation)]
-        found = []
-        for point in sorted(chain(map(self._step, steps), map(_evaluation, evaluations)), key=lambda one: one.time):
-            if not self._taken.has(point):
-                self._taken = self._taken.plus(point)
-                found.append(point)
-        return found
+        return sorted(chain(map(self._step, steps), map(_evaluation, evaluations)), key=lambda one: one.time)
 
     def _step(self, record: Step) -> LoggedPoint:
         while self._rollout and self._rollout[0].time <= record.time:
             self._newest = self._rollout.popleft()
-        values = _named("", numbers(record))
+        values = _named("", record)
         if self._newest is not None:
-            values |= _named("rollout/", numbers(self._newest))
+            values |= _named("rollout/", self._newest)
         return LoggedPoint(record.step, record.time, values)
 
 
 def _evaluation(record: Evaluation) -> LoggedPoint:
     prefix = f"evaluation/{record.name}/" if record.name else "evaluation/"
-    return LoggedPoint(record.version, record.time, _named(prefix, numbers(record)), evaluation=True)
+    return LoggedPoint(record.version, record.time, _named(prefix, record), evaluation=True)
 
 
-def _named(prefix: str, found: Iterator[Number]) -> dict[str, float]:
-    return {f"{prefix}{one.name}" if one.key is None else f"{prefix}{one.name}/{one.key}": one.value for one in found}
+def _named(prefix: str, record: msgspec.Struct) -> dict[str, float]:
+    return {f"{prefix}{one.name}" if one.key is None else f"{prefix}{one.name}/{one.key}": one.value for one in numbers(record)}
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,14 +14,13 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncmoe.config import Config
-from asyncmoe.errors import DataError
 from asyncmoe.storage import replace, writing
 from asyncmoe.telemetry.loggers.mlflow_client import Mlflow
 from asyncmoe.telemetry.loggers.points import LoggedPoint, Points, Sent
 from asyncmoe.telemetry.loggers.tensorboard_client import TensorBoard
 from asyncmoe.telemetry.loggers.trackio_client import Trackio
 from asyncmoe.telemetry.loggers.wandb_client import Wandb
-from asyncmoe.telemetry.records import Followed
+from asyncmoe.telemetry.records import Followed, decoded
 from asyncmoe.telemetry.versions import versions
 
 FOLDER = "loggers"
@@ -69,7 +68,7 @@ class LoggerSink:
         self._config, self._name, self._client, self._say = config, name, client, say
         self._path = config.run.dir / FOLDER / f"{name}.json"
         self._state = read(self._path)
-        self._points = Points(self._state.sent)
+        self._points = Points()
         self._before = before
         self._waiting: queue.Queue[LoggedPoint | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
@@ -104,8 +103,9 @@ class LoggerSink:
             if url:
                 self._say(f"{self._name}: {url}")
             while (point := self._waiting.get()) is not None:
-                self._client.log(point)
-                self._keep(LoggerState(id=id, sent=self._state.sent.plus(point)))
+                if not self._state.sent.has(point):
+                    self._client.log(point)
+                    self._keep(LoggerState(id=id, sent=self._state.sent.plus(point)))
             self._client.close(self._state.sent.step >= self._config.warmup.steps + self._config.run.steps)
         except Exception as error:  # noqa: BLE001  clients raise errors of all kinds; the user is told, and the run goes on
             said = " ".join(str(error).split())[:_MOST_PROBLEM] or type(error).__name__
@@ -125,11 +125,9 @@ def read(path: Path) -> LoggerState:
         DataError: the file is damaged.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=LoggerState)
+        return decoded(str(path), path.read_bytes(), LoggerState, "a logger's state", "delete it: a new run begins there")
     except FileNotFoundError:
         return LoggerState()
-    except ValueError as error:
-        raise DataError(str(path), got=str(error), expected="a logger's state", hint="delete it: a new run begins there") from error
 
 
 def client(config: Config, name: str) -> LoggerClient:

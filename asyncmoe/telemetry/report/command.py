@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from asyncmoe import installed
 from asyncmoe.errors import UserError
-from asyncmoe.storage import writing
+from asyncmoe.storage import replace, writing
 from asyncmoe.telemetry.report.page import html
 from asyncmoe.telemetry.report.run_page import page_of
 
 REPORT, COMPARISON = "report.html", "comparison.html"
 
 
-def report(run_dir: Path, *, samples: bool = True) -> Path:
-    """Write run_dir/report.html atomically from the records so far. Works during the run.
+def report(*run_dirs: Path, out: Path | None = None, samples: bool = True) -> Path:
+    """Write the page of runs atomically from their records so far, and return its path. Works during the runs. With samples, which only the
+    runs' owner can read, only its owner can read the page.
+
+    Args:
+        out: the file; None: report.html of the run, or comparison.html of the first of several.
 
     Raises:
         DataError: nothing is recorded, or a record is damaged.
         StorageError: the file cannot be written.
-        UserError: plotly is not installed.
+        UserError: plotly is not installed, or a path is not as it should be.
     """
-    return write([run_dir], run_dir / REPORT, samples=samples)
-
-
-def write(run_dirs: Sequence[Path], target: Path, *, samples: bool = True) -> Path:
-    """Write the page of runs to `target` atomically. With samples, which only the runs' owner can read, only its owner can read the page.
-
-    Raises:
-        DataError, StorageError, UserError: see `report`.
-    """
+    target = out or run_dirs[0] / (REPORT if len(run_dirs) == 1 else COMPARISON)
     for path in run_dirs:
         if not path.is_dir():
             raise UserError("asyncmoe report RUN", got=f"{path}, which is no directory", expected="the run.dir of a run")
@@ -43,14 +37,8 @@ def write(run_dirs: Sequence[Path], target: Path, *, samples: bool = True) -> Pa
     page, groups = page_of(run_dirs, samples)
     title = ", ".join(run.name for run in page.runs)
     text = html(title, msgspec.json.encode(page), [f"[{','.join(each)}]".encode() for each in groups])
-    part = target.with_name(f".{target.name}.{os.getpid()}")
     with writing("report of the run", target):
-        try:
-            with open(os.open(part, os.O_WRONLY | os.O_CREAT, 0o600 if any(groups) else 0o666), "w", encoding="utf-8") as file:
-                file.write(text)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        replace(target, text.encode(), mode=0o600 if any(groups) else 0o666)
     return target
 
 

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from statistics import fmean
 from typing import Any
 
 from asyncmoe.telemetry.distribution import grid_step, on_grid
+from asyncmoe.telemetry.measured import mean
 from asyncmoe.telemetry.metric import Metric, numbers
 from asyncmoe.telemetry.report.plots import PLOTS, REST, SECTIONS, Drawn, Plot
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
@@ -209,7 +209,7 @@ def _trace(curve: Curve, colour: str) -> dict[str, Any]:
 def thinned(rows: Sequence[Row]) -> list[Row]:
     """Average neighbours, each place of a row by itself, if there are more than `MOST_POINTS`."""
     size = -(-len(rows) // MOST_POINTS) or 1
-    return [tuple(map(_mean, zip(*rows[i : i + size], strict=True))) for i in range(0, len(rows), size)]
+    return [tuple(map(mean, zip(*rows[i : i + size], strict=True))) for i in range(0, len(rows), size)]
 
 
 def layout(height: int, x_axis: Mapping[str, Any], y_axis: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -235,11 +235,6 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
 
 def _unit(metric: Metric) -> str:
     return f"{metric.unit}, %" if metric.is_share else metric.unit or "number"
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
 
 
 def _short(value: float | None) -> float | None:

@@ -98,7 +98,7 @@ def names(run_dirs: Sequence[Path]) -> list[str]:
 def _groups(run_dir: Path, runs: int) -> tuple[list[str], str]:
     """Return the newest groups of one of the page's runs, newest first, and what a reader should know."""
     try:
-        entries = index(run_dir).entries
+        entries = index(run_dir)
     except (DataError, PermissionError) as error:
         return [], visible(str(error))
     groups, room = list[str](), MOST_BYTES // runs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from asyncmoe.telemetry.format import percent
 from asyncmoe.telemetry.overlap import intersection
@@ -58,12 +57,7 @@ def _figure(name: str, run: RunRecords) -> Iterator[Figure]:
     share = overlap_share(run)
     title = f"{name}Last {len(steps)} steps"
     title += "" if share is None else f"; an engine generates during {percent(share)} of all RL training"
-    more: dict[str, Any] = {
-        "barmode": "overlay",
-        "hovermode": "closest",
-        "shapes": lines,
-        "annotations": marks,
-        "legend": {"orientation": "h", "y": -0.2},
-    }
     axes = axis("seconds"), axis(autorange="reversed", type="category", categoryarray=lanes)
-    yield Figure(title, _NOTE, "seconds", traces, layout(160 + 26 * len(lanes), *axes, **more))
+    drawn = {"barmode": "overlay", "hovermode": "closest", "shapes": lines, "annotations": marks}
+    look = layout(160 + 26 * len(lanes), *axes, **drawn, legend={"orientation": "h", "y": -0.2})
+    yield Figure(title, _NOTE, "seconds", traces, look)

@@ -15,7 +15,7 @@ from rich.console import Console
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.telemetry.samples import terminal
 from asyncmoe.telemetry.samples.colours import Colour
-from asyncmoe.telemetry.samples.index import Entry, Index, Outcome, index
+from asyncmoe.telemetry.samples.index import Entry, Outcome, index
 from asyncmoe.telemetry.samples.tokens import as_json
 
 DEFAULT_LIMIT = 3
@@ -48,15 +48,15 @@ class SampleQuery:
         return all(asked in (None, it) for asked, it in same) and (self.version is None or self.version in entry.versions)
 
 
-def select(found: Index, wanted: SampleQuery) -> list[Entry]:
+def select(found: Sequence[Entry], wanted: SampleQuery) -> list[Entry]:
     """Return the groups to show. Without any condition: those of the newest step that trained kept groups.
 
     Raises:
         DataError: none is as wanted; says what there is.
     """
-    chosen = [entry for entry in found.entries if wanted.takes(entry)]
+    chosen = [entry for entry in found if wanted.takes(entry)]
     if not chosen:
-        raise DataError(f"samples of {found.run_dir}", got="no group as asked", expected=summary(found))
+        raise DataError("samples of the run", got="no group as asked", expected=summary(found))
     if wanted.order == "newest":
         if wanted == SampleQuery(limit=wanted.limit) and (steps := [entry.step for entry in chosen if entry.step is not None]):
             chosen = [entry for entry in chosen if entry.step == max(steps)]
@@ -69,10 +69,10 @@ def select(found: Index, wanted: SampleQuery) -> list[Entry]:
     return chosen[:limit]
 
 
-def summary(found: Index) -> str:
+def summary(found: Sequence[Entry]) -> str:
     """Return a line on all samples: "24 groups: 20 trained, 4 rejected"."""
-    outcomes = Counter(entry.outcome for entry in found.entries).most_common()
-    return f"{len(found.entries)} groups: {', '.join(f'{count} {outcome}' for outcome, count in outcomes)}"
+    outcomes = Counter(entry.outcome for entry in found).most_common()
+    return f"{len(found)} groups: {', '.join(f'{count} {outcome}' for outcome, count in outcomes)}"
 
 
 def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens: int | None) -> None:
@@ -93,16 +93,12 @@ def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens:
         for entry in chosen if json else ():
             print(as_json(entry.load(), tokens or 0))
         if not json:
-            _print(found, chosen, colour, DEFAULT_TOKENS if tokens is None else tokens)
+            console = Console(highlight=False, markup=False, emoji=False)
+            console.print(f"{run_dir} · {summary(found)}", style="bold")
+            for entry in chosen:
+                terminal.show(entry.load(), console, colour, DEFAULT_TOKENS if tokens is None else tokens)
+            if len(chosen) < len(found):
+                console.print(f"{len(chosen)} of {len(found)} groups; asyncmoe show --help tells how to choose others", style="dim")
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has what it wants, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _print(found: Index, chosen: Sequence[Entry], colour: Colour, tokens: int) -> None:
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.print(f"{found.run_dir} · {summary(found)}", style="bold")
-    for entry in chosen:
-        terminal.show(entry.load(), console, colour, tokens)
-    if len(chosen) < len(found.entries):
-        console.print(f"{len(chosen)} of {len(found.entries)} groups; asyncmoe show --help tells how to choose others", style="dim")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 import msgspec
 
 from asyncmoe.errors import DataError
+from asyncmoe.telemetry.measured import mean
 from asyncmoe.telemetry.records import Tail
 from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES, TRAINER_SAMPLES, Begin, Full, SampledGroup, Stale, Trained
 
@@ -57,16 +57,8 @@ class Entry:
         return GroupSample(self, msgspec.json.decode(self.line, type=SampledGroup), trained)
 
 
-@dataclass(frozen=True)
-class Index:
-    """The samples of a run, in the order in which they were written."""
-
-    run_dir: Path
-    entries: Sequence[Entry]
-
-
-def index(run_dir: Path) -> Index:
-    """Read the samples of a run, finished or running.
+def index(run_dir: Path) -> list[Entry]:
+    """Read the samples of a run, finished or running, in the order in which they were written.
 
     Raises:
         DataError: the run has none, or a record is damaged.
@@ -77,7 +69,7 @@ def index(run_dir: Path) -> Index:
     if not entries:
         hint = "telemetry.samples.groups in its config.yaml says how many are kept, and logs/controller.log why none was"
         raise DataError(f"samples of {run_dir}", got="none", expected="a finished group of reinforcement learning", hint=hint)
-    return Index(run_dir, entries)
+    return entries
 
 
 _Key = tuple[str, int]
@@ -113,14 +105,13 @@ def _groups(path: Path, trained: _Steps, undone: set[_Key]) -> list[Entry]:
 def _entry(group: SampledGroup, line: bytes, trained: _Steps, undone: set[_Key]) -> Entry:
     keys = [(member.key, member.digest) for member in group.members if member.digest is not None]
     steps = {key: trained[key] for key in keys if key in trained}
-    rewards = [member.reward for member in group.members if member.reward is not None]
     return Entry(
         group=group.group,
         attempt=group.attempt,
         outcome="trained" if steps else "lost" if undone.intersection(keys) else group.fate,
         reason=group.reason,
         line=line,
-        reward=fmean(rewards) if rewards else None,
+        reward=mean(member.reward for member in group.members),
         versions=frozenset(version for member in group.members for version, _ in member.versions),
         step=max((step for step, _ in steps.values()), default=None),
         trained={key: line for (key, _), (_, line) in steps.items()},
@@ -134,8 +125,8 @@ def lines(path: Path) -> Iterator[tuple[Line, bytes]]:
         DataError: a line is no record.
     """
     decoder = msgspec.json.Decoder[Line](Line)
-    for number, line in Tail(path).lines():
+    for where, line in Tail(path).lines():
         try:
             yield decoder.decode(line), line
         except ValueError as error:  # also of a line that is no UTF-8
-            raise DataError(f"{path} line {number}", got=str(error)[:200], expected="a record of samples") from error
+            raise DataError(where, got=str(error)[:200], expected="a record of samples") from error

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from asyncmoe.telemetry.measured import mean
 from asyncmoe.telemetry.samples.choice import kept
 from asyncmoe.telemetry.samples.index import GroupSample
 from asyncmoe.telemetry.samples.records import Role, SampledGroup, SampledMember, Stretch, Trained, Value
@@ -138,10 +139,7 @@ def advantage(trained: Trained | None) -> float | None:
     """Return the mean advantage of a response's tokens; None without the trainer's half."""
     if trained is None:
         return None
-    if isinstance(trained.advantages, int | float):
-        return trained.advantages
-    known = [value for value in trained.advantages if value is not None]
-    return sum(known) / len(known) if known else None
+    return trained.advantages if isinstance(trained.advantages, int | float) else mean(trained.advantages)
 
 
 def _member(sample: GroupSample, member: SampledMember, most: int) -> Mapping[str, Any]:

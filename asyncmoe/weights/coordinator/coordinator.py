@@ -23,6 +23,7 @@ from asyncmoe.rpc.messages import (
     WeightsCommit,
     WeightsFiles,
     WeightsJoin,
+    WeightsRequest,
     WeightsStage,
 )
 from asyncmoe.weights.coordinator import checksums, state, ways
@@ -32,7 +33,6 @@ from asyncmoe.weights.coordinator.roster import EngineSet
 
 _ROSTERS = 32
 """Bits for the rosters of one controller."""
-WeightsRequest = WeightsJoin | WeightsStage | WeightsBegin | WeightsBucket | WeightsCommit | WeightsFiles | WeightsAbort | EnginesAsk
 
 
 class WeightUpdateCoordinator:

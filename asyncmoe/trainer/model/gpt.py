@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.models import MegatronParallel, adapter_of, family_of
+from asyncmoe.models import MegatronParallel, adapter_of, family_of, trainer_parallel
 from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.halves import PREFIX as ADAPTERS
@@ -81,8 +81,8 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
         ConfigError: the model does not support the adapter, or a requested Megatron switch cannot be on.
     """
     dtype = _dtype(config.trainer.weights_dtype, mesh)
-    on = layers.switches(hf, config, mesh, dtype)
-    parallel = mesh.parallel(on.transformer_engine)
+    on = layers.switches(hf, config, dtype)
+    parallel = replace(trainer_parallel(config), te=on.transformer_engine)
     family_config, gpt = family_of(hf).megatron_config(hf)
     megatron_config = layers.transformer_config(family_config, config, mesh, dtype, on)
     chunks = tuple(

@@ -30,13 +30,13 @@ from asyncmoe.platform.megatron.packed_attention import PackedAttention  # noqa:
 rope.install()
 
 
-def switches(hf: Mapping[str, Any], config: Config, mesh: Mesh, dtype: torch.dtype) -> Switches:
+def switches(hf: Mapping[str, Any], config: Config, dtype: torch.dtype) -> Switches:
     """Decide which of Megatron's switches are on in this run.
 
     Raises:
         ConfigError: the configuration requests an impossible setting.
     """
-    return decide(config.trainer.megatron, kernels.detect(), run_features(hf, config, mesh.parallel(te=False), dtype == torch.float32))
+    return decide(config.trainer, kernels.detect(), run_features(hf, config, dtype == torch.float32))
 
 
 def ddp_config(config: Config, on: Switches) -> DistributedDataParallelConfig:
@@ -55,17 +55,17 @@ def transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dt
     Raises:
         ConfigError: `trainer.recompute_modules` names a module that cannot be recomputed.
     """
-    interleaved = mesh.vpp > 1
+    trainer, interleaved = config.trainer, config.trainer.vpp > 1
     given: dict[str, Any] = {
-        "tensor_model_parallel_size": mesh.tp,
-        "context_parallel_size": mesh.cp,
-        "pipeline_model_parallel_size": mesh.pp,
-        "virtual_pipeline_model_parallel_size": mesh.vpp if interleaved else None,
-        "num_layers_in_first_pipeline_stage": mesh.first_layers,
-        "num_layers_in_last_pipeline_stage": mesh.last_layers,
-        "expert_model_parallel_size": mesh.ep,
-        "expert_tensor_parallel_size": mesh.etp,
-        "sequence_parallel": mesh.tp > 1,
+        "tensor_model_parallel_size": trainer.tp,
+        "context_parallel_size": trainer.cp,
+        "pipeline_model_parallel_size": trainer.pp,
+        "virtual_pipeline_model_parallel_size": trainer.vpp if interleaved else None,
+        "num_layers_in_first_pipeline_stage": trainer.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": trainer.last_stage_layers,
+        "expert_model_parallel_size": trainer.ep,
+        "expert_tensor_parallel_size": trainer.expert_tp,
+        "sequence_parallel": trainer.tp > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -85,7 +85,7 @@ def transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dt
         "masked_softmax_fusion": False,  # belongs to an attention that is not used
         "persist_layer_norm": False,
         **megatron_arguments(on),
-        **float8_arguments(config.trainer),
+        **float8_arguments(trainer),
         **_recompute(config, on, bool(family.get("multi_latent_attention"))),
     }
     kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig

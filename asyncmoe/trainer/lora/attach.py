@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config.lora import LoraSection
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.models.lora import halves as planned
 from asyncmoe.models.lora.adapter import Kind, kind_of
 from asyncmoe.models.lora.halves import PREFIX, Half
@@ -47,8 +46,6 @@ def attach(
     """
     kind = kind_of(section, m)
     planned.check(kind, m)
-    if parallel.tp > 1 and not config.sequence_parallel:
-        raise InvariantBroken("adapters: tensor parallelism without sequence parallelism")
     made: list[Adapters] = []
     for chunk, layers in zip(chunks, parallel.chunk_layers(m.layers, rank), strict=True):
         chunk.requires_grad_(False)
@@ -73,15 +70,9 @@ def attach(
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
-    """Return the adapters of a rank's chunks.
-
-    Raises:
-        InvariantBroken: a chunk has no adapters.
-    """
-    found = [getattr(chunk, "adapters", None) for chunk in chunks]
-    if not all(isinstance(one, Adapters) for one in found):
-        raise InvariantBroken("the model has no adapters")
-    return [one for one in found if isinstance(one, Adapters)]
+    """Return the adapters of a rank's chunks, to which they were attached."""
+    found: list[Any] = [chunk.adapters for chunk in chunks]
+    return found
 
 
 def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
@@ -91,11 +82,6 @@ def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Paramete
         for number, adapters in enumerate(adapters_of(chunks))
         for name, parameter in adapters.named_parameters()
     }
-
-
-def values(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the tensors of `parameters`, not copies."""
-    return {name: parameter.data for name, parameter in parameters(chunks).items()}
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class Model:
 
     def adapter_values(self) -> dict[str, torch.Tensor]:
         """Return this rank's halves of the adapter, not copies, by the names of `asyncmoe.trainer.lora.attach.parameters`."""
-        return attach.values(self.chunks)
+        return {name: parameter.data for name, parameter in attach.parameters(self.chunks).items()}
 
 
 def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:

@@ -76,8 +76,8 @@ class Config(Section):
         run = values.get("run") if isinstance(values, dict) else None
         mode = run.get("mode") if isinstance(run, dict) else None
         if isinstance(mode, str):
-            for (section, *path), implied in _IMPLIED.get(mode, {}).items():
-                values = {**values, section: _imply(values.get(section, {}), path, implied, ".".join((section, *path)), mode)}
+            for path, implied in _IMPLIED.get(mode, {}).items():
+                values = _imply(values, path, implied, ".".join(path), mode)
         return values
 
     @model_validator(mode="after")

@@ -274,10 +274,7 @@ class Trainer:
     ) -> None:
         if self._metrics is not None:
             waited = sum(end - begin for begin, end in self._waits)
-            refused = sum(update.refused for update in learned.updates)
-            said = (learned.anomalies, refused, self._saver.stood())
-            record = step_record(self._step, leased, phase, learned.updates, published, waited, times, *said)
-            self._metrics.write(record)
+            self._metrics.write(step_record(self._step, leased, phase, learned, published, waited, times, self._saver.stood()))
 
 
 def agree(plugins: Plugins) -> None:

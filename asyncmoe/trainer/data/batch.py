@@ -121,7 +121,7 @@ def pack(
     grid: BatchGrid,
     packed: bool,
     rows: int = 0,
-    cp_rank: int | None = None,
+    cp_rank: int = 0,
     proximal: Mapping[int, np.ndarray] | None = None,
     reference: Mapping[int, np.ndarray] | None = None,
     routing: Routing | None = None,
@@ -130,18 +130,16 @@ def pack(
 
     Args:
         trajectories: by index; must include `indices`.
-        indices: trajectories of the micro-batch; at most one if `packed` is False.
+        indices: trajectories of the micro-batch; a schedule gives it one at most if `packed` is False.
         advantages: by trajectory index; a number for all tokens, or float32[T_i] aligned with the tokens.
         weights: loss weight of a sampled token, by trajectory index of the whole step (`objective.token_weights`).
         grid: the trainer's constraints.
         packed: separate the sequences by `cu_seqlens`.
         rows: minimum row count; a multiple of `grid.rows` (`Schedule.rows`).
-        cp_rank: the context-parallel rank whose rows are returned; needed if there are several.
+        cp_rank: the context-parallel rank whose rows are returned.
         proximal, reference: float32[T_i] per trajectory, aligned with its tokens, as returned by `step.logprobs_only`.
         routing: the layers whose recorded experts are replayed; None: routers choose live.
     """
-    if not packed and len(indices) > 1:
-        raise InvariantBroken(f"pack: got trajectories {tuple(indices)} for a micro-batch that is not packed, expected one")
     chosen = [trajectories[i] for i in indices]
     for trajectory in chosen:
         if trajectory.loss_mask[0]:
@@ -173,11 +171,7 @@ def pack(
         places=places_of(indices, lengths, grid),
         whole=rows,
     )
-    if grid.cp == 1:
-        return whole
-    if cp_rank is None:
-        raise InvariantBroken(f"pack: got no rank of {grid.cp} context-parallel ones, whose rows differ")
-    return whole.part(zigzag.rows(bounds, grid.cp, cp_rank))
+    return whole.part(zigzag.rows(bounds, grid.cp, cp_rank)) if grid.cp > 1 else whole
 
 
 class _Flat:

@@ -14,7 +14,6 @@ from asyncmoe.platform import collectives, megatron
 from asyncmoe.platform.megatron import adam
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.gpu_settings import optimizer_arguments
-from asyncmoe.trainer.model.lr import lr_at as lr_at
 
 megatron.prepare()
 

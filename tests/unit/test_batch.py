@@ -42,9 +42,9 @@ def test_schedule_invariants(shape: dict) -> None:
     every = [i for rank in plan.ranks for microbatch in rank for i in microbatch]
     assert sorted(every) == list(range(len(lengths)))
     assert len(plan.ranks) == shape["dp"]
-    assert {len(rank) for rank in plan.ranks} == {plan.microbatches}
-    assert plan.microbatches >= 1
-    assert plan.microbatches % shape["grid"].stages == 0
+    (count,) = {len(rank) for rank in plan.ranks}
+    assert count >= 1
+    assert count % shape["grid"].stages == 0
     padded, multiple = [shape["grid"].of(length) for length in lengths], shape["grid"].rows
     most = max(1, *(tokens(m, padded) for rank in plan.ranks for m in rank))
     assert plan.rows == (0 if shape["grid"].stages == 1 else most + -most % multiple)
@@ -96,12 +96,6 @@ def test_the_width_of_a_real_model() -> None:
     assert attention_width(shape) == pytest.approx(active / (48 * 32 * 128), rel=0.01)
     latent = family_of(REAL["DeepSeek-V3"]).shape_of(REAL["DeepSeek-V3"])
     assert attention_width(latent) == pytest.approx(2 * (37.5e9 - 129280 * 7168) / (61 * 128 * (192 + 128)), rel=0.02)
-
-
-@pytest.mark.parametrize("lengths", [[0], [4, -1]])
-def test_empty_trajectories_are_refused(lengths: list[int]) -> None:
-    with pytest.raises(InvariantBroken, match="expected positive"):
-        schedule(lengths, 1, 100, True, BatchGrid(1))
 
 
 def test_updates_take_whole_groups_in_order() -> None:

@@ -182,7 +182,7 @@ groups = []
 for tp, pp, ep, etp, dp in {[(g.tp, g.pp, g.ep, g.etp, g.dp) for g in PARALLEL]}:
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
     expert = RankGenerator(tp=etp, ep=ep, dp=tp * dp // (etp * ep), pp=pp, cp=1, order="tp-cp-ep-dp-pp")
-    groups.append([dense.get_ranks(kind) for kind in ("tp", "dp", "pp")] + [expert.get_ranks(kind) for kind in ("tp", "ep", "dp")])
+    groups.append([dense.get_ranks(kind) for kind in ("tp", "pp")] + [expert.get_ranks(kind) for kind in ("tp", "ep", "dp")])
 stages = []
 for layers, pp, vpp, first, last in {[(n, g.pp, g.vpp, g.first_layers, g.last_layers) for n, g in STAGES]}:
     vp = vpp if vpp > 1 else None
@@ -214,7 +214,7 @@ def of_megatron() -> list[Any]:
 def test_ranks_are_numbered_as_megatron_numbers_them(of_megatron: list[Any]) -> None:
     for grid, listed in zip(PARALLEL, of_megatron[0], strict=True):
         *divided, replicas = listed
-        for place, members in zip((grid.tp_rank, grid.dp_rank, grid.pp_rank, grid.etp_rank, grid.ep_rank), divided, strict=True):
+        for place, members in zip((grid.tp_rank, grid.pp_rank, grid.etp_rank, grid.ep_rank), divided, strict=True):
             for group in members:
                 assert [place(rank) for rank in group] == list(range(len(group))), (grid, place.__name__, group)
         for group in replicas:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -79,11 +79,9 @@ class MicroBatch:
 
     def part(self, rows: torch.Tensor) -> MicroBatch:
         """Return the given rows, int64, ascending within each sequence: what one context-parallel rank holds."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in values.items():
-            if name in _BY_ROW and value is not None:
-                values[name] = value[..., rows] if isinstance(value, torch.Tensor) else value.take(rows)
-        return MicroBatch(**values | {"held": rows})
+        by_row: dict[str, Any] = {name: value for name in _BY_ROW if (value := getattr(self, name)) is not None}
+        taken = {name: value[..., rows] if isinstance(value, torch.Tensor) else value.take(rows) for name, value in by_row.items()}
+        return replace(self, **taken, held=rows)
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """Return values [T, ...] of this rank's rows among those of all context-parallel ranks, [whole, ...]; 0 for other ranks' rows."""
@@ -92,9 +90,8 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on another device."""
         movable = torch.Tensor | Experts | Support
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, movable)}
-        return MicroBatch(**values | moved)
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, movable)}
+        return replace(self, **moved)
 
 
 _BY_ROW = frozenset({f.name for f in fields(MicroBatch)} - {"cu_seqlens", "max_seqlen", "places", "whole", "held"})

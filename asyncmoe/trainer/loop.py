@@ -303,17 +303,16 @@ def replay(config: Config, built: gpt.Model) -> Replay | None:
     return None if routing is None else Replay(built.chunks, built.config, routing, (built.mesh.tp_rank, built.mesh.tp))
 
 
-def publisher(config: Config, built: gpt.Model, client: Client, expected: ExpectedChecksums | None = None) -> Publisher:
+def publisher(config: Config, built: gpt.Model, client: Client, expected: ExpectedChecksums) -> Publisher:
     """Return the weight publisher for the configured method.
 
     Args:
         client: connection to the controller, used only by the publisher.
-        expected: of `built`; default: made here.
+        expected: of `built`.
 
     Raises:
         ConfigError: the method does not support the configuration.
     """
-    expected = expected or ExpectedChecksums(config, built)
     if built.mesh.rank == 0 and (why := unsupported(config)):
         log.info("updates of weights are full, although sync.delta is auto: %s", why)
     if config.sync.method == "reshard":

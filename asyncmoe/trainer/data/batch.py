@@ -155,14 +155,14 @@ def pack(
         mask=mask,
         behaviour=flat.next([t.logprobs for t in chosen], np.float32) * mask,
         versions=flat.next([t.versions for t in chosen], np.int32, NOT_SAMPLED),
-        pure=flat.each([t.is_pure for t in chosen], np.bool_) & mask,
+        pure=flat.here([t.is_pure for t in chosen], np.bool_) & mask,
         advantages=flat.next([np.broadcast_to(advantages[i], n) for i, n in zip(indices, lengths, strict=True)], np.float32) * mask,
-        weights=flat.each([float(weights[i]) for i in indices], np.float32) * mask,
+        weights=flat.here([float(weights[i]) for i in indices], np.float32) * mask,
         proximal=None if proximal is None else flat.next([proximal[i] for i in indices], np.float32) * mask,
         reference=None if reference is None else flat.next([reference[i] for i in indices], np.float32) * mask,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
         max_seqlen=max(b - a for a, b in pairwise(bounds)) if packed else rows,
-        segments=flat.each(range(len(chosen)), np.int64, -1),
+        segments=flat.here(range(len(chosen)), np.int64, -1),
         experts=None if routing is None else replay_data.experts(chosen, starts, rows, routing),
         support=replay_data.support(chosen, starts, rows),
         places=places_of(indices, lengths, grid),
@@ -177,13 +177,6 @@ class _Flat:
     def __init__(self, rows: int, starts: Sequence[int], lengths: Sequence[int]) -> None:
         self.rows, self.spans = rows, [(start, start + n) for start, n in zip(starts, lengths, strict=False)]
 
-    def here(self, arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
-        """Row t gets the value of token t."""
-        out = np.zeros(self.rows, dtype)
-        for (start, stop), array in zip(self.spans, arrays, strict=True):
-            out[start:stop] = array
-        return torch.from_numpy(out)
-
     def next(self, arrays: Sequence[np.ndarray], dtype: type[np.generic], nothing: int = 0) -> torch.Tensor:
         """Row t gets the value of token t + 1 of the same trajectory, or `nothing` if there is none."""
         out = np.full(self.rows, nothing, dtype)
@@ -191,8 +184,8 @@ class _Flat:
             out[start : stop - 1] = array[1:]
         return torch.from_numpy(out)
 
-    def each(self, values: Sequence[float], dtype: type[np.generic], nothing: int = 0) -> torch.Tensor:
-        """All rows of a trajectory get its value, others `nothing`."""
+    def here(self, values: Sequence[np.ndarray | float], dtype: type[np.generic], nothing: int = 0) -> torch.Tensor:
+        """Row t gets the value of token t, or that of its trajectory; others get `nothing`."""
         out = np.full(self.rows, nothing, dtype)
         for (start, stop), value in zip(self.spans, values, strict=True):
             out[start:stop] = value

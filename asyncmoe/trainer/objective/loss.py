@@ -72,16 +72,12 @@ def policy_loss(
         if plugins.weight is not None:
             own, reported = plugins.weight.of_rows(replace(seen, logprobs=new.detach()))
             added = added | plugins.weight.measure(seen, own, reported)
-        correction = correct(new, old, rows, section, version, own)
-        kept = rows.mask & ~correction.rejected.any(dim=0)
-        if own is not None:
-            kept = kept & (own != 0)
-        weights = kept_weights(rows, kept, section.aggregation, section.correction.denominator)
-        fates = Fates(new.detach(), correction.weight, kept, cut, correction.capped, correction.rejected)
+        fates = correct(new, old, rows, section, version, cut, own)
+        weights = kept_weights(rows, fates.kept, section.aggregation, section.correction.denominator)
         if observe is not None:
             observe(fates)
         sums = measure(fates, compared, rows, weights, version) | added
-    loss = (torch.where(kept, value * correction.weight, 0.0) * weights).sum()
+    loss = (torch.where(fates.kept, value * fates.weight, 0.0) * weights).sum()
     if rows.reference is not None and section.kl.coefficient:
         divergence = penalty(compared, rows.reference, new - rows.behaviour, section.kl.estimator)
         loss = loss + section.kl.coefficient * (divergence * weights).sum()

@@ -15,28 +15,14 @@ from asyncmoe.trainer.objective.surrogate import k3
 AGES = 65
 """Number of age bins; the last bin also holds all higher ages."""
 
+_NUMBERS = (
+    *("tokens", "kept", "planned_weight", "kept_weight", "clipped", "tis_capped", "correction", "ratio", "ratio_squared"),
+    *("kl", "kl_direct", "kl_reference", "referenced", "future"),
+    *("logprob_diff", "same_version", "logprob_diff_same_version", "max_logprob_diff_same_version"),
+)
 SUMS: Mapping[str, tuple[int, ...]] = {
-    "tokens": (),
-    "kept": (),
-    "planned_weight": (),
-    "kept_weight": (),
-    "clipped": (),
-    "tis_capped": (),
-    "correction": (),
-    "ratio": (),
-    "ratio_squared": (),
-    "kl": (),
-    "kl_direct": (),
-    "kl_reference": (),
-    "referenced": (),
-    "rejected": (len(RULES),),
-    "rejected_ages": (AGES,),
-    "ages": (AGES,),
-    "future": (),
-    "logprob_diff": (),
-    "same_version": (),
-    "logprob_diff_same_version": (),
-    "max_logprob_diff_same_version": (),
+    **dict.fromkeys(_NUMBERS, ()),
+    **{"rejected": (len(RULES),), "rejected_ages": (AGES,), "ages": (AGES,)},
 }
 """Names and shapes of the float64 sums that `measure` returns, the same for every micro-batch."""
 

@@ -16,7 +16,6 @@ from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.kernels import Kernels
 from asyncmoe.trainer.model import switches
-from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.model.switches import RunFeatures, decide
 
 megatron.prepare()
@@ -196,16 +195,9 @@ def test_megatron_takes_what_is_decided(variant: str, tmp_path: Path, monkeypatc
             config = config.model_copy(
                 update={"train": "lora" if lora else "full", "keep": config.keep.model_copy(update={"routing": keep})}
             )
-            place = mesh_of(config.trainer)
             family, _ = family_of(hf).megatron_config(hf)
             on = layers.switches(hf, config, torch.bfloat16)
-            made = layers.transformer_config(family, config, place, torch.bfloat16, on)
+            made = layers.transformer_config(family, config, torch.device("cpu"), torch.bfloat16, on)
             assert made.moe_token_dispatcher_type == ("flex" if flex else "alltoall")
             assert made.moe_grouped_gemm == (on.experts == "transformer_engine")
-            assert layers.ddp_config(config, on).overlap_grad_reduce == on.overlap_grad_reduce == (kernels.cuda and place.dp > 1)
-
-
-def mesh_of(trainer: Any) -> Mesh:
-    sizes = {name: getattr(trainer, name) for name in ("tp", "pp", "vpp", "dp")}
-    ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "dp")}
-    return Mesh(rank=0, world=trainer.ranks, device=torch.device("cpu"), backend="nccl", **sizes, **ranks)
+            assert layers.ddp_config(config, on).overlap_grad_reduce == on.overlap_grad_reduce == (kernels.cuda and config.trainer.dp > 1)

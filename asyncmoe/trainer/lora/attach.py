@@ -63,9 +63,7 @@ def attach(
         chunk.add_module("adapters", adapters)
         made.append(adapters)
 
-    def copies() -> Iterator[torch.nn.Parameter]:
-        yield from (parameter for adapters in made for _, _, half, parameter in adapters.halves() if half.partial == "etp")
-
+    copies = [parameter for adapters in made for _, _, half, parameter in adapters.halves() if half.partial == "etp"]
     config.finalize_model_grads_func = _finalizing(config.finalize_model_grads_func, copies)
 
 
@@ -131,7 +129,7 @@ def _mark(parameter: torch.nn.Parameter, half: Half) -> None:
         setattr(parameter, name, value)
 
 
-def _finalizing(original: Callable[..., None], copies: Callable[[], Iterator[Any]]) -> Callable[..., None]:
+def _finalizing(original: Callable[..., None], copies: Sequence[Any]) -> Callable[..., None]:
     """Return Megatron's `finalize_model_grads_func` followed by the sums over expert-tensor-parallel ranks.
 
     By then gradients are already summed over data-parallel ranks, perhaps during the backward pass; if the optimizer state is sharded,
@@ -139,12 +137,12 @@ def _finalizing(original: Callable[..., None], copies: Callable[[], Iterator[Any
     they are used.
 
     Args:
-        copies: returns a rank's parameters whose `Half.partial` is "etp".
+        copies: a rank's parameters whose `Half.partial` is "etp".
     """
 
     def finalize(model: list[Any], *arguments: Any, **keywords: Any) -> None:
         original(model, *arguments, **keywords)
-        _sum_over_expert_tensor_ranks([parameter.main_grad for parameter in copies()])
+        _sum_over_expert_tensor_ranks([parameter.main_grad for parameter in copies])
 
     return finalize
 

@@ -84,7 +84,7 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
     on = layers.switches(hf, config, dtype)
     parallel = replace(trainer_parallel(config), te=on.transformer_engine)
     family_config, gpt = family_of(hf).megatron_config(hf)
-    megatron_config = layers.transformer_config(family_config, config, mesh, dtype, on)
+    megatron_config = layers.transformer_config(family_config, config, mesh.device, dtype, on)
     chunks = tuple(
         GPTModel(
             config=megatron_config,

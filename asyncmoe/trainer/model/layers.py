@@ -12,7 +12,6 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.platform import kernels, megatron
 from asyncmoe.trainer.model.features import run_features
 from asyncmoe.trainer.model.gpu_settings import float8_arguments
-from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.model.switches import Switches, decide, megatron_arguments
 
 megatron.prepare()
@@ -49,7 +48,9 @@ def ddp_config(config: Config, on: Switches) -> DistributedDataParallelConfig:
     )
 
 
-def transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dtype: torch.dtype, on: Switches) -> TransformerConfig:
+def transformer_config(
+    family: Mapping[str, Any], config: Config, device: torch.device, dtype: torch.dtype, on: Switches
+) -> TransformerConfig:
     """Return Megatron's model configuration. `family`: keyword arguments from the model family.
 
     Raises:
@@ -76,11 +77,11 @@ def transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dt
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         # The interleaved schedule frees an output while it is being sent, which is safe only if a stream orders the two.
-        "deallocate_pipeline_outputs": not (interleaved and mesh.backend == "gloo"),
+        "deallocate_pipeline_outputs": not (interleaved and device.type == "cpu"),
         # Losses are already divided by the step's denominator: Megatron must not divide by ranks or micro-batches.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": _finalize,
-        "use_cpu_initialization": mesh.device.type == "cpu",
+        "use_cpu_initialization": device.type == "cpu",
         "bias_dropout_fusion": False,  # the model has neither
         "masked_softmax_fusion": False,  # belongs to an attention that is not used
         "persist_layer_norm": False,

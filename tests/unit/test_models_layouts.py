@@ -13,7 +13,6 @@ import torch
 from model_cases import MODELS, QWEN3_MOE
 from reshard_ranks import filled, numbered
 
-from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.reshard import LocalTransport, exchange, plan
 
@@ -225,21 +224,6 @@ def test_layers_of_stages_are_those_megatron_builds(of_megatron: list[Any]) -> N
     for (layers, grid), stages in zip(STAGES, of_megatron[1], strict=True):
         for stage, chunks in enumerate(stages):
             assert [[chunk.start, len(chunk)] for chunk in grid.chunk_layers(layers, stage)] == chunks, (layers, grid, stage)
-
-
-@pytest.mark.parametrize(
-    ("layers", "grid"),
-    [
-        (8, MegatronParallel(pp=3)),
-        (8, MegatronParallel(pp=2, first_layers=3, last_layers=3)),
-        (8, MegatronParallel(pp=2, first_layers=8)),
-        (8, MegatronParallel(pp=2, vpp=2, first_layers=5, last_layers=3)),
-    ],
-    ids=str,
-)
-def test_stages_that_cannot_be(layers: int, grid: MegatronParallel) -> None:
-    with pytest.raises(ConfigError, match="pipeline stages"):
-        grid.chunk_layers(layers, 0)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,10 @@ class Learner:
             layers = () if self._replay is None else self._replay.layers
             trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, layers, masks)
         if phase == "warmup":
-            return Learned(self._warm_up(updates, trajectories, leased, before_update))
+            nothing, lr = _no_advantages(trajectories), self._config.warmup.lr
+            made = [batch_client.microbatches(update, trajectories, nothing, self._config, self._mesh) for update in updates]
+            arguments = (SupervisedLoss(), lr, before_update, self._replay)
+            return Learned([train_step(self._model, self._optimizer, batches, *arguments) for batches in made])
         akin = relatives(leased.items, wanted, self._config.objective)
         others = batch_client.fetch(self._client, self._mesh, leased, akin, (), masks=False)
         verify = self._config.verify
@@ -111,14 +114,6 @@ class Learner:
         self._skips = self._skips + 1 if guard.refused else 0
         untrained = guard.skipped if all(update.refused for update in metrics) else ""
         return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, untrained)
-
-    def _warm_up(
-        self, updates: Sequence[Update], trajectories: Mapping[int, Trajectory], leased: Leased, before_update: Callable[[], None]
-    ) -> list[StepMetrics]:
-        config = self._config
-        nothing = _no_advantages(trajectories)
-        made = [batch_client.microbatches(update, trajectories, nothing, config, self._mesh) for update in updates]
-        return [train_step(self._model, self._optimizer, m, SupervisedLoss(), config.warmup.lr, before_update, self._replay) for m in made]
 
     def _reinforce(
         self,

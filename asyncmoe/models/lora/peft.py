@@ -106,8 +106,10 @@ def to_peft(m: Shape, adapter: Adapter, base: str) -> Files:
         "inference_mode": True,
         "bias": "none",
     }
-    if beside := _beside_experts(m, kind):
-        config["target_parameters"] = beside
+    # Adapted weights outside the routed experts: PEFT takes each of these names in target_modules to mean only the experts' parameters
+    # (`_convert_peft_config_moe`).
+    if beside := {f"{_inner(m, pair)}.weight" for pair in pairs(m, kind) if m.experts and pair.expert is None and pair.target in MLP}:
+        config["target_parameters"] = sorted(beside)
     return Files(config, adapter.dtype, tensors)
 
 
@@ -149,14 +151,6 @@ def _check_halves(m: Shape, kind: Kind, values: Arrays) -> None:
             experts = f", {m.experts} experts of width {m.expert_width}" if m.experts else ""
             hint = f"the model has {m.layers} layers, hidden size {m.hidden}{experts}"
             raise UserError(f"adapter's {name}", got=got, expected=wanted, hint=hint)
-
-
-def _beside_experts(m: Shape, kind: Kind) -> list[str]:
-    """Return the adapted gate_proj, up_proj and down_proj weights outside the routed experts of a mixture-of-experts model. PEFT takes each
-    of these names in target_modules to mean only the experts' parameters (`_convert_peft_config_moe`)."""
-    if not m.experts:
-        return []
-    return sorted({f"{_inner(m, pair)}.weight" for pair in pairs(m, kind) if pair.expert is None and pair.target in MLP})
 
 
 def _inner(m: Shape, pair: Pair) -> str:

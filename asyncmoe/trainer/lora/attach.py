@@ -7,7 +7,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,7 +64,13 @@ def attach(
         made.append(adapters)
 
     copies = [parameter for adapters in made for _, _, half, parameter in adapters.halves() if half.partial == "etp"]
-    config.finalize_model_grads_func = _finalizing(config.finalize_model_grads_func, copies)
+    reduce = config.finalize_model_grads_func
+
+    def finalize(model: list[Any], *arguments: Any, **keywords: Any) -> None:
+        reduce(model, *arguments, **keywords)
+        _sum_over_expert_tensor_ranks([parameter.main_grad for parameter in copies])
+
+    config.finalize_model_grads_func = finalize
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
@@ -129,25 +135,13 @@ def _mark(parameter: torch.nn.Parameter, half: Half) -> None:
         setattr(parameter, name, value)
 
 
-def _finalizing(original: Callable[..., None], copies: Sequence[Any]) -> Callable[..., None]:
-    """Return Megatron's `finalize_model_grads_func` followed by the sums over expert-tensor-parallel ranks.
+def _sum_over_expert_tensor_ranks(gradients: Sequence[torch.Tensor]) -> None:
+    """Sum, in place, the gradients of a rank's parameters whose `Half.partial` is "etp", after Megatron's `finalize_model_grads_func`.
 
     By then gradients are already summed over data-parallel ranks, perhaps during the backward pass; if the optimizer state is sharded,
     each rank has the sums of its own shard only. Ranks with copies of a half shard it identically, so the sums of sums are right wherever
     they are used.
-
-    Args:
-        copies: a rank's parameters whose `Half.partial` is "etp".
     """
-
-    def finalize(model: list[Any], *arguments: Any, **keywords: Any) -> None:
-        original(model, *arguments, **keywords)
-        _sum_over_expert_tensor_ranks([parameter.main_grad for parameter in copies])
-
-    return finalize
-
-
-def _sum_over_expert_tensor_ranks(gradients: Sequence[torch.Tensor]) -> None:
     group: dist.ProcessGroup = groups.get_expert_tensor_parallel_group()
     if group.size() == 1 or not gradients:
         return

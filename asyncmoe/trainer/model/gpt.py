@@ -80,7 +80,8 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
     Raises:
         ConfigError: the model does not support the adapter, or a requested Megatron switch cannot be on.
     """
-    dtype = _dtype(config.trainer.weights_dtype, mesh)
+    wanted = config.trainer.weights_dtype
+    dtype = torch.bfloat16 if wanted == "bfloat16" or (wanted == "auto" and mesh.device.type != "cpu") else torch.float32
     on = layers.switches(hf, config, dtype)
     parallel = replace(trainer_parallel(config), te=on.transformer_engine)
     family_config, gpt = family_of(hf).megatron_config(hf)
@@ -176,9 +177,3 @@ def _check_layout(layout: RankLayout, built: Mapping[str, torch.Tensor]) -> None
         raise InvariantBroken(
             f"{name}: the layout table says {described.get(name)}, Megatron built {existing.get(name)} ({len(differ)} differ)"
         )
-
-
-def _dtype(choice: str, mesh: Mesh) -> torch.dtype:
-    if choice == "auto":
-        return torch.float32 if mesh.device.type == "cpu" else torch.bfloat16
-    return torch.bfloat16 if choice == "bfloat16" else torch.float32

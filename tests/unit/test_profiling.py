@@ -34,18 +34,12 @@ def _run(profiler: Profiler) -> None:
             (weight @ weight).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def _trace(path: Path) -> list[dict[str, Any]]:
-    with gzip.open(path) as file:
-        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    return events
-
-
 def test_chosen_steps_of_a_chosen_rank_have_traces(tmp_path: Path) -> None:
     _run(Profiler(_config(tmp_path, profile={"steps": [2, 5], "memory": True}), rank=0))
     written = sorted((tmp_path / "profile").iterdir())
     assert [path.name for path in written] == ["step-2-rank-0.trace.json.gz", "step-5-rank-0.trace.json.gz"]
     for number, path in zip((2, 5), written, strict=True):
-        events = _trace(path)
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         whole = {event["name"]: event for event in events if event.get("cat") == "user_annotation"}
         inner, outer = whole["forward and backward"], whole[f"step {number}"]
         assert outer["ts"] <= inner["ts"]

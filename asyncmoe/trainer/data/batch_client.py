@@ -138,14 +138,14 @@ def _asked(client: Client, config: Config, step: int, phase: Phase, wait_s: floa
 
 
 def fetch(
-    client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...] | None = None, masks: bool = True
+    client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...], masks: bool
 ) -> dict[int, Trajectory]:
     """Fetch the trajectories at the given positions of a leased batch, once for the ranks that train on them (`Mesh.replica_group`).
     Collective over these.
 
     Args:
         wanted, layers, masks: the same on all ranks of the group.
-        layers: numbers of the layers whose routes this rank needs; None: all layers.
+        layers: numbers of the layers whose routes this rank needs.
         masks: whether this rank needs sampling masks.
     """
     if not wanted:

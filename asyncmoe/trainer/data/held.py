@@ -37,11 +37,10 @@ def fetch(client: Client, items: Sequence[Item], layers: tuple[int, ...] | None,
         DataError: the log has no more what a lost worker held.
     """
     found, each = dict[str, Sequence[Buffer]](), frames_in(1)
-    writers = {item.key: _place(item).writer for item in items}
-    for writer in sorted(set(writers.values())):
-        own = [item for item in items if writers[item.key] == writer]
-        keys = tuple(item.key for item in own)
-        frames = _asked(client, writer, WorkerFetch(keys, tuple(map(_place, own)), layers, masks))
+    places = {item.key: _place(item) for item in items}
+    for writer in sorted({place.writer for place in places.values()}):
+        keys = tuple(key for key, place in places.items() if place.writer == writer)
+        frames = _asked(client, writer, WorkerFetch(keys, tuple(places[key] for key in keys), layers, masks))
         if len(frames) != len(keys) * each:
             raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(keys) * each}")
         found |= {key: frames[n * each : (n + 1) * each] for n, key in enumerate(keys)}

@@ -137,9 +137,7 @@ def _asked(client: Client, config: Config, step: int, phase: Phase, wait_s: floa
     return reply
 
 
-def fetch(
-    client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...], masks: bool
-) -> dict[int, Trajectory]:
+def fetch(client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...], masks: bool) -> dict[int, Trajectory]:
     """Fetch the trajectories at the given positions of a leased batch, once for the ranks that train on them (`Mesh.replica_group`).
     Collective over these.
 

@@ -48,13 +48,8 @@ def build(config: Config, model: Model) -> MegatronOptimizer:
         ),
         list(model.ddp),
     )
-    fuse(optimizer)
+    adam.fuse(optimizer)
     return optimizer
-
-
-def fuse(optimizer: MegatronOptimizer) -> None:
-    """Use torch's fused kernel if the optimizer is torch's Adam. Call it again after a checkpoint is loaded."""
-    adam.fuse(one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float) -> None:

@@ -45,24 +45,34 @@ class Survey:
         return [f"checkpoint {one}; the run resumes from {self.newest.name}" for one in self.damaged]
 
 
-def survey(run_dir: Path, most_bytes: int | None = QUICK_BYTES) -> Survey:
-    """Find the newest checkpoint without a fault. Changes nothing.
+def survey(run_dir: Path) -> Survey:
+    """Find the newest checkpoint of a run without a fault, as far as `QUICK_BYTES` show. Changes nothing. Raises as `first_intact`."""
+    return first_intact(reversed(directories.complete(run_dir)), lambda path: fault(path, QUICK_BYTES))
+
+
+def first_intact(checkpoints: Iterable[Path], fault_of: Callable[[Path], str | None]) -> Survey:
+    """Find the first checkpoint without a fault.
 
     Args:
-        most_bytes: as for `fault`.
+        checkpoints: of a run, the newest first.
 
     Raises:
         DataError: the run has checkpoints, and every one is damaged.
     """
     damaged: list[Damaged] = []
-    for path in reversed(directories.complete(run_dir)):
-        found = fault(path, most_bytes)
-        if found is None:
-            return Survey(path, tuple(damaged))
+    for path in checkpoints:
+        if (found := fault_of(path)) is None:
+            return Survey(path, damaged)
         damaged.append(Damaged(path, found))
-    if damaged:
-        raise none_left(damaged)
-    return Survey(None)
+    if not damaged:
+        return Survey(None)
+    folder = damaged[0].path.parent
+    raise DataError(
+        str(folder),
+        got="; ".join(map(str, damaged)),
+        expected="a checkpoint as it was written",
+        hint=f"bring a copy back (asyncmoe checkpoints {folder.parent} --restore URL), or delete {folder} to start over",
+    )
 
 
 def fault(checkpoint: Path, most_bytes: int | None = None) -> str | None:
@@ -104,17 +114,6 @@ def refused(checkpoint: Path, fault: str) -> DataError:
     older = [path for path in directories.complete(checkpoint.parent.parent) if path < checkpoint]
     hint = f"--step {directories.step_of(older[-1].name)} takes the checkpoint before" if older else "the run has no older checkpoint"
     return DataError(str(checkpoint), got=f"a damaged checkpoint: {fault}", expected="files as they were written", hint=hint)
-
-
-def none_left(damaged: Sequence[Damaged]) -> DataError:
-    """Return the error of a run all of whose checkpoints are damaged; the first of them is the newest."""
-    folder = damaged[0].path.parent
-    return DataError(
-        str(folder),
-        got="; ".join(map(str, damaged)),
-        expected="a checkpoint as it was written",
-        hint=f"bring a copy back (asyncmoe checkpoints {folder.parent} --restore URL), or delete {folder} to start over",
-    )
 
 
 def _fault(checkpoint: Path, choose: Callable[[Manifest], Iterable[str]]) -> str | None:

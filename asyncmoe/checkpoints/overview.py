@@ -72,17 +72,13 @@ def table(lines: Sequence[CheckpointLine]) -> str:
 
 
 def _line(path: Path, verify: bool) -> CheckpointLine:
-    step = directories.step_of(path.name.partition(".")[0])
-    nbytes = sum(map(_size, path.rglob("*")))
-    saved = _saved(path)
-    if directories.DAMAGED in path.name:
-        fault = intact.fault(path, None if verify else 0) or "set aside because a file was damaged"
-        return CheckpointLine(path.name, step, saved, nbytes, "damaged", fault)
-    if directories.step_of(path.name) is None:
-        return CheckpointLine(path.name, step, saved, nbytes, "unfinished")
-    if (found := intact.fault(path, None if verify else 0)) is not None:
-        return CheckpointLine(path.name, step, saved, nbytes, "damaged", found)
-    return CheckpointLine(path.name, step, saved, nbytes, "verified" if verify else "complete")
+    aside, fault = directories.DAMAGED in path.name, ""
+    state: State = "unfinished"
+    if aside or directories.step_of(path.name) is not None:
+        fault = intact.fault(path, None if verify else 0) or ("set aside because a file was damaged" if aside else "")
+        state = "damaged" if fault else "verified" if verify else "complete"
+    step, nbytes = directories.step_of(path.name.partition(".")[0]), sum(map(_size, path.rglob("*")))
+    return CheckpointLine(path.name, step, _saved(path), nbytes, state, fault)
 
 
 def _size(path: Path) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Positive, Real, Section, Share, refused
+from asyncmoe.config.fields import NonNegative, NonNegativeFloat, Positive, Real, Section, Share, filled, refused
 from asyncmoe.config.task import READ, Kind, SourceSection, TaskSection
 
 _SAMPLED = ("prompts", "samples", "temperature", "top_p", "max_new_tokens")
@@ -90,12 +90,8 @@ class EvaluationSection(Section):
     @property
     def every_set(self) -> dict[str, EvaluationSet]:
         """The sets by name, with their defaults filled in; one without a name if there are no `sets`."""
-        given = {name: getattr(self, name) for name in _SAMPLED}
         sets = self.sets or {"": EvaluationSet(path=self.path)}
-        return {
-            name: one.model_copy(update={key: value for key, value in given.items() if getattr(one, key) is None})
-            for name, one in sets.items()
-        }
+        return {name: filled(one, self, _SAMPLED) for name, one in sets.items()}
 
     @model_validator(mode="after")
     def _check(self) -> EvaluationSection:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -139,3 +139,11 @@ class Section(BaseModel):
             return path.expanduser()
         except RuntimeError:
             raise PydanticCustomError("home", "Input should be a path below a home directory that there is") from None
+
+
+Filled = TypeVar("Filled", bound=Section)
+
+
+def filled(one: Filled, others: Section, names: Iterable[str]) -> Filled:
+    """Return a section in which those of some keys that are null have the values of the same keys of another section."""
+    return one.model_copy(update={name: getattr(others, name) for name in names if getattr(one, name) is None})

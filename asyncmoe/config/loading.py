@@ -33,14 +33,13 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
         _override(values, override)
     source = Source(str(path or COMMAND_LINE), lines, [tuple(override.partition("=")[0].split(".")) for override in overrides])
     removed = gone.take(values, gone.KEYS if schema is Config else gone.PLANT)
-    refused = [] if idle else [_removed(source, key, *one) for key, one in removed.items()]
+    refused = [
+        ConfigError(f"{source.at(key)}: {'.'.join(key)}", got=f"{said(value)}, which was removed", expected=instead)
+        for key, (value, instead) in ({} if idle else removed).items()
+    ]
     if refused:
         refused[-1].args = (f"{refused[-1]}; asyncmoe at commit {gone.LAST} still has it",)
     return _validated(schema, values, source, refused)
-
-
-def _removed(source: Source, key: Sequence[str], value: object, instead: str) -> ConfigError:
-    return ConfigError(f"{source.at(key)}: {'.'.join(key)}", got=f"{said(value)}, which was removed", expected=instead)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:

@@ -39,10 +39,6 @@ class LoraSection(Section):
     """Directory of a PEFT adapter to start from, with the same rank, alpha and targets. The reference policy is still the model without it.
     null: new adapters, which change nothing yet."""
 
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
-
     @field_validator("targets")
     @classmethod
     def _in_order(cls, value: tuple[Target, ...] | None) -> tuple[Target, ...] | None:

@@ -27,13 +27,9 @@ class StalenessSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> StalenessSection:
-        for name, value in (("downweight", self.downweight), ("drop_above", self.drop_above)):
+        above = f"a number above queue.staleness.max_staleness = {self.max_staleness}"
+        for name, value, what in (("downweight", self.downweight, "a factor of at most 1"), ("drop_above", self.drop_above, above)):
             if self.rule == "downweight" and value is None:
-                what = (
-                    "a factor of at most 1"
-                    if name == "downweight"
-                    else f"a number above queue.staleness.max_staleness = {self.max_staleness}"
-                )
                 raise refused(f"queue.staleness.{name}", "nothing", f"{what} because queue.staleness.rule is downweight; give both")
             if self.rule != "downweight" and value is not None:
                 expected = f"nothing because queue.staleness.rule is {self.rule}; leave it out, or set the rule to downweight"

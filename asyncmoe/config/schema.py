@@ -76,8 +76,8 @@ class Config(Section):
         run = values.get("run") if isinstance(values, dict) else None
         mode = run.get("mode") if isinstance(run, dict) else None
         if isinstance(mode, str):
-            for (section, *path), implied in _IMPLIED.get(mode, {}).items():
-                values = {**values, section: _imply(values.get(section, {}), path, implied, ".".join((section, *path)), mode)}
+            for path, implied in _IMPLIED.get(mode, {}).items():
+                values = _imply(values, path, implied, ".".join(path), mode)
         return values
 
     @model_validator(mode="after")
@@ -105,6 +105,10 @@ class Config(Section):
         if self.engines.nodes > 1 and self.train == "lora":
             expected = "1 because train is lora: engines load adapters from files of one machine; lower it, or set train to full"
             raise refused("engines.nodes", self.engines.nodes, expected)
+        if self.sync.method != "reshard" and self.train == "lora":
+            raise refused("sync.method", self.sync.method, "reshard because train is lora; change it, or set train to full")
+        if self.sync.method == "disk" and self.engines.quantises:
+            raise refused("sync.method", "disk", "broadcast because engines.args quantise the weights; change one of them")
         return self
 
     @model_validator(mode="after")
@@ -155,15 +159,6 @@ class Config(Section):
             raise refused("telemetry.profile.steps", max(profile.steps), f"at most warmup.steps + run.steps = {total}; lower it")
         if max(profile.ranks) >= self.trainer.ranks:
             raise refused("telemetry.profile.ranks", max(profile.ranks), f"less than trainer.ranks = {self.trainer.ranks}; lower it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_method(self) -> Config:
-        """Refuse what a way to the engines does not carry."""
-        if self.sync.method != "reshard" and self.train == "lora":
-            raise refused("sync.method", self.sync.method, "reshard because train is lora; change it, or set train to full")
-        if self.sync.method == "disk" and self.engines.quantises:
-            raise refused("sync.method", "disk", "broadcast because engines.args quantise the weights; change one of them")
         return self
 
     @model_validator(mode="after")
@@ -226,7 +221,7 @@ class Config(Section):
         return hashlib.sha256(json.dumps(self._shared(), sort_keys=True).encode()).hexdigest()
 
     def _shared(self) -> dict[str, Any]:
-        values = _without_paths(self.model_dump())
+        values: dict[str, Any] = _without_paths(self.model_dump())
         values["engines"].pop("nodes")
         return values
 
@@ -246,15 +241,11 @@ _IMPLIED: Mapping[str, Mapping[tuple[str, ...], Any]] = {
 """The keys each `run.mode` sets."""
 
 
-def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values without the paths; sections in lists too."""
-    return {key: _without_path(value) for key, value in values.items() if not isinstance(value, Path)}
-
-
-def _without_path(value: Any) -> Any:
+def _without_paths(value: Any) -> Any:
+    """Return nested values without the paths."""
     if isinstance(value, dict):
-        return _without_paths(value)
-    return [_without_path(one) for one in value if not isinstance(one, Path)] if isinstance(value, list | tuple) else value
+        return {key: _without_paths(one) for key, one in value.items() if not isinstance(one, Path)}
+    return [_without_paths(one) for one in value if not isinstance(one, Path)] if isinstance(value, list | tuple) else value
 
 
 def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str) -> Any:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from asyncmoe import plugins
-from asyncmoe.config.fields import NameOrPlugin, Positive, PositiveFloat, Section, refused
+from asyncmoe.config.fields import NameOrPlugin, Positive, PositiveFloat, Section, filled, refused
 
 KINDS = ("arithmetic", "jsonl", "dataset")
 READ = ("jsonl", "dataset")
@@ -92,12 +92,7 @@ class TaskSection(SourceSection):
     @property
     def mixture(self) -> tuple[WeightedSource, ...]:
         """The sources with their defaults filled in; one source if there are no `sources`."""
-        given = {name: getattr(self, name) for name in _OF_ROWS}
-        if not self.sources:
-            return (WeightedSource(**given),)
-        return tuple(
-            one.model_copy(update={name: value for name, value in given.items() if getattr(one, name) is None}) for one in self.sources
-        )
+        return tuple(filled(one, self, _OF_ROWS) for one in self.sources or (WeightedSource(),))
 
     @model_validator(mode="after")
     def _check(self) -> TaskSection:

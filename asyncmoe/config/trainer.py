@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Literal
 
@@ -205,30 +204,25 @@ class TrainerSection(Section):
         if self.precision == "fp8" and self.dtype == "float32":
             expected = "bfloat16 because trainer.precision is fp8; leave it out, and run on a GPU, which fp8 needs"
             raise refused("trainer.dtype", "float32", expected)
-        for key, got, expected, way in self._memory_refused():
-            raise refused(f"trainer.{key}", got, f"{expected}; {way}")
+        self._check_memory()
         for key in ("first_stage_layers", "last_stage_layers"):
             if self.pp == 1 and getattr(self, key) is not None:
                 raise refused(f"trainer.{key}", getattr(self, key), "nothing because trainer.pp is 1; leave it out")
         return self
 
-    def _memory_refused(self) -> Iterator[tuple[str, object, str, str]]:
-        """Yield what Megatron's optimizer does not do together: the key, its value, what it takes and why, and the way out."""
-        memory = self.memory
-        asked = [one for one in self.needs_gpu if ".memory." in one[0]]
-        if asked and self.optimizer.distributed is False:
-            because = f"true or null because {asked[0][0]} is set, which needs a sharded state"
-            yield "optimizer.distributed", "false", because, f"leave it out on a GPU; without one leave {asked[0][0]} out, which needs one"
-        if asked and self.weights_dtype == "float32":
-            yield (
-                asked[0][0].removeprefix("trainer."),
-                asked[0][1],
-                f"{_default(asked[0][0])} because trainer.dtype is float32",
-                "it needs a GPU: leave it out without one, and on one set trainer.dtype=bfloat16",
-            )
-        if memory.optimizer_offload and memory.low_precision:
-            because = "0 because exp_avg_dtype or exp_avg_sq_dtype is bfloat16, and the CPU's Adam keeps float32"
-            yield "memory.optimizer_offload", f"{memory.optimizer_offload:g}", because, "on a GPU, which both need, set one or the other"
+    def _check_memory(self) -> None:
+        """Refuse what Megatron's optimizer does not do together."""
+        key, value = next((one for one in self.needs_gpu if ".memory." in one[0]), ("", ""))
+        if key and self.optimizer.distributed is False:
+            hint = f"leave it out on a GPU; without one leave {key} out, which needs one"
+            raise refused("trainer.optimizer.distributed", "false", f"true or null because {key} is set, which needs a sharded state", hint)
+        if key and self.weights_dtype == "float32":
+            hint = "it needs a GPU: leave it out without one, and on one set trainer.dtype=bfloat16"
+            raise refused(key, value, f"{_default(key)} because trainer.dtype is float32", hint)
+        if self.memory.optimizer_offload and self.memory.low_precision:
+            expected = "0 because exp_avg_dtype or exp_avg_sq_dtype is bfloat16, and the CPU's Adam keeps float32"
+            hint = "on a GPU, which both need, set one or the other"
+            raise refused("trainer.memory.optimizer_offload", f"{self.memory.optimizer_offload:g}", expected, hint)
 
 
 def no_gpu_for(key: str, value: str) -> ConfigError:

@@ -47,13 +47,11 @@ def _of_run(check: Callable[[Machine, PlannedRun], Finding]) -> Callable[[Machin
 @_of_run
 def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
     """`trainer.megatron` asks for nothing that this machine lacks."""
-    from asyncmoe import models  # needs asyncmoe's extension, whose presence the doctor only checks
-    from asyncmoe.trainer.model.features import run_features
+    from asyncmoe.trainer.model.features import run_features  # needs asyncmoe's extension, whose presence the doctor only checks
 
     if machine.trainer.kernels is None:
         return finding.absent("what this machine has is not known", "see the line torch")
-    features = run_features(run.hf, run.config, models.trainer_parallel(run.config), run.trainer_float32)
-    on = switches.decide(run.config.trainer.megatron, machine.trainer.kernels, features)
+    on = switches.decide(run.config.trainer, machine.trainer.kernels, run_features(run.hf, run.config, run.trainer_float32))
     return finding.ok(on.text)
 
 

@@ -83,14 +83,8 @@ def check_trainer(family: str, m: Shape, parallel: MegatronParallel) -> None:
     check_divides("trainer.tp", parallel.tp, "num_attention_heads", m.heads)
     check_divides("trainer.tp", parallel.tp, "num_key_value_heads", m.kv_heads)
     check_divides("trainer.tp", parallel.tp, "vocab_size", m.vocab)
-    if m.experts:
-        check_divides("trainer.ep", parallel.ep, "num_experts", m.experts)
-        check_divides("trainer.etp", parallel.etp, "moe_intermediate_size", m.expert_width)
-        check_divides("trainer.tp", parallel.tp, "moe_intermediate_size * n_shared_experts", m.shared_width)
-    elif parallel.ep > 1:
-        raise ConfigError("trainer.ep", got=parallel.ep, expected=f"1, as {family} has no experts")
-    if m.dense_layers:
-        check_divides("trainer.tp", parallel.tp, "intermediate_size", m.dense_width)
+    _check_layers("trainer", family, m, parallel.tp, parallel.ep)
+    check_divides("trainer.etp", parallel.etp, "moe_intermediate_size", m.expert_width)
 
 
 def check_engine(family: str, m: Shape, parallel: EngineParallel) -> None:
@@ -105,14 +99,18 @@ def check_engine(family: str, m: Shape, parallel: EngineParallel) -> None:
             "engines.tp", got=parallel.tp, expected=f"a divisor or a multiple of the model's num_key_value_heads = {m.kv_heads}"
         )
     check_divides("engines.tp", parallel.tp, "padded vocab_size", padded(m.vocab, VOCAB_MULTIPLE))
-    if m.experts:
-        check_divides("engines.ep", parallel.ep, "num_experts", m.experts)
-        check_divides("engines.tp / engines.ep", parallel.moe_tp, "moe_intermediate_size", m.expert_width)
-        check_divides("engines.tp", parallel.tp, "moe_intermediate_size * n_shared_experts", m.shared_width)
-    elif parallel.ep > 1:
-        raise ConfigError("engines.ep", got=parallel.ep, expected=f"1, as {family} has no experts")
+    _check_layers("engines", family, m, parallel.tp, parallel.ep)
+    check_divides("engines.tp / engines.ep", parallel.moe_tp, "moe_intermediate_size", m.expert_width)
+
+
+def _check_layers(side: str, family: str, m: Shape, tp: int, ep: int) -> None:
+    """Refuse sizes of a trainer or an engine that do not divide layers with experts, or those without."""
+    if not m.experts and ep > 1:
+        raise ConfigError(f"{side}.ep", got=ep, expected=f"1, as {family} has no experts")
+    check_divides(f"{side}.ep", ep, "num_experts", m.experts)
+    check_divides(f"{side}.tp", tp, "moe_intermediate_size * n_shared_experts", m.shared_width)
     if m.dense_layers:
-        check_divides("engines.tp", parallel.tp, "intermediate_size", m.dense_width)
+        check_divides(f"{side}.tp", tp, "intermediate_size", m.dense_width)
 
 
 def check_divides(key: str, size: int, name: str, total: int) -> None:

@@ -105,12 +105,3 @@ class Family:
         hf = self.completed(hf)
         m = self.shape_of(hf)
         return {**megatron.transformer_arguments(hf, m), **self.router(hf)}, megatron.gpt_arguments(hf, m)
-
-    def megatron_layouts(self, hf: HfConfig, parallel: MegatronParallel, dtype: str) -> list[RankLayout]:
-        """Return the layouts of all trainer ranks from 0."""
-        return parallel.layouts(lambda rank: self.megatron_layout(hf, parallel, rank, dtype))
-
-    def sglang_layouts(self, hf: HfConfig, parallel: EngineParallel, dtype: str, engines: int = 1, first: int = 0) -> list[RankLayout]:
-        """Return the layouts of all ranks of equal engines, engine after engine; rank numbers start at `first`."""
-        one = [self.sglang_layout(hf, parallel, rank, dtype) for rank in range(parallel.world)]
-        return [layout.at(first + i * parallel.world + layout.rank) for i in range(engines) for layout in one]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 CPU_ENTRIES, ENTRIES = 1 << 22, 1 << 26
 """Logits of a block: 16 MiB of float32 on a CPU, which stay in its last cache from one operation to the next, and 128 MiB of bfloat16 on a
 GPU, whose kernels want much to do at once."""
@@ -19,8 +17,3 @@ def width(rows: int, vocabulary: int, cpu: bool) -> int:
         vocabulary: ids of the rank.
     """
     return min(vocabulary, max(_LEAST, (CPU_ENTRIES if cpu else ENTRIES) // max(rows, 1)))
-
-
-def spans(vocabulary: int, ids: int) -> Iterator[tuple[int, int]]:
-    """Yield each block's first id and the id after its last; `ids`: of a block."""
-    yield from ((first, min(first + ids, vocabulary)) for first in range(0, vocabulary, ids))

@@ -143,12 +143,11 @@ def features(hf: HfConfig) -> list[Wanted]:
         ("rope_parameters.rope_type", scaling["rope_type"], ("default", "yarn")),
     ]
     if scaling["rope_type"] == "yarn":
-        both = all(scaling.get(key) for key in ("mscale", "mscale_all_dim"))
-        neither = not any(scaling.get(key) for key in ("mscale", "mscale_all_dim"))
+        one = bool(scaling.get("mscale")) != bool(scaling.get("mscale_all_dim"))
         found += [
             ("rope_parameters.attention_factor", scaling.get("attention_factor"), (None,)),
             ("rope_parameters.truncate", scaling.get("truncate", True), (True,)),
-            ("rope_parameters.mscale and mscale_all_dim", "both" if both else "neither" if neither else "one", ("both", "neither")),
+            ("rope_parameters.mscale and mscale_all_dim", "one" if one else "both or neither", ("both or neither",)),
         ]
         positive(scaling, "original_max_position_embeddings")
         positive(scaling, "factor")

@@ -45,9 +45,6 @@ class MegatronParallel:
     def tp_rank(self, rank: int) -> int:
         return rank % self.tp
 
-    def dp_rank(self, rank: int) -> int:
-        return rank // self.tp % self.dp
-
     def pp_rank(self, rank: int) -> int:
         return rank // (self.tp * self.dp)
 

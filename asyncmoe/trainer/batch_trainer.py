@@ -21,8 +21,8 @@ from asyncmoe.trainer.data.batch_client import Update
 from asyncmoe.trainer.data.credit import outcome_advantages, relatives, token_advantages
 from asyncmoe.trainer.data.microbatches import MicroBatches
 from asyncmoe.trainer.losses import PolicyLoss, SupervisedLoss
-from asyncmoe.trainer.model import optimizer
 from asyncmoe.trainer.model.gpt import Model
+from asyncmoe.trainer.model.lr import lr_at
 from asyncmoe.trainer.model.reference import reference
 from asyncmoe.trainer.model.replay import Replay
 from asyncmoe.trainer.objective import Plugins
@@ -97,9 +97,13 @@ class Learner:
         updates = batch_client.plan_updates(leased.items, phase, self._config, self._mesh, self._width)
         wanted, masks = batch_client.shares(updates, self._mesh), self._mesh.last_stage
         with mark("fetch"):
-            trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, self._layers, masks)
+            layers = () if self._replay is None else self._replay.layers
+            trajectories = batch_client.fetch(self._client, self._mesh, leased, wanted, layers, masks)
         if phase == "warmup":
-            return Learned(self._warm_up(updates, trajectories, leased, before_update))
+            nothing, lr = _no_advantages(trajectories), self._config.warmup.lr
+            made = [batch_client.microbatches(update, trajectories, nothing, self._config, self._mesh) for update in updates]
+            arguments = (SupervisedLoss(), lr, before_update, self._replay)
+            return Learned([train_step(self._model, self._optimizer, batches, *arguments) for batches in made])
         akin = relatives(leased.items, wanted, self._config.objective)
         others = batch_client.fetch(self._client, self._mesh, leased, akin, (), masks=False)
         verify = self._config.verify
@@ -110,18 +114,6 @@ class Learner:
         self._skips = self._skips + 1 if guard.refused else 0
         untrained = guard.skipped if all(update.refused for update in metrics) else ""
         return Learned(metrics, {rule: one.value for rule, one in guard.found.items()}, untrained)
-
-    @property
-    def _layers(self) -> tuple[int, ...]:
-        return () if self._replay is None else self._replay.layers
-
-    def _warm_up(
-        self, updates: Sequence[Update], trajectories: Mapping[int, Trajectory], leased: Leased, before_update: Callable[[], None]
-    ) -> list[StepMetrics]:
-        config = self._config
-        nothing = _no_advantages(trajectories)
-        made = [batch_client.microbatches(update, trajectories, nothing, config, self._mesh) for update in updates]
-        return [train_step(self._model, self._optimizer, m, SupervisedLoss(), config.warmup.lr, before_update, self._replay) for m in made]
 
     def _reinforce(
         self,
@@ -137,7 +129,7 @@ class Learner:
         routing = None if self._replay is None else self._replay.routing
         outcome, reported = outcome_advantages(leased.items, config.objective, self._plugins)
         advantages = token_advantages(leased.items, trajectories, config.objective, outcome, others)
-        lr = optimizer.lr_at(step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
+        lr = lr_at(step - config.warmup.steps, config.trainer.optimizer, config.run.steps)
 
         def microbatches(update: Update, before: LogProbs | None = None, reference: LogProbs | None = None) -> MicroBatches:
             return batch_client.microbatches(update, trajectories, advantages, config, mesh, routing, before, reference)

@@ -27,7 +27,7 @@ from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume, Span
 from asyncmoe.trainer import loaded_weights, objective
-from asyncmoe.trainer.batch_trainer import Learned, Learner
+from asyncmoe.trainer.batch_trainer import Learner
 from asyncmoe.trainer.checks import SKIPPED
 from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.lora import canonical
@@ -213,7 +213,9 @@ class Trainer:
             with self._waiting_for_sync(), mark("publish"):
                 published = self._sync.settle()
                 self._begin_sync()
-        self._record(leased, phase, learned, published, (begin, got, trained))
+        if self._metrics is not None:
+            waited, times = sum(end - begin for begin, end in self._waits), (begin, got, trained)
+            self._metrics.write(step_record(self._step, leased, phase, learned, published, waited, times, self._saver.stood()))
         every = self._config.trainer.checkpoint_every
         if warm or (every and self._step % every == 0):
             self._save()
@@ -269,16 +271,6 @@ class Trainer:
         if self._spans is not None:
             self._spans.write(Span("trainer.0", what, begin, end))  # type: ignore[arg-type]  # one of the schema's names
 
-    def _record(
-        self, leased: Leased, phase: Phase, learned: Learned, published: Published | None, times: tuple[float, float, float]
-    ) -> None:
-        if self._metrics is not None:
-            waited = sum(end - begin for begin, end in self._waits)
-            refused = sum(update.refused for update in learned.updates)
-            said = (learned.anomalies, refused, self._saver.stood())
-            record = step_record(self._step, leased, phase, learned.updates, published, waited, times, *said)
-            self._metrics.write(record)
-
 
 def agree(plugins: Plugins) -> None:
     """Refuse plug-ins whose source differs between ranks, which would train with different objectives. Collective over all ranks.
@@ -306,17 +298,16 @@ def replay(config: Config, built: gpt.Model) -> Replay | None:
     return None if routing is None else Replay(built.chunks, built.config, routing, (built.mesh.tp_rank, built.mesh.tp))
 
 
-def publisher(config: Config, built: gpt.Model, client: Client, expected: ExpectedChecksums | None = None) -> Publisher:
+def publisher(config: Config, built: gpt.Model, client: Client, expected: ExpectedChecksums) -> Publisher:
     """Return the weight publisher for the configured method.
 
     Args:
         client: connection to the controller, used only by the publisher.
-        expected: of `built`; default: made here.
+        expected: of `built`.
 
     Raises:
         ConfigError: the method does not support the configuration.
     """
-    expected = expected or ExpectedChecksums(config, built)
     if built.mesh.rank == 0 and (why := unsupported(config)):
         log.info("updates of weights are full, although sync.delta is auto: %s", why)
     if config.sync.method == "reshard":

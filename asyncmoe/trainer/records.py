@@ -18,8 +18,8 @@ from asyncmoe.trainer.data import trees
 from asyncmoe.trainer.data.credit import credit_figures
 
 if TYPE_CHECKING:  # all import Megatron
+    from asyncmoe.trainer.batch_trainer import Learned
     from asyncmoe.trainer.model.checkpoint_saver import Stood
-    from asyncmoe.trainer.step import StepMetrics
     from asyncmoe.weights.sender.publisher import Published
 
 _LENGTHS = (0.1, 0.5, 0.9, 1.0)
@@ -30,24 +30,20 @@ def step_record(
     step: int,
     leased: Leased,
     phase: Phase,
-    updates: Sequence[StepMetrics],
+    learned: Learned,
     published: Published | None,
     waited: float,
     times: tuple[float, float, float],
-    anomalies: Mapping[str, float] | None = None,
-    refused: int = 0,
-    stood: Stood | None = None,
+    stood: Stood,
 ) -> Step:
     """Build the metrics.jsonl record of a step.
 
     Args:
         step: steps taken, this one included.
-        updates: metrics of the step's optimizer updates; their figures go to the fields of the same names.
+        learned: what the batch was to the trainer; the figures of its updates go to the fields of the same names.
         published: the last version published by the end of the step; None if an earlier step reported it.
         waited: seconds the step waited for weight sync.
-        anomalies: by broken rule of `verify.anomalies`, the value that broke it.
-        refused: updates that the rules refused.
-        stood: how long training has stood still for checkpoints since the step before was recorded; None: not at all.
+        stood: how long training has stood still for checkpoints since the step before was recorded.
         times: Unix times at which the step began, received its batch and finished training.
 
     Raises:
@@ -55,7 +51,7 @@ def step_record(
     """
     begin, got, trained = times
     end = unix()
-    items, last = leased.items, updates[-1]
+    items, updates, last = leased.items, learned.updates, learned.updates[-1]
     tree = trees.numbers(items)
     rows, tokens = sum(u.rows for u in updates), sum(u.tokens for u in updates)
     common = Step(
@@ -81,10 +77,10 @@ def step_record(
         response_tokens_mean=tokens / len(set(tree)),
         queue_depth=leased.queue_depth,
         dropped=leased.dropped,
-        anomalies=dict(anomalies or {}) or None,
-        skipped_updates=refused or None,
-        checkpoint_s=stood.seconds or None if stood else None,
-        checkpoint_wait_s=stood.waited or None if stood else None,
+        anomalies=dict(learned.anomalies) or None,
+        skipped_updates=sum(update.refused for update in updates) or None,
+        checkpoint_s=stood.seconds or None,
+        checkpoint_wait_s=stood.waited or None,
         **combined([update.figures for update in updates]),
     )
     if phase == "warmup":

@@ -143,8 +143,7 @@ class TrainerSamples:
 
     def of(self, items: Sequence[Item]) -> BatchSamples:
         """Return a collector for a batch, of its kept groups."""
-        groups = {group for group in {item.group for item in items} if self._choice.takes(group)}
-        wanted = [i for i, item in enumerate(items) if item.group in groups]
+        wanted = [i for i, item in enumerate(items) if self._choice.takes(item.group)]
         return BatchSamples(items, wanted, records.MOST_TOKENS, self._mesh.reports)
 
     def write(self, batch: BatchSamples, items: Sequence[Item], trajectories: Mapping[int, Trajectory], version: int) -> None:

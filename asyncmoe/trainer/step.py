@@ -215,8 +215,9 @@ def _run(
         batch = batch.to(model.mesh.device)
         counting = model.balance.counting(batch) if model.balance is not None and not forward_only else nullcontext()
         replayed = replay.forward(chunk, batch.experts, differs(batch)) if replay is not None else nullcontext()
+        packed = None if batch.cu_seqlens is None else PackedSequences(batch.cu_seqlens, bounds, batch.max_seqlen)
         with counting, replayed, output_head.replaced(chosen, model.chunks[chunk]) as head:
-            output = ddp(batch.tokens, batch.positions, None, packed_seq_params=_packed(batch, bounds), **kwargs)
+            output = ddp(batch.tokens, batch.positions, None, packed_seq_params=packed, **kwargs)
         return output, partial(finish, batch, head)
 
     batches = MicroBatches.of(microbatches)
@@ -236,10 +237,6 @@ def _run(
             forward_only=forward_only,
         )
     return results, replay.end() if replay is not None else {}
-
-
-def _packed(batch: MicroBatch, bounds: list[int]) -> PackedSequences | None:
-    return None if batch.cu_seqlens is None else PackedSequences(batch.cu_seqlens, bounds, batch.max_seqlen)
 
 
 def _loss_of(

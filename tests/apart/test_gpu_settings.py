@@ -58,12 +58,10 @@ def test_float8_is_blockwise_and_leaves_weights_and_the_layers_at_the_ends(tmp_p
     monkeypatch.setattr(layers, "megatron_arguments", lambda on: {})  # Transformer Engine is not installed here
     hf = case.VARIANTS["plain"]
     config = case.config(tmp_path, ranks=1, precision="fp8", dtype="auto")
-    sizes = dict.fromkeys(("tp", "pp", "vpp", "dp", "ep", "etp", "world"), 1)
-    place = Mesh(rank=0, device=torch.device("cpu"), backend="nccl", **sizes, **{f"{n}_rank": 0 for n in ("tp", "pp", "dp", "ep", "etp")})
     family, _ = family_of(hf).megatron_config(hf)
-    on = layers.switches(hf, config, place, torch.bfloat16)
+    on = layers.switches(hf, config, torch.bfloat16)
     assert on.transformer_engine
-    made = layers.transformer_config(family, config, place, torch.bfloat16, on)
+    made = layers.transformer_config(family, config, torch.device("cpu"), torch.bfloat16, on)
     assert (made.fp8, made.fp8_recipe, made.fp8_param, made.fp8_dot_product_attention) == ("e4m3", "blockwise", False, False)
     assert (made.params_dtype, made.bf16, made.moe_router_dtype) == (torch.bfloat16, True, "fp32")
     bf16 = [number for number in range(made.num_layers) if fp8_utils.is_first_last_bf16_layer(made, number)]
@@ -74,8 +72,7 @@ def test_float8_is_blockwise_and_leaves_weights_and_the_layers_at_the_ends(tmp_p
 
 
 def test_rows_of_float8_are_whole_blocks_on_every_rank() -> None:
-    sizes = dict.fromkeys(("pp", "vpp", "dp", "ep", "etp"), 1)
-    ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "dp", "ep", "etp")}
+    sizes, ranks = dict.fromkeys(("pp", "vpp", "dp"), 1), {f"{name}_rank": 0 for name in ("tp", "pp", "dp")}
     place = Mesh(rank=0, world=4, tp=2, cp=2, device=torch.device("cpu"), backend="nccl", row_block=ROWS, **sizes, **ranks)
     assert place.grid.rows % (2 * 2 * ROWS) == 0
     assert replace(place, row_block=1).grid.rows == 2 * 2 * 2

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from asyncmoe.config.trainer import MegatronSection
+from asyncmoe.config.trainer import MegatronSection, TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.kernels import Kernels
 from asyncmoe.trainer.model import switches
-from asyncmoe.trainer.model.gpu_settings import GpuSettings
-from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.model.switches import RunFeatures, decide
 
 megatron.prepare()
@@ -31,11 +29,10 @@ from asyncmoe.trainer.model import layers  # noqa: E402
 from tests import families  # noqa: E402
 from tests.ranks import case  # noqa: E402
 
-NOTHING = Kernels()
 BARE = Kernels(cuda=True, capability=(9, 0))
 ENGINE = replace(BARE, transformer_engine=(2, 20, 2))
 MACHINES = {
-    "no GPU": NOTHING,
+    "no GPU": Kernels(),
     "bare": BARE,
     "Volta": replace(BARE, capability=(7, 0)),
     "old engine": replace(BARE, transformer_engine=(1, 13)),
@@ -44,41 +41,44 @@ MACHINES = {
     "engine": ENGINE,
     "all": replace(ENGINE, deep_ep=True),
 }
-PLAIN = RunFeatures(4, 4, (2048, 768), False, True, False, False, False, True, 1)
+PLAIN = RunFeatures((2048, 768), False, True, False, False, False, 1)
 RUNS = {
     "plain": PLAIN,
     "live routing": replace(PLAIN, keeps_routing=False),
+    "live routing, seldom published": replace(PLAIN, keeps_routing=False, published_every=2),
     "adapters": replace(PLAIN, lora=True, expert_widths=(2048, 768, 16)),
     "latent": replace(PLAIN, latent=True),
     "interleaved rope": replace(PLAIN, interleaved_rope=True),
-    "dense": replace(PLAIN, expert_widths=(), exchanged=1, keeps_routing=False),
+    "dense": replace(PLAIN, expert_widths=(), keeps_routing=False),
     "odd widths": replace(PLAIN, expert_widths=(2048, 764)),
-    "alone": replace(PLAIN, dp=1, exchanged=1, distributed=False),
     "seldom published": replace(PLAIN, published_every=4),
     "float32": replace(PLAIN, float32=True),
 }
-OFFLOAD, FLOAT8, AVERAGE = (("trainer." + key, value) for key, value in (
-    ("memory.optimizer_offload", "1"), ("precision", "fp8"), ("memory.exp_avg_dtype", "bfloat16"),
-))  # fmt: skip
 NEEDY = {
-    "offload": replace(PLAIN, gpu=GpuSettings((OFFLOAD,))),
-    "float8": replace(PLAIN, gpu=GpuSettings((FLOAT8,), float8=True)),
-    "averages": replace(PLAIN, gpu=GpuSettings((AVERAGE,), low_precision=True)),
+    "offload": {"memory": {"optimizer_offload": 1.0}},
+    "float8": {"precision": "fp8"},
+    "averages": {"memory": {"exp_avg_dtype": "bfloat16"}},
 }
-"""Runs of settings that save memory on GPUs."""
-AUTO = MegatronSection()
+"""Settings that save memory on GPUs."""
+TRAINERS: dict[str, dict[str, Any]] = {"alone": {"ranks": 1, "ep": 1}, **NEEDY}
+"""Keys of a trainer that differ from those of four ranks, among which the experts are spread."""
 BOOLS = [name for name, field in MegatronSection.model_fields.items() if field.annotation == bool | None]
 
 
+def decided(machine: str, run: str = "plain", **wanted: Any) -> switches.Switches:
+    """The switches of a run of `RUNS`, or of a plain one of `TRAINERS`."""
+    trainer = TrainerSection.model_validate({"ranks": 4, "ep": 4, **TRAINERS.get(run, {}), "megatron": wanted})
+    return decide(trainer, MACHINES[machine], RUNS.get(run, PLAIN))
+
+
 def test_everything_is_on_where_everything_is() -> None:
-    run = replace(PLAIN, keeps_routing=False, published_every=2)
-    on = decide(MegatronSection(moe_token_dispatcher_type="flex"), MACHINES["all"], run)
+    on = decided("all", "live routing, seldom published", moe_token_dispatcher_type="flex")
     assert on == switches.Switches(True, "transformer_engine", *[True] * 8)
     assert on.text.endswith("; off: nothing")
 
 
 def test_without_a_gpu_nothing_is_on() -> None:
-    on = decide(AUTO, NOTHING, PLAIN)
+    on = decided("no GPU")
     assert on == switches.Switches(False, "sequential", *[False] * 8)
     assert on.text.startswith("experts: sequential; on: nothing; off: transformer_engine, moe_permute_fusion,")
 
@@ -101,19 +101,19 @@ def test_without_a_gpu_nothing_is_on() -> None:
     ],
 )
 def test_what_cannot_be_is_off(machine: str, run: str, name: str) -> None:
-    assert not getattr(decide(AUTO, MACHINES[machine], RUNS[run]), name)
+    assert not getattr(decided(machine, run), name)
 
 
 def test_experts_are_grouped_by_whoever_can() -> None:
-    who = {machine: decide(AUTO, kernels, PLAIN).experts for machine, kernels in MACHINES.items()}
+    who = {machine: decided(machine).experts for machine in MACHINES}
     assert who["engine"] == who["engine 2.1"] == who["all"] == "transformer_engine"
     assert who["bare"] == who["old engine"] == "torch"
     assert who["no GPU"] == who["Volta"] == "sequential"
-    assert decide(AUTO, BARE, RUNS["adapters"]).experts == "torch"
-    assert decide(AUTO, BARE, RUNS["float32"]).experts == "sequential"
-    assert decide(MegatronSection(moe_grouped_gemm=True), BARE, RUNS["float32"]).experts == "torch"
-    assert decide(MegatronSection(moe_grouped_gemm=True), NOTHING, PLAIN).experts == "torch"
-    assert decide(MegatronSection(transformer_impl="local"), ENGINE, PLAIN).experts == "torch"
+    assert decided("bare", "adapters").experts == "torch"
+    assert decided("bare", "float32").experts == "sequential"
+    assert decided("bare", "float32", moe_grouped_gemm=True).experts == "torch"
+    assert decided("no GPU", moe_grouped_gemm=True).experts == "torch"
+    assert decided("engine", transformer_impl="local").experts == "torch"
 
 
 @pytest.mark.parametrize(
@@ -137,29 +137,29 @@ def test_experts_are_grouped_by_whoever_can() -> None:
 )
 def test_what_cannot_be_is_refused_in_one_line(wanted: dict[str, Any], machine: str, run: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        decide(MegatronSection(**wanted), MACHINES[machine], (RUNS | NEEDY)[run])
+        decided(machine, run, **wanted)
     line = str(caught.value)
     assert said in line
     assert all(f"trainer.megatron.{name}: got " in line for name in wanted)
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("run", NEEDY.values(), ids=NEEDY)
-def test_what_the_machine_has_is_not_refused(run: RunFeatures) -> None:
-    assert decide(AUTO, ENGINE, run) == decide(AUTO, ENGINE, PLAIN)
+@pytest.mark.parametrize("run", NEEDY)
+def test_what_the_machine_has_is_not_refused(run: str) -> None:
+    assert decided("engine", run) == decided("engine")
 
 
 def test_every_combination_is_decided_or_refused() -> None:
     """What is asked for is on or refused, what is forbidden is off."""
-    for kernels, run, name, value in itertools.product(MACHINES.values(), RUNS.values(), BOOLS, (True, False, None)):
+    for machine, run, name, value in itertools.product(MACHINES, (*RUNS, "alone"), BOOLS, (True, False, None)):
         try:
-            on = decide(MegatronSection(**{name: value}), kernels, run)
+            on = decided(machine, run, **{name: value})
         except ConfigError:
             assert value is not None
             continue
         found = on.experts != "sequential" if name == "moe_grouped_gemm" else getattr(on, name)
         assert value is None or found == value
-        assert not (run.keeps_routing and on.moe_router_fusion)
+        assert not (RUNS.get(run, PLAIN).keeps_routing and on.moe_router_fusion)
 
 
 def test_switches_have_megatrons_names() -> None:
@@ -195,16 +195,9 @@ def test_megatron_takes_what_is_decided(variant: str, tmp_path: Path, monkeypatc
             config = config.model_copy(
                 update={"train": "lora" if lora else "full", "keep": config.keep.model_copy(update={"routing": keep})}
             )
-            place = mesh_of(config.trainer)
             family, _ = family_of(hf).megatron_config(hf)
-            on = layers.switches(hf, config, place, torch.bfloat16)
-            made = layers.transformer_config(family, config, place, torch.bfloat16, on)
+            on = layers.switches(hf, config, torch.bfloat16)
+            made = layers.transformer_config(family, config, torch.device("cpu"), torch.bfloat16, on)
             assert made.moe_token_dispatcher_type == ("flex" if flex else "alltoall")
             assert made.moe_grouped_gemm == (on.experts == "transformer_engine")
-            assert layers.ddp_config(config, on).overlap_grad_reduce == on.overlap_grad_reduce == (kernels.cuda and place.dp > 1)
-
-
-def mesh_of(trainer: Any) -> Mesh:
-    sizes = {name: getattr(trainer, name) for name in ("tp", "pp", "vpp", "dp", "ep")}
-    ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "dp", "ep", "etp")}
-    return Mesh(rank=0, world=trainer.ranks, etp=trainer.expert_tp, device=torch.device("cpu"), backend="nccl", **sizes, **ranks)
+            assert layers.ddp_config(config, on).overlap_grad_reduce == on.overlap_grad_reduce == (kernels.cuda and config.trainer.dp > 1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncmoe.engines.sglang.connection import Acknowledged
@@ -17,8 +18,8 @@ from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.engines.types import Generation, Sampling
 from asyncmoe.errors import EngineError
 from asyncmoe.models import load_hf_config, qwen3_moe
-from asyncmoe.models.lora.adapter import Adapter, Experts, Kind
-from asyncmoe.models.lora.peft import write_served
+from asyncmoe.models.lora import peft
+from asyncmoe.models.lora.adapter import ATTENTION, DTYPES, Adapter, Experts, Kind, pairs, served_config, served_shapes
 from asyncmoe.models.shape import Shape
 from tests.engine.conftest import running, settings
 from tests.engine.oracle import Merged
@@ -43,8 +44,16 @@ class Rig:
         return Kind(targets, rank, 8.0, self.experts)
 
     def write(self, folder: Path, adapter: Adapter) -> Path:
+        """In the form that engines load; a target that the adapter does not have is zero."""
         folder.mkdir()
-        return write_served(folder, self.m, adapter)
+        found = {name: np.zeros(size, DTYPES[adapter.dtype]) for name, size in served_shapes(self.m, adapter.kind).items()}
+        for pair in pairs(self.m, adapter.kind):
+            front = f"base_model.model.model.layers.{pair.layer}.{'self_attn' if pair.target in ATTENTION else 'mlp.experts'}"
+            for side, name in (("A", pair.a), ("B", pair.b)):
+                stack = found[f"{front}.{pair.target}.lora_{side}.weight"]
+                stack[... if pair.expert is None else min(pair.expert, len(stack) - 1)] = adapter.values[name]
+        peft.write(folder, peft.Files(served_config(adapter.kind), adapter.dtype, found))
+        return folder
 
     async def unload(self, name: str) -> None:
         await self.engine.client._post("/unload_lora_adapter", {"lora_name": name}, Acknowledged, 60.0)

@@ -49,7 +49,8 @@ def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
         plainly(moved(job, plain), number, built, adam)
         saver.save(number)
         assert saver._under_way is not None
-        copied = max(collectives.everyones(saver._under_way.planned.nbytes))
+        buckets = saver._under_way.planned._buckets
+        copied = max(collectives.everyones(sum(tensor.nbytes for _, _, (_, tensors) in buckets for _, tensor in tensors)))
         train(job, built, adam)  # every parameter changes while the thread writes
         saver.settle()
         differ += [f"{number}: saved {saved}" for saved in [saver.saved()] if [step for step, _ in saved] != [number]]

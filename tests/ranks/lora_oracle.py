@@ -98,7 +98,7 @@ class Adapted:
     def _pair(self, name: str, out: int, into: int) -> Callable[[], torch.Tensor]:
         rank = self._section.rank
         a, b = self._half(f"{name}.a", (rank, into), 1 / into**0.5), self._half(f"{name}.b", (out, rank), 0.1)
-        return lambda: self._section.scale * (b @ a)
+        return lambda: self._section.alpha / rank * (b @ a)
 
     def _half(self, name: str, shape: tuple[int, int], deviation: float) -> torch.Tensor:
         *front, projection, side = name.split(".")

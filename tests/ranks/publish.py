@@ -36,6 +36,7 @@ from asyncmoe.trainer.lora import canonical
 from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.weights.receiver import cards
 from asyncmoe.weights.sender import hf_files, reshard
+from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 from asyncmoe.weights.sender.publisher import Publisher
 from asyncmoe.weights.sender.sender import Sender
 from tests.ranks import group
@@ -120,7 +121,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
         hf = load_hf_config(config.model.path)
         built = gpt.build(hf, config, mesh.start(config.trainer))
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
-            sender = publisher(config, built, client)
+            sender = publisher(config, built, client, ExpectedChecksums(config, built))
             for path, version in job["publications"][layout]:
                 faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))
                 Faulty.fault = kind if faulty == rank else None

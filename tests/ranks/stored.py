@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from asyncmoe.models import EngineParallel, family_of
 from asyncmoe.models.hf_checkpoint import HFCheckpoint
+from asyncmoe.models.payload import Payload
 from asyncmoe.reshard import exchange, plan
 from asyncmoe.reshard.checksum import engine_checksums as checksums_of
 from asyncmoe.reshard.torch_transport import TorchTransport
@@ -97,7 +98,7 @@ def engine(job: parity.Job, built: gpt.Model, exported: Path) -> list[str]:
     for rank, expected in enumerate(wanted):
         layout = family.sglang_layout(built.hf, EngineParallel(2, 2), rank, "bfloat16").at(0)  # the trainer's rank 0 plays the engine's
         mine = {name: torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for name, one in layout.storages.items()}
-        made = plan(family.tensors(built.hf), family.megatron_layouts(built.hf, built.parallel, "bfloat16"), [layout])
+        made = plan(family.tensors(built.hf), Payload(built.hf).trainer(built.parallel, "bfloat16"), [layout])
         exchange(made, TorchTransport(), sources.tensors, mine if job.mesh.rank == 0 else None, timeout_s=60)
         if job.mesh.rank == 0:
             wrong += [name for name, value in checksums_of(mine).items() if value != expected[name]]

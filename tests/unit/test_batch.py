@@ -16,8 +16,7 @@ from asyncmoe.models import family_of
 from asyncmoe.models.cost import attention_width
 from asyncmoe.trainer.data.batch import MicroBatch, pack
 from asyncmoe.trainer.data.schedule import BatchGrid, best_fit_decreasing, cost, schedule, split_updates
-from asyncmoe.trajectory import NOT_SAMPLED, Routing, Trajectory, decode, decode_routes, encode, encode_routes
-from asyncmoe.trajectory.routes import check_routes
+from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from benchmarks.published import REAL
 
 shapes = st.fixed_dictionaries(
@@ -42,9 +41,9 @@ def test_schedule_invariants(shape: dict) -> None:
     every = [i for rank in plan.ranks for microbatch in rank for i in microbatch]
     assert sorted(every) == list(range(len(lengths)))
     assert len(plan.ranks) == shape["dp"]
-    assert {len(rank) for rank in plan.ranks} == {plan.microbatches}
-    assert plan.microbatches >= 1
-    assert plan.microbatches % shape["grid"].stages == 0
+    (count,) = {len(rank) for rank in plan.ranks}
+    assert count >= 1
+    assert count % shape["grid"].stages == 0
     padded, multiple = [shape["grid"].of(length) for length in lengths], shape["grid"].rows
     most = max(1, *(tokens(m, padded) for rank in plan.ranks for m in rank))
     assert plan.rows == (0 if shape["grid"].stages == 1 else most + -most % multiple)
@@ -96,12 +95,6 @@ def test_the_width_of_a_real_model() -> None:
     assert attention_width(shape) == pytest.approx(active / (48 * 32 * 128), rel=0.01)
     latent = family_of(REAL["DeepSeek-V3"]).shape_of(REAL["DeepSeek-V3"])
     assert attention_width(latent) == pytest.approx(2 * (37.5e9 - 129280 * 7168) / (61 * 128 * (192 + 128)), rel=0.02)
-
-
-@pytest.mark.parametrize("lengths", [[0], [4, -1]])
-def test_empty_trajectories_are_refused(lengths: list[int]) -> None:
-    with pytest.raises(InvariantBroken, match="expected positive"):
-        schedule(lengths, 1, 100, True, BatchGrid(1))
 
 
 def test_updates_take_whole_groups_in_order() -> None:
@@ -244,32 +237,3 @@ def test_advantages_of_single_tokens_follow_the_targets() -> None:
 def test_a_sampled_first_token_is_refused() -> None:
     with pytest.raises(InvariantBroken, match="nothing precedes it"):
         pack({0: trajectory(4, 0, 0)}, [0], advantages=[1.0], weights=[1.0], grid=BatchGrid(1), packed=True)
-
-
-def test_experts_are_laid_out_once_checked_and_rows_without_any_spread_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digests of routes are checked when a trajectory is decoded, and not each time that it is packed."""
-    routing = Routing(all_layers=5, layers=(1, 3, 4), top_k=2, experts=7)
-    random = np.random.default_rng(0)
-    made = {}
-    for i, length in enumerate((4, 1, 6)):
-        first = random.integers(0, 7, (length - 1, 5, 1)).astype(np.int32)
-        routes = encode_routes((first + np.arange(2, dtype=np.int32)) % 7, routing, f"t{i}")
-        ones = np.ones(length, np.int32)
-        whole = Trajectory(f"t{i}", 0, i, ones, np.arange(length) > 0, -ones.astype(np.float32), 0 * ones, 1.0, "stop", routes=routes)
-        made[i] = decode(encode(whole))
-    checks = []
-    monkeypatch.setattr("asyncmoe.trajectory.routes.check_routes", lambda *given: checks.append(given) or check_routes(*given))
-    for layers in ((1, 3, 4), (1, 4)):
-        kept = Routing(5, layers, 2, 7)
-        packed = pack(made, [0, 1, 2], advantages=np.zeros(3), weights=np.zeros(3), grid=BatchGrid(4), packed=True, routing=kept)
-        assert packed.experts is not None
-        assert not checks
-        assert packed.experts.known.tolist() == [True] * 3 + [False] * 2 + [True] * 5 + [False] * 2
-        rows = packed.experts.ids.numpy()
-        for start, one in ((0, made[0]), (5, made[2])):
-            assert one.routes is not None
-            expected = decode_routes(one.routes, one.key)[[routing.layers.index(layer) for layer in layers]]
-            assert (rows[:, start : start + expected.shape[1]] == expected).all()
-        checks.clear()
-        for row in (3, 4, 10, 11):
-            assert (rows[:, row] == [row * 2 % 7, (row * 2 + 1) % 7]).all()

@@ -170,4 +170,3 @@ def test_blocks_have_about_as_many_logits_however_many_rows_there_are() -> None:
         for rows in (0, 1, 1000, 1 << 20):
             ids = head_blocks.width(rows, 150_000, cpu)
             assert ids in (150_000, 128) or entries - rows < rows * ids <= entries
-    assert list(head_blocks.spans(10, 4)) == [(0, 4), (4, 8), (8, 10)]

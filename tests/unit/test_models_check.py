@@ -183,6 +183,8 @@ def test_layers_that_cannot_have_adapters_are_named(model: str, possible: tuple[
 def test_impossible_stages(grid: MegatronParallel, words: list[str]) -> None:
     hf = {**DENSE, "num_hidden_layers": 8}
     refused(lambda: models.family_of(hf).check(hf, grid, EngineParallel()), words)
+    with pytest.raises(ConfigError, match="pipeline stages: got 8 layers over "):
+        grid.chunk_layers(8, 0)
 
 
 def refused(what: Callable[[], None], words: list[str]) -> None:

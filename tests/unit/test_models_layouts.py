@@ -13,7 +13,6 @@ import torch
 from model_cases import MODELS, QWEN3_MOE
 from reshard_ranks import filled, numbered
 
-from asyncmoe.errors import ConfigError
 from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.reshard import LocalTransport, exchange, plan
 
@@ -182,7 +181,7 @@ groups = []
 for tp, pp, ep, etp, dp in {[(g.tp, g.pp, g.ep, g.etp, g.dp) for g in PARALLEL]}:
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
     expert = RankGenerator(tp=etp, ep=ep, dp=tp * dp // (etp * ep), pp=pp, cp=1, order="tp-cp-ep-dp-pp")
-    groups.append([dense.get_ranks(kind) for kind in ("tp", "dp", "pp")] + [expert.get_ranks(kind) for kind in ("tp", "ep", "dp")])
+    groups.append([dense.get_ranks(kind) for kind in ("tp", "pp")] + [expert.get_ranks(kind) for kind in ("tp", "ep", "dp")])
 stages = []
 for layers, pp, vpp, first, last in {[(n, g.pp, g.vpp, g.first_layers, g.last_layers) for n, g in STAGES]}:
     vp = vpp if vpp > 1 else None
@@ -214,7 +213,7 @@ def of_megatron() -> list[Any]:
 def test_ranks_are_numbered_as_megatron_numbers_them(of_megatron: list[Any]) -> None:
     for grid, listed in zip(PARALLEL, of_megatron[0], strict=True):
         *divided, replicas = listed
-        for place, members in zip((grid.tp_rank, grid.dp_rank, grid.pp_rank, grid.etp_rank, grid.ep_rank), divided, strict=True):
+        for place, members in zip((grid.tp_rank, grid.pp_rank, grid.etp_rank, grid.ep_rank), divided, strict=True):
             for group in members:
                 assert [place(rank) for rank in group] == list(range(len(group))), (grid, place.__name__, group)
         for group in replicas:
@@ -225,21 +224,6 @@ def test_layers_of_stages_are_those_megatron_builds(of_megatron: list[Any]) -> N
     for (layers, grid), stages in zip(STAGES, of_megatron[1], strict=True):
         for stage, chunks in enumerate(stages):
             assert [[chunk.start, len(chunk)] for chunk in grid.chunk_layers(layers, stage)] == chunks, (layers, grid, stage)
-
-
-@pytest.mark.parametrize(
-    ("layers", "grid"),
-    [
-        (8, MegatronParallel(pp=3)),
-        (8, MegatronParallel(pp=2, first_layers=3, last_layers=3)),
-        (8, MegatronParallel(pp=2, first_layers=8)),
-        (8, MegatronParallel(pp=2, vpp=2, first_layers=5, last_layers=3)),
-    ],
-    ids=str,
-)
-def test_stages_that_cannot_be(layers: int, grid: MegatronParallel) -> None:
-    with pytest.raises(ConfigError, match="pipeline stages"):
-        grid.chunk_layers(layers, 0)
 
 
 @pytest.mark.parametrize(

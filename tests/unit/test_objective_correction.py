@@ -11,7 +11,7 @@ import torch
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.trainer.objective import Rows, metrics, policy_loss, segments, token_weights
-from asyncmoe.trainer.objective.correction import RULES, Correction, _outside, correct
+from asyncmoe.trainer.objective.correction import RULES, Fates, _outside, correct
 from asyncmoe.trainer.objective.surrogate import loglinear
 
 
@@ -32,11 +32,12 @@ def batch(log_rho: list[list[float]], advantages: list[float] | None = None, ver
     )
 
 
-def judged(log_rho: list[list[float]], version: int = 0, new: list[float] | None = None, **rule: Any) -> Correction:
+def judged(log_rho: list[list[float]], version: int = 0, new: list[float] | None = None, **rule: Any) -> Fates:
     rows, proximal = batch(log_rho, rule.pop("advantages", None), rule.pop("versions", None)).clamped(), rule.pop("proximal", "recompute")
     section = ObjectiveSection(proximal=proximal, correction={"weight": "none"} | rule)  # type: ignore[arg-type]
-    old = torch.zeros(len(rows.mask))
-    return correct(old if new is None else torch.tensor(new), rows.behaviour if proximal == "behaviour" else old, rows, section, version)
+    old, cut = torch.zeros(len(rows.mask)), torch.zeros_like(rows.mask)
+    before = rows.behaviour if proximal == "behaviour" else old
+    return correct(old if new is None else torch.tensor(new), before, rows, section, version, cut)
 
 
 LOG2 = math.log(2.0)

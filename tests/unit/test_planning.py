@@ -11,6 +11,7 @@ from test_models_plan import SMALL
 
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models.payload import Payload
 from asyncmoe.plan import memory
 from asyncmoe.plan.memory import EngineMemory
 from asyncmoe.plan.plan_command import parse_adapter
@@ -35,10 +36,9 @@ def test_figures_are_those_of_the_plan() -> None:
     hf = {**SMALL, "mlp_only_layers": []}
     trainer, engine = MegatronParallel(2, 2, 2, 1, 2, te=True), EngineParallel(2, 2)
     found = foresee(hf, trainer, engine, 3, nic=0.5)
-    family = family_of(hf)
-    tensors, source = family.tensors(hf), family.megatron_layouts(hf, trainer, "bfloat16")
-    engines = family.sglang_layouts(hf, engine, "bfloat16", 3, first=8)
-    direct = plan(tensors, source, engines)
+    payload = Payload(hf)
+    engines = payload.engines(engine, "bfloat16", 3, first=8)
+    direct = plan(payload.tensors(), payload.trainer(trainer, "bfloat16"), engines)
     assert found.wire == direct.wire_bytes == sum(2 * piece.box.size for one in engines for piece in one.pieces if piece.tensor != PADDING)
     assert found.sent == max(direct.egress.values())
     assert found.received == max(sum(t.nbytes for t in direct.transfers if t.destination == rank) for rank in range(8, 14))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from asyncmoe.config import Config, parse
-from asyncmoe.errors import ConfigError
 from asyncmoe.trainer.profiling import Profiler, mark
 
 
@@ -35,18 +34,12 @@ def _run(profiler: Profiler) -> None:
             (weight @ weight).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def _trace(path: Path) -> list[dict[str, Any]]:
-    with gzip.open(path) as file:
-        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    return events
-
-
 def test_chosen_steps_of_a_chosen_rank_have_traces(tmp_path: Path) -> None:
     _run(Profiler(_config(tmp_path, profile={"steps": [2, 5], "memory": True}), rank=0))
     written = sorted((tmp_path / "profile").iterdir())
     assert [path.name for path in written] == ["step-2-rank-0.trace.json.gz", "step-5-rank-0.trace.json.gz"]
     for number, path in zip((2, 5), written, strict=True):
-        events = _trace(path)
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         whole = {event["name"]: event for event in events if event.get("cat") == "user_annotation"}
         inner, outer = whole["forward and backward"], whole[f"step {number}"]
         assert outer["ts"] <= inner["ts"]
@@ -66,17 +59,3 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, c
     (tmp_path / "profile").write_text("in the way")
     _run(Profiler(_config(tmp_path, profile={"steps": [1, 2]}), rank=0))
     assert caplog.text.count("training goes on") == 2
-
-
-@pytest.mark.parametrize(
-    ("profile", "said"),
-    [
-        ({"steps": [6]}, r"telemetry\.profile\.steps: got 6, expected at most .* = 5"),
-        ({"steps": [1], "ranks": [2]}, r"telemetry\.profile\.ranks: got 2, expected less than trainer\.ranks = 2"),
-        ({"steps": []}, r"telemetry\.profile\.steps"),
-        ({"steps": [0]}, r"telemetry\.profile\.steps"),
-    ],
-)
-def test_steps_and_ranks_that_the_run_does_not_have_are_refused(tmp_path: Path, profile: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        _config(tmp_path, profile=profile)

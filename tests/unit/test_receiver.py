@@ -22,6 +22,7 @@ from model_cases import MODELS
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, LayoutError, ProtocolError, TransferError, WaitTimeout, WeightSyncError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
+from asyncmoe.models.payload import Payload
 from asyncmoe.platform.sglang import receiver_command
 from asyncmoe.reshard import plan
 from asyncmoe.reshard.torch_transport import TorchTransport
@@ -125,7 +126,7 @@ def received(agreed: Terms) -> dict[int, int]:
 
 
 def test_every_rank_finds_its_part_of_the_same_plan() -> None:
-    whole = plan(FAMILY.tensors(HF), FAMILY.megatron_layouts(HF, GRID, "float32"), transfer_plan.engine_layouts(AGREED))
+    whole = plan(FAMILY.tensors(HF), Payload(HF).trainer(GRID, "float32"), transfer_plan.engine_layouts(AGREED))
     assert received(AGREED) == {rank: sum(t.nbytes for t in whole.transfers if t.destination == rank) for rank in range(4, 8)}
     assert transfer_plan.route(AGREED, 0).digest == whole.digest
     assert transfer_plan.route(terms(TWO, MegatronParallel(tp=2, dp=2)), 0).digest != whole.digest

@@ -9,7 +9,8 @@ from model_cases import of_every_family
 from reshard_ranks import numbered
 from test_reshard_delta import ranks_of, step
 
-from asyncmoe.models import EngineParallel, MegatronParallel, family_of
+from asyncmoe.models import EngineParallel, MegatronParallel
+from asyncmoe.models.payload import Payload
 
 GRIDS = {
     "1 -> 1": (MegatronParallel(), EngineParallel()),
@@ -21,10 +22,9 @@ GRIDS = {
 @of_every_family(GRIDS, "tp2pp2ep2 -> tp2ep2")
 def test_five_versions_of_every_family(hf: dict[str, Any], trainer: MegatronParallel, engine: EngineParallel) -> None:
     """Two engines; each element is another number at first."""
-    family = family_of(hf)
-    shapes = family.tensors(hf)
-    source = family.megatron_layouts(hf, trainer, "float32")
-    destination = family.sglang_layouts(hf, engine, "float32", 2, first=trainer.world)
+    payload = Payload(hf)
+    shapes, source = payload.tensors(), payload.trainer(trainer, "float32")
+    destination = payload.engines(engine, "float32", 2, first=trainer.world)
     case, values = (shapes, source, destination), numbered(shapes)
     ranks = ranks_of(case, values, bucket_bytes=1 << 17)
     ranks.full(1)

@@ -74,9 +74,11 @@ def test_lengths_and_truncation_of_a_batch_are_recorded() -> None:
     """Sampled tokens of trajectory n: n - 2 of n; the first of four ended at its limit."""
     made = [kept_trajectory.trajectory(length, length)[0] for length in (3, 4, 6, 10)]
     items = [describe(replace(one, finish="length" if number == 0 else "stop")) for number, one in enumerate(made)]
-    update = SimpleNamespace(loss=0.5, grad_norm=1.0, lr=0.1, rows=23, tokens=15, entropy=0.1, routing_mismatch={}, figures={})
+    numbers = {"loss": 0.5, "grad_norm": 1.0, "lr": 0.1, "rows": 23, "tokens": 15, "entropy": 0.1, "refused": False}
+    learned = SimpleNamespace(updates=[SimpleNamespace(**numbers, routing_mismatch={}, figures={})], anomalies={})
     leased = SimpleNamespace(items=items, queue_depth=1, dropped={}, lineage=0)
-    record = step_record(1, leased, "rl", [update], None, 0.0, (0.0, 1.0, 2.0))  # type: ignore[arg-type, list-item]
+    stood: Any = SimpleNamespace(seconds=0.0, waited=0.0)
+    record = step_record(1, leased, "rl", learned, None, 0.0, (0.0, 1.0, 2.0), stood)  # type: ignore[arg-type]
     assert record.rewards == {one.reward: 4 for one in made[:1]}
     assert record.truncated_fraction == 0.25
     assert record.response_tokens_quantiles == pytest.approx({"0.1": 1.3, "0.5": 3.0, "0.9": 6.8, "1.0": 8.0})  # linear, by hand

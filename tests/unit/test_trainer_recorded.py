@@ -9,7 +9,7 @@ from kept_trajectory import ROUTING, trajectory
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.trainer.data.batch import MicroBatch, pack
 from asyncmoe.trainer.data.schedule import BatchGrid
-from asyncmoe.trajectory import Routing, Trajectory
+from asyncmoe.trajectory import Routing, Trajectory, decode, encode
 
 
 def packed(trajectories: list[Trajectory], routing: Routing | None) -> MicroBatch:
@@ -18,19 +18,21 @@ def packed(trajectories: list[Trajectory], routing: Routing | None) -> MicroBatc
     return pack(known, list(known), advantages=nothing, weights=nothing, grid=BatchGrid(8), packed=True, routing=routing)
 
 
-def test_every_row_has_its_own() -> None:
+@pytest.mark.parametrize("layers", [(1, 2, 3), (1, 3)])  # the second: a stage with two of the three
+def test_every_row_has_its_own(monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...]) -> None:
+    """The digests of routes are checked when a trajectory is decoded, and not each time that it is packed."""
     made = [trajectory(7, 1), trajectory(4, 2)]
-    micro = packed([t for t, _, _ in made], Routing(4, (1, 3), 2, 300))  # a stage with two of the three layers
+    decoded = [decode(encode(one)) for one, _, _ in made]
+    monkeypatch.setattr("asyncmoe.trajectory.routes.check_routes", None)
+    micro = packed(decoded, Routing(4, layers, 2, 300))
     assert micro.experts is not None
-    assert micro.experts.layers == (1, 3)
-    assert micro.experts.ids.shape == (2, 16, 2)
+    assert micro.experts.layers == layers
+    assert micro.experts.ids.shape == (len(layers), 16, 2)
     assert micro.experts.known.tolist() == [*[True] * 6, False, *[True] * 3, False, *[False] * 5]
-    np.testing.assert_array_equal(micro.experts.ids[:, :6].numpy(), made[0][1][:, [1, 3]].transpose(1, 0, 2))
-    np.testing.assert_array_equal(micro.experts.ids[:, 7:10].numpy(), made[1][1][:, [1, 3]].transpose(1, 0, 2))
-    unknown = micro.experts.ids[:, ~micro.experts.known]
-    assert (unknown[..., 0] != unknown[..., 1]).all()
-    assert unknown.min() >= 0
-    assert unknown.max() < 300
+    np.testing.assert_array_equal(micro.experts.ids[:, :6].numpy(), made[0][1][:, layers].transpose(1, 0, 2))
+    np.testing.assert_array_equal(micro.experts.ids[:, 7:10].numpy(), made[1][1][:, layers].transpose(1, 0, 2))
+    for row in (6, 10, 15):  # the load of rows without any is spread
+        assert (micro.experts.ids[:, row].numpy() == [row * 2 % 300, (row * 2 + 1) % 300]).all()
 
     assert micro.support is not None
     got: list[list[int]] = [[] for _ in range(16)]

@@ -154,12 +154,6 @@ def served_targets(kind: Kind) -> tuple[str, ...]:
     return tuple(target for target in TARGETS if target in wanted)
 
 
-def _served_name(layer: int, target: str, half: str, place: Place) -> str:
-    """Return the name of a tensor, by whose words SGLang recognizes it."""
-    inner = "self_attn" if target in ATTENTION else {"": "mlp", "shared": "mlp.shared_experts", "experts": "mlp.experts"}[place]
-    return f"base_model.model.model.layers.{layer}.{inner}.{target}.lora_{half.upper()}.weight"
-
-
 def served_shapes(m: Shape, kind: Kind) -> Shapes:
     """Return names and shapes of the tensors that SGLang 0.5.23 loads (`/load_lora_adapter_from_tensors`).
 
@@ -168,30 +162,20 @@ def served_shapes(m: Shape, kind: Kind) -> Shapes:
     tensors for adapters of either kind, so a layer has six tensors instead of six per expert.
     """
     of_layer = {dense: _served_layer(m, kind, dense) for dense in {layer in m.dense_layers for layer in range(m.layers)}}
-    return {_served_name(i, *which): shape for i in range(m.layers) for which, shape in of_layer[i in m.dense_layers].items()}
+    front = "base_model.model.model.layers"
+    return {f"{front}.{i}.{name}": shape for i in range(m.layers) for name, shape in of_layer[i in m.dense_layers].items()}
 
 
-def _served_layer(m: Shape, kind: Kind, dense: bool) -> dict[tuple[str, str, Place], tuple[int, ...]]:
-    found: dict[tuple[str, str, Place], tuple[int, ...]] = {}
+def _served_layer(m: Shape, kind: Kind, dense: bool) -> Shapes:
+    """Return the tensors of a layer; SGLang recognises them by the words of their names."""
+    found: Shapes = {}
     at = [(target, place) for target in served_targets(kind) for place in places(m, target, dense)]
     for target, place in at:
+        inner = "self_attn" if target in ATTENTION else {"": "mlp", "shared": "mlp.shared_experts", "experts": "mlp.experts"}[place]
         outputs, inputs = sizes(m, target, dense, place)
         for half, shape in (("a", (kind.rank, inputs)), ("b", (outputs, kind.rank))):
             each = (1,) if kind.experts == "shared_outer" and OUTER.get(target) == half else (m.experts,)
-            found[target, half, place] = (*(each if place == "experts" else ()), *shape)
-    return found
-
-
-def served(m: Shape, adapter: Adapter) -> dict[str, np.ndarray]:
-    """Return the tensors of `served_shapes`; targets that the adapter does not have are zero."""
-    found = {name: np.zeros(shape, DTYPES[adapter.dtype]) for name, shape in served_shapes(m, adapter.kind).items()}
-    for pair in pairs(m, adapter.kind):
-        for half, name in (("a", pair.a), ("b", pair.b)):
-            stack = found[_served_name(pair.layer, pair.target, half, pair.place)]
-            if pair.expert is None:
-                stack[...] = adapter.values[name]
-            elif len(stack) > 1 or pair.expert == 0:
-                stack[pair.expert] = adapter.values[name]
+            found[f"{inner}.{target}.lora_{half.upper()}.weight"] = (*(each if place == "experts" else ()), *shape)
     return found
 
 

@@ -7,11 +7,12 @@ not handle when it loads a checkpoint (0.16.1 and 0.19.2). Megatron cannot selec
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from asyncmoe.platform.megatron.any_layout import optimizers
 from asyncmoe.platform.megatron.patch import module, wrap
 
 
@@ -23,19 +24,19 @@ def install() -> None:
     wrap(optimizer, "_set_main_param_and_optimizer_states", _only_given_states)
 
 
-def fuse(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Make torch's Adam update all parameters of a group in one kernel. Call it again after loading a checkpoint, which restores its own
-    setting.
+def fuse(optimizer: Any) -> None:
+    """Make torch's Adam, if Megatron's optimizer is made of it, update all parameters of a group in one kernel. Call it again after loading
+    a checkpoint, which restores its own setting.
 
     torch keeps the setting in each group (torch/optim/adam.py, `_init_group`), and with it keeps `step` on the parameter's device.
     """
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
+    for inner in (one.optimizer for one in optimizers(optimizer)):
+        if not isinstance(inner, torch.optim.Adam):  # AdamW is a subclass
             continue
-        for group in optimizer.param_groups:
+        for group in inner.param_groups:
             group["fused"], group["foreach"] = True, False
             for parameter in group["params"]:
-                if "step" in (state := optimizer.state.get(parameter, {})):
+                if "step" in (state := inner.state.get(parameter, {})):
                     state["step"] = state["step"].to(parameter.device, torch.float32)
 
 

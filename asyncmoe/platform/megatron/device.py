@@ -52,9 +52,6 @@ class InertEvent:
 
     def synchronize(self) -> None: ...
 
-    def query(self) -> bool:
-        return True
-
 
 class InertStream:
     """A stream without pending work; also the context manager that `torch.cuda.stream` returns."""
@@ -67,8 +64,6 @@ class InertStream:
     def __exit__(self, *_: object) -> None: ...
 
     def wait_stream(self, *_: object) -> None: ...
-
-    def wait_event(self, *_: object) -> None: ...
 
     def synchronize(self) -> None: ...
 

@@ -63,7 +63,6 @@ class Planned:
 
     Attributes:
         paths: of its files.
-        nbytes: of the tensors in them.
     """
 
     def __init__(self, request: Any, copy: bool) -> None:
@@ -74,7 +73,6 @@ class Planned:
             buckets[:] = [_copied(live, host) if copy else host for live, host in staged]
         self._buckets = request.async_fn_args[1] if request.async_fn is not None else []
         self.paths = [Path(path) for path, _, _ in self._buckets]
-        self.nbytes = sum(tensor.nbytes for _, _, (_, tensors) in self._buckets for _, tensor in tensors)
 
     def write(self) -> None:
         """Write the files, and have them on their disk.

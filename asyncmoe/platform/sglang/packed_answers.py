@@ -70,7 +70,9 @@ def packed(answer: Any, b64decode: Callable[..., bytes]) -> bytes | None:
         if not np.array_equal(tokens, _array(map(itemgetter(1), entries), "<i4", len(entries))):
             return None
         logprobs = _array(map(itemgetter(0), entries), "<f4", len(entries))
-        parts: list[np.ndarray | bytes | None] = [tokens, logprobs, *_masks(meta), _routes(meta, b64decode)]
+        sent = meta.get("routed_experts")
+        routes = None if sent is None else b64decode(sent, validate=True)
+        parts: list[np.ndarray | bytes | None] = [tokens, logprobs, *_masks(meta), routes]
         counts = tuple(None if part is None else len(part) for part in parts)
         finish, versions = (msgspec.Raw(msgspec.json.encode(meta[name])) for name in ("finish_reason", "weight_versions"))
         head = msgspec.json.encode(AnswerHead(counts, finish, versions, meta.get("cached_tokens", 0)))
@@ -98,11 +100,6 @@ def _masks(meta: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | Non
         return None, None, logprobs
     counts = _array(map(len, masks), "<i4", len(masks))
     return counts, _array(chain.from_iterable(masks), "<i4", int(counts.sum())), logprobs
-
-
-def _routes(meta: Mapping[str, Any], b64decode: Callable[..., bytes]) -> bytes | None:
-    sent = meta.get("routed_experts")
-    return None if sent is None else b64decode(sent, validate=True)
 
 
 def _mend(module: ModuleType) -> None:

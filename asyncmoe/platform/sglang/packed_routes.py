@@ -32,10 +32,12 @@ def install() -> None:
     if not text:
         return
     try:
+        import torch
+
         from asyncmoe.trajectory.sent_routes import routing_in
 
         routing = routing_in(text)
-        packed(_one_row(routing), routing)
+        packed(torch.arange(routing.top_k, dtype=torch.int32).repeat(1, routing.all_layers, 1), routing)
     except (ImportError, RuntimeError, ValueError) as error:
         _say(f"asyncmoe's extension, built for the trainer's Python, does not work here: {error}")
         return
@@ -76,12 +78,6 @@ def _mend(module: ModuleType, routing: Routing) -> None:
             req.routed_experts = packed(req.routed_experts, routing)
 
     owner._maybe_collect_routed_experts = collect_packed
-
-
-def _one_row(routing: Routing) -> torch.Tensor:
-    import torch
-
-    return torch.arange(routing.top_k, dtype=torch.int32).repeat(1, routing.all_layers, 1)
 
 
 def _say(why: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -79,11 +79,9 @@ class MicroBatch:
 
     def part(self, rows: torch.Tensor) -> MicroBatch:
         """Return the given rows, int64, ascending within each sequence: what one context-parallel rank holds."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in values.items():
-            if name in _BY_ROW and value is not None:
-                values[name] = value[..., rows] if isinstance(value, torch.Tensor) else value.take(rows)
-        return MicroBatch(**values | {"held": rows})
+        by_row: dict[str, Any] = {name: value for name in _BY_ROW if (value := getattr(self, name)) is not None}
+        taken = {name: value[..., rows] if isinstance(value, torch.Tensor) else value.take(rows) for name, value in by_row.items()}
+        return replace(self, **taken, held=rows)
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """Return values [T, ...] of this rank's rows among those of all context-parallel ranks, [whole, ...]; 0 for other ranks' rows."""
@@ -92,9 +90,8 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on another device."""
         movable = torch.Tensor | Experts | Support
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, movable)}
-        return MicroBatch(**values | moved)
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, movable)}
+        return replace(self, **moved)
 
 
 _BY_ROW = frozenset({f.name for f in fields(MicroBatch)} - {"cu_seqlens", "max_seqlen", "places", "whole", "held"})
@@ -121,7 +118,7 @@ def pack(
     grid: BatchGrid,
     packed: bool,
     rows: int = 0,
-    cp_rank: int | None = None,
+    cp_rank: int = 0,
     proximal: Mapping[int, np.ndarray] | None = None,
     reference: Mapping[int, np.ndarray] | None = None,
     routing: Routing | None = None,
@@ -130,18 +127,16 @@ def pack(
 
     Args:
         trajectories: by index; must include `indices`.
-        indices: trajectories of the micro-batch; at most one if `packed` is False.
+        indices: trajectories of the micro-batch; a schedule gives it one at most if `packed` is False.
         advantages: by trajectory index; a number for all tokens, or float32[T_i] aligned with the tokens.
         weights: loss weight of a sampled token, by trajectory index of the whole step (`objective.token_weights`).
         grid: the trainer's constraints.
         packed: separate the sequences by `cu_seqlens`.
         rows: minimum row count; a multiple of `grid.rows` (`Schedule.rows`).
-        cp_rank: the context-parallel rank whose rows are returned; needed if there are several.
+        cp_rank: the context-parallel rank whose rows are returned.
         proximal, reference: float32[T_i] per trajectory, aligned with its tokens, as returned by `step.logprobs_only`.
         routing: the layers whose recorded experts are replayed; None: routers choose live.
     """
-    if not packed and len(indices) > 1:
-        raise InvariantBroken(f"pack: got trajectories {tuple(indices)} for a micro-batch that is not packed, expected one")
     chosen = [trajectories[i] for i in indices]
     for trajectory in chosen:
         if trajectory.loss_mask[0]:
@@ -160,24 +155,20 @@ def pack(
         mask=mask,
         behaviour=flat.next([t.logprobs for t in chosen], np.float32) * mask,
         versions=flat.next([t.versions for t in chosen], np.int32, NOT_SAMPLED),
-        pure=flat.each([t.is_pure for t in chosen], np.bool_) & mask,
+        pure=flat.here([t.is_pure for t in chosen], np.bool_) & mask,
         advantages=flat.next([np.broadcast_to(advantages[i], n) for i, n in zip(indices, lengths, strict=True)], np.float32) * mask,
-        weights=flat.each([float(weights[i]) for i in indices], np.float32) * mask,
+        weights=flat.here([float(weights[i]) for i in indices], np.float32) * mask,
         proximal=None if proximal is None else flat.next([proximal[i] for i in indices], np.float32) * mask,
         reference=None if reference is None else flat.next([reference[i] for i in indices], np.float32) * mask,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
         max_seqlen=max(b - a for a, b in pairwise(bounds)) if packed else rows,
-        segments=flat.each(range(len(chosen)), np.int64, -1),
+        segments=flat.here(range(len(chosen)), np.int64, -1),
         experts=None if routing is None else replay_data.experts(chosen, starts, rows, routing),
         support=replay_data.support(chosen, starts, rows),
         places=places_of(indices, lengths, grid),
         whole=rows,
     )
-    if grid.cp == 1:
-        return whole
-    if cp_rank is None:
-        raise InvariantBroken(f"pack: got no rank of {grid.cp} context-parallel ones, whose rows differ")
-    return whole.part(zigzag.rows(bounds, grid.cp, cp_rank))
+    return whole.part(zigzag.rows(bounds, grid.cp, cp_rank)) if grid.cp > 1 else whole
 
 
 class _Flat:
@@ -186,13 +177,6 @@ class _Flat:
     def __init__(self, rows: int, starts: Sequence[int], lengths: Sequence[int]) -> None:
         self.rows, self.spans = rows, [(start, start + n) for start, n in zip(starts, lengths, strict=False)]
 
-    def here(self, arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
-        """Row t gets the value of token t."""
-        out = np.zeros(self.rows, dtype)
-        for (start, stop), array in zip(self.spans, arrays, strict=True):
-            out[start:stop] = array
-        return torch.from_numpy(out)
-
     def next(self, arrays: Sequence[np.ndarray], dtype: type[np.generic], nothing: int = 0) -> torch.Tensor:
         """Row t gets the value of token t + 1 of the same trajectory, or `nothing` if there is none."""
         out = np.full(self.rows, nothing, dtype)
@@ -200,8 +184,8 @@ class _Flat:
             out[start : stop - 1] = array[1:]
         return torch.from_numpy(out)
 
-    def each(self, values: Sequence[float], dtype: type[np.generic], nothing: int = 0) -> torch.Tensor:
-        """All rows of a trajectory get its value, others `nothing`."""
+    def here(self, values: Sequence[np.ndarray | float], dtype: type[np.generic], nothing: int = 0) -> torch.Tensor:
+        """Row t gets the value of token t, or that of its trajectory; others get `nothing`."""
         out = np.full(self.rows, nothing, dtype)
         for (start, stop), value in zip(self.spans, values, strict=True):
             out[start:stop] = value

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from asyncmoe.config import Config
-from asyncmoe.config.objective import Aggregation
 from asyncmoe.errors import ProtocolError, WaitTimeout
 from asyncmoe.rpc.client import ANSWER_S, Client
 from asyncmoe.rpc.item import Item
@@ -48,21 +47,17 @@ def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh
     Args:
         width: as for `asyncmoe.trainer.data.schedule.cost`.
     """
+    trainer, aggregation, parts = config.trainer, config.objective.aggregation, [list(range(len(items)))]
     if phase == "rl":
         parts = split_updates([item.group for item in items], config.objective.updates_per_batch)
-    else:
-        parts = [list(range(len(items)))]
-    return [
-        _planned(part, items, "token_mean" if phase == "warmup" else config.objective.aggregation, config, mesh, width) for part in parts
-    ]
-
-
-def _planned(part: Sequence[int], items: Sequence[Item], aggregation: Aggregation, config: Config, mesh: Mesh, width: int) -> Update:
-    trainer, chosen = config.trainer, [items[i] for i in part]
-    planned = schedule([item.tokens for item in chosen], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid, width)
-    ranks = tuple(tuple(tuple(part[i] for i in indices) for indices in rank) for rank in planned.ranks)
-    weights = trees.token_weights(chosen, aggregation, config.rollout.max_new_tokens)
-    return Update(tuple(part), replace(planned, ranks=ranks), dict(zip(part, weights.tolist(), strict=True)))
+    made = []
+    for part in parts:
+        chosen = [items[i] for i in part]
+        planned = schedule([item.tokens for item in chosen], mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid, width)
+        ranks = tuple(tuple(tuple(part[i] for i in indices) for indices in rank) for rank in planned.ranks)
+        weights = trees.token_weights(chosen, aggregation if phase == "rl" else "token_mean", config.rollout.max_new_tokens)
+        made.append(Update(tuple(part), replace(planned, ranks=ranks), dict(zip(part, weights.tolist(), strict=True))))
+    return made
 
 
 def microbatches(
@@ -142,15 +137,13 @@ def _asked(client: Client, config: Config, step: int, phase: Phase, wait_s: floa
     return reply
 
 
-def fetch(
-    client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...] | None = None, masks: bool = True
-) -> dict[int, Trajectory]:
+def fetch(client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...], masks: bool) -> dict[int, Trajectory]:
     """Fetch the trajectories at the given positions of a leased batch, once for the ranks that train on them (`Mesh.replica_group`).
     Collective over these.
 
     Args:
         wanted, layers, masks: the same on all ranks of the group.
-        layers: numbers of the layers whose routes this rank needs; None: all layers.
+        layers: numbers of the layers whose routes this rank needs.
         masks: whether this rank needs sampling masks.
     """
     if not wanted:

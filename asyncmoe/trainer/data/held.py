@@ -33,14 +33,17 @@ def fetch(client: Client, items: Sequence[Item], layers: tuple[int, ...] | None,
 
     Raises:
         WaitTimeout: a worker does not answer.
+        ProtocolError: it answers with more or fewer frames than the trajectories have.
         DataError: the log has no more what a lost worker held.
     """
-    found = dict[str, Sequence[Buffer]]()
-    writers = {item.key: _place(item).writer for item in items}
-    for writer in sorted(set(writers.values())):
-        own = [item for item in items if writers[item.key] == writer]
-        keys = tuple(item.key for item in own)
-        found |= split(keys, _asked(client, writer, WorkerFetch(keys, tuple(map(_place, own)), layers, masks)))
+    found, each = dict[str, Sequence[Buffer]](), frames_in(1)
+    places = {item.key: _place(item) for item in items}
+    for writer in sorted({place.writer for place in places.values()}):
+        keys = tuple(key for key, place in places.items() if place.writer == writer)
+        frames = _asked(client, writer, WorkerFetch(keys, tuple(places[key] for key in keys), layers, masks))
+        if len(frames) != len(keys) * each:
+            raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(keys) * each}")
+        found |= {key: frames[n * each : (n + 1) * each] for n, key in enumerate(keys)}
     return [frame for item in items for frame in found[item.key]]
 
 
@@ -65,11 +68,3 @@ def _place(item: Item) -> Place:
     if item.place is None:
         raise InvariantBroken(f"{item.key}: nobody says where it is")
     return item.place
-
-
-def split(keys: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Sequence[Buffer]]:
-    """Return the frames of each trajectory. Raises ProtocolError if they are not as many as the trajectories have."""
-    each = frames_in(1)
-    if len(frames) != len(keys) * each:
-        raise ProtocolError(f"got a batch of {len(frames)} frames, expected {len(keys) * each}")
-    return {key: frames[n * each : (n + 1) * each] for n, key in enumerate(keys)}

@@ -49,14 +49,10 @@ class MicroBatches:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        last = len(self) - 1
-        if last <= 0:
-            yield from map(self._make, range(last + 1))
-            return
         with ThreadPoolExecutor(1, thread_name_prefix="micro-batches") as packer:
             coming = packer.submit(self._make, 0)
-            for number in range(last):
-                batch, coming = coming.result(), packer.submit(self._make, number + 1)
+            for number in range(1, len(self)):
+                batch, coming = coming.result(), packer.submit(self._make, number)
                 yield batch
             batch = coming.result()
         yield batch

@@ -64,11 +64,6 @@ class Schedule:
     ranks: tuple[tuple[Indices, ...], ...]
     rows: int = 0
 
-    @property
-    def microbatches(self) -> int:
-        """Micro-batches of each rank, filler included."""
-        return len(self.ranks[0])
-
     def indices(self, dp_rank: int) -> list[int]:
         """The trajectories that rank `dp_rank` trains on and therefore fetches."""
         return [index for microbatch in self.ranks[dp_rank] for index in microbatch]
@@ -98,8 +93,6 @@ def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: 
         grid: the trainer's constraints.
         width: as for `cost`.
     """
-    if any(length <= 0 for length in lengths) or dp <= 0:
-        raise InvariantBroken(f"schedule: got lengths {[n for n in lengths if n <= 0]} and dp {dp}, expected positive numbers")
     bound, multiple = tokens_per_microbatch - tokens_per_microbatch % grid.rows, dp * grid.stages
     costs = [cost(length, width) for length in lengths]
     lengths = [grid.of(length) for length in lengths]

@@ -50,21 +50,19 @@ def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer]]) -> Seque
     """
     if mesh.tp * mesh.cp == 1:
         return ask()
-    found: Sequence[Buffer] = [b""] * count
+    found: Sequence[Buffer] = [b""] * (count + 1)  # the last: why there are none
     failure: AsyncmoeError | None = None
     if mesh.fetches:
         try:
-            found = ask()
+            found = [*ask(), b""]
         except AsyncmoeError as error:
-            failure = error
-    why = str(failure).encode() if failure is not None else b""
-    sizes = torch.tensor([*(memoryview(one).nbytes for one in found), len(why)], dtype=torch.int64, device=mesh.device)
+            failure, found = error, [*found[1:], str(error).encode()]
+    sizes = torch.tensor([memoryview(one).nbytes for one in found], dtype=torch.int64, device=mesh.device)
     _broadcast(mesh, sizes)
-    *each, told = sizes.tolist()
-    if told:
-        text = bytes(_spread(mesh, *joined([told], [why] if mesh.fetches else None))[0])
-        raise failure or ProtocolError(f"rank {_first(mesh)} could not fetch the batch: {text.decode()}")
-    return _spread(mesh, *joined(each, found if mesh.fetches else None))
+    *each, why = _spread(mesh, *joined(sizes.tolist(), found if mesh.fetches else None))
+    if len(why):
+        raise failure or ProtocolError(f"rank {_first(mesh)} could not fetch the batch: {bytes(why).decode()}")
+    return each
 
 
 def _spread(mesh: Mesh, whole: np.ndarray, buffers: Sequence[memoryview]) -> Sequence[memoryview]:

@@ -7,7 +7,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config.lora import LoraSection
-from asyncmoe.errors import InvariantBroken
 from asyncmoe.models.lora import halves as planned
 from asyncmoe.models.lora.adapter import Kind, kind_of
 from asyncmoe.models.lora.halves import PREFIX, Half
@@ -47,8 +46,6 @@ def attach(
     """
     kind = kind_of(section, m)
     planned.check(kind, m)
-    if parallel.tp > 1 and not config.sequence_parallel:
-        raise InvariantBroken("adapters: tensor parallelism without sequence parallelism")
     made: list[Adapters] = []
     for chunk, layers in zip(chunks, parallel.chunk_layers(m.layers, rank), strict=True):
         chunk.requires_grad_(False)
@@ -66,22 +63,20 @@ def attach(
         chunk.add_module("adapters", adapters)
         made.append(adapters)
 
-    def copies() -> Iterator[torch.nn.Parameter]:
-        yield from (parameter for adapters in made for _, _, half, parameter in adapters.halves() if half.partial == "etp")
+    copies = [parameter for adapters in made for _, _, half, parameter in adapters.halves() if half.partial == "etp"]
+    reduce = config.finalize_model_grads_func
 
-    config.finalize_model_grads_func = _finalizing(config.finalize_model_grads_func, copies)
+    def finalize(model: list[Any], *arguments: Any, **keywords: Any) -> None:
+        reduce(model, *arguments, **keywords)
+        _sum_over_expert_tensor_ranks([parameter.main_grad for parameter in copies])
+
+    config.finalize_model_grads_func = finalize
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[Adapters]:
-    """Return the adapters of a rank's chunks.
-
-    Raises:
-        InvariantBroken: a chunk has no adapters.
-    """
-    found = [getattr(chunk, "adapters", None) for chunk in chunks]
-    if not all(isinstance(one, Adapters) for one in found):
-        raise InvariantBroken("the model has no adapters")
-    return [one for one in found if isinstance(one, Adapters)]
+    """Return the adapters of a rank's chunks, to which they were attached."""
+    found: list[Any] = [chunk.adapters for chunk in chunks]
+    return found
 
 
 def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
@@ -91,11 +86,6 @@ def parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Paramete
         for number, adapters in enumerate(adapters_of(chunks))
         for name, parameter in adapters.named_parameters()
     }
-
-
-def values(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the tensors of `parameters`, not copies."""
-    return {name: parameter.data for name, parameter in parameters(chunks).items()}
 
 
 @contextmanager
@@ -145,25 +135,13 @@ def _mark(parameter: torch.nn.Parameter, half: Half) -> None:
         setattr(parameter, name, value)
 
 
-def _finalizing(original: Callable[..., None], copies: Callable[[], Iterator[Any]]) -> Callable[..., None]:
-    """Return Megatron's `finalize_model_grads_func` followed by the sums over expert-tensor-parallel ranks.
+def _sum_over_expert_tensor_ranks(gradients: Sequence[torch.Tensor]) -> None:
+    """Sum, in place, the gradients of a rank's parameters whose `Half.partial` is "etp", after Megatron's `finalize_model_grads_func`.
 
     By then gradients are already summed over data-parallel ranks, perhaps during the backward pass; if the optimizer state is sharded,
     each rank has the sums of its own shard only. Ranks with copies of a half shard it identically, so the sums of sums are right wherever
     they are used.
-
-    Args:
-        copies: returns a rank's parameters whose `Half.partial` is "etp".
     """
-
-    def finalize(model: list[Any], *arguments: Any, **keywords: Any) -> None:
-        original(model, *arguments, **keywords)
-        _sum_over_expert_tensor_ranks([parameter.main_grad for parameter in copies()])
-
-    return finalize
-
-
-def _sum_over_expert_tensor_ranks(gradients: Sequence[torch.Tensor]) -> None:
     group: dist.ProcessGroup = groups.get_expert_tensor_parallel_group()
     if group.size() == 1 or not gradients:
         return

@@ -17,7 +17,6 @@ from asyncmoe.models.parallel import MegatronParallel
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard import LocalTransport, exchange
 from asyncmoe.reshard import plan as plan_of
-from asyncmoe.trainer.lora.attach import values
 from asyncmoe.trainer.model.gpt import Model
 
 
@@ -25,7 +24,7 @@ def write(model: Model, halves: Mapping[str, torch.Tensor]) -> None:
     """Fill this rank's halves from whole halves, as cut by `local`. Call it before the optimizer is built: with bfloat16 the optimizer
     copies the halves into float32 masters."""
     assert model.adapter is not None
-    mine, shape = values(model.chunks), family_of(model.hf).shape_of(model.hf)
+    mine, shape = model.adapter_values(), family_of(model.hf).shape_of(model.hf)
     for name, value in local(shape, model.adapter, model.parallel, model.mesh.rank, halves, model.dtype).items():
         mine[name].copy_(value)
 

@@ -83,33 +83,20 @@ class Pairs(torch.nn.Module):
             self.register_parameter(half.name, torch.nn.Parameter(initial(half, layer, seed)))
         self.projections = [name for name in fused.outputs if f"{name}_a" in self.halves]
 
-    def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Add the pairs' output for `x` to `output`, the layer's own input and output on this rank."""
-        raise NotImplementedError
-
     def deltas(self) -> Iterator[torch.Tensor]:
         """Yield the pairs' contribution to the layer's weight, [rows, in] on this rank; for experts, one per expert."""
         raise NotImplementedError
 
-    def _delta(self, a: torch.Tensor, b: Sequence[torch.Tensor]) -> torch.Tensor:
-        """a: [sum of the projections' ranks, in], one projection after another."""
-        parts = dict(zip(self.projections, torch.split(a, [half.shape[-1] for half in b]), strict=True))
-        with_b = dict(zip(self.projections, b, strict=True))
-        columns = [
-            (with_b[name] @ parts[name]).t() if name in parts else a.new_zeros((a.shape[1], rows))
-            for name, rows in self.fused.outputs.items()
-        ]
-        return self.scale * self.fused.join(columns).t()
-
-    def _sum(self, output: torch.Tensor, hidden: torch.Tensor, b: Sequence[torch.Tensor], times: Times = _times) -> torch.Tensor:
-        """hidden: [..., sum of the projections' ranks], one projection after another."""
+    def output(self, hidden: torch.Tensor, b: Sequence[torch.Tensor], times: Times = _times) -> torch.Tensor:
+        """Return the pairs' output on this rank, [..., rows], from hidden [..., sum of the projections' ranks], one projection after
+        another."""
         made = dict(zip(self.projections, torch.split(hidden, [half.shape[-1] for half in b], dim=-1), strict=True))
         with_b = dict(zip(self.projections, b, strict=True))
         parts = [
-            times(made[name], with_b[name]) if name in made else output.new_zeros((*output.shape[:-1], rows))
+            times(made[name], with_b[name]) if name in made else hidden.new_zeros((*hidden.shape[:-1], rows))
             for name, rows in self.fused.outputs.items()
         ]
-        return output + self.fused.join(parts)
+        return self.fused.join(parts)
 
     def _of(self, side: str) -> list[torch.Tensor]:
         return [self.get_parameter(f"{name}_{side}") for name in self.projections]
@@ -119,6 +106,7 @@ class DensePairs(Pairs):
     """The pairs of a layer that is divided over tensor-parallel ranks or whole on each; several ranks use sequence parallelism."""
 
     def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Add the pairs' output for `x` to `output`, the layer's own input and output on this rank."""
         axes = {half.axis for half in self.halves.values()}
         hidden = self.scale * (x @ torch.cat(self._of("a")).t())
         group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
@@ -126,10 +114,10 @@ class DensePairs(Pairs):
             # Only the adapter's `rank` columns travel between the ranks, not the layer's columns.
             move = reduce_scatter_to_sequence_parallel_region if 1 in axes else gather_from_sequence_parallel_region
             hidden = move(hidden, group=group)
-        return self._sum(output, hidden, self._of("b"))
+        return output + self.output(hidden, self._of("b"))
 
     def deltas(self) -> Iterator[torch.Tensor]:
-        yield self._delta(torch.cat(self._of("a")), self._of("b"))
+        yield self.output(self.scale * torch.cat(self._of("a")).t(), self._of("b")).t()
 
 
 class ExpertPairs(Pairs):
@@ -144,7 +132,7 @@ class ExpertPairs(Pairs):
         return [ExpertPair(self, first, second) for first, *second in zip(a, *b, strict=True)]
 
     def add_to_all(self, x: torch.Tensor, output: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Like `add`, for the rows of all experts, sorted by expert.
+        """Like `DensePairs.add`, for the rows of all experts, sorted by expert.
 
         Args:
             ends: int32[experts]; end of each expert's rows.
@@ -154,10 +142,10 @@ class ExpertPairs(Pairs):
             return _times(rows, weight) if weight.ndim == 2 else multiply(rows, ends, weight)
 
         hidden = self.scale * times(x, torch.cat(self._of("a"), dim=-2))
-        return self._sum(output, hidden, self._of("b"), times)
+        return output + self.output(hidden, self._of("b"), times)
 
     def deltas(self) -> Iterator[torch.Tensor]:
-        yield from (self._delta(pair.a, pair.b) for pair in self.each())
+        yield from (self.output(self.scale * pair.a.t(), pair.b).t() for pair in self.each())
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +162,5 @@ class ExpertPair:
     b: Sequence[torch.Tensor]
 
     def add(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """See `Pairs.add`."""
-        hidden = self.pairs.scale * (x @ self.a.t())
-        return self.pairs._sum(output, hidden, self.b)
+        """See `DensePairs.add`."""
+        return output + self.pairs.output(self.pairs.scale * (x @ self.a.t()), self.b)

@@ -16,11 +16,10 @@ from asyncmoe.errors import DataError
 from asyncmoe.models import family_of
 from asyncmoe.models.origin import facts_of
 from asyncmoe.platform import collectives, megatron
-from asyncmoe.platform.megatron import any_layout, reader, writer
+from asyncmoe.platform.megatron import adam, any_layout, reader, writer
 from asyncmoe.platform.megatron.any_layout import AVOID_PREFIX, AskedState
 from asyncmoe.platform.megatron.writer import FORMAT
 from asyncmoe.trainer.model.gpt import Model
-from asyncmoe.trainer.model.optimizer import fuse
 
 megatron.prepare()
 
@@ -73,7 +72,7 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
         optimizer.load_state_dict(state["optimizer"])
         if without_masters:
             optimizer.reload_model_params()
-        fuse(optimizer)
+        adam.fuse(optimizer)
     return int(facts["step"])
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from asyncmoe import checkpoints
 from asyncmoe.checkpoints import directories, intact
-from asyncmoe.checkpoints.intact import Damaged
 from asyncmoe.errors import UserError
 from asyncmoe.platform import collectives
 from asyncmoe.trainer.model.mesh import Mesh
@@ -19,22 +17,19 @@ log = logging.getLogger(__name__)
 def choose(run_dir: Path, mesh: Mesh) -> Path | None:
     """Return the newest checkpoint that is as it was written; None if the run has none. Collective over all ranks.
 
-    A damaged checkpoint is set aside, and the one before is taken.
+    A damaged checkpoint is set aside, and the one before is taken. Nothing is renamed before an intact one is known: damage never makes a
+    run start over.
 
     Raises:
         DataError: the run has checkpoints, and every one is damaged.
         UserError: a rank cannot read a file, although it may be whole.
     """
-    damaged: list[Damaged] = []
-    for path in collectives.everyones(directories.complete(run_dir)[::-1] if mesh.rank == 0 else [])[0]:
-        fault = agreed_fault(path, mesh)
-        if fault is None:
-            _set_aside(damaged, path, mesh)
-            return path
-        damaged.append(Damaged(path, fault))
-    if damaged:
-        raise intact.none_left(damaged)
-    return None
+    newest_first = collectives.everyones(directories.complete(run_dir)[::-1] if mesh.rank == 0 else [])[0]
+    found = intact.first_intact(newest_first, lambda path: agreed_fault(path, mesh))
+    for line, one in zip(found.lines, found.damaged, strict=True) if mesh.rank == 0 else ():
+        log.warning("%s; the damaged one is now %s", line, checkpoints.set_aside(one.path).name)
+    collectives.barrier()
+    return found.newest
 
 
 def agreed_fault(checkpoint: Path, mesh: Mesh) -> str | None:
@@ -50,11 +45,3 @@ def agreed_fault(checkpoint: Path, mesh: Mesh) -> str | None:
         if why:
             raise UserError(f"{checkpoint.name} on rank {rank}", got=why, expected="files that every rank can read")
     return next((fault for fault, _ in found if fault is not None), None)
-
-
-def _set_aside(damaged: Sequence[Damaged], instead: Path, mesh: Mesh) -> None:
-    """Rename damaged checkpoints on rank 0, only now that an intact one is known: damage never makes a run start over."""
-    for one in damaged if mesh.rank == 0 else ():
-        aside = checkpoints.set_aside(one.path)
-        log.warning("checkpoint %s; it is now %s, and the run resumes from %s", one, aside.name, instead.name)
-    collectives.barrier()

@@ -6,36 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncmoe.config import Config
-from asyncmoe.models import MegatronParallel, family_of, kept_routing
+from asyncmoe.models import family_of, kept_routing
 from asyncmoe.models.latent import Latent
-from asyncmoe.trainer.model.gpu_settings import gpu_settings_of
 from asyncmoe.trainer.model.switches import RunFeatures
 
 
-def run_features(hf: Mapping[str, Any], config: Config, parallel: MegatronParallel, float32: bool) -> RunFeatures:
-    """The features that `switches.decide` takes.
+def run_features(hf: Mapping[str, Any], config: Config, float32: bool) -> RunFeatures:
+    """Return the features that `switches.decide` takes.
 
     Args:
         hf: the model's config.json.
-        parallel: sizes of the trainer.
         float32: the trainer's weights are float32.
     """
     family, expert_widths = family_of(hf), tuple[int, ...]()
     shape = family.shape_of(hf)
     if shape.experts:
         rank = () if config.adapter is None else (config.adapter.rank,)
-        expert_widths = (shape.hidden, shape.expert_width // parallel.etp, *rank)
+        expert_widths = (shape.hidden, shape.expert_width // config.trainer.expert_tp, *rank)
     return RunFeatures(
-        dp=parallel.dp,
-        exchanged=parallel.etp * parallel.ep,
         expert_widths=expert_widths,
         lora=config.adapter is not None,
         keeps_routing=kept_routing(config, hf) is not None,
         latent=isinstance(shape.attention, Latent),
         interleaved_rope=bool(family.megatron_config(hf)[0].get("rotary_interleaved")),
         float32=float32,
-        distributed=config.trainer.distributed_optimizer,
         published_every=config.sync.every,
-        cp=config.trainer.cp,
-        gpu=gpu_settings_of(config.trainer),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from asyncmoe.config import Config
 from asyncmoe.errors import InvariantBroken
-from asyncmoe.models import MegatronParallel, adapter_of, family_of
+from asyncmoe.models import MegatronParallel, adapter_of, family_of, trainer_parallel
 from asyncmoe.models.hf_checkpoint import HFCheckpoint
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.lora.halves import PREFIX as ADAPTERS
@@ -71,7 +71,7 @@ class Model:
 
     def adapter_values(self) -> dict[str, torch.Tensor]:
         """Return this rank's halves of the adapter, not copies, by the names of `asyncmoe.trainer.lora.attach.parameters`."""
-        return attach.values(self.chunks)
+        return {name: parameter.data for name, parameter in attach.parameters(self.chunks).items()}
 
 
 def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
@@ -80,11 +80,12 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
     Raises:
         ConfigError: the model does not support the adapter, or a requested Megatron switch cannot be on.
     """
-    dtype = _dtype(config.trainer.weights_dtype, mesh)
-    on = layers.switches(hf, config, mesh, dtype)
-    parallel = mesh.parallel(on.transformer_engine)
+    wanted = config.trainer.weights_dtype
+    dtype = torch.bfloat16 if wanted == "bfloat16" or (wanted == "auto" and mesh.device.type != "cpu") else torch.float32
+    on = layers.switches(hf, config, dtype)
+    parallel = replace(trainer_parallel(config), te=on.transformer_engine)
     family_config, gpt = family_of(hf).megatron_config(hf)
-    megatron_config = layers.transformer_config(family_config, config, mesh, dtype, on)
+    megatron_config = layers.transformer_config(family_config, config, mesh.device, dtype, on)
     chunks = tuple(
         GPTModel(
             config=megatron_config,
@@ -176,9 +177,3 @@ def _check_layout(layout: RankLayout, built: Mapping[str, torch.Tensor]) -> None
         raise InvariantBroken(
             f"{name}: the layout table says {described.get(name)}, Megatron built {existing.get(name)} ({len(differ)} differ)"
         )
-
-
-def _dtype(choice: str, mesh: Mesh) -> torch.dtype:
-    if choice == "auto":
-        return torch.float32 if mesh.device.type == "cpu" else torch.bfloat16
-    return torch.bfloat16 if choice == "bfloat16" else torch.float32

@@ -11,7 +11,6 @@ Megatron's checks are made here first, in words of the configuration (megatron-c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from asyncmoe.config.trainer import MemorySection, TrainerSection, no_gpu_for
 from asyncmoe.errors import ConfigError
@@ -26,27 +25,7 @@ _BLOCKWISE = (2, 3)
 _HOPPER = (9, 0)
 
 
-@dataclass(frozen=True)
-class GpuSettings:
-    """What of a configuration needs a GPU and its software.
-
-    Attributes:
-        on_gpu: configuration keys that need a GPU, and their values.
-        low_precision: an average of Adam's is in bfloat16.
-        float8: layers compute in float8.
-    """
-
-    on_gpu: tuple[tuple[str, str], ...] = ()
-    low_precision: bool = False
-    float8: bool = False
-
-
-def gpu_settings_of(trainer: TrainerSection) -> GpuSettings:
-    """Return what a configuration needs."""
-    return GpuSettings(trainer.needs_gpu, trainer.memory.low_precision, trainer.precision == "fp8")
-
-
-def check(gpu: GpuSettings, kernels: Kernels, engine: bool, lacking: str) -> None:
+def check(trainer: TrainerSection, kernels: Kernels, engine: bool, lacking: str) -> None:
     """Refuse what this machine cannot do.
 
     Args:
@@ -57,24 +36,25 @@ def check(gpu: GpuSettings, kernels: Kernels, engine: bool, lacking: str) -> Non
         ConfigError: with the key, and the way out.
     """
     if not kernels.cuda:
-        for key, value in gpu.on_gpu:
+        for key, value in trainer.needs_gpu:
             raise no_gpu_for(key, value)
-    if gpu.low_precision and kernels.transformer_engine < _PRECISE:
-        key, value = next(one for one in gpu.on_gpu if one[1] == "bfloat16")
-        raise ConfigError(key, got=value, expected=f"float32 because {_missing(kernels, _PRECISE)}", hint="leave it out, or install it")
-    if gpu.float8 and (why := _lacks_float8(gpu, kernels, engine, lacking)):
+    if trainer.memory.low_precision and (why := older_engine(kernels, _PRECISE)):
+        key, value = next(one for one in trainer.needs_gpu if one[1] == "bfloat16")
+        raise ConfigError(key, got=value, expected=f"float32 because {why}", hint="leave it out, or install it")
+    if trainer.precision == "fp8" and (why := _lacks_float8(kernels, engine, lacking)):
         raise ConfigError("trainer.precision", got="fp8", expected=f"null because {why}", hint="leave it out")
 
 
-def _lacks_float8(gpu: GpuSettings, kernels: Kernels, engine: bool, lacking: str) -> str:
+def _lacks_float8(kernels: Kernels, engine: bool, lacking: str) -> str:
     if kernels.capability < _HOPPER:
         return f"blocks of float8 need capability 9.0 (Hopper), and this GPU has {'.'.join(map(str, kernels.capability))}"
-    if not engine:
-        return lacking
-    return _missing(kernels, _BLOCKWISE) if kernels.transformer_engine < _BLOCKWISE else ""
+    return older_engine(kernels, _BLOCKWISE) if engine else lacking
 
 
-def _missing(kernels: Kernels, release: tuple[int, ...]) -> str:
+def older_engine(kernels: Kernels, release: tuple[int, ...]) -> str:
+    """Return that Transformer Engine is missing or older than a release; "" if it is not."""
+    if kernels.transformer_engine >= release:
+        return ""
     found, needed = (".".join(map(str, one)) for one in (kernels.transformer_engine, release))
     return f"Transformer Engine is {found}, older than {needed}" if found else "Transformer Engine is not installed"
 

@@ -12,7 +12,6 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.platform import kernels, megatron
 from asyncmoe.trainer.model.features import run_features
 from asyncmoe.trainer.model.gpu_settings import float8_arguments
-from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trainer.model.switches import Switches, decide, megatron_arguments
 
 megatron.prepare()
@@ -30,13 +29,13 @@ from asyncmoe.platform.megatron.packed_attention import PackedAttention  # noqa:
 rope.install()
 
 
-def switches(hf: Mapping[str, Any], config: Config, mesh: Mesh, dtype: torch.dtype) -> Switches:
+def switches(hf: Mapping[str, Any], config: Config, dtype: torch.dtype) -> Switches:
     """Decide which of Megatron's switches are on in this run.
 
     Raises:
         ConfigError: the configuration requests an impossible setting.
     """
-    return decide(config.trainer.megatron, kernels.detect(), run_features(hf, config, mesh.parallel(te=False), dtype == torch.float32))
+    return decide(config.trainer, kernels.detect(), run_features(hf, config, dtype == torch.float32))
 
 
 def ddp_config(config: Config, on: Switches) -> DistributedDataParallelConfig:
@@ -49,23 +48,25 @@ def ddp_config(config: Config, on: Switches) -> DistributedDataParallelConfig:
     )
 
 
-def transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dtype: torch.dtype, on: Switches) -> TransformerConfig:
+def transformer_config(
+    family: Mapping[str, Any], config: Config, device: torch.device, dtype: torch.dtype, on: Switches
+) -> TransformerConfig:
     """Return Megatron's model configuration. `family`: keyword arguments from the model family.
 
     Raises:
         ConfigError: `trainer.recompute_modules` names a module that cannot be recomputed.
     """
-    interleaved = mesh.vpp > 1
+    trainer, interleaved = config.trainer, config.trainer.vpp > 1
     given: dict[str, Any] = {
-        "tensor_model_parallel_size": mesh.tp,
-        "context_parallel_size": mesh.cp,
-        "pipeline_model_parallel_size": mesh.pp,
-        "virtual_pipeline_model_parallel_size": mesh.vpp if interleaved else None,
-        "num_layers_in_first_pipeline_stage": mesh.first_layers,
-        "num_layers_in_last_pipeline_stage": mesh.last_layers,
-        "expert_model_parallel_size": mesh.ep,
-        "expert_tensor_parallel_size": mesh.etp,
-        "sequence_parallel": mesh.tp > 1,
+        "tensor_model_parallel_size": trainer.tp,
+        "context_parallel_size": trainer.cp,
+        "pipeline_model_parallel_size": trainer.pp,
+        "virtual_pipeline_model_parallel_size": trainer.vpp if interleaved else None,
+        "num_layers_in_first_pipeline_stage": trainer.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": trainer.last_stage_layers,
+        "expert_model_parallel_size": trainer.ep,
+        "expert_tensor_parallel_size": trainer.expert_tp,
+        "sequence_parallel": trainer.tp > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -76,16 +77,16 @@ def transformer_config(family: Mapping[str, Any], config: Config, mesh: Mesh, dt
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         # The interleaved schedule frees an output while it is being sent, which is safe only if a stream orders the two.
-        "deallocate_pipeline_outputs": not (interleaved and mesh.backend == "gloo"),
+        "deallocate_pipeline_outputs": not (interleaved and device.type == "cpu"),
         # Losses are already divided by the step's denominator: Megatron must not divide by ranks or micro-batches.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": _finalize,
-        "use_cpu_initialization": mesh.device.type == "cpu",
+        "use_cpu_initialization": device.type == "cpu",
         "bias_dropout_fusion": False,  # the model has neither
         "masked_softmax_fusion": False,  # belongs to an attention that is not used
         "persist_layer_norm": False,
         **megatron_arguments(on),
-        **float8_arguments(config.trainer),
+        **float8_arguments(trainer),
         **_recompute(config, on, bool(family.get("multi_latent_attention"))),
     }
     kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig

@@ -37,7 +37,8 @@ class LogitBlocks:
     def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield a block's first id, the id after its last, and its logits: float32[n, ids], valid until the next block. Logits of a
         bfloat16 model are rounded to bfloat16, as an output layer's are."""
-        for first, last in head_blocks.spans(self._vocabulary, self.width):
+        for first in range(0, self._vocabulary, self.width):
+            last = min(first + self.width, self._vocabulary)
             ids = self._weight[first:last]
             block = self.shaped(self._exact, first, last)
             if self._rounded is None:

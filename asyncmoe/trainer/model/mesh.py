@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import ConfigError
-from asyncmoe.models import MegatronParallel
 from asyncmoe.platform import collectives, megatron
 from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.model import gpu_settings
@@ -25,8 +24,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 @dataclass(frozen=True)
 class Mesh:
     """This process's position. Ranks follow Megatron's order: tensor-parallel fastest, then context, data, and pipeline slowest; expert
-    parallelism spans tensor, context and data parallelism together. A stage holds `vpp` chunks of the model. `first_layers` and
-    `last_layers` are the layer counts of the outer pipeline stages; None: an equal share. Rows of a rank are a multiple of `row_block`."""
+    parallelism spans tensor, context and data parallelism together. A stage holds `vpp` chunks of the model. Rows of a rank are a multiple
+    of `row_block`."""
 
     rank: int
     world: int
@@ -34,17 +33,11 @@ class Mesh:
     pp: int
     vpp: int
     dp: int
-    ep: int
-    etp: int
     tp_rank: int
     pp_rank: int
     dp_rank: int
-    ep_rank: int
-    etp_rank: int
     device: torch.device
     backend: str
-    first_layers: int | None = None
-    last_layers: int | None = None
     cp: int = 1
     cp_rank: int = 0
     row_block: int = 1
@@ -84,21 +77,6 @@ class Mesh:
         """The ranks of this stage that train on the same trajectories: tensor- and context-parallel ones."""
         group: dist.ProcessGroup = groups.get_tensor_and_context_parallel_group()
         return group
-
-    def parallel(self, te: bool) -> MegatronParallel:
-        """Return the parallel sizes for `asyncmoe.models`, to which context-parallel ranks are data-parallel ones: they hold the same
-        weights. `te`: the model is built from Transformer Engine's modules."""
-        return MegatronParallel(
-            tp=self.tp,
-            pp=self.pp,
-            ep=self.ep,
-            etp=self.etp,
-            dp=self.dp * self.cp,
-            te=te,
-            vpp=self.vpp,
-            first_layers=self.first_layers,
-            last_layers=self.last_layers,
-        )
 
 
 def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
@@ -143,17 +121,11 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
         pp=trainer.pp,
         vpp=trainer.vpp,
         dp=groups.get_data_parallel_world_size(),
-        ep=trainer.ep,
-        etp=trainer.expert_tp,
         tp_rank=groups.get_tensor_model_parallel_rank(),
         pp_rank=groups.get_pipeline_model_parallel_rank(),
         dp_rank=groups.get_data_parallel_rank(),
-        ep_rank=groups.get_expert_model_parallel_rank(),
-        etp_rank=groups.get_expert_tensor_parallel_rank(),
         device=device,
         backend=backend,
-        first_layers=trainer.first_stage_layers,
-        last_layers=trainer.last_stage_layers,
         cp=trainer.cp,
         cp_rank=groups.get_context_parallel_rank(),
         row_block=gpu_settings.ROWS if trainer.precision == "fp8" else 1,

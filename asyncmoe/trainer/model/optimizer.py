@@ -14,7 +14,6 @@ from asyncmoe.platform import collectives, megatron
 from asyncmoe.platform.megatron import adam
 from asyncmoe.trainer.model.gpt import Model
 from asyncmoe.trainer.model.gpu_settings import optimizer_arguments
-from asyncmoe.trainer.model.lr import lr_at as lr_at
 
 megatron.prepare()
 
@@ -49,13 +48,8 @@ def build(config: Config, model: Model) -> MegatronOptimizer:
         ),
         list(model.ddp),
     )
-    fuse(optimizer)
+    adam.fuse(optimizer)
     return optimizer
-
-
-def fuse(optimizer: MegatronOptimizer) -> None:
-    """Use torch's fused kernel if the optimizer is torch's Adam. Call it again after a checkpoint is loaded."""
-    adam.fuse(one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float) -> None:

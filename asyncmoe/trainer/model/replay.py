@@ -181,7 +181,10 @@ class Replay:
         counts = torch.zeros(len(self._routing.layers), 2, dtype=torch.int64, device=collectives.device())
         for router in self._all:
             counts[self._routing.layers.index(router.layer)] = router.end().to(counts.device)
-        return _shares(self._routing, counts)
+        # Tensor- and context-parallel ranks hold parts of the rows, pipeline stages their layers, data-parallel ranks their micro-batches,
+        # so the sum over all ranks counts each row of a layer once.
+        total = collectives.total(counts).tolist()
+        return {layer: differ / rows for layer, (differ, rows) in zip(self._routing.layers, total, strict=True) if rows}
 
     def forget(self) -> None:
         """Discard all experts and counts; route live from now on."""
@@ -201,10 +204,3 @@ def _take_over(router: Any) -> RecordedRouter:
     recorded = RecordedRouter(router.layer_number - 1)  # Megatron counts from 1, over all stages
     router.router_replay = recorded
     return recorded
-
-
-def _shares(routing: Routing, counts: torch.Tensor) -> dict[int, float]:
-    """Tensor- and context-parallel ranks hold parts of the rows, pipeline stages their layers, data-parallel ranks their micro-batches, so
-    the sum over all ranks counts each row of a layer once."""
-    total = collectives.total(counts).tolist()
-    return {layer: differ / rows for layer, (differ, rows) in zip(routing.layers, total, strict=True) if rows}

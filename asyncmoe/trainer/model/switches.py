@@ -7,14 +7,14 @@ each switch see megatron-core 0.16.1: `TransformerConfig.__post_init__`, `Distri
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from asyncmoe.config.trainer import MegatronSection
+from asyncmoe.config.trainer import TrainerSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.platform.kernels import Kernels
 from asyncmoe.trainer.model import gpu_settings
-from asyncmoe.trainer.model.gpu_settings import GpuSettings
+from asyncmoe.trainer.model.gpu_settings import older_engine
 
 ENGINE = (2, 1)
 """The oldest Transformer Engine whose layers are used: Megatron requires it for fused permutation of rows."""
@@ -29,35 +29,25 @@ Experts = Literal["transformer_engine", "torch", "sequential"]
 
 @dataclass(frozen=True)
 class RunFeatures:
-    """The features of a run that decide its switches.
+    """The features of a run that decide its switches, besides the keys of `trainer`.
 
     Attributes:
-        dp: data-parallel ranks.
-        exchanged: expert-tensor-parallel times expert-parallel ranks, between which rows travel.
         expert_widths: columns and rows of a rank's part of an expert's matrices, and the adapter's rank if any; () without experts.
         lora: adapters are trained and the weights are frozen.
         keeps_routing: rows go to the experts that the engines chose.
         latent: the model uses DeepSeek's latent attention.
         interleaved_rope: the rotary embedding rotates neighbouring dimensions together.
         float32: weights are float32.
-        distributed: the optimizer state is sharded.
         published_every: optimizer steps between published versions.
-        cp: context-parallel ranks.
-        gpu: what saves memory on GPUs, and float8.
     """
 
-    dp: int
-    exchanged: int
     expert_widths: tuple[int, ...]
     lora: bool
     keeps_routing: bool
     latent: bool
     interleaved_rope: bool
     float32: bool
-    distributed: bool
     published_every: int
-    cp: int = 1
-    gpu: GpuSettings = field(default_factory=GpuSettings)
 
 
 @dataclass(frozen=True)
@@ -83,32 +73,34 @@ class Switches:
         return f"experts: {self.experts}; on: {on or 'nothing'}; off: {off or 'nothing'}"
 
 
-def decide(wanted: MegatronSection, kernels: Kernels, run: RunFeatures) -> Switches:
+def decide(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> Switches:
     """Decide the switches of a run.
 
     Raises:
         ConfigError: the configuration requests an impossible setting.
     """
-    lacking = _lacks_engine(kernels)
+    wanted = trainer.megatron
+    lacking = older_engine(kernels, ENGINE) if kernels.cuda else "there is no GPU"
     engine = not lacking and wanted.transformer_impl != "local"
     if wanted.transformer_impl == "transformer_engine" and lacking:
         raise _refusal("transformer_impl", "transformer_engine", "local", lacking)
-    if run.cp > 1 and kernels.cuda and (not engine or run.float32):
+    if trainer.cp > 1 and kernels.cuda and (not engine or run.float32):
         why = lacking or ("the weights are float32" if engine else "trainer.megatron.transformer_impl is local")
         raise ConfigError(
             "trainer.cp",
-            got=run.cp,
+            got=trainer.cp,
             expected=f"1 because {why}: on a GPU Transformer Engine's attention for 16 bits divides sequences",
             hint=_WITHOUT,
         )
-    gpu_settings.check(run.gpu, kernels, engine, lacking or "transformer_impl is local")
+    gpu_settings.check(trainer, kernels, engine, lacking or "transformer_impl is local")
     experts = _experts(wanted.moe_grouped_gemm, kernels, run, engine)
-    if (cannot := _lacks_gather(run, experts)) and wanted.overlap_param_gather:
+    if (cannot := _lacks_gather(trainer, run, experts)) and wanted.overlap_param_gather:
         raise _refusal("overlap_param_gather", "true", "false or null", cannot)
     flex = wanted.moe_token_dispatcher_type == "flex"
-    if flex and (why := _lacks_flex(kernels, run)):
+    if flex and (why := _lacks_flex(trainer, kernels, run)):
         raise _refusal("moe_token_dispatcher_type", "flex", "alltoall", why)
-    fused, overlap = engine and bool(run.expert_widths), kernels.cuda and run.dp > 1  # a CPU reduces and computes on the same cores
+    fused = engine and bool(run.expert_widths)
+    overlap = kernels.cuda and trainer.dp * trainer.cp > 1  # a CPU reduces and computes on the same cores
     return Switches(
         transformer_engine=engine,
         experts=experts,
@@ -138,24 +130,14 @@ def _refusal(name: str, got: str, expected: str, why: str) -> ConfigError:
     return ConfigError(f"trainer.megatron.{name}", got=got, expected=f"{expected} because {why}", hint="leave it out")
 
 
-def _lacks_engine(kernels: Kernels) -> str:
-    if not kernels.cuda:
-        return "there is no GPU"
-    if not kernels.transformer_engine:
-        return "Transformer Engine is not installed"
-    if kernels.transformer_engine < ENGINE:
-        return f"Transformer Engine is {_text(kernels.transformer_engine)}, older than {_text(ENGINE)}"
-    return ""
-
-
-def _lacks_flex(kernels: Kernels, run: RunFeatures) -> str:
+def _lacks_flex(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> str:
     if not run.expert_widths:
         return "the model has no experts"
     if not kernels.cuda:
         return "there is no GPU"
     if not kernels.deep_ep:
         return "DeepEP (the package deep_ep) is not installed"
-    return "rows do not travel between ranks: trainer.expert_tp and trainer.ep are 1" if run.exchanged == 1 else ""
+    return "rows do not travel between ranks: trainer.expert_tp and trainer.ep are 1" if trainer.expert_tp * trainer.ep == 1 else ""
 
 
 def _experts(wanted: bool | None, kernels: Kernels, run: RunFeatures, engine: bool) -> Experts:
@@ -185,18 +167,14 @@ def _refuses_grouped(run: RunFeatures) -> str:
     return f"a rank's part of an expert is {' and '.join(map(str, run.expert_widths))} wide, expected multiples of {multiple}"
 
 
-def _lacks_gather(run: RunFeatures, experts: Experts) -> str:
+def _lacks_gather(trainer: TrainerSection, run: RunFeatures, experts: Experts) -> str:
     """Return why `overlap_param_gather` is impossible, or "". Megatron waits for weights when their layer is called, but adapters are
     called by hooks, and torch multiplies all experts at once without calling them."""
-    if not run.distributed:
+    if not trainer.distributed_optimizer:
         return "the optimizer's state is not sharded"
     if run.lora:
         return "Megatron does not call adapters as layers"
     return "torch's grouped matmul reads expert weights without calling their layers" if experts == "torch" else ""
-
-
-def _text(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
 
 
 def megatron_arguments(switches: Switches) -> Mapping[str, object]:

@@ -12,7 +12,7 @@ rows are distributed over micro-batches and ranks. A user's own advantage, loss 
 from asyncmoe.trainer.objective.advantages import group_advantages
 from asyncmoe.trainer.objective.aggregation import scale, token_weights
 from asyncmoe.trainer.objective.correction import RULES, Fates
-from asyncmoe.trainer.objective.loss import policy_loss, supervised_loss
+from asyncmoe.trainer.objective.loss import policy_loss
 from asyncmoe.trainer.objective.metrics import AGES, SUMS, metrics
 from asyncmoe.trainer.objective.plugin import NO_PLUGINS, Plugins, Responses
 from asyncmoe.trainer.objective.rows import PolicyRows, Rows, Sums, exp, segments
@@ -40,6 +40,5 @@ __all__ = [
     "scale",
     "segments",
     "step_scales",
-    "supervised_loss",
     "token_weights",
 ]

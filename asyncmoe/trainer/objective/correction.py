@@ -11,19 +11,7 @@ from asyncmoe.config.objective import Band, ObjectiveSection
 from asyncmoe.trainer.objective.rows import Rows, exp
 
 RULES = ("token_band", "sequence_band", "geometric_band", "veto", "opsm", "max_age")
-"""The rejection rules, in the order of `Correction.rejected`."""
-
-
-@dataclass(frozen=True)
-class Correction:
-    """The correction of each token, without gradients."""
-
-    weight: torch.Tensor
-    """float32[T]; multiplies the token's loss."""
-    capped: torch.Tensor
-    """bool[T]; True if the cap reduced the weight."""
-    rejected: torch.Tensor
-    """bool[len(RULES), T]; True if the rule, on its own, rejects the token."""
+"""The rejection rules, in the order of `Fates.rejected`."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +20,11 @@ class Fates:
 
     Attributes:
         logprobs: float32[T]; log-probability under the trainer's policy.
-        weight: float32[T]; the correction's weight.
+        weight: float32[T]; the correction's weight, which multiplies the row's loss.
         kept: bool[T]; True if the row is trained on.
         cut: bool[T]; True if the clip acts on it.
         capped: bool[T]; True if the cap reduced the weight.
-        rejected: bool[len(RULES), T]; True if the rule rejects it.
+        rejected: bool[len(RULES), T]; True if the rule, on its own, rejects it.
     """
 
     logprobs: torch.Tensor
@@ -48,9 +36,15 @@ class Fates:
 
 
 def correct(
-    new: torch.Tensor, old: torch.Tensor, rows: Rows, section: ObjectiveSection, version: int, own: torch.Tensor | None = None
-) -> Correction:
-    """Weight or reject every sampled token. A token is trained on if no rule rejects it.
+    new: torch.Tensor,
+    old: torch.Tensor,
+    rows: Rows,
+    section: ObjectiveSection,
+    version: int,
+    cut: torch.Tensor,
+    own: torch.Tensor | None = None,
+) -> Fates:
+    """Weight or reject every sampled token. A token is trained on if no rule rejects it, and its weight is not 0.
 
     The ratio is rho = pi_prox / pi_b, which the clipped ratio does not cover; with proximal: behaviour, where that is 1, it is w = pi /
     pi_b and only rejects tokens (the configuration refuses weights, because w would count twice). Sequence ratios are over all sampled
@@ -71,6 +65,7 @@ def correct(
         new, old: float32[T] without gradient, from `clamped`; log-probabilities of the trainer and of the proximal policy.
         rows: from `Rows.clamped`.
         version: weight version before the batch's first update.
+        cut: bool[T]; see `Fates`.
         own: float64[T]; the user's own weights, still to be capped; required if `section` names any.
     """
     rule = section.correction
@@ -98,7 +93,8 @@ def correct(
     if rule.opsm_delta is not None:
         drifted = rows.mean(behaviour - new.double()) > rule.opsm_delta
         rejected["opsm"] = (rows.advantages < 0) & rows.spread(drifted)
-    return Correction(weight.to(new.dtype), capped, torch.stack([rejected[name] & rows.mask for name in RULES]))
+    each = torch.stack([rejected[name] & rows.mask for name in RULES])
+    return Fates(new.detach(), weight.to(new.dtype), rows.mask & ~each.any(dim=0) & (own != 0), cut, capped, each)
 
 
 def _outside(log_ratio: torch.Tensor, band: Band | None) -> torch.Tensor:

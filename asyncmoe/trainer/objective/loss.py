@@ -72,32 +72,13 @@ def policy_loss(
         if plugins.weight is not None:
             own, reported = plugins.weight.of_rows(replace(seen, logprobs=new.detach()))
             added = added | plugins.weight.measure(seen, own, reported)
-        correction = correct(new, old, rows, section, version, own)
-        kept = rows.mask & ~correction.rejected.any(dim=0)
-        if own is not None:
-            kept = kept & (own != 0)
-        weights = kept_weights(rows, kept, section.aggregation, section.correction.denominator)
+        fates = correct(new, old, rows, section, version, cut, own)
+        weights = kept_weights(rows, fates.kept, section.aggregation, section.correction.denominator)
         if observe is not None:
-            observe(Fates(new.detach(), correction.weight, kept, cut, correction.capped, correction.rejected))
-        sums = measure(new, compared, rows, kept, correction, cut, weights, version) | added
-    loss = (torch.where(kept, value * correction.weight, 0.0) * weights).sum()
+            observe(fates)
+        sums = measure(fates, compared, rows, weights, version) | added
+    loss = (torch.where(fates.kept, value * fates.weight, 0.0) * weights).sum()
     if rows.reference is not None and section.kl.coefficient:
         divergence = penalty(compared, rows.reference, new - rows.behaviour, section.kl.estimator)
         loss = loss + section.kl.coefficient * (divergence * weights).sum()
     return loss, sums
-
-
-def supervised_loss(logprobs: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """Weighted negative log-likelihood of the sampled (demonstrated) tokens: `weights` * -log pi.
-
-    Args:
-        logprobs: float32[T] with gradient.
-        mask: bool[T]; rows outside contribute nothing.
-        weights: float32[T].
-
-    Returns:
-        The loss, a float32 scalar, and the sums that `scale` needs; no token is ever rejected.
-    """
-    loss = -(torch.where(mask, logprobs, 0.0) * weights).sum()
-    tokens, planned = mask.sum().double(), torch.where(mask, weights, 0.0).double().sum()
-    return loss, {"tokens": tokens, "kept": tokens, "planned_weight": planned, "kept_weight": planned}

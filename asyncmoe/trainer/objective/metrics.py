@@ -8,61 +8,37 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncmoe.trainer.objective.correction import RULES, Correction
+from asyncmoe.trainer.objective.correction import RULES, Fates
 from asyncmoe.trainer.objective.rows import Rows, Sums, exp
 from asyncmoe.trainer.objective.surrogate import k3
 
 AGES = 65
 """Number of age bins; the last bin also holds all higher ages."""
 
+_NUMBERS = (
+    *("tokens", "kept", "planned_weight", "kept_weight", "clipped", "tis_capped", "correction", "ratio", "ratio_squared"),
+    *("kl", "kl_direct", "kl_reference", "referenced", "future"),
+    *("logprob_diff", "same_version", "logprob_diff_same_version", "max_logprob_diff_same_version"),
+)
 SUMS: Mapping[str, tuple[int, ...]] = {
-    "tokens": (),
-    "kept": (),
-    "planned_weight": (),
-    "kept_weight": (),
-    "clipped": (),
-    "tis_capped": (),
-    "correction": (),
-    "ratio": (),
-    "ratio_squared": (),
-    "kl": (),
-    "kl_direct": (),
-    "kl_reference": (),
-    "referenced": (),
-    "rejected": (len(RULES),),
-    "rejected_ages": (AGES,),
-    "ages": (AGES,),
-    "future": (),
-    "logprob_diff": (),
-    "same_version": (),
-    "logprob_diff_same_version": (),
-    "max_logprob_diff_same_version": (),
+    **dict.fromkeys(_NUMBERS, ()),
+    **{"rejected": (len(RULES),), "rejected_ages": (AGES,), "ages": (AGES,)},
 }
 """Names and shapes of the float64 sums that `measure` returns, the same for every micro-batch."""
 
 
-def measure(
-    new: torch.Tensor,
-    compared: torch.Tensor,
-    rows: Rows,
-    kept: torch.Tensor,
-    correction: Correction,
-    cut: torch.Tensor,
-    weights: torch.Tensor,
-    version: int,
-) -> Sums:
+def measure(fates: Fates, compared: torch.Tensor, rows: Rows, weights: torch.Tensor, version: int) -> Sums:
     """Compute the sums declared in `SUMS` over the sampled rows of a micro-batch; `metrics` explains their use.
 
     Args:
-        new, compared: float32[T] without gradient, from `clamped`; log-probabilities to compare with the engine's and the reference's.
+        fates: what becomes of the rows; their log-probabilities are compared with the engine's.
+        compared: float32[T], from `clamped`; log-probabilities to compare with the reference's.
         rows: from `Rows.clamped`.
-        kept: bool[T]; True for rows that are trained on.
-        cut: bool[T]; True for rows on which the clip acts.
         weights: float32[T]; row weights (`kept_weights`).
         version: the trainer's weight version.
     """
-    mask = rows.mask
-    log_ratio = new.double() - rows.behaviour.double()
+    mask, kept = rows.mask, fates.kept
+    log_ratio = fates.logprobs.double() - rows.behaviour.double()
     ratio = exp(log_ratio)
     age = version - rows.versions
     same = rows.pure & mask & (age == 0)
@@ -74,16 +50,16 @@ def measure(
         "kept": kept.sum(),
         "planned_weight": rows.weights.double().sum(),
         "kept_weight": weights.double().sum(),
-        "clipped": (cut & kept).sum(),
-        "tis_capped": correction.capped.sum(),
-        "correction": torch.where(kept, correction.weight, 0.0).double().sum(),
+        "clipped": (fates.cut & kept).sum(),
+        "tis_capped": fates.capped.sum(),
+        "correction": torch.where(kept, fates.weight, 0.0).double().sum(),
         "ratio": (ratio * mask).sum(),
         "ratio_squared": (ratio**2 * mask).sum(),
         "kl": k3(log_ratio).sum(),
         "kl_direct": -log_ratio.sum(),
         "kl_reference": k3(reference.double() - compared.double()).sum(),
         "referenced": mask.sum() * (rows.reference is not None),
-        "rejected": correction.rejected.sum(dim=1),
+        "rejected": fates.rejected.sum(dim=1),
         "rejected_ages": _count(at, mask & ~kept),
         "ages": _count(at, mask),
         "future": (mask & (age < 0)).sum(),

@@ -72,7 +72,7 @@ def ratio(new: torch.Tensor, old: torch.Tensor, rows: Rows, level: str) -> torch
         # In float64: differences of single tokens may cancel and be thousands of times their mean.
         mean = rows.mean(new.detach().double() - old.double())
         log_ratio = rows.spread(mean).to(new.dtype) + (new - new.detach())
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return exp(log_ratio)
 
 
 def surrogate(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncmoe.engines.engine import EngineHandle
+from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import (
     ABORTED,
     EngineLost,
@@ -22,6 +23,8 @@ from asyncmoe.engines.types import (
 )
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.platform.sglang.receiver_command import Command, CommitCommand
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
+from asyncmoe.weights.coordinator.driver import UpdateDriver
 
 
 class FakeEngine:
@@ -190,6 +193,23 @@ def fake(handle: EngineHandle) -> FakeEngine:
     """The engine of one of `handles`."""
     assert isinstance(handle.client, FakeEngine)
     return handle.client
+
+
+def coordinator_of(pool: Pool, published: list[int] | None = None, timeout_s: float = 5.0, **how: Any) -> WeightUpdateCoordinator:
+    """A coordinator of engines that have started.
+
+    Args:
+        published: gets the versions that every engine serves.
+        how: as for `UpdateDriver`.
+    """
+
+    async def publish(version: int) -> None:
+        if published is not None:
+            published.append(version)
+
+    made = WeightUpdateCoordinator(UpdateDriver(pool, timeout_s, lambda *_: None, **how), publish)
+    made.engines_started()
+    return made
 
 
 def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:

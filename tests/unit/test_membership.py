@@ -32,8 +32,7 @@ from asyncmoe.rpc.messages import (
 )
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
-from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
-from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_engine import FakeEngine, coordinator_of
 
 
 class Rig:
@@ -41,12 +40,8 @@ class Rig:
         self.config = config
         self.pool = Pool([], 8, 5.0, lambda *_: None)
         self.published: list[int] = []
-        self.coordinator = WeightUpdateCoordinator(self.pool, 5.0, self._published, lambda *_: None)
-        self.coordinator.engines_started()
+        self.coordinator = coordinator_of(self.pool, self.published)
         self.membership = Membership(config, self.pool, self.coordinator.updating)
-
-    async def _published(self, version: int) -> None:
-        self.published.append(version)
 
     async def join(self, name: str, **changed: Any) -> Member:
         values = {"url": "http://10.0.0.1:1", "key": "k", "host": "h", "tp": 1, "ep": 1, "config_digest": self.config.digest}

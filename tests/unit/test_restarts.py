@@ -14,24 +14,17 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rpc.messages import Engines, EnginesAsk
-from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
-from tests.unit.fake_engine import FakeHandle
+from tests.unit.fake_engine import FakeHandle, coordinator_of
 
 SAMPLING = Sampling(1.0, 3, ())
 ONE = {"run": {"dir": "unused", "steps": 1}, "model": {"path": "unused"}, "task": {"kind": "arithmetic"}, "engines": {"restarts": 1}}
 SPARSE = {"sync": {"every": 2}, "queue": {"staleness": {"max_staleness": 1}}}
 
 
-async def nothing(_: int) -> None:
-    """A version is published."""
-
-
 def made(*names: str, **sections: Any) -> tuple[Pool, EngineLifecycle]:
     """A pool of engines that serve, and its lifecycle."""
     pool = Pool([FakeHandle(name) for name in names], 8, 5.0, lambda *_: None)
-    coordinator = WeightUpdateCoordinator(pool, 5.0, nothing, lambda *_: None)
-    coordinator.engines_started()
-    return pool, EngineLifecycle(parse(ONE | sections), pool, coordinator)
+    return pool, EngineLifecycle(parse(ONE | sections), pool, coordinator_of(pool))
 
 
 def alone(**sections: Any) -> tuple[Pool, EngineLifecycle]:

@@ -22,6 +22,7 @@ from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import EngineJoin, EngineOrder, WeightsBegin, WeightsCommit, WeightsStage
 from asyncmoe.rpc.server import Server
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
+from asyncmoe.weights.coordinator.driver import UpdateDriver
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.test_engine_agent import Process
 
@@ -65,14 +66,11 @@ class Site:
 class Controller:
     """What a controller has to do with engines that join."""
 
-    def __init__(self, config: Config, published: list[int]) -> None:
+    def __init__(self, config: Config) -> None:
         self.succession = Succession(config.run.dir)
         self.pool = Pool([], 4, 5.0, lambda *_: None)
-
-        async def publish(version: int) -> None:
-            published.append(version)
-
-        self.coordinator = WeightUpdateCoordinator(self.pool, 5.0, publish, lambda *_: None, note=self.succession.note)
+        driver = UpdateDriver(self.pool, 5.0, lambda *_: None, note=self.succession.note)
+        self.coordinator = WeightUpdateCoordinator(driver, lambda _: asyncio.sleep(0))
         self.coordinator.succeed(self.succession.epoch, self.succession.weights.landed)
         self.lifecycle = EngineLifecycle(config, self.pool, self.coordinator, self.succession)
         self.membership: Any = self.lifecycle.membership
@@ -91,7 +89,7 @@ class Controller:
 @asynccontextmanager
 async def controller(config: Config) -> AsyncIterator[Controller]:
     """Serve; at the end of the block it is lost without a word."""
-    made = Controller(config, [])
+    made = Controller(config)
     async with Server(made.membership.handle, here_only=True) as server:
         keys.write(config.run.dir, await server.start())
         work = [asyncio.create_task(one) for one in (server.serve(), made.lifecycle._start_all())]

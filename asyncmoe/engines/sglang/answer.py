@@ -36,13 +36,13 @@ class GenerateAnswer:
 
     Attributes:
         tokens: int32[R].
-        entries: float32[R], its log-probabilities, NaN for null; and int32[R], the tokens that they are of.
+        logprobs: float32[R], their log-probabilities, NaN for null.
         masks: the ids that each token was sampled from, if requested.
         mask_logprobs: float32[R], log-probabilities over these ids.
     """
 
     tokens: np.ndarray
-    entries: tuple[np.ndarray, np.ndarray]
+    logprobs: np.ndarray
     spans: Sequence[VersionSpan]
     finish: Finish
     cached_tokens: int
@@ -75,7 +75,7 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
         masks = IdLists(counts, ids)
     return GenerateAnswer(
         tokens,
-        (logprobs, tokens),
+        logprobs,
         msgspec.json.decode(head.weight_versions, type=list[VersionSpan]),
         msgspec.json.decode(head.finish_reason, type=Finish),
         head.cached_tokens,
@@ -109,12 +109,6 @@ def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.n
     return found
 
 
-def entries(given: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the log-probabilities, NaN for None, and the tokens of entries. Raises OverflowError for a token of more than 32 bits."""
-    values = [np.nan if value is None else value for value, _, _ in given]
-    return floats(values), np.array([token for _, token, _ in given], np.int32)
-
-
 def response(name: str, given: GenerateAnswer, recording: Recording) -> Generation:
     """Return the response in an answer.
 
@@ -126,9 +120,8 @@ def response(name: str, given: GenerateAnswer, recording: Recording) -> Generati
     """
     if given.finish.type == ABORTED and given.finish.status_code is not None:
         raise EngineError(f"{name}: the request was aborted: {given.finish.message}")
-    values, of = given.entries
-    size = len(given.tokens)
-    if (of is not given.tokens and not np.array_equal(of, given.tokens)) or np.isnan(values).any():
+    values, size = given.logprobs, len(given.tokens)
+    if np.isnan(values).any():
         raise EngineError(f"{name}: log-probabilities do not match the response's {size} tokens")
     ends = [span.end for span in given.spans]
     if [span.start for span in given.spans] != [0, *ends[:-1]] or ends[-1:] != [size]:
@@ -140,7 +133,7 @@ def response(name: str, given: GenerateAnswer, recording: Recording) -> Generati
     return Generation(given.tokens, values, tuple(given.spans), given.finish.type, given.cached_tokens, given.routes, given.masks)
 
 
-def floats(values: Sequence[float]) -> np.ndarray:
-    """Return float32[n]; numbers that are too large become infinite, and are refused where a trajectory is checked."""
+def floats(values: Sequence[float | None]) -> np.ndarray:
+    """Return float32[n], NaN for None; numbers that are too large become infinite, and are refused where a trajectory is checked."""
     with np.errstate(over="ignore"):
         return np.array(values, np.float64).astype(np.float32)

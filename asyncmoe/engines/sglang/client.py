@@ -20,17 +20,11 @@ from asyncmoe.errors import EngineError
 from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
 
 
-class _ParsedCall(msgspec.Struct):
-    """A call in it (srt/function_call/core_types.py `ToolCallItem`)."""
-
-    name: str
-    parameters: str
-
-
 class _Parsed(msgspec.Struct):
-    """The part of an answer of `/parse_function_call` used here (srt/entrypoints/http_server.py `parse_function_call_request`)."""
+    """The part of an answer of `/parse_function_call` used here (srt/entrypoints/http_server.py `parse_function_call_request`; its calls:
+    srt/function_call/core_types.py `ToolCallItem`)."""
 
-    calls: tuple[_ParsedCall, ...]
+    calls: tuple[ParsedCall, ...]
     normal_text: str = ""
 
 
@@ -102,7 +96,7 @@ class SGLangClient(WeightEndpoints):
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         body = {"text": text, "tool_call_parser": parser, "tools": [dict(tool) for tool in tools]}
         found = await self._post("/parse_function_call", body, _Parsed)
-        return tuple(ParsedCall(call.name, call.parameters, found.normal_text) for call in found.calls)
+        return tuple(msgspec.structs.replace(call, rest=found.normal_text) for call in found.calls)
 
     async def abort(self) -> None:
         await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)

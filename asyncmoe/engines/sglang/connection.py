@@ -72,7 +72,8 @@ class SGLangConnection:
         except (*_FAILURES, RuntimeError):  # RuntimeError: the session was closed
             return False
 
-    async def _post(self, path: str, body: Mapping[str, Any], kind: type[T], timeout_s: float | None = None) -> T:
+    async def _post(self, path: str, body: Mapping[str, Any] | None, kind: type[T], timeout_s: float | None = None) -> T:
+        """As `_send`, with the answer decoded. Raises EngineError: it is of another form."""
         text = await self._send(path, body, timeout_s or self._timeout_s)
         try:
             return msgspec.json.decode(text, type=kind)

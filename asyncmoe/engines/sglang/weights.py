@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
 from asyncmoe.engines.sglang.connection import Acknowledged, SGLangConnection
-from asyncmoe.errors import EngineError
 from asyncmoe.platform.sglang.receiver_command import LOADER, Command, payload
 
 
@@ -22,7 +22,7 @@ class _Checked(msgspec.Struct, frozen=True):
 class _Model(msgspec.Struct, frozen=True):
     """The part of `/model_info` used here."""
 
-    weight_version: str
+    weight_version: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}$")]
 
 
 class WeightEndpoints(SGLangConnection):
@@ -87,11 +87,7 @@ class WeightEndpoints(SGLangConnection):
         await self._post("/update_weights_from_tensor", body, Acknowledged, timeout_s)
 
     async def weights_version(self) -> int:
-        text = await self._send("/model_info", None, self._timeout_s)
-        try:
-            return int(msgspec.json.decode(text, type=_Model).weight_version)
-        except (ValueError, RecursionError) as error:
-            raise EngineError(f"{self.name}: /model_info: unexpected answer: {error}") from error
+        return int((await self._post("/model_info", None, _Model)).weight_version)
 
     async def set_version(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, Acknowledged)

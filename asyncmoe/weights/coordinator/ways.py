@@ -10,8 +10,7 @@ from asyncmoe.platform.sglang.receiver_command import CommitCommand, JoinCommand
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.weights.coordinator import state
-from asyncmoe.weights.coordinator.asking import Failures, on_each, raise_first
-from asyncmoe.weights.coordinator.driver import PATIENCE, OpenUpdate, UpdateDriver
+from asyncmoe.weights.coordinator.driver import PATIENCE, Failures, OpenUpdate, UpdateDriver, on_each, raise_first
 
 # ---------------------------------------------------------------- buckets of whole tensors (`asyncmoe.weights.sender.broadcast`)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.log.log import Place
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout.workers.worker import Worker
@@ -138,7 +139,7 @@ async def _samples_nothing(*_: object) -> tuple[Trajectory, ...]:
 async def _measure(case: BatchCase, tp: int) -> tuple[list[RankTook], int]:
     """Return what the ranks took, and the bytes of trajectories that were sent."""
     total, sent = case.batch * case.steps, 0
-    queue = BoundedQueue(capacity=total, batch=case.batch, group_size=GROUP, max_staleness=case.steps)
+    queue = BoundedQueue(Admission(case.batch, case.steps), capacity=total, group_size=GROUP)
     worker = Worker(_samples_nothing, GROUP, Recording(QWEN3_30B))
     made = trajectories(case.tokens)
     for group in range(total // GROUP):

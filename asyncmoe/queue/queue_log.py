@@ -71,7 +71,7 @@ class QueueLog:
             self.state = fold((at, records.entry(data)) for at, data in changes.read())
             self.state.damaged |= changes.damaged
         self.history = self.state.history
-        self.accounts: Callable[[], Accounts] | None = None
+        self.accounts: Callable[[], Accounts | None] = lambda: None
         self.replays: dict[int, records.StepLeased] = {}
         self._decided = -1
 
@@ -158,7 +158,7 @@ class QueueLog:
 
         Nothing may be leased or committed until `reopened` is told.
         """
-        self.state.accounts = self.accounts() if self.accounts is not None else None
+        self.state.accounts = self.accounts()
         return recover(self.state, step, base, batch, self.name)
 
     def reopened(self, found: Recovered) -> None:
@@ -216,7 +216,7 @@ class QueueLog:
         """Hand over a record; return its position."""
         if self._changes is None:
             return -1
-        position = self._changes.append([records.encode(records.LogEntry(change, self.accounts() if self.accounts else None))])
+        position = self._changes.append([records.encode(records.LogEntry(change, self.accounts()))])
         self.state.apply(position, change)
         return position
 

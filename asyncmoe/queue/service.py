@@ -38,7 +38,7 @@ class QueueService:
             case Commit():
                 self._queue.commit(request.step, request.dropped)
                 # Whatever a rank knows to be committed, the next controller must know too.
-                await self._queue.settled()
+                await self._queue.log.settled()
             case Goodbye():
                 self._goodbye(request)
         return Done()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from asyncmoe.config import Config
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import ProtocolError
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.service import QueueService, check_digest
@@ -110,15 +111,11 @@ class TrainerSession:
         check_digest(hello.config_digest, config.digest)
         await self._taken.wait()
         resumed, staleness = await run_log.resume(hello.step), config.queue.staleness
+        weighing = staleness.rule, staleness.downweight or 1.0, staleness.drop_above
         queue = BoundedQueue(
+            Admission(config.rollout.batch, staleness.max_staleness, config.warmup.steps, *weighing),
             capacity=config.queue_capacity,
-            batch=config.rollout.batch,
             group_size=config.rollout.group_size,
-            max_staleness=staleness.max_staleness,
-            rule=staleness.rule,
-            downweight=staleness.downweight or 1.0,
-            drop_above=staleness.drop_above,
-            base_version=config.warmup.steps,
             trained_steps=hello.step,
             demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
             on_stale=self._stale,

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 
 import pytest
 
+from asyncmoe.config.queue import StalenessRule
 from asyncmoe.log import turns
 from asyncmoe.log.files import FileLog
 from asyncmoe.log.log import Log
 from asyncmoe.log.turns import Turns
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.queue_log import CONTROLLER, OWN, QueueLog, Resumption
 from asyncmoe.queue.records import Start
@@ -171,13 +173,13 @@ class Life:
         return to
 
 
-async def live(home: Home, folder: Path, step: int = 0, **options: Any) -> Life:
+async def live(home: Home, folder: Path, step: int = 0, rule: StalenessRule = "drop") -> Life:
     """Open the log as a controller does whose trainer has taken `step` steps."""
     log = home.opened(folder)
     found = log.begin(step, 0, BATCH, step * BATCH // SIZE, lost=log.lost(step))
     resumed = Resumption(found.accounts, await log.groups(found.queued), found.starts, found.arrivals)
-    sizes: dict[str, Any] = {"capacity": 4 * BATCH, "batch": BATCH, "group_size": SIZE, "max_staleness": 3}
-    held = BoundedQueue(**sizes, trained_steps=step, log=log, resumed=resumed, on_freed=log.worker.over, **options)
+    sizes: dict[str, Any] = {"capacity": 4 * BATCH, "group_size": SIZE, "trained_steps": step}
+    held = BoundedQueue(Admission(BATCH, 3, rule=rule), **sizes, log=log, resumed=resumed, on_freed=log.worker.over)
     return Life(home, folder, log, held, held.take_requeued(), log.state.next)
 
 

@@ -16,6 +16,7 @@ from test_producer import alone
 from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import ProtocolError
 from asyncmoe.log.log import Place
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
@@ -74,7 +75,7 @@ def record(place: EpisodeId, generation: Generation, recording: Recording = RECO
 
 
 def queue() -> BoundedQueue:
-    return BoundedQueue(capacity=2 * BATCH, batch=BATCH, group_size=GROUP, max_staleness=2)
+    return BoundedQueue(Admission(BATCH, 2), capacity=2 * BATCH, group_size=GROUP)
 
 
 ANSWERS: dict[str, dict[str, Any]] = {

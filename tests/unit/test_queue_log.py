@@ -11,6 +11,7 @@ import pytest
 from asyncmoe.errors import DataError, ProtocolError
 from asyncmoe.log.files import HEADER_BYTES
 from asyncmoe.log.log import HEAD_BYTES
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import pack
 from asyncmoe.queue.records import Start
@@ -189,7 +190,7 @@ def test_demonstrations_begin_again_at_the_checkpoint(tmp_path: Path) -> None:
     async def body() -> None:
         log = FILES.opened(tmp_path / "run")
         log.begin(0, 4, BATCH, 0)
-        held = BoundedQueue(capacity=BATCH, batch=BATCH, group_size=SIZE, max_staleness=0, base_version=4, demonstrations=2, log=log)
+        held = BoundedQueue(Admission(BATCH, 0, 4), capacity=BATCH, group_size=SIZE, demonstrations=2, log=log)
         for number in range(2):
             await held.put_demonstrations([pack(make_group(number, 1, [0]), 0)])
         first = await held.lease(0, "warmup", 2, 0, 0.0)

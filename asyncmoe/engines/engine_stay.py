@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,6 +77,7 @@ async def stay(
         WaitTimeout: the controller is lost, and no other came within `engines.orphan_s`.
     """
     lost: ControllerLost | None = None
+    now = asyncio.get_running_loop().time
     while True:
         try:
             return await _Stay(config, engine, rendezvous).until(stop, request, again or lost is not None)
@@ -85,10 +85,10 @@ async def stay(
             if request.nodes > 1:
                 raise
             if lost is None or error.controller:  # else the next one was lost before it answered
-                lost, until = error, time.monotonic() + config.engines.orphan_s
+                lost, until = error, now() + config.engines.orphan_s
             log.warning("%s; waiting for the next controller", error)
         nobody = WaitTimeout("the next controller", str(lost), config.engines.orphan_s)
-        if (left := until - time.monotonic()) < 0:  # one that hangs is found again and again
+        if (left := until - now()) < 0:  # one that hangs is found again and again
             raise nobody
         try:
             successor = await unless(stop, controller(run_dir, left, engine))
@@ -116,13 +116,14 @@ async def controller(run_dir: Path, wait_s: float, engine: EngineProcess | None 
         WaitTimeout: there was none in time.
         ServerLost: the server has died meanwhile.
     """
-    begin = time.monotonic()
+    now = asyncio.get_running_loop().time
+    began = now()
     while True:
         heartbeats.beat("waiting for a controller")
         try:
             return await asyncio.to_thread(keys.read, run_dir, 0.0)
         except WaitTimeout as error:
-            waited = time.monotonic() - begin
+            waited = now() - began
             if waited > wait_s:
                 raise WaitTimeout(error.whom, error.what, waited) from None
         if engine is not None and engine.died is not None:

@@ -111,7 +111,7 @@ async def measure(config: Config, updates: int) -> dict[str, Any]:
     """
     config.run.dir.mkdir(parents=True)
     key = secrets.token_urlsafe(32)
-    engines = [backend.start(f"engine.{index}", config, index, config.run.dir, key=key) for index in range(config.engines.count)]
+    engines = [backend.start(f"engine.{index}", config, index, key=key) for index in range(config.engines.count)]
     seen = Seen()
     try:
         await asyncio.gather(*(engine.wait_ready() for engine in engines))

@@ -63,7 +63,7 @@ def coming(*, again: bool) -> Iterator[None]:
 
 
 async def stay(
-    config: Config, run_dir: Path, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event, *, again: bool
+    config: Config, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event, *, again: bool
 ) -> None:
     """Stay in the run to its end, with one controller after the other.
 
@@ -91,19 +91,13 @@ async def stay(
         if (left := until - now()) < 0:  # one that hangs is found again and again
             raise nobody
         try:
-            successor = await unless(stop, controller(run_dir, left, engine))
+            successor = await unless(stop, controller(config.run.dir, left, engine))
         except WaitTimeout:
             raise nobody from None
         if successor is None:
             return
         # The facts were true when they were sent.
         rendezvous, request = successor, msgspec.structs.replace(request, facts=None, served=lost.controller)
-
-
-async def ready(engine: EngineProcess, run_dir: Path, wait_s: float) -> Rendezvous:
-    """Wait for the server and for the controller, whose rendezvous is returned. Raises as both do."""
-    rendezvous, _ = await asyncio.gather(controller(run_dir, wait_s), engine.wait_ready())
-    return rendezvous
 
 
 async def controller(run_dir: Path, wait_s: float, engine: EngineProcess | None = None) -> Rendezvous:

@@ -106,7 +106,7 @@ def running(config: Config, runner: asyncio.Runner, first: int = 0, key: str | N
 
     async def start() -> Rig:
         for index in range(config.engines.count):
-            engines.append(SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=key))
+            engines.append(SGLangProcess(f"engine.{first + index}", config, index, key=key))
         rig = await make(config, engines, runner.run)
         await asyncio.gather(*(engine.wait_ready() for engine in engines))
         rig.coordinator.engines_started()

@@ -65,7 +65,7 @@ def joined(
         async with Server(membership.handle) as server:
             keys.write(tmp_path, await server.start())
             serving = asyncio.create_task(server.serve())
-            agent = asyncio.create_task(engine_agent._serve(config, tmp_path, NAME, 0, ()))
+            agent = asyncio.create_task(engine_agent._serve(config, NAME, 0, ()))
             for number in range(1, 4):  # it is lost twice
                 while not agent.done() and not (len(started) == number and pool.present):
                     await asyncio.sleep(0.01)
@@ -130,7 +130,7 @@ def test_whatever_keeps_an_engine_from_joining_is_a_loss_of_one_that_the_run_had
             serving = asyncio.create_task(here.serve())
             request = EngineJoin(NAME, "http://127.0.0.1:1", "k" * 43, "h", 1, 1, config.digest, None)
             with pytest.raises(AsyncmoeError, match=re.escape(str(refusal))) as caught:
-                await stay(config, tmp_path, server, rendezvous, request, asyncio.Event(), again=again)
+                await stay(config, server, rendezvous, request, asyncio.Event(), again=again)
             assert type(caught.value) is (ServerLost if again or dies else type(refusal))
             serving.cancel()
 
@@ -181,7 +181,7 @@ def leaves(monkeypatch: pytest.MonkeyPatch, stopped_at: float | None, orphaned_a
             asyncio.get_running_loop().call_at(stopped_at, stop.set)
         with pytest.raises(WaitTimeout) as caught:
             async with asyncio.timeout(1000.0):
-                await stay(config, config.run.dir, Process(NAME), place, request, stop, again=False)
+                await stay(config, Process(NAME), place, request, stop, again=False)
         return now(), str(caught.value)
 
     return virtual_time.run(body())

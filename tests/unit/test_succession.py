@@ -51,7 +51,7 @@ class Site:
 
     def agent(self, name: str) -> asyncio.Task[None]:
         if name not in self._agents:
-            self._agents[name] = asyncio.create_task(engine_agent._serve(self.config, self.config.run.dir, name, 0, ()))
+            self._agents[name] = asyncio.create_task(engine_agent._serve(self.config, name, 0, ()))
         return self._agents[name]
 
     async def end(self) -> None:

@@ -23,6 +23,7 @@ from asyncmoe.config.rollout import Order
 
 PATIENCE = 4
 """The pool lets a request be overtaken at most `PATIENCE * limit` times, so the order yields only after a wait of several responses."""
+_CONTINUES, _PROBE, _NEW = range(3)
 KEPT_PROMPTS = 1024
 """Number of most recent prompts whose lengths `Lengths` remembers."""
 KEPT_CONVERSATIONS = 65536
@@ -127,10 +128,9 @@ class Waiting:
 
     def __init__(self, order: Order, patience: int, lengths: Lengths) -> None:
         self._order, self._patience, self._lengths = order, patience, lengths
-        self._all: OrderedDict[int, ScheduledRequest] = OrderedDict()
-        self._continuing: OrderedDict[int, None] = OrderedDict()
-        self._new: dict[str, OrderedDict[int, None]] = {}
-        self._probes: OrderedDict[int, None] = OrderedDict()
+        self._all: OrderedDict[int, tuple[int, str]] = OrderedDict()
+        """The line in which each ticket waits: of those that continue, of probes, or of new requests to a prompt; with order fifo, to any."""
+        self._lines: dict[tuple[int, str], OrderedDict[int, None]] = {}
         self._probed: OrderedDict[str, None] = OrderedDict()
         self._came = 0
 
@@ -141,13 +141,9 @@ class Waiting:
         """Add a request; return its ticket, the number of requests that arrived before it."""
         ticket = self._came
         self._came += 1
-        self._all[ticket] = request
-        if request.continues:
-            self._continuing[ticket] = None
-        elif self._is_probe(request.prompt):
-            self._probes[ticket] = None
-        else:
-            self._new.setdefault(self._line(request), OrderedDict())[ticket] = None
+        kind = _CONTINUES if request.continues else _PROBE if self._is_probe(request.prompt) else _NEW
+        line = self._all[ticket] = kind, request.prompt if kind == _NEW and self._order != "fifo" else ""
+        self._lines.setdefault(line, OrderedDict())[ticket] = None
         return ticket
 
     def take(self) -> int:
@@ -158,32 +154,21 @@ class Waiting:
 
     def give_up(self, ticket: int) -> None:
         """Remove a waiting request."""
-        request = self._all.pop(ticket)
-        if request.continues:
-            del self._continuing[ticket]
-            return
-        if ticket in self._probes:
-            del self._probes[ticket]
-            return
-        line = self._new[self._line(request)]
-        del line[ticket]
-        if not line:
-            del self._new[self._line(request)]
+        line = self._all.pop(ticket)
+        del self._lines[line][ticket]
+        if not self._lines[line]:
+            del self._lines[line]
 
     def _next(self) -> int:
         oldest = next(iter(self._all))
         gone = self._came - len(self._all)
         if gone >= oldest + self._patience:
             return oldest
-        if self._continuing:
-            return next(iter(self._continuing))
-        if self._probes:
-            return next(iter(self._probes))
+        for first in ((_CONTINUES, ""), (_PROBE, "")):
+            if first in self._lines:
+                return next(iter(self._lines[first]))
         length = self._lengths.longest if self._order == "probes_first" else self._lengths.expected
-        return min(((-length(prompt), next(iter(line))) for prompt, line in self._new.items()))[1]
-
-    def _line(self, request: ScheduledRequest) -> str:
-        return "" if self._order == "fifo" else request.prompt
+        return min((-length(prompt), next(iter(line))) for (_, prompt), line in self._lines.items())[1]
 
     def _is_probe(self, prompt: str) -> bool:
         """Whether a new request is the first to a prompt of which nothing is known; the next one is none."""

@@ -59,9 +59,10 @@ class SGLangClient(WeightEndpoints):
         body = request_body(tokens, sampling, salt, routed, adapter)
         if listener is not None:
             return response(self.name, await self._heard(body, listener, timeout_s), sampling.recording)
-        reply = await self._ask("/generate", body, timeout_s, f"{MEDIA_TYPE}, application/json")
+        async with self._requested("/generate", body, timeout_s, f"{MEDIA_TYPE}, application/json") as reply:
+            kind, said = reply.content_type, await reply.read()
         try:
-            whole = packed_answer(reply.body) if reply.kind == MEDIA_TYPE else answer(self.name, reply.body)
+            whole = packed_answer(said) if kind == MEDIA_TYPE else answer(self.name, said)
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.name}: /generate: unexpected answer: {error}") from error
         return response(self.name, whole, sampling.recording)

@@ -18,7 +18,7 @@ from asyncmoe.process import yield_cores
 from asyncmoe.reshard import DeltaDecoder, Exchanger, Plan, device_threads
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import Header, Outcome, Ready, Terms
-from asyncmoe.weights.receiver import channel, delta_messages, deltas, failing, handshake, transfer_plan
+from asyncmoe.weights.receiver import channel, deltas, failing, handshake, transfer_plan
 from asyncmoe.weights.receiver.cards import card_of
 from asyncmoe.weights.receiver.channel import SideStream
 from asyncmoe.weights.receiver.channel_end import opener
@@ -234,7 +234,7 @@ class Receiver:
         """Receive the weights, or the delta, of an update."""
         decoder, coming = self._decoder, None
         if decoder is not None:
-            coming = store.get(delta_messages.coming(number, self._join.rank), terms.timeout_s)
+            coming = store.get(protocol.coming(number, self._join.rank), terms.timeout_s)
         if header.base is not None:
             if decoder is None or coming is None:
                 raise InvariantBroken(f"update {number} is a delta, expected full ones in a meeting without deltas")

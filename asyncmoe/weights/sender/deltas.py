@@ -10,11 +10,13 @@ import torch
 from asyncmoe.config import Config
 from asyncmoe.errors import OutOfDeviceMemory
 from asyncmoe.reshard import DeltaEncoder, Plan
+from asyncmoe.weights.protocol import Coming, Offer, Portion
 from asyncmoe.weights.receiver.channel import HOST, SideStream
-from asyncmoe.weights.receiver.delta_messages import LARGEST_SHARE, Coming, Offer, Portion
 from asyncmoe.weights.sender.publisher import Traffic
 
 log = logging.getLogger(__name__)
+LARGEST_SHARE = 0.5
+"""The share of the bytes of a full update that a delta takes at most, for every engine rank; else the update is full."""
 
 
 def encoder_of(plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream = HOST) -> DeltaEncoder:

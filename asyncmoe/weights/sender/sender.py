@@ -17,10 +17,9 @@ from asyncmoe.reshard.transport import nothing_to_watch
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
 from asyncmoe.weights import protocol
-from asyncmoe.weights.protocol import Header, Outcome, Over
-from asyncmoe.weights.receiver import channel, delta_messages, failing
+from asyncmoe.weights.protocol import Header, Offer, Outcome, Over
+from asyncmoe.weights.receiver import channel, failing
 from asyncmoe.weights.receiver.channel import SideStream
-from asyncmoe.weights.receiver.delta_messages import Offer
 from asyncmoe.weights.sender import deltas
 from asyncmoe.weights.sender.publisher import Checksums, Traffic
 from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, starving, watch
@@ -91,7 +90,7 @@ class Sender:
                 self._encoder.forget()  # an engine may or may not have something of the version: the next update is full
             if isinstance(error, AsyncmoeError):
                 raise  # this rank has already reported the failure, or received it from another
-            self.met.store.resign(self._number, failing.said(error, self.met.terms, self._rank, self._device))
+            self.met.store.resign(self._number, self._said(error))
             raise
 
     def needed_again(self, settling: threading.Event) -> bool:
@@ -134,7 +133,7 @@ class Sender:
             self._send_and_collect(version, base)
             committed = self._ask(WeightsCommit(version, expected, number))
         except Exception as error:
-            failure = str(error) if isinstance(error, AsyncmoeError) else failing.said(error, self.met.terms, self._rank, self._device)
+            failure = str(error) if isinstance(error, AsyncmoeError) else self._said(error)
             if begun:
                 store.put(protocol.end(number), Outcome(failure, self.doubted))
                 self._ask(WeightsAbort(version, failure))
@@ -149,7 +148,7 @@ class Sender:
         """Every other rank's part of an update."""
         store, number, wait_s = self.met.store, self._number, self._sync.timeout_s + GRACE_S
         if self.met.terms.delta:
-            store.put(delta_messages.offer(number, self._rank), self._offer(version))
+            store.put(protocol.offer(number, self._rank), self._offer(version))
             wait_s *= 2  # rank 0 waits for the last offer first
         header = store.get(protocol.header(number), wait_s)
         Outcome(header.failure).check()
@@ -168,7 +167,7 @@ class Sender:
         if not self.met.terms.delta:
             return None
         store, number, terms = self.met.store, self._number, self.met.terms
-        others = {delta_messages.offer(number, rank): f"trainer rank {rank}" for rank in range(1, terms.engines[0].first)}
+        others = {protocol.offer(number, rank): name for rank, name in protocol.trainer_ranks(terms).items() if rank}
         mine = self._offer(version)
         found = store.get_all(others, self._sync.timeout_s, protocol.update_failed(number), self._watch)
         offers = {0: mine} | {rank: found[key] for rank, key in enumerate(others, 1) if key in found}
@@ -178,7 +177,7 @@ class Sender:
         base = deltas.common_base(offers)
         self.traffic = deltas.traffic(offers, base)
         for rank, coming in deltas.comings(offers, protocol.engine_ranks(terms), base).items():
-            store.put(delta_messages.coming(number, rank), coming)
+            store.put(protocol.coming(number, rank), coming)
         return base
 
     def _offer(self, version: int) -> Offer:
@@ -189,7 +188,7 @@ class Sender:
         except Exception as error:
             if not isinstance(error, AsyncmoeError):
                 log.exception("coding update %d of trainer rank %d", self._number, self._rank)
-            return Offer(failing.said(error, self.met.terms, self._rank, self._device))
+            return Offer(self._said(error))
 
     def _send(self, version: int, base: int | None) -> None:
         """Send this rank's shards and report success or the failure. A failure is raised later, once rank 0 has collected all reports.
@@ -212,7 +211,7 @@ class Sender:
                 )
             self._exchanger.run(met.terms.timeout_s, encoder=None if base is None else self._encoder)
         except Exception as error:
-            met.store.fail(self._number, key, failing.said(error, met.terms, self._rank, self._device))
+            met.store.fail(self._number, key, self._said(error))
             if not isinstance(error, AsyncmoeError):
                 log.exception("update %d of trainer rank %d", self._number, self._rank)
             self.leave()
@@ -240,6 +239,9 @@ class Sender:
             doubts = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.doubtful}
             self.doubted = bool(doubts) and not resigned
             raise WeightSyncError(failing.cause(doubts or failures))
+
+    def _said(self, error: Exception) -> str:
+        return failing.said(error, self.met.terms, self._rank, self._device)
 
     def _ask(self, request: Request) -> Reply:
         return self._client.ask(request, self._sync.timeout_s + GRACE_S)[0]

@@ -6,15 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
-from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.reshard import DeltaEncoder, Exchanger
 from asyncmoe.reshard.transport import nothing_to_watch
-from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import Header, Offer, Outcome, Over
@@ -22,10 +19,7 @@ from asyncmoe.weights.receiver import channel, failing
 from asyncmoe.weights.receiver.channel import SideStream
 from asyncmoe.weights.sender import deltas
 from asyncmoe.weights.sender.publisher import Checksums, Traffic
-from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, starving, watch
-
-if TYPE_CHECKING:
-    from asyncmoe.weights.sender.trained import TrainedModel
+from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, TrainerRanks
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
@@ -37,7 +31,6 @@ class Sender:
     """One rank's part. All ranks make the same calls in the same order, each from one thread.
 
     Args:
-        client: connection to the controller; used on rank 0 only.
         tensors: the tensors to send, by the names of the plan's storages.
         side: where to enqueue copies.
         sent: set as soon as this rank has sent its part of an update and no longer reads `tensors`.
@@ -49,18 +42,10 @@ class Sender:
     """
 
     def __init__(
-        self,
-        config: Config,
-        model: TrainedModel,
-        client: Client,
-        met: Meeting,
-        tensors: Mapping[str, torch.Tensor],
-        side: SideStream,
-        sent: threading.Event,
+        self, ranks: TrainerRanks, met: Meeting, tensors: Mapping[str, torch.Tensor], side: SideStream, sent: threading.Event
     ) -> None:
-        self.met, self._rank, self._is_sent, self._device = met, model.mesh.rank, sent, model.mesh.device
-        self._config, self._sync, self._client, self._tensors, self._side = config, config.sync, client, tensors, side
-        self._watch = watch(config, client)
+        self.met, self._ranks, self._rank, self._device = met, ranks, ranks.rank, ranks.model.mesh.device
+        self._is_sent, self._timeout_s, self._tensors, self._side = sent, ranks.config.sync.timeout_s, tensors, side
         self._exchanger: Exchanger | None = None
         self._encoder: DeltaEncoder | None = None
         self.doubted = False
@@ -98,7 +83,7 @@ class Sender:
         store, key = self.met.store, protocol.over(self._number)
         if self._rank == 0:
             try:
-                while not (over := settling.wait(LOOK_S)) and not starving(self._config, self._client):
+                while not (over := settling.wait(LOOK_S)) and not self._ranks.starving():
                     pass
             except AsyncmoeError as error:
                 store.put(key, Over(failure=str(error)))
@@ -146,14 +131,14 @@ class Sender:
 
     def _follow(self, version: int) -> float:
         """Every other rank's part of an update."""
-        store, number, wait_s = self.met.store, self._number, self._sync.timeout_s + GRACE_S
+        store, number, wait_s = self.met.store, self._number, self._timeout_s + GRACE_S
         if self.met.terms.delta:
             store.put(protocol.offer(number, self._rank), self._offer(version))
             wait_s *= 2  # rank 0 waits for the last offer first
         header = store.get(protocol.header(number), wait_s)
         Outcome(header.failure).check()
         self._send(version, header.base)
-        ended = store.get(protocol.end(number), 3 * (self._sync.timeout_s + GRACE_S))
+        ended = store.get(protocol.end(number), 3 * (self._timeout_s + GRACE_S))
         self.doubted = ended.doubtful
         ended.check()
         return 0.0
@@ -169,7 +154,7 @@ class Sender:
         store, number, terms = self.met.store, self._number, self.met.terms
         others = {protocol.offer(number, rank): name for rank, name in protocol.trainer_ranks(terms).items() if rank}
         mine = self._offer(version)
-        found = store.get_all(others, self._sync.timeout_s, protocol.update_failed(number), self._watch)
+        found = store.get_all(others, self._timeout_s, protocol.update_failed(number), self._ranks.look)
         offers = {0: mine} | {rank: found[key] for rank, key in enumerate(others, 1) if key in found}
         failures = {f"trainer rank {rank}": one.failure for rank, one in offers.items() if one.failure} | {"": store.resigned()}
         if why := [one for one in failures.values() if one]:
@@ -205,7 +190,7 @@ class Sender:
                     met.plan,
                     self._epoch,
                     self._side,
-                    self._watch if self._rank == 0 else nothing_to_watch,
+                    self._ranks.look if self._rank == 0 else nothing_to_watch,
                     arrays=lambda: (self._tensors, None),
                     update=lambda: self._number,
                 )
@@ -231,7 +216,7 @@ class Sender:
         self._send(version, base)
         keys = protocol.moved(number, met.terms)
         left = max(LOOK_S, until - time.monotonic())
-        found = met.store.get_all(keys, left, protocol.update_failed(number), self._watch)
+        found = met.store.get_all(keys, left, protocol.update_failed(number), self._ranks.look)
         failures = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.failure}
         if resigned := met.store.resigned():
             failures[""] = resigned
@@ -244,4 +229,4 @@ class Sender:
         return failing.said(error, self.met.terms, self._rank, self._device)
 
     def _ask(self, request: Request) -> Reply:
-        return self._client.ask(request, self._sync.timeout_s + GRACE_S)[0]
+        return self._ranks.client.ask(request, self._timeout_s + GRACE_S)[0]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -19,18 +17,9 @@ from asyncmoe.queue.queue_log import Resumption
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Done, Goodbye, Hello, Leased, Welcome
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from tests.unit.asynchronous import asynchronous
 from tests.unit.putting import put_group
 from tests.unit.test_config import refused, with_value
-
-
-def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a coroutine test on a loop of its own, thirty seconds at most."""
-
-    @functools.wraps(test)
-    def run(*arguments: Any, **named: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **named), 30))
-
-    return run
 
 
 def group(number: int, version: int = 0, size: int = 2, oldest: int | None = None) -> list[Trajectory]:

@@ -19,20 +19,6 @@ def test_one_that_started_again_waits_for_a_version() -> None:
     assert judge(EngineWeights(7, 2, True), 0).holding is Holding.WAITS
 
 
-def test_one_that_took_the_version_under_way_serves_it_in_its_lineage() -> None:
-    assert judge(EngineWeights(7, 2, True, "loading", 8, 3), 8) == Taken(Holding.SERVES, 8, 3)
-
-
-def test_one_that_did_not_take_the_version_under_way_serves_what_it_held() -> None:
-    assert judge(EngineWeights(7, 2, True, "loading", 8, 3), 7) == Taken(Holding.SERVES, 7, 2)
-    assert judge(EngineWeights(0, 0, False, "loading", 1, 0), 0) == Taken(Holding.SERVES, 0, 0)
-    assert judge(EngineWeights(7, 2, True, "loading", 8, 3), 0).holding is Holding.WAITS
-
-
-def test_the_number_of_a_version_that_is_sent_anew_tells_nothing() -> None:
-    assert judge(EngineWeights(7, 2, True, "loading", 7, 3), 7).holding is Holding.DOUBTFUL
-
-
 @pytest.mark.parametrize("reported", [0, 7, 8])
 def test_an_engine_whose_parameters_were_being_written_starts_again(reported: int) -> None:
     assert judge(EngineWeights(7, 2, True, "writing", 8, 3), reported).holding is Holding.DOUBTFUL

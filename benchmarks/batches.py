@@ -28,6 +28,7 @@ from asyncmoe.trainer.data.schedule import BatchGrid, schedule
 from asyncmoe.trajectory import Recording, Trajectory, encode, encode_routes
 from benchmarks.batches_rank import DP, GROUP, QWEN3_30B, TOKENS_PER_MICROBATCH, WIDTH, BatchJob, RankTook
 from benchmarks.provenance import here
+from benchmarks.unlogged import Unlogged
 
 DISTINCT = 32
 """Trajectories made; the queue holds each several times under different names, so that sources are larger than a cache."""
@@ -139,7 +140,7 @@ async def _samples_nothing(*_: object) -> tuple[Trajectory, ...]:
 async def _measure(case: BatchCase, tp: int) -> tuple[list[RankTook], int]:
     """Return what the ranks took, and the bytes of trajectories that were sent."""
     total, sent = case.batch * case.steps, 0
-    queue = BoundedQueue(Admission(case.batch, case.steps), capacity=total, group_size=GROUP)
+    queue = BoundedQueue(Admission(case.batch, case.steps), Unlogged(), capacity=total, group_size=GROUP)
     worker = Worker(_samples_nothing, GROUP, Recording(QWEN3_30B))
     made = trajectories(case.tokens)
     for group in range(total // GROUP):

@@ -40,6 +40,7 @@ from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Recording
 from benchmarks.intake_server import VOCABULARY
 from benchmarks.routes import ROUTING
+from benchmarks.unlogged import Unlogged
 
 _TIMEOUT_S = 600.0
 _GROUP = 8
@@ -210,7 +211,7 @@ async def rate(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
         batch = min(64, case.in_flight // _GROUP * _GROUP)
         worker = Worker(partial(episode.run, stage.context), _GROUP, case.recording)
         law = Admission(batch, case.in_flight // batch + 1, rule="downweight", drop_above=1 << 30)  # the stand-ins serve version 0 for ever
-        queue = BoundedQueue(law, capacity=case.in_flight + 4 * batch, group_size=_GROUP, on_freed=worker.over)
+        queue = BoundedQueue(law, Unlogged(), capacity=case.in_flight + 4 * batch, group_size=_GROUP, on_freed=worker.over)
         producer = Producer(queue, _Asks(prompt), worker, _GROUP)
         freeze()
         with _running(producer.run()) as (producing,):
@@ -279,7 +280,7 @@ async def queued(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
     """Memory of trajectories that wait in the queue."""
     async with _staged(case, ports) as stage:
         count = case.in_flight // _GROUP * _GROUP
-        queue = BoundedQueue(Admission(count, 1), capacity=count, group_size=_GROUP)
+        queue = BoundedQueue(Admission(count, 1), Unlogged(), capacity=count, group_size=_GROUP)
         await episode.run(stage.context, Prompt("", tuple(range(case.prompt)), ""), EpisodeId(1 << 20, 0, 0))
         before = _resident()
         play = partial(episode.run, stage.context)

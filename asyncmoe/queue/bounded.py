@@ -49,7 +49,7 @@ class BoundedQueue:
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
         on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
         on_freed: called with groups of which nothing is kept any more.
-        log: learns of every change; None: one that keeps nothing.
+        log: learns of every change.
         resumed: what an earlier process left in the log.
 
     Attributes:
@@ -59,14 +59,14 @@ class BoundedQueue:
     def __init__(
         self,
         admission: Admission,
+        log: QueueLog,
         *,
         capacity: int,
         group_size: int,
         trained_steps: int = 0,
         demonstrations: int = 0,
-        on_stale: Callable[[Sequence[Group], bool, int], None] | None = None,
+        on_stale: Callable[[Sequence[Group], bool, int], None] = lambda *_: None,
         on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
-        log: QueueLog | None = None,
         resumed: Resumption = UNDISTURBED,
     ) -> None:
         self.admission = admission
@@ -80,7 +80,7 @@ class BoundedQueue:
         self._again: list[Start] = list(resumed.starts)
         self._stopping = False
         self._changes = Changes()
-        self.log, self._reading = log or QueueLog(), asyncio.Lock()
+        self.log, self._reading = log, asyncio.Lock()
         self._served = resumed.served
         self.log.accounts = lambda: self._accounts
         for group in resumed.queued:
@@ -329,8 +329,7 @@ class BoundedQueue:
             self._accounts = self._accounts.drop(count, "stale")
             for group in stale:
                 self.log.ended(group.number)
-        if self._on_stale is not None:
-            self._on_stale(stale, self.admission.rule == "requeue", version)
+        self._on_stale(stale, self.admission.rule == "requeue", version)
         self._changes.wake()
 
     def _count(self, ledger: Ledger) -> None:

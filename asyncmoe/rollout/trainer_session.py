@@ -114,13 +114,13 @@ class TrainerSession:
         weighing = staleness.rule, staleness.downweight or 1.0, staleness.drop_above
         queue = BoundedQueue(
             Admission(config.rollout.batch, staleness.max_staleness, config.warmup.steps, *weighing),
+            run_log.queue_log,
             capacity=config.queue_capacity,
             group_size=config.rollout.group_size,
             trained_steps=hello.step,
             demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
             on_stale=self._stale,
             on_freed=self._freed,
-            log=run_log.queue_log,
             resumed=resumed,
         )
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)

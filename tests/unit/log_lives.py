@@ -45,7 +45,6 @@ class KeptLog(QueueLog):
 
     @property
     def size(self) -> int:
-        assert self._changes is not None
         return self._changes.size + self.payloads.size
 
     async def forget(self, floor: int) -> int:
@@ -119,10 +118,9 @@ def home(request: pytest.FixtureRequest) -> Iterator[Home]:
         yield made
 
 
-def settled(log: Log | None) -> None:
+def settled(log: Log) -> None:
     """Wait until all that a log was told is done, so that a kill leaves it."""
-    if log is not None:
-        log._turns.submit(int).result()
+    log._turns.submit(int).result()
 
 
 @dataclass
@@ -179,7 +177,7 @@ async def live(home: Home, folder: Path, step: int = 0, rule: StalenessRule = "d
     found = log.begin(step, 0, BATCH, step * BATCH // SIZE, lost=log.lost(step))
     resumed = Resumption(found.accounts, await log.groups(found.queued), found.starts, found.arrivals)
     sizes: dict[str, Any] = {"capacity": 4 * BATCH, "group_size": SIZE, "trained_steps": step}
-    held = BoundedQueue(Admission(BATCH, 3, rule=rule), **sizes, log=log, resumed=resumed, on_freed=log.worker.over)
+    held = BoundedQueue(Admission(BATCH, 3, rule=rule), log, **sizes, resumed=resumed, on_freed=log.worker.over)
     return Life(home, folder, log, held, held.take_requeued(), log.state.next)
 
 

@@ -17,6 +17,7 @@ from asyncmoe.queue.queue_log import Resumption
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Done, Goodbye, Hello, Leased, Welcome
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from benchmarks.unlogged import Unlogged
 from tests.unit.asynchronous import asynchronous
 from tests.unit.putting import put_group
 from tests.unit.test_config import refused, with_value
@@ -41,7 +42,7 @@ def group(number: int, version: int = 0, size: int = 2, oldest: int | None = Non
 
 
 def queue(**changes: Any) -> BoundedQueue:
-    return BoundedQueue(Admission(4, changes.pop("max_staleness", 1)), **({"capacity": 8, "group_size": 2} | changes))
+    return BoundedQueue(Admission(4, changes.pop("max_staleness", 1)), Unlogged(), **({"capacity": 8, "group_size": 2} | changes))
 
 
 async def filled(*groups: list[Trajectory], **changes: Any) -> BoundedQueue:

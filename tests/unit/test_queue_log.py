@@ -175,7 +175,7 @@ async def test_a_run_that_stops_while_a_batch_is_read_stops_every_rank(tmp_path:
 async def test_demonstrations_begin_again_at_the_checkpoint(tmp_path: Path) -> None:
     log = FILES.opened(tmp_path / "run")
     log.begin(0, 4, BATCH, 0)
-    held = BoundedQueue(Admission(BATCH, 0, 4), capacity=BATCH, group_size=SIZE, demonstrations=2, log=log)
+    held = BoundedQueue(Admission(BATCH, 0, 4), log, capacity=BATCH, group_size=SIZE, demonstrations=2)
     for number in range(2):
         await held.put_demonstrations([pack(make_group(number, 1, [0]), 0)])
     first = await held.lease(0, "warmup", 2, 0, 0.0)
@@ -236,8 +236,6 @@ async def test_groups_of_weights_that_a_damaged_lease_made_start_again(tmp_path:
         await life.group(number, (2, 2))
     await life.lease(2)
     life.begin(6)
-    changes = life.log._changes
-    assert changes is not None
     lease = life.log.state.leases[1].position
     copy = life.kill(tmp_path / "again")
     segment = [path for path in sorted((copy / "log" / "0").glob("*.segment")) if int(path.stem) <= lease][-1]

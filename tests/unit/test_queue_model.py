@@ -19,6 +19,7 @@ from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.records import Start
 from asyncmoe.rpc.messages import Leased
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from benchmarks.unlogged import Unlogged
 from tests.unit.example_counts import examples
 from tests.unit.putting import put_group
 
@@ -77,7 +78,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.max_staleness, self.groups, self.size, self.capacity, self.policy = max_staleness, groups, size, groups + room, policy
         self.base, self.bound = base, max_staleness + 2 * (policy == "downweight")
         law = Admission(groups * size, max_staleness, base, policy, 0.5, self.bound if policy == "downweight" else None)
-        self.queue = BoundedQueue(law, capacity=self.capacity * size, group_size=size, trained_steps=base)
+        self.queue = BoundedQueue(law, Unlogged(), capacity=self.capacity * size, group_size=size, trained_steps=base)
         self.next, self.requeued = 0, list[Start]()
         self.again: list[Start] = []
         self.running: list[One] = []

@@ -76,10 +76,10 @@ class Case:
         worker = Worker(self._episode, SIZE, kept=kept)
         queue = self.queue = BoundedQueue(
             Admission(BATCH, 1),
+            held.queue_log,
             capacity=4 * BATCH,
             group_size=SIZE,
             trained_steps=self.step,
-            log=held.queue_log,
             resumed=resumed,
             on_freed=worker.over,
         )

@@ -29,6 +29,7 @@ from asyncmoe.telemetry.samples.records import CLIPPED, NO_WEIGHT, REJECTED, TRA
 from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
 from asyncmoe.trainer.objective import Rows, policy_loss, segments
 from asyncmoe.trainer.samples import _STATES, _states
+from benchmarks.unlogged import Unlogged
 from tests.unit.putting import put_group
 from tests.unit.sampled_run import SIZE, SampledRun
 
@@ -216,7 +217,7 @@ def produce(run: SampledRun, queue: BoundedQueue, texts: list[str], until: int, 
 
 
 def queue_of(run: SampledRun, rule: Any = "drop", **options: Any) -> BoundedQueue:
-    made = BoundedQueue(Admission(SIZE, 2, 4, rule), capacity=8, group_size=SIZE, trained_steps=4, **options)
+    made = BoundedQueue(Admission(SIZE, 2, 4, rule), Unlogged(), capacity=8, group_size=SIZE, trained_steps=4, **options)
     made.set_version(4)
     return made
 

@@ -132,10 +132,10 @@ class Cluster:
         resumed = await self.run_log.resume(0)
         self.queue = BoundedQueue(
             Admission(BATCH, config.queue.staleness.max_staleness, rule="requeue"),
+            self.run_log.queue_log,
             capacity=config.queue_capacity,
             group_size=SIZE,
             on_freed=self.fleet.over,
-            log=self.run_log.queue_log,
             resumed=resumed,
         )
         service = QueueService(self.queue, run="run", config_digest=config.digest)

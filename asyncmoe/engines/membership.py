@@ -18,10 +18,10 @@ from asyncmoe.engines.gathering import Gatherings
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.standstill import Standstill
-from asyncmoe.errors import ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
+from asyncmoe.errors import EngineError, ProtocolError, UserError, WaitTimeout
 from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
-from asyncmoe.rpc.peers import check, facts
+from asyncmoe.rpc.peers import check, check_digest, facts
 
 log = logging.getLogger(__name__)
 MembershipRequest = EngineJoin | EngineAlive | EngineLeave | EngineNode | EngineNodeEnd
@@ -265,11 +265,5 @@ async def _answers(engine: RemoteEngine) -> bool:
 
 
 def _check(config: Config, request: EngineJoin | EngineNode) -> None:
-    if request.config_digest != config.digest:
-        raise ConfigError(
-            f"configuration of {request.name}",
-            got=f"digest {request.config_digest[:12]}",
-            expected=f"the controller's, {config.digest[:12]}",
-            hint="start both with the same file, run.dir/config.yaml",
-        )
+    check_digest(request.name, request.config_digest, config.digest)
     check(facts("controller"), request.facts)

@@ -115,10 +115,20 @@ class Card(msgspec.Struct, frozen=True):
     copy: int = 0
 
 
-class Ready(msgspec.Struct, frozen=True):
-    """A rank has planned its part, or failed to. `parameters`, `places` and `obstacles` are empty on trainer ranks."""
+class Report(msgspec.Struct, frozen=True):
+    """Success, or a description of the failure."""
 
     failure: str = ""
+
+    def check(self) -> None:
+        """Raise ReportedFailure, a WeightSyncError, if there is a failure."""
+        if self.failure:
+            raise ReportedFailure(self.failure)
+
+
+class Ready(Report, frozen=True):
+    """A rank has planned its part, or failed to. `parameters`, `places` and `obstacles` are empty on trainer ranks."""
+
     plan: str = ""
     """The plan's digest."""
     parameters: dict[str, Parameter] = {}
@@ -143,20 +153,14 @@ class Header(msgspec.Struct, frozen=True):
     base: int | None = None
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """Success, or a description of the failure.
+class Outcome(Report, frozen=True):
+    """How a rank's part has ended.
 
     Attributes:
         doubtful: what the rank holds, or was sent, is not what the delta needs; a full update may succeed.
     """
 
-    failure: str = ""
     doubtful: bool = False
-
-    def check(self) -> None:
-        """Raise ReportedFailure, a WeightSyncError, if the outcome is a failure."""
-        if self.failure:
-            raise ReportedFailure(self.failure)
 
 
 class Portion(msgspec.Struct, frozen=True):
@@ -173,7 +177,7 @@ class Portion(msgspec.Struct, frozen=True):
     digest: int
 
 
-class Offer(msgspec.Struct, frozen=True):
+class Offer(Report, frozen=True):
     """What a trainer rank can send for an update.
 
     Attributes:
@@ -182,7 +186,6 @@ class Offer(msgspec.Struct, frozen=True):
         changed, elements: elements of the delta, and all elements that it covers; what several engine ranks get alike counts once.
     """
 
-    failure: str = ""
     base: int | None = None
     parts: dict[int, Portion] = {}
     changed: int = 0
@@ -201,14 +204,13 @@ class Coming(msgspec.Struct, frozen=True):
     digests: dict[int, int]
 
 
-class MeetingOutcome(msgspec.Struct, frozen=True):
+class MeetingOutcome(Report, frozen=True):
     """Weights can be sent, or why they cannot.
 
     Attributes:
         in_place: see `Terms`.
     """
 
-    failure: str = ""
     in_place: bool = False
 
     def settle(self, terms: Terms) -> Terms:
@@ -216,21 +218,19 @@ class MeetingOutcome(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(terms, in_place=self.in_place)
 
 
-class Over(msgspec.Struct, frozen=True):
+class Over(Report, frozen=True):
     """The update is finished, or its weights must be sent again (`again`), or rank 0 failed."""
 
     again: bool = False
-    failure: str = ""
 
 
-class AllArrived(msgspec.Struct, frozen=True):
+class AllArrived(Report, frozen=True):
     """All ranks have reached the stage, or one has failed.
 
     Attributes:
         unique_id: NCCL's unique ID, from which all ranks make their communicator; empty for other transports, and once it is made.
     """
 
-    failure: str = ""
     unique_id: bytes = b""
 
 

@@ -88,14 +88,14 @@ class Sender:
             except AsyncmoeError as error:
                 store.put(key, Over(failure=str(error)))
                 raise
-            store.put(key, Over(not over))
+            store.put(key, Over(again=not over))
             return not over
         while True:
             try:
                 told = store.get(key, _PATIENCE_S)
             except WaitTimeout:
                 continue
-            Outcome(told.failure).check()
+            told.check()
             return told.again
 
     def leave(self) -> None:

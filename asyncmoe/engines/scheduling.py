@@ -18,16 +18,18 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from asyncmoe.config.rollout import Order
 
+T = TypeVar("T")
 PATIENCE = 4
 """The pool lets a request be overtaken at most `PATIENCE * limit` times, so the order yields only after a wait of several responses."""
 _CONTINUES, _PROBE, _NEW = range(3)
 KEPT_PROMPTS = 1024
 """Number of most recent prompts whose lengths `Lengths` remembers."""
 KEPT_CONVERSATIONS = 65536
-"""Number of most recent conversations whose engines `Homes` remembers."""
+"""Number of most recent conversations whose engines the pool remembers."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +66,18 @@ def choose(loads: Mapping[str, int], last: str = "") -> str:
     return last if last in loads and loads[last] <= loads[least] + max(2, loads[least] // 4) else least
 
 
-class Homes:
-    """The engine that last answered each conversation, for the `KEPT_CONVERSATIONS` most recent conversations."""
+class Recent(OrderedDict[str, T]):
+    """The entries that were set last, at most so many."""
 
-    def __init__(self) -> None:
-        self._engines: OrderedDict[str, str] = OrderedDict()
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
 
-    def note(self, conversation: str, engine: str) -> None:
-        """Record that `engine` answered `conversation`."""
-        if not conversation:
-            return
-        self._engines[conversation] = engine
-        self._engines.move_to_end(conversation)
-        if len(self._engines) > KEPT_CONVERSATIONS:
-            self._engines.popitem(last=False)
-
-    def of(self, conversation: str) -> str:
-        """Return the engine that last answered `conversation`, or "" if unknown."""
-        return self._engines.get(conversation, "")
+    def __setitem__(self, key: str, value: T) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._most:
+            self.popitem(last=False)
 
 
 class Lengths:
@@ -131,7 +127,7 @@ class Waiting:
         self._all: OrderedDict[int, tuple[int, str]] = OrderedDict()
         """The line in which each ticket waits: of those that continue, of probes, or of new requests to a prompt; with order fifo, to any."""
         self._lines: dict[tuple[int, str], OrderedDict[int, None]] = {}
-        self._probed: OrderedDict[str, None] = OrderedDict()
+        self._probed = Recent[None](KEPT_PROMPTS)
         self._came = 0
 
     def __len__(self) -> int:
@@ -175,6 +171,4 @@ class Waiting:
         if self._order != "probes_first" or not prompt or prompt in self._probed or self._lengths.longest(prompt) < math.inf:
             return False
         self._probed[prompt] = None
-        if len(self._probed) > KEPT_PROMPTS:
-            self._probed.popitem(last=False)
         return True

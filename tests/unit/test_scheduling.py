@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from asyncmoe.config.rollout import Order
 from asyncmoe.engines.gate import Gate
 from asyncmoe.engines.pool import Pool
-from asyncmoe.engines.scheduling import (
-    KEPT_CONVERSATIONS,
-    KEPT_PROMPTS,
-    Homes,
-    Lengths,
-    ScheduledRequest,
-    Waiting,
-    choose,
-)
+from asyncmoe.engines.scheduling import KEPT_PROMPTS, Lengths, Recent, ScheduledRequest, Waiting, choose
 from asyncmoe.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
 from tests.unit.asynchronous import asynchronous
 from tests.unit.example_counts import examples
@@ -234,15 +226,11 @@ async def test_a_conversation_goes_on_where_it_is_until_that_engine_is_gone() ->
     assert [member.in_flight for member in pool.members] == [0, 0]
 
 
-def test_only_the_most_recent_conversations_are_remembered() -> None:
-    homes = Homes()
-    for conversation in ("", "a", "b"):
-        homes.note(conversation, "engine.0")
-    for i in range(KEPT_CONVERSATIONS - 2):
-        homes.note(f"later {i}", "engine.1")
-    homes.note("a", "engine.2")
-    homes.note("one more", "engine.1")
-    assert (homes.of(""), homes.of("a"), homes.of("b"), homes.of("later 0")) == ("", "engine.2", "", "engine.1")
+def test_only_the_most_recent_entries_are_remembered() -> None:
+    recent = Recent[int](3)
+    for key, value in (("a", 0), ("b", 0), ("c", 1), ("a", 2), ("d", 1)):
+        recent[key] = value
+    assert recent == {"c": 1, "a": 2, "d": 1}
 
 
 @asynchronous

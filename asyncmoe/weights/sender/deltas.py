@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -67,12 +68,11 @@ def common_base(offers: Mapping[int, Offer]) -> int | None:
     bases = {one.base for one in offers.values()}
     if len(bases) != 1:
         return None
-    coded: dict[int, int] = {}
-    dense: dict[int, int] = {}
+    coded, dense = Counter[int](), Counter[int]()
     for one in offers.values():
         for rank, part in one.parts.items():
-            coded[rank] = coded.get(rank, 0) + sum(part.sizes)
-            dense[rank] = dense.get(rank, 0) + part.dense
+            coded[rank] += sum(part.sizes)
+            dense[rank] += part.dense
     fits = all(nbytes <= int(LARGEST_SHARE * dense[rank]) for rank, nbytes in coded.items())
     return bases.pop() if fits else None
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -31,7 +30,6 @@ from asyncmoe.trajectory import Trajectory
 from tests.redis_server import LocalRedis, needed
 from tests.unit.test_queue_model import make_group
 
-T = TypeVar("T")
 SIZE, BATCH = 2, 4
 
 
@@ -179,11 +177,3 @@ async def live(home: Home, folder: Path, step: int = 0, rule: StalenessRule = "d
     sizes: dict[str, Any] = {"capacity": 4 * BATCH, "group_size": SIZE, "trained_steps": step}
     held = BoundedQueue(Admission(BATCH, 3, rule=rule), log, **sizes, resumed=resumed, on_freed=log.worker.over)
     return Life(home, folder, log, held, held.take_requeued(), log.state.next)
-
-
-def in_loop(body: Coroutine[Any, Any, T], most_s: float = 60.0) -> T:
-    async def bounded() -> T:
-        async with asyncio.timeout(most_s):
-            return await body
-
-    return asyncio.run(bounded())

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,24 +90,19 @@ class TrainerRanks:
         wait_s = self.config.sync.timeout_s
         store, roster = self._open()
         terms = store.get(protocol.TERMS, wait_s)
-        failure = ""
-        plan: Plan | None = None
-        card: Card | None = None
         try:
             plan = transfer_plan.route(terms, self.rank)
-            card = cards.card_of(self.model.mesh.device, terms)
+            mine = Ready("", plan.digest, card=cards.card_of(self.model.mesh.device, terms))
         except Exception as error:  # noqa: BLE001  reported to all ranks
-            failure = failing.in_one_line(error, terms)
-        mine = Ready(failure, plan.digest if plan else "", card=card)
+            mine = Ready(failing.in_one_line(error, terms))
         if self.rank == 0:
-            store.put(protocol.VERDICT, judge(store, terms, mine, wait_s, self.look))
+            store.put(protocol.VERDICT, self._judge(store, terms, mine))
         else:
             store.put(protocol.ready(self.rank), mine)
         verdict = store.get(protocol.VERDICT, 2 * wait_s)
         if verdict.failure:
             self.part(store)
             raise NotMet(verdict.failure, roster)
-        assert plan is not None
         terms = verdict.settle(terms)
         if self.rank == 0:
             whom, how = ", ".join(engine.name for engine in terms.engines), "deltas where possible" if terms.delta else "in full"
@@ -205,6 +200,20 @@ class TrainerRanks:
         host, _, port = place.rpartition(":")
         return Store(_GROUP, self.rank, host, int(port), self.config.sync.timeout_s), 0
 
+    def _judge(self, store: Store, terms: Terms, mine: Ready) -> MeetingOutcome:
+        """Return why weights cannot be sent, or whether they are written in place."""
+        everyone = protocol.names(terms)
+        names = {rank: whom for rank, whom in everyone.items() if rank != 0}
+        try:
+            found = store.get_all({protocol.ready(rank): whom for rank, whom in names.items()}, self.config.sync.timeout_s, watch=self.look)
+            if resigned := store.resigned():
+                return MeetingOutcome(resigned)
+        except AsyncmoeError as error:
+            return MeetingOutcome(str(error))
+        ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
+        failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
+        return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.in_place(_cards(ready)))
+
     def _tell(self, word: str = "", failure: str = "") -> tuple[str, str]:
         """Broadcast a result or its failure from rank 0, so that every rank ends with the same message."""
         told = [word, failure]
@@ -251,21 +260,6 @@ def _together(engines: Engines) -> bool:
     """Return whether all trainer and engine ranks run on this machine; torchrun sets `LOCAL_WORLD_SIZE` to its trainer ranks."""
     ours = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return ours and all(engine.host == address.host_id() for engine in engines.engines)
-
-
-def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> MeetingOutcome:
-    """Return why weights cannot be sent, or whether they are written in place."""
-    everyone = protocol.names(terms)
-    names = {rank: whom for rank, whom in everyone.items() if rank != 0}
-    try:
-        found = store.get_all({protocol.ready(rank): whom for rank, whom in names.items()}, wait_s, watch=watch)
-        if resigned := store.resigned():
-            return MeetingOutcome(resigned)
-    except AsyncmoeError as error:
-        return MeetingOutcome(str(error))
-    ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
-    failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
-    return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.in_place(_cards(ready)))
 
 
 def _cards(ready: Mapping[int, Ready]) -> dict[int, Card]:

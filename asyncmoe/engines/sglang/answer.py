@@ -73,21 +73,18 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
         if counts is None or ids is None or (counts < 0).any() or counts.sum(dtype=np.int64) != len(ids):
             raise ValueError("output_token_sampling_mask: expected as many ids as its lists have")
         masks = IdLists(counts, ids)
+        if routes is not None:
+            routes = routes.copy()  # a queued trajectory keeps them as they came, but not the masks beside them, which may be larger
     return GenerateAnswer(
         tokens,
         logprobs,
         msgspec.json.decode(head.weight_versions, type=list[VersionSpan]),
         msgspec.json.decode(head.finish_reason, type=Finish),
         head.cached_tokens,
-        None if routes is None else _alone(routes, masks is not None).data,
+        None if routes is None else routes.data,
         masks,
         mask_logprobs,
     )
-
-
-def _alone(routes: np.ndarray, beside_masks: bool) -> np.ndarray:
-    """Return routes that keep no more of the body than they are: a queued trajectory has them as they came. Ids of masks may be larger."""
-    return routes.copy() if beside_masks else routes
 
 
 def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.ndarray | None]:

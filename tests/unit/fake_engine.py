@@ -23,6 +23,7 @@ from asyncmoe.engines.types import (
 )
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.platform.sglang.receiver_command import Command, CommitCommand
+from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from asyncmoe.weights.coordinator.driver import UpdateDriver
 
@@ -118,7 +119,7 @@ class FakeEngine:
         await self._called()
         self.updating = False
 
-    async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
+    async def join_group(self, join: WeightsJoin, rank_offset: int, world: int, timeout_s: float) -> None:
         await self._called()
 
     async def load_files(self, folder: str, timeout_s: float) -> None:
@@ -127,9 +128,7 @@ class FakeEngine:
         await self._called()
         self.partial = False
 
-    async def load_bucket(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
-    ) -> None:
+    async def load_bucket(self, bucket: WeightsBucket, group: str, timeout_s: float) -> None:
         self._check(self.updating, "took weights outside an update")
         self.partial = True
         await self._called()

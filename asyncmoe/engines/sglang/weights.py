@@ -9,6 +9,7 @@ import msgspec
 
 from asyncmoe.engines.sglang.connection import Acknowledged, SGLangConnection
 from asyncmoe.platform.sglang.receiver_command import LOADER, Command, payload
+from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
 
 class _CheckedRank(msgspec.Struct, frozen=True):
@@ -46,24 +47,22 @@ class WeightEndpoints(SGLangConnection):
     async def end_update(self) -> None:
         await self._post("/end_weight_update", {}, Acknowledged)
 
-    async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
+    async def join_group(self, join: WeightsJoin, rank_offset: int, world: int, timeout_s: float) -> None:
         body = {
-            "master_address": host,
-            "master_port": port,
+            "master_address": join.host,
+            "master_port": join.port,
             "rank_offset": rank_offset,
             "world_size": world,
-            "group_name": group,
-            "backend": backend,
+            "group_name": join.group,
+            "backend": join.backend,
         }
         await self._post("/init_weights_update_group", body, Acknowledged, timeout_s)
 
-    async def load_bucket(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
-    ) -> None:
+    async def load_bucket(self, bucket: WeightsBucket, group: str, timeout_s: float) -> None:
         body = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
             "group_name": group,
             "load_format": "flattened_bucket",
             # Paused requests keep their keys and values; the salt separates the prefixes of other prompts by version.

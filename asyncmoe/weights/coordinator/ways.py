@@ -25,8 +25,7 @@ async def join_group(driver: UpdateDriver, request: WeightsJoin) -> None:
     driver.group = request.group
 
     async def ask(member: Member) -> None:
-        place = (request.host, request.port, roster.offset(member), roster.world, request.group, request.backend)
-        await member.engine.client.join_group(*place, driver.timeout_s)
+        await member.engine.client.join_group(request, roster.offset(member), roster.world, driver.timeout_s)
 
     raise_first(await on_each(members, ask), f"joining the weight group {request.group}")
 
@@ -42,7 +41,7 @@ async def load_bucket(driver: UpdateDriver, request: WeightsBucket) -> None:
 
     async def take(member: Member) -> None:
         try:
-            await member.engine.client.load_bucket(request.names, request.dtypes, request.shapes, driver.group, driver.timeout_s)
+            await member.engine.client.load_bucket(request, driver.group, driver.timeout_s)
         except AsyncmoeError as error:
             driver.fence_all(update, str(error))
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from asyncmoe.errors import DataError
 from asyncmoe.log.log import Log, Place
@@ -187,7 +187,7 @@ class QueueLog:
         return groups, [one.weight for one in lease.groups]
 
     async def groups(self, recorded: Sequence[RecordedGroup | records.LeasedGroup]) -> tuple[Group, ...]:
-        """Read groups, as they were queued, without their frames. Raises DataError: a payload is damaged or absent."""
+        """Read groups, as they were queued. Raises DataError: a payload is damaged or absent."""
         return tuple(await asyncio.to_thread(lambda: [self._read(one.number, one.order, one.place) for one in recorded]))
 
     # ------------------------------------------------------------ checkpoints
@@ -221,7 +221,7 @@ class QueueLog:
 
     def _read(self, number: int, arrival: int, place: Place | None) -> Group:
         assert place is not None
-        group = replace(payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, place), frames={})
+        group, _ = payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, place)
         if group.number != number:
             raise DataError(f"{self.name}: group {number}", got=f"group {group.number} at {place}", expected=f"group {number}")
         return group

@@ -177,12 +177,12 @@ async def test_demonstrations_begin_again_at_the_checkpoint(tmp_path: Path) -> N
     log.begin(0, 4, BATCH, 0)
     held = BoundedQueue(Admission(BATCH, 0, 4), log, capacity=BATCH, group_size=SIZE, demonstrations=2)
     for number in range(2):
-        await held.put_demonstrations([pack(make_group(number, 1, [0]), 0)])
+        await held.put_demonstrations([pack(make_group(number, 1, [0]))[0]])
     first = await held.lease(0, "warmup", 2, 0, 0.0)
     held.commit(0)
     for number in range(2, 4):
-        await held.put_demonstrations([pack(make_group(number, 1, [0]), 0)])
-    blocked = asyncio.create_task(held.put_demonstrations([pack(make_group(4, 1, [0]), 0)]))
+        await held.put_demonstrations([pack(make_group(number, 1, [0]))[0]])
+    blocked = asyncio.create_task(held.put_demonstrations([pack(make_group(4, 1, [0]))[0]]))
     await held.lease(1, "warmup", 2, 1, 0.0)
     await asyncio.sleep(0.01)
     held.trainer_lost()
@@ -190,7 +190,7 @@ async def test_demonstrations_begin_again_at_the_checkpoint(tmp_path: Path) -> N
     await blocked  # into what is forgotten
     assert held.stats().demonstrations == 0
     for number in range(2):
-        await held.put_demonstrations([pack(make_group(number, 1, [0]), 0)])
+        await held.put_demonstrations([pack(make_group(number, 1, [0]))[0]])
     assert (await held.lease(0, "warmup", 2, 0, 0.0)).items == first.items
     log.close()
 

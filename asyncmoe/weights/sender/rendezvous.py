@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -137,25 +137,16 @@ class TrainerRanks:
         Raises:
             WeightSyncError, WaitTimeout: rank 0 could not ask the controller. The other ranks raise WeightSyncError with the same message.
         """
-        if self.rank != 0:
-            word, failure = self._tell()
-            if not word:
-                raise WeightSyncError(failure)
-            return word == _OTHERS
-        word, failure = "", "rank 0 has failed"
-        try:
-            now, until = self.engines(), time.monotonic() + self.config.cluster.heartbeat_timeout_s + GRACE_S
-            while probe and now.roster == roster and time.monotonic() < until:
-                now = self.engines(probe)
-                if probe := now.silent:
+
+        def ask() -> str:
+            now, until, asking = self.engines(), time.monotonic() + self.config.cluster.heartbeat_timeout_s + GRACE_S, probe
+            while asking and now.roster == roster and time.monotonic() < until:
+                now = self.engines(probe=True)
+                if asking := now.silent:
                     time.sleep(_POLL_S)
-            word = _OTHERS if now.roster != roster else _THE_SAME
-        except AsyncmoeError as error:
-            failure = str(error)
-            raise
-        finally:
-            self._tell(word, failure)
-        return word == _OTHERS
+            return _OTHERS if now.roster != roster else _THE_SAME
+
+        return self._of_rank_0(ask) == _OTHERS
 
     # ------------------------------------------------------------ of rank 0 alone
 
@@ -180,25 +171,23 @@ class TrainerRanks:
 
     def _open(self) -> tuple[Store, int]:
         """Create the store and start the engines' receivers (rank 0), or connect to the store; return store and roster."""
-        if self.rank == 0:
-            place, failure, roster = "", "rank 0 has failed", 0
-            try:
-                engines = self._some_engines()
-                roster = engines.roster
-                if not engines.engines:
-                    raise WeightSyncError("no engine is left")
-                store, place = self._keep(engines)
-            except AsyncmoeError as error:
-                failure = str(error)
-                raise NotMet(failure, roster) from error
-            finally:
-                self._tell(place, failure)
-            return store, roster
-        place, failure = self._tell()
-        if not place:
-            raise NotMet(failure, 0)
-        host, _, port = place.rpartition(":")
-        return Store(_GROUP, self.rank, host, int(port), self.config.sync.timeout_s), 0
+        store: Store | None = None
+        roster = 0
+
+        def keep() -> str:
+            nonlocal store, roster
+            engines = self._some_engines()
+            roster = engines.roster
+            if not engines.engines:
+                raise WeightSyncError("no engine is left")
+            store, place = self._keep(engines)
+            return place
+
+        try:
+            host, _, port = self._of_rank_0(keep).rpartition(":")
+        except AsyncmoeError as error:
+            raise NotMet(str(error), roster) from error
+        return store or Store(_GROUP, self.rank, host, int(port), self.config.sync.timeout_s), roster
 
     def _judge(self, store: Store, terms: Terms, mine: Ready) -> MeetingOutcome:
         """Return why weights cannot be sent, or whether they are written in place."""
@@ -214,11 +203,25 @@ class TrainerRanks:
         failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
         return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.in_place(_cards(ready)))
 
-    def _tell(self, word: str = "", failure: str = "") -> tuple[str, str]:
-        """Broadcast a result or its failure from rank 0, so that every rank ends with the same message."""
-        told = [word, failure]
-        dist.broadcast_object_list(told, src=0, group=self.group)
-        return told[0], told[1]
+    def _of_rank_0(self, act: Callable[[], str]) -> str:
+        """Return rank 0's result of `act`, which is not empty, on every rank.
+
+        Raises:
+            AsyncmoeError: that of rank 0; on every other rank a WeightSyncError with the same message.
+        """
+        told = ["", "rank 0 has failed"]
+        try:
+            if self.rank == 0:
+                told = [act(), ""]
+        except AsyncmoeError as error:
+            told = ["", str(error)]
+            raise
+        finally:
+            dist.broadcast_object_list(told, src=0, group=self.group)
+        result, failure = told
+        if not result:
+            raise WeightSyncError(failure)
+        return result
 
     def _some_engines(self) -> Engines:
         """Ask for the engines and, while there is none and one will come back, ask again."""

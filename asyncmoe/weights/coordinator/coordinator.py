@@ -163,7 +163,9 @@ class WeightUpdateCoordinator:
     async def _drive(self, request: WeightsRequest) -> Engines | Committed | Done:
         match request:
             case WeightsAbort():
-                await self._abort(request)
+                if (open_now := self.driver.current) is not None and open_now.version == request.version:
+                    self._listen(False)
+                    await self.driver.end(open_now, f"the sender failed: {request.why}")
             case WeightsJoin():
                 await (ways.join_group if request.method == "broadcast" else ways.start_receivers)(self.driver, request)
             case WeightsStage():
@@ -269,12 +271,6 @@ class WeightUpdateCoordinator:
             why = gone[-1] if gone else "all have left"
             raise WeightSyncError(f"publishing version {version}: no engine is left; {why}")
         return Committed(version, pause_ms)
-
-    async def _abort(self, request: WeightsAbort) -> None:
-        update = self.driver.current
-        if update is not None and update.version == request.version:
-            self._listen(False)
-            await self.driver.end(update, f"the sender failed: {request.why}")
 
     async def _expecting_next(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`; if the sender then falls silent while the engines are paused, end the update."""

@@ -30,9 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--thorough"):
         return
-    for item in items:
-        if item.get_closest_marker("thorough"):
-            item.add_marker(pytest.mark.skip(reason="only with --thorough (make test-thorough)"))
+    left = [item for item in items if item.get_closest_marker("thorough")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

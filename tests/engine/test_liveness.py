@@ -37,6 +37,19 @@ def test_an_idle_and_a_busy_engine_are_alive(rig: Rig) -> None:
     assert rig.run(run()) == [True, True]
 
 
+def test_a_paused_engine_can_be_taken_over(rig: Rig) -> None:
+    """A controller may be lost in the middle of an update; the next one must find the engine."""
+
+    async def run() -> list[bool]:
+        client = rig.engine.client
+        await client.pause()
+        paused = await client.ready()
+        await client.resume()
+        return [paused, await client.ready()]
+
+    assert rig.run(run()) == [True, True]
+
+
 def test_a_server_whose_scheduler_hangs_is_not(rig: Rig) -> None:
     client = rig.engine.client
     with stopped(rig, "sglang::scheduler"):

@@ -32,7 +32,8 @@ class SGLangClient(WeightEndpoints):
     """Client of one engine's endpoints; see `SGLangConnection` for its arguments."""
 
     async def ready(self) -> bool:
-        return await self._ok("/ready", 5.0)
+        """Return whether the server has started and is well, also while it is paused, when `/ready` says no."""
+        return await self._ok("/ping", 5.0)
 
     async def alive(self, timeout_s: float) -> bool:
         """SGLang waits in steps of a second; a busy scheduler answers after its next batch instead of running the probe."""

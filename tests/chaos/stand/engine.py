@@ -211,7 +211,7 @@ def application(server: Server, key: str) -> web.Application:
         "/freeze_gc": server.nothing,
     }
     made = web.Application(middlewares=[_bad_network(server, key)], client_max_size=64 << 20)
-    made.router.add_get("/ready", ready)
+    made.router.add_get("/ping", ready)
     made.router.add_get("/server_info", ready)
     made.router.add_get("/model_info", info)
     made.router.add_get("/health_generate", healthy)

@@ -81,11 +81,7 @@ def joined(
         assert ended is None or isinstance(ended, EngineError), ended
         return seeds, pool, ended
 
-    async def bounded() -> tuple[list[int], Pool, EngineError | None]:
-        async with asyncio.timeout(30):
-            return await run()
-
-    return asyncio.run(bounded())
+    return asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_a_server_that_is_fenced_or_dies_joins_again_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,6 @@ def test_a_roster_that_changes_while_receivers_start_does_not_concern_them() -> 
 @pytest.mark.parametrize("kept", [False, True])
 async def test_what_engines_have_loaded_is_compared_with_the_trainers_before_they_sample(kept: bool) -> None:
     """Those that join later too, if it stays under their adapters; one that is lost meanwhile ends nothing."""
-
     pool, expected = Pool(handles(3), 8, 5.0, lambda *_: None), ({"weight": "0", "other": "1"},)
     coordinator = coordinator_of(pool)
     with pytest.raises(Disagreement, match=r"engine\.0 has loaded other weights .* checksums differ: other of rank 0"):

@@ -228,7 +228,6 @@ async def test_a_group_whose_payload_is_damaged_starts_again_and_nothing_else_is
 @asynchronous
 async def test_groups_of_weights_that_a_damaged_lease_made_start_again(tmp_path: Path) -> None:
     """The trainer cannot come to those weights again: it would be given tokens of its own future."""
-
     life = await live(FILES, tmp_path / "run")
     for step in range(2):
         await life.train(step)

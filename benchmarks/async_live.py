@@ -66,7 +66,8 @@ def rates(config: Config, folder: Path, name: str, sizes: PoolSizes) -> Rates:
 
 async def _rates(config: Config, folder: Path, name: str, sizes: PoolSizes) -> Rates:
     folder.mkdir()
-    engine = backend.start("engine.0", config, 0, folder)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
+    engine = backend.start("engine.0", config, 0)
     try:
         await engine.wait_ready()
         (running,) = below(psutil.Process())

@@ -17,6 +17,7 @@ import numpy as np
 
 from asyncmoe.errors import InvariantBroken, WaitTimeout
 from asyncmoe.log.log import Place
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout.workers.worker import Worker
@@ -27,6 +28,7 @@ from asyncmoe.trainer.data.schedule import BatchGrid, schedule
 from asyncmoe.trajectory import Recording, Trajectory, encode, encode_routes
 from benchmarks.batches_rank import DP, GROUP, QWEN3_30B, TOKENS_PER_MICROBATCH, WIDTH, BatchJob, RankTook
 from benchmarks.provenance import here
+from benchmarks.unlogged import Unlogged
 
 DISTINCT = 32
 """Trajectories made; the queue holds each several times under different names, so that sources are larger than a cache."""
@@ -138,14 +140,14 @@ async def _samples_nothing(*_: object) -> tuple[Trajectory, ...]:
 async def _measure(case: BatchCase, tp: int) -> tuple[list[RankTook], int]:
     """Return what the ranks took, and the bytes of trajectories that were sent."""
     total, sent = case.batch * case.steps, 0
-    queue = BoundedQueue(capacity=total, batch=case.batch, group_size=GROUP, max_staleness=case.steps)
+    queue = BoundedQueue(Admission(case.batch, case.steps), Unlogged(), capacity=total, group_size=GROUP)
     worker = Worker(_samples_nothing, GROUP, Recording(QWEN3_30B))
     made = trajectories(case.tokens)
     for group in range(total // GROUP):
         queue.started(GROUP)
         members = [made[(group * GROUP + i) % len(made)] for i in range(GROUP)]
         held = await worker.hold([replace(t, key=f"g{group}.e{i}.a0.t0", group=group, episode=i) for i, t in enumerate(members)], 1)
-        await queue.put(replace(held, frames={}, place=Place(1, 0)))
+        await queue.put(replace(held, place=Place(1, 0)))
     service, together = QueueService(queue, run="bench", config_digest=""), asyncio.Barrier(tp)
 
     async def answer(request: Any) -> Reply | tuple[Reply, list[Any]]:

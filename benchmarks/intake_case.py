@@ -25,6 +25,7 @@ from asyncmoe.engines.sglang.client import SGLangClient
 from asyncmoe.engines.sglang.generation import request_body
 from asyncmoe.engines.types import Sampling
 from asyncmoe.process import freeze
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.environment import Bounds, Environment, Episode
@@ -39,6 +40,7 @@ from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Recording
 from benchmarks.intake_server import VOCABULARY
 from benchmarks.routes import ROUTING
+from benchmarks.unlogged import Unlogged
 
 _TIMEOUT_S = 600.0
 _GROUP = 8
@@ -208,15 +210,8 @@ async def rate(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
     async with _staged(case, ports) as stage:
         batch = min(64, case.in_flight // _GROUP * _GROUP)
         worker = Worker(partial(episode.run, stage.context), _GROUP, case.recording)
-        queue = BoundedQueue(
-            capacity=case.in_flight + 4 * batch,
-            batch=batch,
-            group_size=_GROUP,
-            max_staleness=case.in_flight // batch + 1,
-            rule="downweight",
-            drop_above=1 << 30,  # the stand-ins serve version 0 for ever
-            on_freed=worker.over,
-        )
+        law = Admission(batch, case.in_flight // batch + 1, rule="downweight", drop_above=1 << 30)  # the stand-ins serve version 0 for ever
+        queue = BoundedQueue(law, Unlogged(), capacity=case.in_flight + 4 * batch, group_size=_GROUP, on_freed=worker.over)
         producer = Producer(queue, _Asks(prompt), worker, _GROUP)
         freeze()
         with _running(producer.run()) as (producing,):
@@ -285,7 +280,7 @@ async def queued(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
     """Memory of trajectories that wait in the queue."""
     async with _staged(case, ports) as stage:
         count = case.in_flight // _GROUP * _GROUP
-        queue = BoundedQueue(capacity=count, batch=count, group_size=_GROUP, max_staleness=1)
+        queue = BoundedQueue(Admission(count, 1), Unlogged(), capacity=count, group_size=_GROUP)
         await episode.run(stage.context, Prompt("", tuple(range(case.prompt)), ""), EpisodeId(1 << 20, 0, 0))
         before = _resident()
         play = partial(episode.run, stage.context)

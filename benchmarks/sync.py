@@ -30,6 +30,7 @@ from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit, WeightsStage
 from asyncmoe.rpc.server import Server
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
+from asyncmoe.weights.coordinator.driver import UpdateDriver
 from benchmarks.provenance import here
 
 SIZES = {
@@ -110,7 +111,7 @@ async def measure(config: Config, updates: int) -> dict[str, Any]:
     """
     config.run.dir.mkdir(parents=True)
     key = secrets.token_urlsafe(32)
-    engines = [backend.start(f"engine.{index}", config, index, config.run.dir, key=key) for index in range(config.engines.count)]
+    engines = [backend.start(f"engine.{index}", config, index, key=key) for index in range(config.engines.count)]
     seen = Seen()
     try:
         await asyncio.gather(*(engine.wait_ready() for engine in engines))
@@ -138,8 +139,8 @@ async def _publish(config: Config, engines: Sequence[EngineProcess], key: str, s
     async def nothing(_: int) -> None:
         pass
 
-    pool = Pool(engines, 64, 60.0, lambda *_: None, **adapters.asked(config))
-    coordinator = WeightUpdateCoordinator(pool, config.sync.timeout_s, nothing, lambda *_: None)
+    pool = Pool(engines, 64, 60.0, lambda *_: None, adapter=adapters.asked(config))
+    coordinator = WeightUpdateCoordinator(UpdateDriver(pool, config.sync.timeout_s, lambda *_: None), nothing)
     coordinator.engines_started()
     staged, ended = 0.0, 0.0
 
@@ -162,7 +163,7 @@ async def _publish(config: Config, engines: Sequence[EngineProcess], key: str, s
         rendezvous = await server.start()
         keys.write(config.run.dir, rendezvous)
         background = [asyncio.create_task(server.serve())]
-        background += [asyncio.create_task(_generate(engines[0].url, key, adapters.asked(config)["adapter"], seen)) for _ in range(STREAMS)]
+        background += [asyncio.create_task(_generate(engines[0].url, key, adapters.asked(config), seen)) for _ in range(STREAMS)]
         try:
             await _train(config, result, updates)
         finally:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from asyncmoe.config import Config
 
 NAME = "policy"
@@ -11,12 +9,6 @@ SLOTS = 2
 """Adapters that an engine holds at a time: requests without one occupy a slot too."""
 
 
-class AdapterChoice(TypedDict):
-    """The adapter argument of `asyncmoe.engines.pool.Pool`."""
-
-    adapter: str | None
-
-
-def asked(config: Config) -> AdapterChoice:
-    """Return the adapter argument of the pool for a configuration."""
-    return {"adapter": None if config.adapter is None else NAME}
+def asked(config: Config) -> str | None:
+    """Return the name of the adapter that requests are sampled with, if any."""
+    return None if config.adapter is None else NAME

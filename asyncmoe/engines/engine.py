@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from asyncmoe.engines.types import Generation, Listener, ParsedCall, PromptLogprobs, Sampling, Tokens
 from asyncmoe.platform.sglang.receiver_command import Command
+from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
 
 class Engine(Protocol):
@@ -116,30 +117,25 @@ class Engine(Protocol):
     async def end_update(self) -> None:
         """Close the weight update; the engine still waits for `resume`."""
 
-    async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
+    async def join_group(self, join: WeightsJoin, rank_offset: int, world: int, timeout_s: float) -> None:
         """Have the engine's ranks join a process group with the sender, for `load_bucket`; returns when all `world` ranks have joined.
 
         Args:
-            host, port: rendezvous of the group, a torch store that the sender keeps.
+            join: the group's name and backend, and its rendezvous, a torch store that the sender keeps.
             rank_offset: the engine's first rank; the sender is rank 0.
             world: number of ranks: the sender's one, and `tp` for each engine.
-            group: name of the group.
-            backend: "gloo" or "nccl".
         """
 
     async def load_files(self, folder: str, timeout_s: float) -> None:
         """Load the Hugging Face checkpoint in a directory; returns when it is loaded."""
 
-    async def load_bucket(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
-    ) -> None:
+    async def load_bucket(self, bucket: WeightsBucket, group: str, timeout_s: float) -> None:
         """Receive one bucket, broadcast by rank 0 of `group`, and load it; returns when it is loaded.
 
         The bucket is one uint8 tensor: the bytes of whole tensors of the checkpoint, in C order, one after another.
 
         Args:
-            names: the tensors' names in the Hugging Face checkpoint.
-            dtypes: torch's names: "bfloat16".
+            bucket: their names in the Hugging Face checkpoint, dtypes and shapes.
         """
 
     async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:

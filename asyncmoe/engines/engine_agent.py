@@ -15,12 +15,11 @@ import signal
 import socket
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.engines.engine_node import serve_node
-from asyncmoe.engines.engine_stay import ServerLost, coming, ready, stay, unless
+from asyncmoe.engines.engine_stay import ServerLost, coming, controller, stay, unless
 from asyncmoe.engines.nodes import process_name
 from asyncmoe.errors import UserError
 from asyncmoe.process import named
@@ -41,7 +40,7 @@ def default_name(index: int) -> str:
     return ".".join(["engine", *([f"job{job}"] if job else []), node, str(index)])
 
 
-def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str] = (), node: int = 0) -> None:
+def run(config: Config, name: str, index: int, memory: Sequence[str] = (), node: int = 0) -> None:
     """Serve until the run ends, or until SIGTERM or SIGINT. A server that is lost starts again and joins again (`engines.restarts`).
 
     Args:
@@ -56,7 +55,7 @@ def run(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[s
         WaitTimeout: the controller did not start, or is gone.
     """
     with named(process_name(name, node)):
-        asyncio.run(_serve(config, run_dir, name, index, memory, node))
+        asyncio.run(_serve(config, name, index, memory, node))
 
 
 def check_node(nodes: int, name: str | None, node: int) -> None:
@@ -79,7 +78,7 @@ def check_node(nodes: int, name: str | None, node: int) -> None:
         raise UserError("--name", got="nothing", expected=f"a name, the same on all {nodes} nodes of the engine (engines.nodes)")
 
 
-async def _serve(config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str], node: int = 0) -> None:
+async def _serve(config: Config, name: str, index: int, memory: Sequence[str], node: int = 0) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -87,22 +86,19 @@ async def _serve(config: Config, run_dir: Path, name: str, index: int, memory: S
     while True:
         try:
             if config.engines.nodes > 1:
-                return await serve_node(config, run_dir, name, index, node, memory, _seed(name, restart), stop, again=restart > 0)
-            return await _serve_once(config, run_dir, name, index, memory, restart, stop)
+                return await serve_node(config, name, index, node, memory, _seed(name, restart), stop, again=restart > 0)
+            return await _serve_once(config, name, index, memory, restart, stop)
         except ServerLost as error:
             restart += 1
             if restart > config.engines.restarts:
                 raise
             log.warning("%s; it starts again, restart %d of %d", error, restart, config.engines.restarts)
-        await asyncio.wait([stopping := asyncio.create_task(stop.wait())], timeout=BACKOFF_S * 2 ** (restart - 1))
-        stopping.cancel()
+        await unless(stop, asyncio.sleep(BACKOFF_S * 2 ** (restart - 1)))
         if stop.is_set():
             return
 
 
-async def _serve_once(
-    config: Config, run_dir: Path, name: str, index: int, memory: Sequence[str], restart: int, stop: asyncio.Event
-) -> None:
+async def _serve_once(config: Config, name: str, index: int, memory: Sequence[str], restart: int, stop: asyncio.Event) -> None:
     """Start the server, and serve until the run ends or `stop` is set.
 
     Raises:
@@ -111,14 +107,15 @@ async def _serve_once(
     """
     host, key, again = address.reachable(config.cluster.network), secrets.token_urlsafe(32), restart > 0
     with coming(again=again):
-        engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=_seed(name, restart), memory=memory)
+        engine = backend.start(name, config, index, host=host, key=key, seed=_seed(name, restart), memory=memory)
     try:
         with coming(again=again):
-            rendezvous = await unless(stop, ready(engine, run_dir, config.engines.start_timeout_s))
-        if rendezvous is not None:
+            there = controller(config.run.dir, config.engines.start_timeout_s)
+            ready = await unless(stop, asyncio.gather(there, engine.wait_ready()))
+        if ready is not None:
             place = (engine.url, key, address.host_id())
             request = EngineJoin(name, *place, engine.tp, engine.ep, config.digest, facts(name))
-            await stay(config, run_dir, engine, rendezvous, request, stop, again=again)
+            await stay(config, engine, ready[0], request, stop, again=again)
     finally:
         await engine.stop()
 

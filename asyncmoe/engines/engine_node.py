@@ -13,7 +13,6 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve_node(
-    config: Config, run_dir: Path, name: str, index: int, node: int, memory: Sequence[str], seed: int, stop: asyncio.Event, *, again: bool
+    config: Config, name: str, index: int, node: int, memory: Sequence[str], seed: int, stop: asyncio.Event, *, again: bool
 ) -> None:
     """Serve one node of an engine until the run ends or `stop` is set.
 
@@ -48,7 +47,7 @@ async def serve_node(
         WaitTimeout: the controller or another node has not come, or is gone.
         AsyncmoeError: the engine did not start, or the run has failed.
     """
-    rendezvous = await unless(stop, controller(run_dir, config.engines.start_timeout_s))
+    rendezvous = await unless(stop, controller(config.run.dir, config.engines.start_timeout_s))
     if rendezvous is None:
         return
     over_network = address.several(config.cluster.network)
@@ -64,7 +63,7 @@ async def serve_node(
                 return
             place = NodePlace(node, met.meeting)
             try:
-                engine = backend.start(name, config, index, run_dir, host=host, key=key, seed=seed, memory=memory, place=place)
+                engine = backend.start(name, config, index, host=host, key=key, seed=seed, memory=memory, place=place)
             except AsyncmoeError as error:
                 await seat.end(str(error))
                 raise
@@ -73,7 +72,7 @@ async def serve_node(
             if node:
                 await _hold(seat, engine, following_orders, stop)
             else:
-                await _lead(config, run_dir, seat, engine, following_orders, key, met, stop, again=again)
+                await _lead(seat, engine, following_orders, key, met, stop, again=again)
         finally:
             following_orders.cancel()
             await asyncio.gather(following_orders, return_exceptions=True)
@@ -99,16 +98,7 @@ async def _hold(seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNo
 
 
 async def _lead(
-    config: Config,
-    run_dir: Path,
-    seat: Seat,
-    engine: EngineProcess,
-    orders: asyncio.Task[EngineNodes],
-    key: str,
-    met: EngineNodes,
-    stop: asyncio.Event,
-    *,
-    again: bool,
+    seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNodes], key: str, met: EngineNodes, stop: asyncio.Event, *, again: bool
 ) -> None:
     """Join the run for all nodes, and stay in it."""
     async with first_of(orders, engine.wait_ready(), stop.wait()) as (_, starting, _):
@@ -122,9 +112,9 @@ async def _lead(
                 starting.result()
             # Ranks on several machines share memory with none that is on one of them.
             place, parallel = (engine.url, key, "+".join(sorted(set(met.hosts)))), (engine.tp, engine.ep)
-            own, nodes = facts(engine.name), config.engines.nodes
-            request = EngineJoin(engine.name, *place, *parallel, config.digest, own, nodes=nodes, met=met.meeting)
-            await stay(config, run_dir, engine, seat.rendezvous, request, stop, again=again)
+            own, nodes = facts(engine.name), seat.config.engines.nodes
+            request = EngineJoin(engine.name, *place, *parallel, seat.config.digest, own, nodes=nodes, met=met.meeting)
+            await stay(seat.config, engine, seat.rendezvous, request, stop, again=again)
         except ControllerLost as error:
             raise ServerLost(str(error)) from error  # it comes anew, with all nodes, at the next controller
         except AsyncmoeError as error:
@@ -148,6 +138,7 @@ class Seat:
     """A node's place among the nodes of its engine, at the controller.
 
     Attributes:
+        config: of the run.
         title: of the node in messages.
         rendezvous: of the controller.
 
@@ -157,7 +148,7 @@ class Seat:
 
     def __init__(self, config: Config, rendezvous: Rendezvous, name: str, node: int, meeting: str) -> None:
         self.title, self.rendezvous = f"{name} node {node}", rendezvous
-        self._config = config
+        self.config = config
         self._limit_s = config.cluster.heartbeat_timeout_s
         self._client, self._controller = AsyncClient(rendezvous, rendezvous.controller), ""
         start, who = secrets.token_hex(8), socket.gethostname()
@@ -172,7 +163,7 @@ class Seat:
             WaitTimeout: one has not come within `engines.start_timeout_s`, or the controller is gone.
             EngineError: the run has failed.
         """
-        limit_s, begin = self._config.engines.start_timeout_s, time.monotonic()
+        limit_s, begin = self.config.engines.start_timeout_s, time.monotonic()
         while True:
             heartbeats.beat("waits for the other nodes of its engine")
             reply = await self._ask()
@@ -200,7 +191,7 @@ class Seat:
         """Tell the controller that the node ends: with `why`, its server is lost; without, the engine leaves in order. Return how all nodes
         end, once the controller has heard it or is gone."""
         end = EngineNodeEnd(self._here.name, self._here.node, self._here.start, why)
-        limit_s, reply = GRACE_S if why else self._config.rollout.request_timeout_s + GRACE_S, EngineNodes(finished=True)
+        limit_s, reply = GRACE_S if why else self.config.rollout.request_timeout_s + GRACE_S, EngineNodes(finished=True)
         with contextlib.suppress(AsyncmoeError):
             told, _ = await self._client.ask(end, limit_s)
             reply = told if isinstance(told, EngineNodes) else reply

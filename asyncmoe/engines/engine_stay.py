@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,7 +63,7 @@ def coming(*, again: bool) -> Iterator[None]:
 
 
 async def stay(
-    config: Config, run_dir: Path, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event, *, again: bool
+    config: Config, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event, *, again: bool
 ) -> None:
     """Stay in the run to its end, with one controller after the other.
 
@@ -78,32 +77,27 @@ async def stay(
         WaitTimeout: the controller is lost, and no other came within `engines.orphan_s`.
     """
     lost: ControllerLost | None = None
+    now = asyncio.get_running_loop().time
     while True:
         try:
-            return await _Stay(config, engine, rendezvous).until(stop, request, again or lost is not None)
+            return await _stay_with(config, engine, rendezvous, request, stop, again=again or lost is not None)
         except ControllerLost as error:
             if request.nodes > 1:
                 raise
             if lost is None or error.controller:  # else the next one was lost before it answered
-                lost, until = error, time.monotonic() + config.engines.orphan_s
+                lost, until = error, now() + config.engines.orphan_s
             log.warning("%s; waiting for the next controller", error)
         nobody = WaitTimeout("the next controller", str(lost), config.engines.orphan_s)
-        if (left := until - time.monotonic()) < 0:  # one that hangs is found again and again
+        if (left := until - now()) < 0:  # one that hangs is found again and again
             raise nobody
         try:
-            successor = await unless(stop, controller(run_dir, left, engine))
+            successor = await unless(stop, controller(config.run.dir, left, engine))
         except WaitTimeout:
             raise nobody from None
         if successor is None:
             return
         # The facts were true when they were sent.
         rendezvous, request = successor, msgspec.structs.replace(request, facts=None, served=lost.controller)
-
-
-async def ready(engine: EngineProcess, run_dir: Path, wait_s: float) -> Rendezvous:
-    """Wait for the server and for the controller, whose rendezvous is returned. Raises as both do."""
-    rendezvous, _ = await asyncio.gather(controller(run_dir, wait_s), engine.wait_ready())
-    return rendezvous
 
 
 async def controller(run_dir: Path, wait_s: float, engine: EngineProcess | None = None) -> Rendezvous:
@@ -116,13 +110,14 @@ async def controller(run_dir: Path, wait_s: float, engine: EngineProcess | None 
         WaitTimeout: there was none in time.
         ServerLost: the server has died meanwhile.
     """
-    begin = time.monotonic()
+    now = asyncio.get_running_loop().time
+    began = now()
     while True:
         heartbeats.beat("waiting for a controller")
         try:
             return await asyncio.to_thread(keys.read, run_dir, 0.0)
         except WaitTimeout as error:
-            waited = time.monotonic() - begin
+            waited = now() - began
             if waited > wait_s:
                 raise WaitTimeout(error.whom, error.what, waited) from None
         if engine is not None and engine.died is not None:
@@ -138,80 +133,74 @@ async def watch(engine: EngineProcess) -> str:
     return why
 
 
-class _Stay:
-    """An engine's membership in a run, from joining to leaving."""
-
-    def __init__(self, config: Config, engine: EngineProcess, rendezvous: Rendezvous) -> None:
-        self._config, self._engine, self._rendezvous = config, engine, rendezvous
-
-    async def until(self, stop: asyncio.Event, request: EngineJoin, again: bool) -> None:
-        with contextlib.closing(AsyncClient(self._rendezvous, self._rendezvous.controller)) as client:
-            limit = self._config.cluster.heartbeat_timeout_s
-            with coming(again=again):
-                try:
-                    joined, _ = await client.ask(request, limit + GRACE_S)
-                except WaitTimeout as error:
-                    raise ControllerLost(str(error), "") from error
-                except AsyncmoeError as error:
-                    if (why := self._engine.died) is None:
-                        raise
-                    raise ServerLost(f"{error}; it died meanwhile: {why}") from error
-            assert isinstance(joined, EngineJoined)
-            log.info("%s has joined", request.name)
-            async with first_of(self._orders(client, joined.controller), watch(self._engine), stop.wait()) as (orders, health, _):
-                if orders.done() or health.done():
-                    await self._ended(client, orders, health)
-                else:
-                    await self._leave(client)
-
-    async def _orders(self, client: AsyncClient, controller: str) -> EngineOrder:
-        """Send heartbeats until an answer is the last order.
-
-        Raises:
-            ControllerLost: it is gone, and another may take its place.
-            WaitTimeout: it is gone.
-            ServerLost: it does not know the engine any more.
-        """
-        limit = self._config.cluster.heartbeat_timeout_s
-        alive = EngineAlive(self._engine.name, limit / 3)
-        while True:
+async def _stay_with(
+    config: Config, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event, *, again: bool
+) -> None:
+    """Stay in the run with one controller, from joining to leaving. Raises as `stay`."""
+    with contextlib.closing(AsyncClient(rendezvous, rendezvous.controller)) as client:
+        with coming(again=again):
             try:
-                reply, _ = await client.ask(alive, alive.wait_s + limit)
+                joined, _ = await client.ask(request, config.cluster.heartbeat_timeout_s + GRACE_S)
             except WaitTimeout as error:
-                if controller:
-                    raise ControllerLost(str(error), controller) from error
-                raise
-            except ProtocolError as error:
-                raise ServerLost(str(error)) from error
-            assert isinstance(reply, EngineOrder)
-            if reply.finished or reply.why:
-                return reply
+                raise ControllerLost(str(error), "") from error
+            except AsyncmoeError as error:
+                if (why := engine.died) is None:
+                    raise
+                raise ServerLost(f"{error}; it died meanwhile: {why}") from error
+        assert isinstance(joined, EngineJoined)
+        log.info("%s has joined", engine.name)
+        asking = _orders(client, engine.name, config.cluster.heartbeat_timeout_s, joined.controller)
+        async with first_of(asking, watch(engine), stop.wait()) as (orders, health, _):
+            if orders.done():
+                order = orders.result()
+                if order.why:
+                    raise (ServerLost if order.again else RunFailed)(f"{engine.name} was ended by the controller: {order.why}")
+            elif health.done():
+                with contextlib.suppress(AsyncmoeError):  # the controller may be lost too
+                    await client.ask(EngineLeave(engine.name, health.result()), GRACE_S)
+                raise ServerLost(f"{engine.name} died: {health.result()}")
+            else:
+                await _leave(config, engine.name, client)
 
-    async def _ended(self, client: AsyncClient, orders: asyncio.Future[EngineOrder], health: asyncio.Future[str]) -> None:
-        if orders.done():
-            order = orders.result()
-            if order.why:
-                kind = ServerLost if order.again else RunFailed
-                raise kind(f"{self._engine.name} was ended by the controller: {order.why}")
-            return
-        with contextlib.suppress(AsyncmoeError):  # the controller may be lost too
-            await client.ask(EngineLeave(self._engine.name, health.result()), GRACE_S)
-        raise ServerLost(f"{self._engine.name} died: {health.result()}")
 
-    async def _leave(self, client: AsyncClient) -> None:
-        """Leave in order; with a supervisor that is lost, whose controller may hang, not for as long as a response may take."""
-        log.info("%s leaves", self._engine.name)
-        asked = client.ask(EngineLeave(self._engine.name), self._config.rollout.request_timeout_s + GRACE_S)
-        async with first_of(asked, self._orphaned()) as (reply, _):
-            if not reply.done():
-                raise WaitTimeout("the controller", "it lets no engine leave", self._config.engines.orphan_s)
-            reply.result()
+async def _orders(client: AsyncClient, name: str, limit_s: float, controller: str) -> EngineOrder:
+    """Send heartbeats until an answer is the last order.
 
-    async def _orphaned(self) -> None:
-        """Return `engines.orphan_s` after the supervisor was lost. A thread of it may end, and have this process told, before it does."""
-        while os.getppid() == _PARENT:
-            await asyncio.sleep(_POLL_S)
-        await asyncio.sleep(self._config.engines.orphan_s)
+    Raises:
+        ControllerLost: it is gone, and another may take its place.
+        WaitTimeout: it is gone.
+        ServerLost: it does not know the engine any more.
+    """
+    alive = EngineAlive(name, limit_s / 3)
+    while True:
+        try:
+            reply, _ = await client.ask(alive, alive.wait_s + limit_s)
+        except WaitTimeout as error:
+            if controller:
+                raise ControllerLost(str(error), controller) from error
+            raise
+        except ProtocolError as error:
+            raise ServerLost(str(error)) from error
+        assert isinstance(reply, EngineOrder)
+        if reply.finished or reply.why:
+            return reply
+
+
+async def _leave(config: Config, name: str, client: AsyncClient) -> None:
+    """Leave in order; with a supervisor that is lost, whose controller may hang, not for as long as a response may take."""
+    log.info("%s leaves", name)
+    asked, orphan_s = client.ask(EngineLeave(name), config.rollout.request_timeout_s + GRACE_S), config.engines.orphan_s
+    async with first_of(asked, _orphaned(orphan_s)) as (reply, _):
+        if not reply.done():
+            raise WaitTimeout("the controller", "it lets no engine leave", orphan_s)
+        reply.result()
+
+
+async def _orphaned(seconds: float) -> None:
+    """Return so long after the supervisor was lost. A thread of it may end, and have this process told, before it does."""
+    while os.getppid() == _PARENT:
+        await asyncio.sleep(_POLL_S)
+    await asyncio.sleep(seconds)
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:

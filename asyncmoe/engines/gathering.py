@@ -50,7 +50,6 @@ class NodeGathering:
         seats: by number.
         meeting: where the ranks meet; empty until node 0 has said it.
         joined: the engine has joined the run.
-        order: how all nodes end; None: they go on.
     """
 
     name: str
@@ -58,7 +57,11 @@ class NodeGathering:
     seats: Mapping[int, NodeSeat] = field(default_factory=dict)
     meeting: str = ""
     joined: bool = False
-    order: EngineOrder | None = None
+
+    @property
+    def starts(self) -> frozenset[str]:
+        """The starts of the nodes that have come."""
+        return frozenset(seat.start for seat in self.seats.values())
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -75,7 +78,7 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
     """Return an engine's nodes with one that is there.
 
     Args:
-        found: the engine's nodes so far, without an order; None: none is there.
+        found: the engine's nodes so far; None: none is there.
         limit_s: seconds without a word after which a node's place is free, unless all have met.
 
     Raises:
@@ -128,7 +131,8 @@ class Gatherings:
     def __init__(self, limit_s: float, controller: str) -> None:
         self._limit_s, self._controller = limit_s, controller
         self._now: dict[str, NodeGathering] = {}
-        self._over: dict[str, NodeGathering] = {}
+        self._over: dict[str, tuple[frozenset[str], EngineOrder]] = {}
+        """The nodes of each engine that were told last how they all end, by their starts."""
         self._last: EngineOrder | None = None
         self._ended: deque[str] = deque(maxlen=_MOST_ENDED)
         self._standstill = Standstill()
@@ -162,21 +166,19 @@ class Gatherings:
 
     def has(self, name: str, start: str) -> bool:
         """Return whether a start of a node is one of those that an engine now has."""
-        found = self._now.get(name)
-        return found is not None and any(seat.start == start for seat in found.seats.values())
+        return (found := self._now.get(name)) is not None and start in found.starts
 
     def lost(self, name: str, met: str) -> str:
         """Return why an engine whose ranks `met` is lost with one of its nodes; empty: it is not. Ask at least twice a second."""
         self._look()
         if (found := self._now.get(name)) is None or found.meeting != met:
-            over = self._over.get(name)
-            return "a node of it is lost" if over is None or over.order is None else over.order.why
+            return self._over[name][1].why if name in self._over else "a node of it is lost"
         return silent(found, time.monotonic(), self._limit_s)
 
     def end(self, name: str, met: str, order: EngineOrder) -> None:
         """Have all nodes of an engine whose ranks `met` end; later orders are ignored."""
         if (found := self._now.get(name)) is not None and found.meeting == met:
-            self._over[name] = replace(self._now.pop(name), order=order)
+            self._over[name] = self._now.pop(name).starts, order
             log.info("the %d nodes of %s end: %s", found.nodes, name, order.why or "it is over")
 
     def end_start(self, name: str, start: str, why: str) -> bool:
@@ -194,22 +196,19 @@ class Gatherings:
 
     def order(self, name: str, start: str) -> EngineNodes:
         """Return how all nodes end of which one has said so."""
-        over = self._over.get(name)
-        if over is None or all(seat.start != start for seat in over.seats.values()):
-            return EngineNodes(finished=True)
-        return _ending(over.order)
+        return _ending(self._told(name, start) or EngineOrder(finished=True))
 
     def end_all(self, order: EngineOrder) -> None:
         """Have the nodes of all engines end, those that come later too."""
         self._last = order
 
     def _hear(self, request: EngineNode) -> None:
-        if self._last is not None or request.start in self._ended or self._is_over(request):
+        if self._last is not None or request.start in self._ended or self._told(request.name, request.start) is not None:
             return
         found = self._now.get(request.name)
         if not request.met or (found is not None and found.meeting == request.met):  # else its engine was lost
             came = self._now[request.name] = arrive(found, request, time.monotonic(), self._limit_s)
-            if found is None or all(seat.start != request.start for seat in found.seats.values()):
+            if found is None or request.start not in found.starts:
                 log.info("node %d of %s has come from %s; missing: %s", request.node, request.name, request.who, came.missing or "none")
 
     def _watch(self, name: str) -> None:
@@ -219,10 +218,8 @@ class Gatherings:
             self.end(name, found.meeting, EngineOrder(why=why, again=found.joined))
 
     def _reply(self, request: EngineNode) -> EngineNodes:
-        if self._last is not None:
-            return _ending(self._last)
-        if self._is_over(request):
-            return _ending(self._over[request.name].order)
+        if (order := self._last or self._told(request.name, request.start)) is not None:
+            return _ending(order)
         found = self._now.get(request.name)
         if found is None or request.start in self._ended or (request.met and found.meeting != request.met):
             return EngineNodes(why="its engine was lost meanwhile", again=True)
@@ -230,9 +227,10 @@ class Gatherings:
         hosts = tuple(found.seats[node].host for node in sorted(found.seats)) if meeting else ()
         return EngineNodes(meeting, hosts, found.missing, self._controller)
 
-    def _is_over(self, request: EngineNode) -> bool:
-        over = self._over.get(request.name)
-        return over is not None and any(seat.start == request.start for seat in over.seats.values())
+    def _told(self, name: str, start: str) -> EngineOrder | None:
+        """Return how an engine's nodes end of which this start was one; None: they go on."""
+        starts, order = self._over.get(name, (frozenset[str](), None))
+        return order if start in starts else None
 
     def _look(self) -> None:
         """If this process stood still, what nodes have sent meanwhile is still to be read."""
@@ -242,6 +240,5 @@ class Gatherings:
                 self._now[name] = replace(found, seats=later)
 
 
-def _ending(order: EngineOrder | None) -> EngineNodes:
-    order = EngineOrder(finished=True) if order is None else order
+def _ending(order: EngineOrder) -> EngineNodes:
     return EngineNodes(finished=order.finished, why=order.why, again=order.again)

@@ -18,10 +18,10 @@ from asyncmoe.engines.gathering import Gatherings
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.standstill import Standstill
-from asyncmoe.errors import ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
+from asyncmoe.errors import EngineError, ProtocolError, UserError, WaitTimeout
 from asyncmoe.rpc.messages import Done, EngineAlive, EngineJoin, EngineJoined, EngineLeave, EngineOrder
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
-from asyncmoe.rpc.peers import check, facts
+from asyncmoe.rpc.peers import check, check_digest, facts
 
 log = logging.getLogger(__name__)
 MembershipRequest = EngineJoin | EngineAlive | EngineLeave | EngineNode | EngineNodeEnd
@@ -128,9 +128,9 @@ class Membership:
             case EngineAlive() | EngineLeave() if request.name in self._left:  # with another of its nodes, before it could hear of it
                 return EngineOrder(finished=True) if isinstance(request, EngineAlive) else Done()
             case EngineAlive():
-                return await self._remote(self._member(request.name)).ask(request.wait_s)
+                return await self._joined(request.name)[1].ask(request.wait_s)
             case EngineLeave():
-                await self._leave(self._member(request.name), request.why)
+                await self._leave(request.name, request.why)
                 return Done()
             case EngineNode():
                 _check(self._config, request)
@@ -198,7 +198,9 @@ class Membership:
         self._left.discard(request.name)
         self._gatherings.joined(request.name)
         if request.served:
-            if why := await self._return(member, request.served):
+            served = f"{request.name} has served another controller"
+            if why := served if self._returned is None else await self._returned(member, request.served):
+                self._pool.fence(member, why)
                 raise EngineError(why)
             log.info("%s has returned from %s", request.name, request.url)
             return
@@ -206,15 +208,8 @@ class Membership:
             engine.tell(self._ended)
         log.info("%s has joined from %s; it serves from the next version on", request.name, request.url)
 
-    async def _return(self, member: Member, served: str) -> str:
-        """Take over an engine of the controller before this one; fence it and return why if that cannot be."""
-        name = member.engine.name
-        if why := f"{name} has served another controller" if self._returned is None else await self._returned(member, served):
-            self._pool.fence(member, why)
-        return why
-
-    async def _leave(self, member: Member, why: str) -> None:
-        remote = self._remote(member)
+    async def _leave(self, name: str, why: str) -> None:
+        member, remote = self._joined(name)
         if why:
             remote.gone(why)
             self._pool.fence(member, why)
@@ -249,22 +244,17 @@ class Membership:
 
     async def _node_ended(self, request: EngineNodeEnd) -> None:
         """End the engine whose node ends: in order if the node was asked to, else at once."""
-        member = next((one for one in self._pool.present if one.engine.name == request.name), None)
-        if not request.why and member is not None and self._gatherings.has(request.name, request.start):
-            await self._leave(member, "")
-        elif self._gatherings.end_start(request.name, request.start, request.why or "it was stopped") and member is not None:
+        there = any(one.engine.name == request.name for one in self._pool.present)
+        if there and not request.why and self._gatherings.has(request.name, request.start):
+            await self._leave(request.name, "")
+        elif self._gatherings.end_start(request.name, request.start, request.why or "it was stopped"):
             self._pool.fence_dead()
 
-    def _member(self, name: str) -> Member:
+    def _joined(self, name: str) -> tuple[Member, RemoteEngine]:
         for member in self._pool.members:
-            if member.engine.name == name:
-                return member
+            if member.engine.name == name and isinstance(member.engine, RemoteEngine):
+                return member, member.engine
         raise ProtocolError(f"{name}: no engine of that name has joined this controller")
-
-    def _remote(self, member: Member) -> RemoteEngine:
-        if not isinstance(member.engine, RemoteEngine):
-            raise ProtocolError(f"{member.engine.name} is the controller's own")
-        return member.engine
 
 
 async def _answers(engine: RemoteEngine) -> bool:
@@ -275,11 +265,5 @@ async def _answers(engine: RemoteEngine) -> bool:
 
 
 def _check(config: Config, request: EngineJoin | EngineNode) -> None:
-    if request.config_digest != config.digest:
-        raise ConfigError(
-            f"configuration of {request.name}",
-            got=f"digest {request.config_digest[:12]}",
-            expected=f"the controller's, {config.digest[:12]}",
-            hint="start both with the same file, run.dir/config.yaml",
-        )
+    check_digest(request.name, request.config_digest, config.digest)
     check(facts("controller"), request.facts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncmoe.errors import UserError
@@ -32,6 +33,7 @@ class MeetingPlace:
 
     Attributes:
         url: as `NodePlace.meeting`.
+        close: gives it up, after the ranks have ended. Idempotent.
 
     Args:
         host: address of this machine at which the others reach it; None: all are on this machine.
@@ -42,19 +44,13 @@ class MeetingPlace:
     """
 
     def __init__(self, host: str | None) -> None:
-        self._scratch = Scratch() if host is None else None
-        self._reserved = None if host is None else reserve(host, 0)
-        if self._scratch is not None:
-            self.url = f"file://{self._scratch.path}/ranks"
-        elif self._reserved is not None:
-            self.url = f"tcp://{host}:{self._reserved.getsockname()[1]}"
-
-    def close(self) -> None:
-        """Give it up, after the ranks have ended. Idempotent."""
-        if self._reserved is not None:
-            self._reserved.close()
-        if self._scratch is not None:
-            self._scratch.remove()
+        self.close: Callable[[], None]
+        if host is None:
+            scratch = Scratch()
+            self.url, self.close = f"file://{scratch.path}/ranks", scratch.remove
+        else:
+            reserved = reserve(host, 0)
+            self.url, self.close = f"tcp://{host}:{reserved.getsockname()[1]}", reserved.close
 
 
 def process_name(name: str, node: int) -> str:

@@ -27,7 +27,7 @@ from asyncmoe.config.rollout import Order
 from asyncmoe.engines.engine import EngineHandle
 from asyncmoe.engines.gate import Gate
 from asyncmoe.engines.member import Member, RecordBusy
-from asyncmoe.engines.scheduling import PATIENCE, UNKNOWN, Homes, Lengths, ScheduledRequest, Waiting, choose
+from asyncmoe.engines.scheduling import KEPT_CONVERSATIONS, PATIENCE, UNKNOWN, Lengths, Recent, ScheduledRequest, Waiting, choose
 from asyncmoe.engines.standstill import Standstill
 from asyncmoe.engines.types import ABORTED, EngineLost, Generation, Listener, ParsedCall, Sampling, Tokens
 from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
@@ -101,7 +101,7 @@ class Pool:
         self.elsewhere: Gates | None = None
         self._none_since: float | None = None
         self.members = [Member(engine) for engine in engines]
-        self._lengths, self._homes = Lengths(), Homes()
+        self._lengths, self._homes = Lengths(), Recent[str](KEPT_CONVERSATIONS)  # the engine that last answered each conversation
         self._gate = Gate(limit, Waiting(order, PATIENCE * limit, self._lengths))
 
     @property
@@ -148,7 +148,8 @@ class Pool:
             EngineError: no engine is left.
         """
         answer, member = await self._answered(tokens, sampling, routed, request, listener)
-        self._homes.note(request.conversation, member.engine.name)
+        if request.conversation:
+            self._homes[request.conversation] = member.engine.name
         goes_on = request.partial and answer.generation.finish == "length"
         if answer.generation.finish != ABORTED and not goes_on:
             self._lengths.note(request.prompt, request.sampled + len(answer.generation.tokens))
@@ -324,7 +325,7 @@ class Pool:
         # A silent engine has few requests, because they time out, so it would be the first choice.
         members = {member.engine.name: member for member in serving if not member.suspect} or {m.engine.name: m for m in serving}
         loads = {name: member.in_flight for name, member in members.items()}
-        return members[choose(loads, self._homes.of(request.conversation))]
+        return members[choose(loads, self._homes.get(request.conversation, ""))]
 
     def _any(self) -> None:
         """Raise EngineError if no engine is left and none will come back."""

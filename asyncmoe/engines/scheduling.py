@@ -18,15 +18,18 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from asyncmoe.config.rollout import Order
 
+T = TypeVar("T")
 PATIENCE = 4
 """The pool lets a request be overtaken at most `PATIENCE * limit` times, so the order yields only after a wait of several responses."""
+_CONTINUES, _PROBE, _NEW = range(3)
 KEPT_PROMPTS = 1024
 """Number of most recent prompts whose lengths `Lengths` remembers."""
 KEPT_CONVERSATIONS = 65536
-"""Number of most recent conversations whose engines `Homes` remembers."""
+"""Number of most recent conversations whose engines the pool remembers."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +66,18 @@ def choose(loads: Mapping[str, int], last: str = "") -> str:
     return last if last in loads and loads[last] <= loads[least] + max(2, loads[least] // 4) else least
 
 
-class Homes:
-    """The engine that last answered each conversation, for the `KEPT_CONVERSATIONS` most recent conversations."""
+class Recent(OrderedDict[str, T]):
+    """The entries that were set last, at most so many."""
 
-    def __init__(self) -> None:
-        self._engines: OrderedDict[str, str] = OrderedDict()
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
 
-    def note(self, conversation: str, engine: str) -> None:
-        """Record that `engine` answered `conversation`."""
-        if not conversation:
-            return
-        self._engines[conversation] = engine
-        self._engines.move_to_end(conversation)
-        if len(self._engines) > KEPT_CONVERSATIONS:
-            self._engines.popitem(last=False)
-
-    def of(self, conversation: str) -> str:
-        """Return the engine that last answered `conversation`, or "" if unknown."""
-        return self._engines.get(conversation, "")
+    def __setitem__(self, key: str, value: T) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._most:
+            self.popitem(last=False)
 
 
 class Lengths:
@@ -127,11 +124,10 @@ class Waiting:
 
     def __init__(self, order: Order, patience: int, lengths: Lengths) -> None:
         self._order, self._patience, self._lengths = order, patience, lengths
-        self._all: OrderedDict[int, ScheduledRequest] = OrderedDict()
-        self._continuing: OrderedDict[int, None] = OrderedDict()
-        self._new: dict[str, OrderedDict[int, None]] = {}
-        self._probes: OrderedDict[int, None] = OrderedDict()
-        self._probed: OrderedDict[str, None] = OrderedDict()
+        self._all: OrderedDict[int, tuple[int, str]] = OrderedDict()
+        """The line in which each ticket waits: of those that continue, of probes, or of new requests to a prompt; with order fifo, to any."""
+        self._lines: dict[tuple[int, str], OrderedDict[int, None]] = {}
+        self._probed = Recent[None](KEPT_PROMPTS)
         self._came = 0
 
     def __len__(self) -> int:
@@ -141,13 +137,9 @@ class Waiting:
         """Add a request; return its ticket, the number of requests that arrived before it."""
         ticket = self._came
         self._came += 1
-        self._all[ticket] = request
-        if request.continues:
-            self._continuing[ticket] = None
-        elif self._is_probe(request.prompt):
-            self._probes[ticket] = None
-        else:
-            self._new.setdefault(self._line(request), OrderedDict())[ticket] = None
+        kind = _CONTINUES if request.continues else _PROBE if self._is_probe(request.prompt) else _NEW
+        line = self._all[ticket] = kind, request.prompt if kind == _NEW and self._order != "fifo" else ""
+        self._lines.setdefault(line, OrderedDict())[ticket] = None
         return ticket
 
     def take(self) -> int:
@@ -158,38 +150,25 @@ class Waiting:
 
     def give_up(self, ticket: int) -> None:
         """Remove a waiting request."""
-        request = self._all.pop(ticket)
-        if request.continues:
-            del self._continuing[ticket]
-            return
-        if ticket in self._probes:
-            del self._probes[ticket]
-            return
-        line = self._new[self._line(request)]
-        del line[ticket]
-        if not line:
-            del self._new[self._line(request)]
+        line = self._all.pop(ticket)
+        del self._lines[line][ticket]
+        if not self._lines[line]:
+            del self._lines[line]
 
     def _next(self) -> int:
         oldest = next(iter(self._all))
         gone = self._came - len(self._all)
         if gone >= oldest + self._patience:
             return oldest
-        if self._continuing:
-            return next(iter(self._continuing))
-        if self._probes:
-            return next(iter(self._probes))
+        for first in ((_CONTINUES, ""), (_PROBE, "")):
+            if first in self._lines:
+                return next(iter(self._lines[first]))
         length = self._lengths.longest if self._order == "probes_first" else self._lengths.expected
-        return min(((-length(prompt), next(iter(line))) for prompt, line in self._new.items()))[1]
-
-    def _line(self, request: ScheduledRequest) -> str:
-        return "" if self._order == "fifo" else request.prompt
+        return min((-length(prompt), next(iter(line))) for (_, prompt), line in self._lines.items())[1]
 
     def _is_probe(self, prompt: str) -> bool:
         """Whether a new request is the first to a prompt of which nothing is known; the next one is none."""
         if self._order != "probes_first" or not prompt or prompt in self._probed or self._lengths.longest(prompt) < math.inf:
             return False
         self._probed[prompt] = None
-        if len(self._probed) > KEPT_PROMPTS:
-            self._probed.popitem(last=False)
         return True

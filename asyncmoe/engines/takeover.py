@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 import msgspec
@@ -30,42 +29,28 @@ class EngineWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coming_lineage: Count = 0
 
 
-class Holding(Enum):
-    """What an engine holds.
-
-    Attributes:
-        SERVES: a whole version, with which it goes on.
-        WAITS: whole weights that are too old to sample with; it waits for the next version.
-        DOUBTFUL: one of two sets of weights with one number, or parts of two; it must start again.
-    """
-
-    SERVES = "serves"
-    WAITS = "waits"
-    DOUBTFUL = "doubtful"
-
-
 @dataclass(frozen=True)
 class Taken:
-    """An engine's holding, and the version and lineage that it serves if it does."""
+    """An engine that goes on with the whole weights that it holds: it serves them, or `waits`, because they are too old to sample with."""
 
-    holding: Holding
     version: int = 0
     lineage: int = 0
+    waits: bool = False
 
 
-def judge(weights: EngineWeights, reported: int) -> Taken:
-    """Judge an engine by what the last controller said of all engines before it was lost.
+def judge(weights: EngineWeights, reported: int) -> Taken | None:
+    """Judge an engine by what the last controller said of all engines before it was lost. None: it holds one of two sets of weights with one
+    number, or parts of two, and must start again.
 
     Args:
         reported: version that the engine reports once whatever the last controller asked of it has ended. A rank that cannot take a version
             ends its engine, so all ranks of one that answers have taken the version under way, or none has.
     """
     if weights.changing == "writing":
-        return Taken(Holding.DOUBTFUL)
+        return None
     if weights.changing == "loading" and reported == weights.coming:
-        if weights.coming == weights.version:  # sent anew, in another lineage: its number tells nothing
-            return Taken(Holding.DOUBTFUL)
-        return Taken(Holding.SERVES, weights.coming, weights.coming_lineage)
+        # Sent anew, in another lineage, its number tells nothing.
+        return None if weights.coming == weights.version else Taken(weights.coming, weights.coming_lineage)
     if reported == weights.version or not weights.landed:
-        return Taken(Holding.SERVES, weights.version, weights.lineage)
-    return Taken(Holding.WAITS)
+        return Taken(weights.version, weights.lineage)
+    return Taken(waits=True)

@@ -63,7 +63,7 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     models.check(loaded, models.hf_config_of(loaded), weights=loaded.model.path)
     name = name or engine_agent.default_name(index)
     with _heard(loaded, process_name(name, node)):
-        engine_agent.run(loaded, loaded.run.dir, name, index, gpus.engine_arguments(loaded, index), node)
+        engine_agent.run(loaded, name, index, gpus.engine_arguments(loaded, index), node)
 
 
 def worker(config: Path, overrides: Sequence[str], number: int) -> None:

@@ -65,7 +65,7 @@ class Log(ABC):
         damaged: `read` has found that records are lost.
     """
 
-    def __init__(self, name: str, end: int = 0, size: int = 0, max_bytes: int | None = None) -> None:
+    def __init__(self, name: str, end: int, size: int, max_bytes: int | None) -> None:
         self.name, self.cpu_s, self.damaged, self._max_bytes = name, 0.0, False, max_bytes
         self.end = self._durable = self._opened = end
         self.size = size

@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from asyncmoe.config.queue import StalenessRule
 from asyncmoe.errors import AsyncmoeError, InvariantBroken, ProtocolError
 from asyncmoe.log.log import Place
 from asyncmoe.queue.accounts import Accounts, QueueStats
@@ -43,16 +42,14 @@ class BoundedQueue:
     """The queue of one run.
 
     Args:
-        capacity: episodes the queue holds, including leased episodes, before `put` waits; at least `batch`.
-        batch: episodes in a training step; a multiple of `group_size`.
+        admission: its batch is a multiple of `group_size`.
+        capacity: episodes the queue holds, including leased episodes, before `put` waits; at least a batch.
         group_size: episodes in a group.
-        max_staleness, rule, downweight, drop_above: as in `queue.staleness`; see `Admission`.
-        base_version: version at which reinforcement learning began.
         trained_steps: optimizer steps taken before this queue was created, warm-up included.
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
         on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
         on_freed: called with groups of which nothing is kept any more.
-        log: learns of every change; None: one that keeps nothing.
+        log: learns of every change.
         resumed: what an earlier process left in the log.
 
     Attributes:
@@ -61,23 +58,18 @@ class BoundedQueue:
 
     def __init__(
         self,
+        admission: Admission,
+        log: QueueLog,
         *,
         capacity: int,
-        batch: int,
         group_size: int,
-        max_staleness: int,
-        base_version: int = 0,
         trained_steps: int = 0,
         demonstrations: int = 0,
-        rule: StalenessRule = "drop",
-        downweight: float = 1.0,
-        drop_above: int | None = None,
-        on_stale: Callable[[Sequence[Group], bool, int], None] | None = None,
+        on_stale: Callable[[Sequence[Group], bool, int], None] = lambda *_: None,
         on_freed: Callable[[Sequence[Group]], None] = lambda _: None,
-        log: QueueLog | None = None,
         resumed: Resumption = UNDISTURBED,
     ) -> None:
-        self.admission = Admission(batch, max_staleness, base_version, rule, downweight, drop_above)
+        self.admission = admission
         self._accounts = resumed.accounts or Accounts(Ledger())
         self._group_size = group_size
         self._on_stale = on_stale
@@ -88,7 +80,7 @@ class BoundedQueue:
         self._again: list[Start] = list(resumed.starts)
         self._stopping = False
         self._changes = Changes()
-        self.log, self._reading = log or QueueLog(), asyncio.Lock()
+        self.log, self._reading = log, asyncio.Lock()
         self._served = resumed.served
         self.log.accounts = lambda: self._accounts
         for group in resumed.queued:
@@ -234,10 +226,6 @@ class BoundedQueue:
         self.log.committed(step, dropped)
         self._changes.wake()
 
-    async def settled(self) -> None:
-        """Return once all commits so far are in the log. Raises StorageError: the log cannot be written."""
-        await self.log.settled()
-
     # ------------------------------------------------------------ controller side
 
     def trainer_lost(self) -> None:
@@ -298,21 +286,15 @@ class BoundedQueue:
         groups = lane.lease(step, terms.count)
         if groups is None:
             return
+        weights = [1.0] * len(groups)
         if terms.phase == "rl":
             self._count(self.ledger.lease(terms.count))
             newest = max(g.newest_version for g in groups)
             if newest > terms.version:
                 raise InvariantBroken(f"lease of step {step}: a token of version {newest}, but the trainer is at {terms.version}")
-        weights = [self._weight(group, terms.version) if terms.phase == "rl" else 1.0 for group in groups]
-        if terms.phase == "rl":
+            weights = [self.admission.weight(group.oldest_version, terms.version) for group in groups]
             self.log.leased(step, terms.count, terms.version, list(zip(groups, weights, strict=True)))
         self._decide(step, terms.phase, groups, weights)
-
-    def _weight(self, group: Group, version: int) -> float:
-        return self.admission.weight(group.oldest_version, version)
-
-    def _items(self, groups: Sequence[Group], weights: Sequence[float]) -> tuple[Item, ...]:
-        return tuple(item for group, weight in zip(groups, weights, strict=True) for item in weighed(group, weight))
 
     def _is_replay(self, step: int) -> bool:
         """Whether a step is answered with an older trainer's lease, which has the version of then."""
@@ -329,7 +311,8 @@ class BoundedQueue:
             self._decide(step, "rl", groups, weights, replayed=True)
 
     def _decide(self, step: int, phase: Phase, groups: Sequence[Group], weights: Sequence[float], *, replayed: bool = False) -> None:
-        self._leases = self._leases.decide(step, self._answer(step, phase, self._items(groups, weights), replayed=replayed))
+        items = tuple(item for group, weight in zip(groups, weights, strict=True) for item in weighed(group, weight))
+        self._leases = self._leases.decide(step, self._answer(step, phase, items, replayed=replayed))
         self._changes.wake()
 
     def _refuse(self, stale: Sequence[Group], version: int) -> None:
@@ -346,8 +329,7 @@ class BoundedQueue:
             self._accounts = self._accounts.drop(count, "stale")
             for group in stale:
                 self.log.ended(group.number)
-        if self._on_stale is not None:
-            self._on_stale(stale, self.admission.rule == "requeue", version)
+        self._on_stale(stale, self.admission.rule == "requeue", version)
         self._changes.wake()
 
     def _count(self, ledger: Ledger) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +15,9 @@ from asyncmoe.errors import InvariantBroken, TrajectoryRejected
 from asyncmoe.log.log import Place
 from asyncmoe.rpc.item import Item
 from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Recording, Trajectory, encode, validate
+
+Frames = dict[str, list[Buffer]]
+"""The encoded trajectories of a group by key, which only the rollout worker has that holds them."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,6 @@ class Group:
 
     arrival: int
     items: tuple[Item, ...]
-    frames: Mapping[str, list[Buffer]]
-    """The encoded trajectories by key; empty outside the rollout worker that holds them."""
     attempt: int = 0
     """Highest attempt of its trajectories: the number of times the group or a member was restarted."""
     place: Place | None = None
@@ -102,15 +103,14 @@ def weighed(group: Group, weight: float) -> Sequence[Item]:
     return [msgspec.structs.replace(item, weight=weight, place=group.place) for item in group.items]
 
 
-def pack(trajectories: Sequence[Trajectory], arrival: int) -> Group:
+def pack(trajectories: Sequence[Trajectory]) -> tuple[Group, Frames]:
     """Describe and encode trajectories. Does not copy the arrays: their owner must not change them afterwards."""
-    return Group(
-        arrival, tuple(map(describe, trajectories)), {t.key: encode(t) for t in trajectories}, max(t.attempt for t in trajectories)
-    )
+    group = Group(0, tuple(map(describe, trajectories)), max(t.attempt for t in trajectories))
+    return group, {t.key: encode(t) for t in trajectories}
 
 
-def whole(trajectories: Sequence[Trajectory], group_size: int, recording: Recording, newest_version: int) -> Group:
-    """Return a complete group of sampled trajectories, fit for the queue.
+def whole(trajectories: Sequence[Trajectory], group_size: int, recording: Recording, newest_version: int) -> tuple[Group, Frames]:
+    """Return a complete group of sampled trajectories, fit for the queue, and its frames.
 
     Args:
         group_size: number of its episodes.
@@ -128,7 +128,7 @@ def whole(trajectories: Sequence[Trajectory], group_size: int, recording: Record
         validate(trajectory, recording, newest_version=newest_version)
         if trajectory.oldest_version == NOT_SAMPLED:
             raise TrajectoryRejected("bad_version", f"{trajectory.key}: sampled tokens without a version")
-    return pack(trajectories, 0)
+    return pack(trajectories)
 
 
 class GroupBuffer:

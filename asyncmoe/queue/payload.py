@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from asyncmoe.log.log import Log, Place
-from asyncmoe.queue.group_buffer import Group
+from asyncmoe.queue.group_buffer import Frames, Group
 from asyncmoe.rpc.item import Item
 from asyncmoe.trajectory import Buffer
 
@@ -25,21 +25,21 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes of each frame of each item."""
 
 
-def encode(group: Group) -> list[Buffer]:
+def encode(group: Group, frames: Frames) -> list[Buffer]:
     """Return the parts of a group's payload; frames are not copied."""
-    frames = [group.frames[item.key] for item in group.items]
-    sizes = tuple(tuple(memoryview(frame).nbytes for frame in one) for one in frames)
+    ordered = [frames[item.key] for item in group.items]
+    sizes = tuple(tuple(memoryview(frame).nbytes for frame in one) for one in ordered)
     header = msgspec.msgpack.encode(_Header(group.attempt, group.items, sizes))
-    return [_LENGTH.pack(len(header)), header, *(frame for one in frames for frame in one)]
+    return [_LENGTH.pack(len(header)), header, *(frame for one in ordered for frame in one)]
 
 
-async def write(kept: Log, group: Group, writing: list[int]) -> int:
+async def write(kept: Log, group: Group, frames: Frames, writing: list[int]) -> int:
     """Write a group's payload to a log; return its position once it is durable. Until then `writing` has it: `forget` must not pass it.
 
     Raises:
         StorageError: the log failed, or is full.
     """
-    position = kept.append(encode(group))
+    position = kept.append(encode(group, frames))
     writing.append(position)
     try:
         await kept.durable(position)
@@ -48,13 +48,13 @@ async def write(kept: Log, group: Group, writing: list[int]) -> int:
     return position
 
 
-def decode(payload: Buffer, arrival: int, place: Place) -> Group:
+def decode(payload: Buffer, arrival: int, place: Place) -> tuple[Group, Frames]:
     """The inverse of `encode`; frames are views of the payload, whose checksum must have been verified. `place`: where it lies."""
     view = memoryview(payload)
     at = _LENGTH.size + _LENGTH.unpack_from(view)[0]
     header = msgspec.msgpack.decode(view[_LENGTH.size : at], type=_Header)
-    frames: dict[str, list[Buffer]] = {}
+    frames: Frames = {}
     for item, sizes in zip(header.items, header.sizes, strict=True):
         ends = [*accumulate(sizes, initial=at)]
         frames[item.key], at = [view[begin:end] for begin, end in pairwise(ends)], ends[-1]
-    return Group(arrival, header.items, frames, header.attempt, place)
+    return Group(arrival, header.items, header.attempt, place), frames

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from asyncmoe.errors import DataError
 from asyncmoe.log.log import Log, Place
@@ -52,7 +52,7 @@ class QueueLog:
     """The log of a run's queue. For one event loop.
 
     Args:
-        changes: the controller's log; None: nothing is kept.
+        changes: the controller's log.
         begun: called once, before a group begins.
 
     Attributes:
@@ -63,15 +63,12 @@ class QueueLog:
         accounts: returns the queue's ledger, which goes into every record.
     """
 
-    def __init__(self, changes: Log | None = None, begun: Callable[[], None] = lambda: None) -> None:
-        self._changes, self._begun = changes, begun
-        self.name, self.state = "no log", LogState()
-        if changes is not None:
-            self.name = changes.name
-            self.state = fold((at, records.entry(data)) for at, data in changes.read())
-            self.state.damaged |= changes.damaged
+    def __init__(self, changes: Log, begun: Callable[[], None] = lambda: None) -> None:
+        self._changes, self._begun, self.name = changes, begun, changes.name
+        self.state = fold((at, records.entry(data)) for at, data in changes.read())
+        self.state.damaged |= changes.damaged
         self.history = self.state.history
-        self.accounts: Callable[[], Accounts] | None = None
+        self.accounts: Callable[[], Accounts | None] = lambda: None
         self.replays: dict[int, records.StepLeased] = {}
         self._decided = -1
 
@@ -123,8 +120,8 @@ class QueueLog:
 
     async def finished(self, group: Group) -> None:
         """Return once the record of a whole group, whose payload is durable, is so too; it may be queued then. Raises StorageError."""
-        if group.place is not None:
-            await self._durable(self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), group.place)))
+        assert group.place is not None
+        await self._durable(self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), group.place)))
 
     def ended(self, number: int) -> None:
         """A group is dropped or rejected, and does not start again."""
@@ -158,7 +155,7 @@ class QueueLog:
 
         Nothing may be leased or committed until `reopened` is told.
         """
-        self.state.accounts = self.accounts() if self.accounts is not None else None
+        self.state.accounts = self.accounts()
         return recover(self.state, step, base, batch, self.name)
 
     def reopened(self, found: Recovered) -> None:
@@ -190,7 +187,7 @@ class QueueLog:
         return groups, [one.weight for one in lease.groups]
 
     async def groups(self, recorded: Sequence[RecordedGroup | records.LeasedGroup]) -> tuple[Group, ...]:
-        """Read groups, as they were queued, without their frames. Raises DataError: a payload is damaged or absent."""
+        """Read groups, as they were queued. Raises DataError: a payload is damaged or absent."""
         return tuple(await asyncio.to_thread(lambda: [self._read(one.number, one.order, one.place) for one in recorded]))
 
     # ------------------------------------------------------------ checkpoints
@@ -200,39 +197,31 @@ class QueueLog:
 
         Workers let go of payloads (`LogState.payloads`). Raises StorageError.
         """
-        if self._changes is None:
-            return 0
         await self._changes.durable(self._stand(max(floor, self.state.first or 0)))
         return await asyncio.wrap_future(self._changes.forget(self.state.since))
 
     def close(self) -> None:
         """Make durable what was handed over, and close the log. Blocks."""
-        if self._changes is not None:
-            self._changes.close()
+        self._changes.close()
 
     # ------------------------------------------------------------ internals
 
     def _add(self, change: records.Change) -> int:
         """Hand over a record; return its position."""
-        if self._changes is None:
-            return -1
-        position = self._changes.append([records.encode(records.LogEntry(change, self.accounts() if self.accounts else None))])
+        position = self._changes.append([records.encode(records.LogEntry(change, self.accounts()))])
         self.state.apply(position, change)
         return position
 
     async def _durable(self, position: int) -> None:
-        if self._changes is not None:
-            await self._changes.durable(position)
+        await self._changes.durable(position)
 
     def _stand(self, first: int, again: int | None = None) -> int:
-        assert self._changes is not None
         self.state.forget(first)
         return self._add(records.RunStands(first, self.state.next, self.history, self.state.needed(self._changes.end), again))
 
     def _read(self, number: int, arrival: int, place: Place | None) -> Group:
-        if place is None or self._changes is None:
-            raise DataError(f"group {number}", got="no log", expected="one, because the rollout worker that held it is lost")
-        group = replace(payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, place), frames={})
+        assert place is not None
+        group, _ = payload.decode(self._changes.read_at(place.position, str(place.writer)), arrival, place)
         if group.number != number:
             raise DataError(f"{self.name}: group {number}", got=f"group {group.number} at {place}", expected=f"group {number}")
         return group

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from asyncmoe.errors import ConfigError, ProtocolError
+from asyncmoe.errors import ProtocolError
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rpc.messages import Commit, Done, Goodbye, Hello, Lease, Reply, Saved, Welcome
+from asyncmoe.rpc.peers import check_digest
 
 QueueRequest = Hello | Lease | Commit | Saved | Goodbye
 
@@ -38,13 +39,13 @@ class QueueService:
             case Commit():
                 self._queue.commit(request.step, request.dropped)
                 # Whatever a rank knows to be committed, the next controller must know too.
-                await self._queue.settled()
+                await self._queue.log.settled()
             case Goodbye():
                 self._goodbye(request)
         return Done()
 
     def _welcome(self, hello: Hello) -> Welcome:
-        check_digest(hello.config_digest, self._digest)
+        check_digest("the trainer", hello.config_digest, self._digest)
         if self._world is None:
             self._world = hello.world
         if hello.world != self._world or not 0 <= hello.rank < hello.world:
@@ -61,14 +62,3 @@ class QueueService:
         if len(set(self._finished.values())) > 1:
             raise ProtocolError(f"goodbye: rank {goodbye.rank} sent finished={goodbye.finished}, another rank sent the opposite")
         self.left = len(self._finished) == self._world
-
-
-def check_digest(theirs: str, ours: str) -> None:
-    """Refuse a trainer with another configuration than the controller's, by their digests. Raises ConfigError."""
-    if theirs != ours:
-        raise ConfigError(
-            "configuration of the trainer",
-            got=f"digest {theirs[:12]}",
-            expected=f"the controller's, {ours[:12]}",
-            hint="start both with the same file and the same key=value overrides",
-        )

@@ -49,6 +49,7 @@ from asyncmoe.telemetry import heartbeats
 from asyncmoe.trajectory import Buffer
 from asyncmoe.weights.coordinator import turns
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
+from asyncmoe.weights.coordinator.driver import UpdateDriver
 
 log = logging.getLogger(__name__)
 _RECORD_S = 1.0
@@ -120,16 +121,16 @@ class Controller:
         untried = succession is None or succession.is_first  # else the controller before this one has had that tried
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers, untried)
         self._evaluator = Evaluator(config, self._fleet, asked.sets, recorder.evaluated)
-        self._coordinator = WeightUpdateCoordinator(
+        driver = UpdateDriver(
             self._pool,
             config.sync.timeout_s,
-            self._published,
             recorder.paused,
             config.rollout.interruption,
             self._unfinished,
             config.engines.hang_timeout_s * PAUSE_SHARE,
             None if succession is None else succession.note,
         )
+        self._coordinator = WeightUpdateCoordinator(driver, self._published)
         self._lifecycle = EngineLifecycle(config, self._pool, self._coordinator, succession)
         if succession is not None:
             self._coordinator.succeed(succession.epoch, succession.weights.landed)

@@ -17,7 +17,7 @@ from asyncmoe.engines.membership import LEFT, Membership
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.probes import Prober
 from asyncmoe.engines.succession import Succession
-from asyncmoe.engines.takeover import EngineWeights, Holding, judge
+from asyncmoe.engines.takeover import EngineWeights, judge
 from asyncmoe.engines.types import EngineLost
 from asyncmoe.errors import AsyncmoeError, EngineError
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
@@ -106,7 +106,7 @@ class EngineLifecycle:
             if weights.changing:
                 await self._end_update(engine)
             taken = judge(weights, await engine.client.weights_version())
-            if taken.holding is Holding.DOUBTFUL:
+            if taken is None:
                 held = "may hold a part of version" if weights.changing == "writing" else "holds one of two versions"
                 return f"{engine.name} {held} {weights.coming}, which was under way when the last controller was lost"
             if weights.changing:
@@ -115,8 +115,8 @@ class EngineLifecycle:
         except AsyncmoeError as error:
             return f"{engine.name} could not be taken over: {error}"
         member.serve(taken.version, taken.lineage)
-        member.waiting = taken.holding is Holding.WAITS
-        log.info("%s is taken over and %s version %d", engine.name, taken.holding.value, taken.version)
+        member.waiting = taken.waits
+        log.info("%s is taken over and %s", engine.name, "waits for a version" if taken.waits else f"serves version {taken.version}")
         return ""
 
     async def _end_update(self, engine: EngineHandle) -> None:

@@ -131,14 +131,7 @@ async def load_and_check(config: Config) -> None:
 def pool_of(config: Config, limit: int, generated: Callable[[str, float, float], None] = lambda *_: None) -> Pool:
     """Return a pool that engines join, with a limit on the requests in flight. `generated` is called as `Recorder.generated`."""
     rollout = config.rollout
-    return Pool(
-        (),
-        limit,
-        rollout.request_timeout_s,
-        generated,
-        order=rollout.order,
-        **adapters.asked(config),
-    )
+    return Pool((), limit, rollout.request_timeout_s, generated, order=rollout.order, adapter=adapters.asked(config))
 
 
 def context_of(config: Config, parts: RolloutParts, pool: Pool, recording: Recording) -> RolloutContext:

@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from asyncmoe.config import Config
 from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import ProtocolError
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
-from asyncmoe.queue.service import QueueService, check_digest
+from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.rollout.run_log import RunLog
 from asyncmoe.rollout.samples import Samples, samples_of
 from asyncmoe.rollout.tasks import Tasks
 from asyncmoe.rpc.environment import trainer_epoch
 from asyncmoe.rpc.messages import Hello, TrainerMessage
-from asyncmoe.rpc.peers import check, facts
+from asyncmoe.rpc.peers import check, check_digest, facts
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 
 log = logging.getLogger(__name__)
@@ -107,23 +108,19 @@ class TrainerSession:
 
     async def _meet(self, hello: Hello) -> None:
         config, run_log = self._config, self._run_log
-        check_digest(hello.config_digest, config.digest)
+        check_digest("the trainer", hello.config_digest, config.digest)
         await self._taken.wait()
         resumed, staleness = await run_log.resume(hello.step), config.queue.staleness
+        weighing = staleness.rule, staleness.downweight or 1.0, staleness.drop_above
         queue = BoundedQueue(
+            Admission(config.rollout.batch, staleness.max_staleness, config.warmup.steps, *weighing),
+            run_log.queue_log,
             capacity=config.queue_capacity,
-            batch=config.rollout.batch,
             group_size=config.rollout.group_size,
-            max_staleness=staleness.max_staleness,
-            rule=staleness.rule,
-            downweight=staleness.downweight or 1.0,
-            drop_above=staleness.drop_above,
-            base_version=config.warmup.steps,
             trained_steps=hello.step,
             demonstrations=2 * config.warmup.batch if config.warmup.steps else 0,
             on_stale=self._stale,
             on_freed=self._freed,
-            log=run_log.queue_log,
             resumed=resumed,
         )
         service = QueueService(queue, run=config.run.dir.name, config_digest=config.digest)
@@ -139,7 +136,7 @@ class TrainerSession:
     async def _meet_again(self, hello: Hello, queue: BoundedQueue) -> None:
         """Serve a trainer that was started again in place; the one before it is lost. Engines and producer go on all the time."""
         config = self._config
-        check_digest(hello.without_layout, config.digest_without_layout)  # its parallel layout may differ
+        check_digest("the trainer", hello.without_layout, config.digest_without_layout)  # its parallel layout may differ
         if (taken := hello.step) > (counted := queue.trained_steps):
             raise ProtocolError(f"hello: the trainer has taken {taken} steps, the controller counts {counted}; restart both")
         log.warning("the trainer was lost, and started again (start %d): it goes on from step %d", hello.epoch, hello.step)

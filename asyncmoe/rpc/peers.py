@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from asyncmoe.errors import UserError
+from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.rpc import nccl_settings
 
 ALIKE = ("asyncmoe", "torch", "megatron-core", "transformer-engine", "sglang", "transformers", "msgspec")
@@ -44,6 +44,17 @@ def facts(role: str, packages: Iterable[str] = ALIKE) -> Facts:
     """Collect the facts of this process now."""
     found = {name: one.version for name in packages for one in [*importlib.metadata.distributions(name=name)][:1]}
     return Facts(socket.gethostname(), role, found, time.time(), nccl_settings.shared())
+
+
+def check_digest(whose: str, theirs: str, ours: str) -> None:
+    """Refuse a process with another configuration than the controller's, by their digests. Raises ConfigError."""
+    if theirs != ours:
+        raise ConfigError(
+            f"configuration of {whose}",
+            got=f"digest {theirs[:12]}",
+            expected=f"the controller's, {ours[:12]}",
+            hint="start both with the same file, as run.dir/config.yaml has it, and the same key=value overrides",
+        )
 
 
 def check(ours: Facts, theirs: Facts | None, most_apart_s: float = MOST_APART_S) -> None:

@@ -8,7 +8,10 @@ Meeting     rank 0 sets `TERMS`; every other rank answers `ready(rank)`; rank 0 
 Channel E   every other rank sets `channel(E, "arrive", rank)`, rank 0 `channel_all(E, "arrive")`; each rank makes its end of the channel,
             and the same exchange is repeated with "make"
 Update N    rank 0 sets `header(N)`; senders set `sent(N, rank)`, receivers `staged(N, rank)`; rank 0 sets `end(N)` after the commit, and
-            `over(N)` when the trainer is done with the version. With deltas, offers come before the header (`delta_messages.py`)
+            `over(N)` when the trainer is done with the version
+Delta N     in a meeting with deltas, before the header: every trainer rank codes what changed and sets `offer(N, rank)`; rank 0 decides
+            whether the update is a delta, and sets `coming(N, rank)` for every engine rank. A receiver that finds its memory, or what it
+            was sent, in doubt says so in its `Outcome`; `end(N)` is then doubtful too, and the version is sent again in full
 Leaving     trainer ranks set `left(rank)`; then rank 0 may close the store
 
 A message with a failure says why its sender cannot continue. `FAILED` ends the whole meeting; `channel_failed(E, stage)` and
@@ -112,10 +115,20 @@ class Card(msgspec.Struct, frozen=True):
     copy: int = 0
 
 
-class Ready(msgspec.Struct, frozen=True):
-    """A rank has planned its part, or failed to. `parameters`, `places` and `obstacles` are empty on trainer ranks."""
+class Report(msgspec.Struct, frozen=True):
+    """Success, or a description of the failure."""
 
     failure: str = ""
+
+    def check(self) -> None:
+        """Raise ReportedFailure, a WeightSyncError, if there is a failure."""
+        if self.failure:
+            raise ReportedFailure(self.failure)
+
+
+class Ready(Report, frozen=True):
+    """A rank has planned its part, or failed to. `parameters`, `places` and `obstacles` are empty on trainer ranks."""
+
     plan: str = ""
     """The plan's digest."""
     parameters: dict[str, Parameter] = {}
@@ -140,30 +153,64 @@ class Header(msgspec.Struct, frozen=True):
     base: int | None = None
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """Success, or a description of the failure.
+class Outcome(Report, frozen=True):
+    """How a rank's part has ended.
 
     Attributes:
         doubtful: what the rank holds, or was sent, is not what the delta needs; a full update may succeed.
     """
 
-    failure: str = ""
     doubtful: bool = False
 
-    def check(self) -> None:
-        """Raise ReportedFailure, a WeightSyncError, if the outcome is a failure."""
-        if self.failure:
-            raise ReportedFailure(self.failure)
+
+class Portion(msgspec.Struct, frozen=True):
+    """What a trainer rank sends to one engine rank.
+
+    Attributes:
+        dense: bytes of a full update.
+        sizes: bytes of the messages of its delta, in order; empty if it has none.
+        digest: the canonical digest of its elements in the version (`asyncmoe.reshard.delta_lanes`).
+    """
+
+    dense: int
+    sizes: tuple[int, ...]
+    digest: int
 
 
-class MeetingOutcome(msgspec.Struct, frozen=True):
+class Offer(Report, frozen=True):
+    """What a trainer rank can send for an update.
+
+    Attributes:
+        base: the version that its delta changes; None: it can send everything only.
+        parts: by engine rank.
+        changed, elements: elements of the delta, and all elements that it covers; what several engine ranks get alike counts once.
+    """
+
+    base: int | None = None
+    parts: dict[int, Portion] = {}
+    changed: int = 0
+    elements: int = 0
+
+
+class Coming(msgspec.Struct, frozen=True):
+    """What an engine rank gets in an update.
+
+    Attributes:
+        sizes: bytes of the messages of a delta, in order, by trainer rank; empty for a full update.
+        digests: the canonical digest of what it has from a trainer rank, by that rank.
+    """
+
+    sizes: dict[int, tuple[int, ...]]
+    digests: dict[int, int]
+
+
+class MeetingOutcome(Report, frozen=True):
     """Weights can be sent, or why they cannot.
 
     Attributes:
         in_place: see `Terms`.
     """
 
-    failure: str = ""
     in_place: bool = False
 
     def settle(self, terms: Terms) -> Terms:
@@ -171,21 +218,19 @@ class MeetingOutcome(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(terms, in_place=self.in_place)
 
 
-class Over(msgspec.Struct, frozen=True):
+class Over(Report, frozen=True):
     """The update is finished, or its weights must be sent again (`again`), or rank 0 failed."""
 
     again: bool = False
-    failure: str = ""
 
 
-class AllArrived(msgspec.Struct, frozen=True):
+class AllArrived(Report, frozen=True):
     """All ranks have reached the stage, or one has failed.
 
     Attributes:
         unique_id: NCCL's unique ID, from which all ranks make their communicator; empty for other transports, and once it is made.
     """
 
-    failure: str = ""
     unique_id: bytes = b""
 
 
@@ -246,15 +291,36 @@ def over(update: int) -> Key[Over]:
     return Key(f"{update}.over", Over)
 
 
+def offer(update: int, rank: int) -> Key[Offer]:
+    return Key(f"{update}.offer.{rank}", Offer)
+
+
+def coming(update: int, rank: int) -> Key[Coming]:
+    return Key(f"{update}.coming.{rank}", Coming)
+
+
 def moved(update: int, terms: Terms) -> dict[Key[Outcome], str]:
     """Return the keys under which all ranks report their part of an update -> the rank's name."""
-    senders = {sent(update, rank): f"trainer rank {rank}" for rank in range(terms.engines[0].first)}
+    senders = {sent(update, rank): name for rank, name in trainer_ranks(terms).items()}
     return senders | {staged(update, rank): name for rank, name in engine_ranks(terms).items()}
+
+
+def passing(update: int, terms: Terms) -> list[Key[Any]]:
+    """Return all keys of an update but its header, by which a receiver that was suspended finds the newest one."""
+    found: list[Key[Any]] = [update_failed(update), end(update), over(update), *moved(update, terms)]
+    if terms.delta:
+        found += [*(offer(update, rank) for rank in trainer_ranks(terms)), *(coming(update, rank) for rank in engine_ranks(terms))]
+    return found
 
 
 def names(terms: Terms) -> dict[int, str]:
     """Return the name of every rank, for error messages."""
-    return {rank: f"trainer rank {rank}" for rank in range(terms.engines[0].first)} | engine_ranks(terms)
+    return trainer_ranks(terms) | engine_ranks(terms)
+
+
+def trainer_ranks(terms: Terms) -> dict[int, str]:
+    """Return the name of every trainer rank, for error messages."""
+    return {rank: f"trainer rank {rank}" for rank in range(terms.engines[0].first)}
 
 
 def engine_ranks(terms: Terms) -> dict[int, str]:

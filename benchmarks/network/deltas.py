@@ -14,10 +14,8 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.models import family_of
 from asyncmoe.reshard import DeltaDecoder, DeltaEncoder, Exchanger, Moved, Plan, RankLayout
 from asyncmoe.weights import protocol
-from asyncmoe.weights.protocol import EngineRanks, Header, Terms
-from asyncmoe.weights.receiver import delta_messages
+from asyncmoe.weights.protocol import Coming, EngineRanks, Header, Offer, Terms
 from asyncmoe.weights.receiver.control_store import Store
-from asyncmoe.weights.receiver.delta_messages import Coming, Offer
 from asyncmoe.weights.receiver.deltas import decoder_of, receive
 from asyncmoe.weights.receiver.weight_buffers import Tensors, Weights
 from asyncmoe.weights.sender.deltas import comings, common_base, encoder_of, offer
@@ -190,14 +188,14 @@ class DeltaRank:
         """Return the base of the update, which rank 0 decides."""
         store, number = self._store, self._number
         if self._rank != 0:
-            store.put(delta_messages.offer(number, self._rank), mine)
+            store.put(protocol.offer(number, self._rank), mine)
             return store.get(protocol.header(number), self._limit).base
-        keys = {delta_messages.offer(number, rank): f"trainer rank {rank}" for rank in range(1, self._case.trainers)}
+        keys = {protocol.offer(number, rank): f"trainer rank {rank}" for rank in range(1, self._case.trainers)}
         found = store.get_all(keys, self._limit)
         offers = {0: mine} | {rank: found[key] for rank, key in enumerate(keys, 1)}
         base = common_base(offers)
         for rank, coming in comings(offers, protocol.engine_ranks(self._terms), base).items():
-            store.put(delta_messages.coming(number, rank), coming)
+            store.put(protocol.coming(number, rank), coming)
         store.put(protocol.header(number), Header(self._version, _CHANNEL, base=base))
         return base
 
@@ -224,7 +222,7 @@ class DeltaRank:
 
     def _told(self) -> tuple[Header, Coming]:
         store, number = self._store, self._number
-        return store.get(protocol.header(number), self._limit), store.get(delta_messages.coming(number, self._rank), self._limit)
+        return store.get(protocol.header(number), self._limit), store.get(protocol.coming(number, self._rank), self._limit)
 
     def _proven(self) -> bool:
         """Whether the weights of an engine host have the digest that the trainers' have, both read anew, and are bit for bit what the same

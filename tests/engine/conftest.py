@@ -24,6 +24,7 @@ from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request
 from asyncmoe.rpc.server import Server
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
+from asyncmoe.weights.coordinator.driver import UpdateDriver
 from tests.engine.sender import Sender
 from tests.system.runs import wait_for
 
@@ -105,7 +106,7 @@ def running(config: Config, runner: asyncio.Runner, first: int = 0, key: str | N
 
     async def start() -> Rig:
         for index in range(config.engines.count):
-            engines.append(SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=key))
+            engines.append(SGLangProcess(f"engine.{first + index}", config, index, key=key))
         rig = await make(config, engines, runner.run)
         await asyncio.gather(*(engine.wait_ready() for engine in engines))
         rig.coordinator.engines_started()
@@ -159,6 +160,6 @@ async def make(config: Config, engines: list[SGLangProcess], run: Callable[..., 
     async def publish(version: int) -> None:
         published.append(version)
 
-    pool = Pool(engines, 64, 60.0, lambda *span: None, **asked(config))
-    coordinator = WeightUpdateCoordinator(pool, 30.0, publish, lambda *span: pauses.append(span))
+    pool = Pool(engines, 64, 60.0, lambda *span: None, adapter=asked(config))
+    coordinator = WeightUpdateCoordinator(UpdateDriver(pool, 30.0, lambda *span: pauses.append(span)), publish)
     return Rig(config, engines, pool, coordinator, Sender(coordinator), run, published, pauses)

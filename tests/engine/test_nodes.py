@@ -38,7 +38,7 @@ def parted(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
 
     async def begin() -> Stage:
         for node in range(2):
-            engines.append(backend.start("engine.0", config, 0, config.run.dir, place=NodePlace(node, meeting.url)))
+            engines.append(backend.start("engine.0", config, 0, place=NodePlace(node, meeting.url)))
         beside.append(engines[1])
         rig = await make(config, engines[:1], runner.run)
         await engines[0].wait_ready()

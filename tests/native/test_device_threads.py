@@ -180,7 +180,8 @@ class OneRank(ReshardPublisher):
     def __init__(self, act: Callable[[], None]) -> None:
         mesh = SimpleNamespace(device=torch.device("cuda", 1), rank=0, world=1)
         vars(self).update(_model=SimpleNamespace(mesh=mesh), _expected=SimpleNamespace(of_next=lambda: ()), _act=act)
-        vars(self).update(_config=SimpleNamespace(engines=SimpleNamespace(start_timeout_s=5.0)), _sync=SimpleNamespace(timeout_s=5.0))
+        sections = {"engines": SimpleNamespace(start_timeout_s=5.0), "sync": SimpleNamespace(timeout_s=5.0)}
+        vars(self).update(_config=SimpleNamespace(**sections))
         vars(self).update(_sources=SimpleNamespace(refresh=lambda: None), _side=HOST)
         self._settling, self._sent, self._hold = threading.Event(), threading.Event(), threading.Lock()
 

@@ -63,7 +63,7 @@ class Faulty(Sender):
 
     def stall(self, version: int, base: int | None) -> None:
         """It is not heard of within the time an update has."""
-        time.sleep(self._sync.timeout_s + 2.0)
+        time.sleep(self._timeout_s + 2.0)
         super()._send(version, base)
 
     def killed(self, version: int, base: int | None) -> None:

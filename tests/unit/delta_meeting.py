@@ -40,7 +40,7 @@ from asyncmoe.weights.receiver import handshake, hosting, transfer_plan, worker
 from asyncmoe.weights.receiver.channel import SideStream
 from asyncmoe.weights.receiver.control_store import Store
 from asyncmoe.weights.receiver.hosting import MeetingFile
-from asyncmoe.weights.sender.rendezvous import Meeting
+from asyncmoe.weights.sender.rendezvous import Meeting, TrainerRanks
 from asyncmoe.weights.sender.sender import Sender
 
 HF = MODELS["qwen3_moe"]
@@ -229,7 +229,8 @@ def meet(
         side = SideStream(place)
         met = Meeting(1, store, terms, transfer_plan.route(terms, rank))
         event: Any = SimpleNamespace(set=lambda: None)
-        rig.senders.append(Sender(config, SimpleNamespace(mesh=mesh), rig, met, rig.sources[rank], side, event))  # type: ignore[arg-type]
+        ranks: Any = TrainerRanks(config, SimpleNamespace(mesh=mesh), rig, None)  # type: ignore[arg-type]
+        rig.senders.append(Sender(ranks, met, rig.sources[rank], side, event))
     return rig
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncmoe.engines.engine import EngineHandle
+from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import (
     ABORTED,
     EngineLost,
@@ -22,6 +23,9 @@ from asyncmoe.engines.types import (
 )
 from asyncmoe.errors import EngineError, WaitTimeout
 from asyncmoe.platform.sglang.receiver_command import Command, CommitCommand
+from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
+from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
+from asyncmoe.weights.coordinator.driver import UpdateDriver
 
 
 class FakeEngine:
@@ -115,7 +119,7 @@ class FakeEngine:
         await self._called()
         self.updating = False
 
-    async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
+    async def join_group(self, join: WeightsJoin, rank_offset: int, world: int, timeout_s: float) -> None:
         await self._called()
 
     async def load_files(self, folder: str, timeout_s: float) -> None:
@@ -124,9 +128,7 @@ class FakeEngine:
         await self._called()
         self.partial = False
 
-    async def load_bucket(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
-    ) -> None:
+    async def load_bucket(self, bucket: WeightsBucket, group: str, timeout_s: float) -> None:
         self._check(self.updating, "took weights outside an update")
         self.partial = True
         await self._called()
@@ -190,6 +192,23 @@ def fake(handle: EngineHandle) -> FakeEngine:
     """The engine of one of `handles`."""
     assert isinstance(handle.client, FakeEngine)
     return handle.client
+
+
+def coordinator_of(pool: Pool, published: list[int] | None = None, timeout_s: float = 5.0, **how: Any) -> WeightUpdateCoordinator:
+    """A coordinator of engines that have started.
+
+    Args:
+        published: gets the versions that every engine serves.
+        how: as for `UpdateDriver`.
+    """
+
+    async def publish(version: int) -> None:
+        if published is not None:
+            published.append(version)
+
+    made = WeightUpdateCoordinator(UpdateDriver(pool, timeout_s, lambda *_: None, **how), publish)
+    made.engines_started()
+    return made
 
 
 def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
+from asyncmoe.config.queue import StalenessRule
 from asyncmoe.log import turns
 from asyncmoe.log.files import FileLog
 from asyncmoe.log.log import Log
 from asyncmoe.log.turns import Turns
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.queue_log import CONTROLLER, OWN, QueueLog, Resumption
 from asyncmoe.queue.records import Start
@@ -29,7 +30,6 @@ from asyncmoe.trajectory import Trajectory
 from tests.redis_server import LocalRedis, needed
 from tests.unit.test_queue_model import make_group
 
-T = TypeVar("T")
 SIZE, BATCH = 2, 4
 
 
@@ -43,7 +43,6 @@ class KeptLog(QueueLog):
 
     @property
     def size(self) -> int:
-        assert self._changes is not None
         return self._changes.size + self.payloads.size
 
     async def forget(self, floor: int) -> int:
@@ -117,10 +116,9 @@ def home(request: pytest.FixtureRequest) -> Iterator[Home]:
         yield made
 
 
-def settled(log: Log | None) -> None:
+def settled(log: Log) -> None:
     """Wait until all that a log was told is done, so that a kill leaves it."""
-    if log is not None:
-        log._turns.submit(int).result()
+    log._turns.submit(int).result()
 
 
 @dataclass
@@ -171,19 +169,11 @@ class Life:
         return to
 
 
-async def live(home: Home, folder: Path, step: int = 0, **options: Any) -> Life:
+async def live(home: Home, folder: Path, step: int = 0, rule: StalenessRule = "drop") -> Life:
     """Open the log as a controller does whose trainer has taken `step` steps."""
     log = home.opened(folder)
     found = log.begin(step, 0, BATCH, step * BATCH // SIZE, lost=log.lost(step))
     resumed = Resumption(found.accounts, await log.groups(found.queued), found.starts, found.arrivals)
-    sizes: dict[str, Any] = {"capacity": 4 * BATCH, "batch": BATCH, "group_size": SIZE, "max_staleness": 3}
-    held = BoundedQueue(**sizes, trained_steps=step, log=log, resumed=resumed, on_freed=log.worker.over, **options)
+    sizes: dict[str, Any] = {"capacity": 4 * BATCH, "group_size": SIZE, "trained_steps": step}
+    held = BoundedQueue(Admission(BATCH, 3, rule=rule), log, **sizes, resumed=resumed, on_freed=log.worker.over)
     return Life(home, folder, log, held, held.take_requeued(), log.state.next)
-
-
-def in_loop(body: Coroutine[Any, Any, T], most_s: float = 60.0) -> T:
-    async def bounded() -> T:
-        async with asyncio.timeout(most_s):
-            return await body
-
-    return asyncio.run(bounded())

@@ -11,4 +11,4 @@ from asyncmoe.trajectory import NOTHING, Trajectory
 
 async def put_group(queue: BoundedQueue, trajectories: Sequence[Trajectory]) -> None:
     """Check a whole group, and queue it."""
-    await queue.put(whole(trajectories, queue._group_size, NOTHING, queue.newest_version))
+    await queue.put(whole(trajectories, queue._group_size, NOTHING, queue.newest_version)[0])

@@ -63,12 +63,6 @@ def test_with_groups_of_one_the_law_is_that_of_the_paper(max_staleness: int, ver
     assert Admission(batch, max_staleness).may_start(ledger, 1, version) == paper
 
 
-def test_nothing_starts_before_reinforcement_learning_began() -> None:
-    law = Admission(batch=4, max_staleness=9, base_version=3)
-    assert [law.may_start(Ledger(), 4, v) for v in range(5)] == [False, False, False, True, True]
-    assert law.capacity(3) == 40
-
-
 MOVES = {
     "accept": ("running", "queued"),
     "reject": ("running", "rejected"),

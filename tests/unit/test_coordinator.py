@@ -12,8 +12,8 @@ from asyncmoe.engines.pool import Pool
 from asyncmoe.errors import Disagreement, ProtocolError, WeightSyncError
 from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.weights.coordinator import turns
-from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
-from tests.unit.fake_engine import FakeHandle, fake, handles
+from tests.unit.asynchronous import asynchronous
+from tests.unit.fake_engine import FakeHandle, coordinator_of, fake, handles
 
 HOW: tuple[Interruption, ...] = ("in_place", "retract")
 """In one call, or in a pause of several."""
@@ -23,17 +23,14 @@ def publish(engines: int, dead: int, how: Interruption) -> tuple[Pool, list[int]
     """Publish version 1; the processes of the last engines are found to have ended while the first one swaps it in, or ends its pause."""
 
     async def run() -> tuple[Pool, list[int], Committed]:
-        pool, published = Pool(handles(engines), 8, 5.0, lambda *_: None), []
-
-        async def publishing(version: int) -> None:
-            published.append(version)
+        pool, published = Pool(handles(engines), 8, 5.0, lambda *_: None), list[int]()
 
         async def found(*_: Any) -> None:
             for member in pool.members[engines - dead :]:
                 pool.fence(member, "the process ended")
 
         setattr(fake(pool.members[0].engine), "end_update" if how == "retract" else "command_receivers", found)
-        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None, how)
+        coordinator = coordinator_of(pool, published, interruption=how)
         await coordinator.handle(WeightsStage(1))
         committed = await coordinator.handle(WeightsCommit(1, update=1))
         assert isinstance(committed, Committed)
@@ -59,8 +56,7 @@ def test_asked_after_a_failed_update_a_server_that_is_gone_is_fenced_though_nobo
 
     async def run() -> list[tuple[int, tuple[str, ...], bool]]:
         pool = Pool(handles(3), 8, 5.0, lambda *_: None)
-        coordinator = WeightUpdateCoordinator(pool, 5.0, lambda _: asyncio.sleep(0), lambda *_: None)
-        coordinator.engines_started()
+        coordinator = coordinator_of(pool)
 
         async def ask(probe: bool) -> tuple[int, tuple[str, ...], bool]:
             found = await coordinator.handle(EnginesAsk(1.0, probe))
@@ -76,40 +72,35 @@ def test_asked_after_a_failed_update_a_server_that_is_gone_is_fenced_though_nobo
     assert asyncio.run(run()) == [(1, (), False)] * 3 + [(2, ("engine.1",), False), (2, (), True)]
 
 
-def test_an_update_that_is_being_committed_takes_no_other_end() -> None:
-    async def run() -> None:
-        pool, published = Pool(handles(2), 8, 5.0, lambda *_: None), list[int]()
-        swapping, swapped = asyncio.Event(), asyncio.Event()
+@asynchronous
+async def test_an_update_that_is_being_committed_takes_no_other_end() -> None:
+    pool, published = Pool(handles(2), 8, 5.0, lambda *_: None), list[int]()
+    swapping, swapped = asyncio.Event(), asyncio.Event()
 
-        async def swap(*_: Any) -> None:
-            swapping.set()
-            await swapped.wait()
+    async def swap(*_: Any) -> None:
+        swapping.set()
+        await swapped.wait()
 
-        async def publishing(version: int) -> None:
-            published.append(version)
-
-        fake(pool.members[0].engine).command_receivers = swap  # type: ignore[method-assign]
-        coordinator = WeightUpdateCoordinator(pool, 5.0, publishing, lambda *_: None)
-        await coordinator.handle(WeightsStage(1))
-        committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
-        await swapping.wait()
-        with pytest.raises(WeightSyncError, match="version 1 is being concluded already"):
-            await coordinator.handle(WeightsAbort(1, "another rank failed"))
-        again = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
-        older = WeightsStage(0)
-        before = asyncio.create_task(coordinator.handle(older, lambda: turns.check(older, pool.version, 5)))
-        await asyncio.sleep(0)
-        swapped.set()
-        with pytest.raises(WeightSyncError, match=r"version 1 is not open \(open: none\)"):
-            await again
-        with pytest.raises(ProtocolError, match="got version 0, expected 1, which the engines serve"):
-            await before
-        committed = await committing
-        assert isinstance(committed, Committed)
-        assert len(committed.pause_ms) == 2
-        assert published == [1]
-
-    asyncio.run(run())
+    fake(pool.members[0].engine).command_receivers = swap  # type: ignore[method-assign]
+    coordinator = coordinator_of(pool, published)
+    await coordinator.handle(WeightsStage(1))
+    committing = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
+    await swapping.wait()
+    with pytest.raises(WeightSyncError, match="version 1 is being concluded already"):
+        await coordinator.handle(WeightsAbort(1, "another rank failed"))
+    again = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1)))
+    older = WeightsStage(0)
+    before = asyncio.create_task(coordinator.handle(older, lambda: turns.check(older, pool.version, 5)))
+    await asyncio.sleep(0)
+    swapped.set()
+    with pytest.raises(WeightSyncError, match=r"version 1 is not open \(open: none\)"):
+        await again
+    with pytest.raises(ProtocolError, match="got version 0, expected 1, which the engines serve"):
+        await before
+    committed = await committing
+    assert isinstance(committed, Committed)
+    assert len(committed.pause_ms) == 2
+    assert published == [1]
 
 
 @pytest.mark.parametrize(
@@ -119,16 +110,13 @@ def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version
     """All engines wait in the pause, and paused engines are not probed: the limit is that of a pause, not of an update."""
 
     async def run() -> tuple[Pool, list[int]]:
-        pool, published = Pool(handles(2), 8, 5.0, lambda *_: None), []
+        pool, published = Pool(handles(2), 8, 5.0, lambda *_: None), list[int]()
 
         async def hang(*_: Any) -> None:
             await asyncio.sleep(3600.0)
 
-        async def publishing(version: int) -> None:
-            published.append(version)
-
         setattr(fake(pool.members[1].engine), call, hang)
-        coordinator = WeightUpdateCoordinator(pool, 3600.0, publishing, lambda *_: None, how, pause_s=0.2)
+        coordinator = coordinator_of(pool, published, 3600.0, interruption=how, pause_s=0.2)
         await coordinator.handle(WeightsStage(1))
         async with asyncio.timeout(30.0):
             await coordinator.handle(WeightsCommit(1, update=1))
@@ -151,8 +139,7 @@ def test_a_roster_that_changes_while_receivers_start_does_not_concern_them() -> 
     async def run() -> list[int]:
         ranks: list[int] = []
         pool = Pool(handles(2), 8, 5.0, lambda *_: None)
-        coordinator = WeightUpdateCoordinator(pool, 5.0, lambda _: asyncio.sleep(0), lambda *_: None)
-        coordinator.engines_started()
+        coordinator = coordinator_of(pool)
 
         async def started(joins: Any, *_: Any) -> None:
             ranks.extend(join.rank for join in joins)
@@ -167,23 +154,19 @@ def test_a_roster_that_changes_while_receivers_start_does_not_concern_them() -> 
     assert asyncio.run(run()) == [1, 2]
 
 
+@asynchronous
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_engines_have_loaded_is_compared_with_the_trainers_before_they_sample(kept: bool) -> None:
+async def test_what_engines_have_loaded_is_compared_with_the_trainers_before_they_sample(kept: bool) -> None:
     """Those that join later too, if it stays under their adapters; one that is lost meanwhile ends nothing."""
-
-    async def run() -> None:
-        pool, expected = Pool(handles(3), 8, 5.0, lambda *_: None), ({"weight": "0", "other": "1"},)
-        coordinator = WeightUpdateCoordinator(pool, 5.0, lambda _: asyncio.sleep(0), lambda *_: None)
-        coordinator.engines_started()
-        with pytest.raises(Disagreement, match=r"engine\.0 has loaded other weights .* checksums differ: other of rank 0"):
-            await coordinator.compare_loaded(expected, kept)
-        fake(pool.members[1].engine).dead = True
-        await coordinator.compare_loaded(({"weight": "0"},), kept)
-        assert [member.fenced is None for member in pool.members] == [True, False, True]
-        later = FakeHandle("engine.3")
-        later.client.version = 1
-        pool.join(later)
-        await coordinator.handle(EnginesAsk(1.0))
-        assert ("checksums differ: weight of rank 0" in str(pool.members[-1].fenced)) == kept
-
-    asyncio.run(run())
+    pool, expected = Pool(handles(3), 8, 5.0, lambda *_: None), ({"weight": "0", "other": "1"},)
+    coordinator = coordinator_of(pool)
+    with pytest.raises(Disagreement, match=r"engine\.0 has loaded other weights .* checksums differ: other of rank 0"):
+        await coordinator.compare_loaded(expected, kept)
+    fake(pool.members[1].engine).dead = True
+    await coordinator.compare_loaded(({"weight": "0"},), kept)
+    assert [member.fenced is None for member in pool.members] == [True, False, True]
+    later = FakeHandle("engine.3")
+    later.client.version = 1
+    pool.join(later)
+    await coordinator.handle(EnginesAsk(1.0))
+    assert ("checksums differ: weight of rank 0" in str(pool.members[-1].fenced)) == kept

@@ -14,8 +14,9 @@ from delta_meeting import Rig, bits, fine, meetings
 from asyncmoe.config import parse
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.reshard import DeltaDecoder, DeltaEncoder, Plan
-from asyncmoe.weights.receiver import delta_messages, worker
-from asyncmoe.weights.receiver.delta_messages import Offer, Portion
+from asyncmoe.weights import protocol
+from asyncmoe.weights.protocol import Offer, Portion
+from asyncmoe.weights.receiver import worker
 from asyncmoe.weights.sender import deltas
 from asyncmoe.weights.sender.deltas import common_base, unsupported
 
@@ -68,7 +69,7 @@ def test_versions_in_a_row_are_what_the_trainer_has(meeting: Meet, transport: st
     assert rig.kinds() == ["full", "delta of 1", "delta of 2", "delta of 3", "full", "delta of 5"]
     assert rig.staged_in_place() == [in_place, False, False, False, in_place, False]
     store = rig.senders[0].met.store
-    assert [any(store.has(key) for key in delta_messages.keys(number, rig.terms)) for number in range(1, 7)] == [False] * 4 + [True] * 2
+    assert [any(store.has(key) for key in protocol.passing(number, rig.terms)) for number in range(1, 7)] == [False] * 4 + [True] * 2
 
 
 # ---------------------------------------------------------------- what is in doubt

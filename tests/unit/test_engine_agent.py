@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncmoe import config as configuration
-from asyncmoe.engines import engine_agent
+from asyncmoe.engines import engine_agent, engine_stay
 from asyncmoe.engines.engine_stay import ServerLost, stay
 from asyncmoe.engines.membership import Membership
 from asyncmoe.engines.pool import Pool
-from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, UserError
+from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolError, UserError, WaitTimeout
 from asyncmoe.rpc import keys
-from asyncmoe.rpc.messages import Done, EngineJoin, EngineOrder
+from asyncmoe.rpc.messages import Done, EngineJoin, EngineJoined, EngineOrder, Reply, Request
 from asyncmoe.rpc.server import Server
+from tests.unit import virtual_time
 from tests.unit.fake_engine import FakeEngine, FakeHandle
 
 NAME = "engine.a"
@@ -62,7 +65,7 @@ def joined(
         async with Server(membership.handle) as server:
             keys.write(tmp_path, await server.start())
             serving = asyncio.create_task(server.serve())
-            agent = asyncio.create_task(engine_agent._serve(config, tmp_path, NAME, 0, ()))
+            agent = asyncio.create_task(engine_agent._serve(config, NAME, 0, ()))
             for number in range(1, 4):  # it is lost twice
                 while not agent.done() and not (len(started) == number and pool.present):
                     await asyncio.sleep(0.01)
@@ -78,11 +81,7 @@ def joined(
         assert ended is None or isinstance(ended, EngineError), ended
         return seeds, pool, ended
 
-    async def bounded() -> tuple[list[int], Pool, EngineError | None]:
-        async with asyncio.timeout(30):
-            return await run()
-
-    return asyncio.run(bounded())
+    return asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_a_server_that_is_fenced_or_dies_joins_again_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +126,76 @@ def test_whatever_keeps_an_engine_from_joining_is_a_loss_of_one_that_the_run_had
             serving = asyncio.create_task(here.serve())
             request = EngineJoin(NAME, "http://127.0.0.1:1", "k" * 43, "h", 1, 1, config.digest, None)
             with pytest.raises(AsyncmoeError, match=re.escape(str(refusal))) as caught:
-                await stay(config, tmp_path, server, rendezvous, request, asyncio.Event(), again=again)
+                await stay(config, server, rendezvous, request, asyncio.Event(), again=again)
             assert type(caught.value) is (ServerLost if again or dies else type(refusal))
             serving.cancel()
 
     asyncio.run(run())
+
+
+class Hung:
+    """Connections to one controller after the other: the first takes the engine, and hangs from then on."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __call__(self, *_: object) -> Hung:
+        return self
+
+    async def ask(self, request: Request, timeout_s: float) -> tuple[Reply, tuple[()]]:
+        self.asked.append(type(request).__name__)
+        if self.asked == ["EngineJoin"]:
+            return EngineJoined("the first"), ()
+        await asyncio.sleep(timeout_s)
+        raise WaitTimeout("the controller", "an answer", timeout_s)
+
+    def close(self) -> None:
+        pass
+
+
+def leaves(monkeypatch: pytest.MonkeyPatch, stopped_at: float | None, orphaned_at: float = math.inf) -> tuple[float, str]:
+    """Have an engine stay with a controller that hangs, by a clock that nobody waits for; return when it leaves, and why.
+
+    Args:
+        stopped_at: second at which it is told to stop; None: never.
+        orphaned_at: second at which its supervisor is lost.
+    """
+    options = ["run.dir=unused", "cluster.heartbeat_timeout_s=9", "engines.orphan_s=40", "rollout.request_timeout_s=3000"]
+    config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", options)
+    place: Any = SimpleNamespace(controller="the controller")
+
+    async def found(*_: object) -> Any:
+        return place
+
+    async def body() -> tuple[float, str]:
+        now, stop = asyncio.get_running_loop().time, asyncio.Event()
+        monkeypatch.setattr(engine_stay, "AsyncClient", Hung())
+        monkeypatch.setattr(engine_stay, "controller", found)
+        monkeypatch.setattr(engine_stay.os, "getppid", lambda: engine_stay._PARENT + (now() >= orphaned_at))
+        request = EngineJoin(NAME, "http://127.0.0.1:1", "k" * 43, "h", 1, 1, config.digest, None)
+        if stopped_at is not None:
+            asyncio.get_running_loop().call_at(stopped_at, stop.set)
+        with pytest.raises(WaitTimeout) as caught:
+            async with asyncio.timeout(1000.0):
+                await stay(config, Process(NAME), place, request, stop, again=False)
+        return now(), str(caught.value)
+
+    return virtual_time.run(body())
+
+
+def test_a_controller_that_hangs_is_found_again_and_again_but_renews_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heartbeat fails at second 12; the engine then asks to join until `engines.orphan_s` are over, 19 s at a time."""
+    left_at, why = leaves(monkeypatch, None)
+    assert 12 + 40 < left_at <= 12 + 40 + 19
+    assert why.startswith("waited 40.0 s for the next controller")
+
+
+@pytest.mark.parametrize("orphaned_at", [0.0, 5.0, 7.0])
+def test_an_engine_that_its_lost_supervisor_stopped_leaves_a_controller_that_hangs(monkeypatch: pytest.MonkeyPatch, orphaned_at: float) -> None:
+    """It may hear that it is to stop before or after the supervisor has ended; from then on it waits `engines.orphan_s` at most."""
+    left_at, why = leaves(monkeypatch, 5.0, orphaned_at)
+    assert left_at == pytest.approx(max(5.0, orphaned_at) + 40, abs=1.0)
+    assert why.startswith("waited 40.0 s for the controller: it lets no engine leave")
 
 
 def test_the_end_of_a_failed_run_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ class Rig:
             await self._server.close()
 
     def agent(self, node: int) -> asyncio.Task[None]:
-        self.agents.append(asyncio.create_task(engine_agent._serve(self.config, self.config.run.dir, NAME, 0, (), node)))
+        self.agents.append(asyncio.create_task(engine_agent._serve(self.config, NAME, 0, (), node)))
         return self.agents[-1]
 
     async def until(self, condition: Callable[[], object]) -> None:

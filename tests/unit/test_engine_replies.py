@@ -25,9 +25,8 @@ from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rpc.messages import EngineJoin
 from asyncmoe.trajectory import Recording
-from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from benchmarks.intake_server import VOCABULARY, http, reply_to
-from tests.unit.fake_engine import FakeHandle
+from tests.unit.fake_engine import FakeHandle, coordinator_of
 
 Script = Sequence[bytes | float]
 """What a server sends: bytes, and seconds to wait. Then it resets the connection."""
@@ -127,13 +126,11 @@ def test_an_engine_that_dies_while_it_comes_to_the_next_controller_ends_nothing_
     demo = Path(__file__).parents[2] / "examples" / "demo.yaml"
     config = configuration.load(demo, [f"run.dir={tmp_path}", "engines.join=true"])
 
-    async def published(version: int) -> None: ...
-
     async def main() -> None:
         before = Succession(tmp_path)
         await before.note(EngineWeights(3, 0, True, "loading", 4, 0))
         pool, after = Pool([FakeHandle("engine.0")], 8, 5.0, lambda *_: None), Succession(tmp_path)
-        lifecycle = EngineLifecycle(config, pool, WeightUpdateCoordinator(pool, 5.0, published, lambda *_: None), after)
+        lifecycle = EngineLifecycle(config, pool, coordinator_of(pool), after)
         server = Server(DIES[when], [first, 0.01] if first else ())
         async with server.listening() as url:
             request = EngineJoin("a", url, "k", "h", 1, 1, config.digest, served=before.controller)

@@ -16,12 +16,14 @@ from test_producer import alone
 from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import ProtocolError
 from asyncmoe.log.log import Place
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Routing, Trajectory, decode, decode_routes, encode_routes, frames_in
+from benchmarks.unlogged import Unlogged
 
 GROUP, BATCH, VOCABULARY = 2, 4, 50
 ROUTING = Routing(all_layers=5, layers=(1, 2, 3, 4), top_k=2, experts=8)
@@ -74,7 +76,7 @@ def record(place: EpisodeId, generation: Generation, recording: Recording = RECO
 
 
 def queue() -> BoundedQueue:
-    return BoundedQueue(capacity=2 * BATCH, batch=BATCH, group_size=GROUP, max_staleness=2)
+    return BoundedQueue(Admission(BATCH, 2), Unlogged(), capacity=2 * BATCH, group_size=GROUP)
 
 
 ANSWERS: dict[str, dict[str, Any]] = {

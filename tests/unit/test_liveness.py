@@ -16,15 +16,10 @@ from asyncmoe.engines.pool import Pool, PooledGeneration
 from asyncmoe.engines.types import EngineLost, Generation, Sampling
 from asyncmoe.errors import EngineError, TrajectoryRejected
 from asyncmoe.rpc.messages import WeightsCommit, WeightsStage
-from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
-from tests.unit.fake_engine import fake, handles
+from tests.unit.fake_engine import coordinator_of, fake, handles
 
 LIMIT_S = 1.2
 SAMPLING = Sampling(1.0, 3, ())
-
-
-async def nothing(_: int) -> None:
-    """A version is published."""
 
 
 def watched(engines: int, hung: int, seconds: float, paused: Callable[[Member], bool] = lambda member: False) -> tuple[Pool, list[str]]:
@@ -116,7 +111,7 @@ def test_requests_go_to_those_that_have_a_version_while_an_engine_does_not_take_
             await command(*arguments)
 
         slow.command_receivers = swaps  # type: ignore[method-assign, assignment]
-        coordinator = WeightUpdateCoordinator(pool, 30.0, nothing, lambda *_: None, pause_s=0.4)
+        coordinator = coordinator_of(pool, timeout_s=30.0, pause_s=0.4)
         await coordinator.handle(WeightsStage(1))
         across = asyncio.create_task(pool.generate((1,), Sampling(1.0, 1_000_000, ())))
         committing, longest, salts = asyncio.create_task(coordinator.handle(WeightsCommit(1, update=1))), 0.0, set[int]()

@@ -24,6 +24,7 @@ from asyncmoe.log.files import HEADER_BYTES, FileLog
 from asyncmoe.log.log import HEAD_BYTES, Log
 from tests.disks import mounted
 from tests.redis_server import LocalRedis, LossyLink, needed
+from tests.unit.asynchronous import asynchronous
 from tests.unit.log_lives import Home, home  # noqa: F401
 
 SIZES = (0, 1, 7, 8, 9, 100, 33)
@@ -65,42 +66,38 @@ def test_what_is_appended_is_found_again_in_order(home: Home, tmp_path: Path) ->
                 log.read_at(wrong)
 
 
-def test_what_is_below_a_position_is_let_go_of(home: Home, tmp_path: Path) -> None:  # noqa: F811
-    async def body() -> None:
-        with closing(home.log(tmp_path, "1")) as log:
-            places = [await keep(log, payload(n, 1000)) for n in range(40)]
-            full = log.size
-            assert log.forget(places[30]).result() > 15_000
-            assert log.size < full - 15_000
-            assert bytes(log.read_at(places[30])) == payload(30, 1000)
-            with pytest.raises(DataError):
-                log.read_at(places[5])
-        with closing(home.log(tmp_path, "1")) as log:
-            found = [at for at, _ in log.read()]
-            assert found == places[-len(found) :]
-            assert set(places[30:]) <= set(found)
-            log.forget(log.end).result()
-        with closing(home.log(tmp_path, "1")) as log:
-            assert list(log.read()) == []
-            assert await keep(log, b"more") > places[-1]
-
-    asyncio.run(body())
+@asynchronous
+async def test_what_is_below_a_position_is_let_go_of(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    with closing(home.log(tmp_path, "1")) as log:
+        places = [await keep(log, payload(n, 1000)) for n in range(40)]
+        full = log.size
+        assert log.forget(places[30]).result() > 15_000
+        assert log.size < full - 15_000
+        assert bytes(log.read_at(places[30])) == payload(30, 1000)
+        with pytest.raises(DataError):
+            log.read_at(places[5])
+    with closing(home.log(tmp_path, "1")) as log:
+        found = [at for at, _ in log.read()]
+        assert found == places[-len(found) :]
+        assert set(places[30:]) <= set(found)
+        log.forget(log.end).result()
+    with closing(home.log(tmp_path, "1")) as log:
+        assert list(log.read()) == []
+        assert await keep(log, b"more") > places[-1]
 
 
-def test_the_bound_holds_and_a_closed_log_takes_nothing(home: Home, tmp_path: Path) -> None:  # noqa: F811
-    async def body() -> None:
-        with closing(home.log(tmp_path, "1", 20_000)) as log:
-            with pytest.raises(StorageError, match=r"^log\.max_bytes: got .* and 0\.00 MiB more, expected at most 0\.02 MiB; raise it"):
-                await asyncio.gather(*(keep(log, payload(number, 1000)) for number in range(100)))
-            assert 10_000 < log.size <= 20_000
-            assert log.is_full(1000)
-            log.forget(log.end).result()
-            await keep(log, b"room again")
-        log.close()
-        with pytest.raises(InvariantBroken, match="was used after it was closed"):
-            log.append([b"x"])
-
-    asyncio.run(body())
+@asynchronous
+async def test_the_bound_holds_and_a_closed_log_takes_nothing(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    with closing(home.log(tmp_path, "1", 20_000)) as log:
+        with pytest.raises(StorageError, match=r"^log\.max_bytes: got .* and 0\.00 MiB more, expected at most 0\.02 MiB; raise it"):
+            await asyncio.gather(*(keep(log, payload(number, 1000)) for number in range(100)))
+        assert 10_000 < log.size <= 20_000
+        assert log.is_full(1000)
+        log.forget(log.end).result()
+        await keep(log, b"room again")
+    log.close()
+    with pytest.raises(InvariantBroken, match="was used after it was closed"):
+        log.append([b"x"])
 
 
 def test_one_writer_at_a_time(home: Home, tmp_path: Path) -> None:  # noqa: F811
@@ -264,15 +261,13 @@ def test_a_disk_that_fails_is_told_to_all_that_wait_and_come_later(tmp_path: Pat
         asyncio.run(body(disk))
 
 
-def test_a_segment_that_is_deleted_while_it_is_written_fails_the_log(tmp_path: Path) -> None:
-    async def body() -> None:
-        with closing(Home().log(tmp_path, "1")) as log:
-            await keep(log, b"first")
-            next((tmp_path / "log" / "1").glob("*.segment")).unlink()
-            with pytest.raises(StorageError, match="was deleted while it was written"):
-                await keep(log, b"second")
-
-    asyncio.run(body())
+@asynchronous
+async def test_a_segment_that_is_deleted_while_it_is_written_fails_the_log(tmp_path: Path) -> None:
+    with closing(Home().log(tmp_path, "1")) as log:
+        await keep(log, b"first")
+        next((tmp_path / "log" / "1").glob("*.segment")).unlink()
+        with pytest.raises(StorageError, match="was deleted while it was written"):
+            await keep(log, b"second")
 
 
 # ---------------------------------------------------------------- Redis

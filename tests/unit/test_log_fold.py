@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from asyncmoe.queue.accounts import Accounts
 from asyncmoe.queue.admission import Ledger
 from asyncmoe.queue.fold import LogState, RecordedGroup, RecordedLease, fold, recover
 from asyncmoe.queue.records import GroupFinished, LeasedGroup, LogEntry, Start, StepLeased
-from tests.unit.log_lives import BATCH, SIZE, Home, in_loop, live
+from tests.unit.log_lives import BATCH, SIZE, Home, live
 
 Entries = list[tuple[int, LogEntry]]
 
@@ -47,7 +48,7 @@ def run_of_steps() -> tuple[tuple[int, LogEntry], ...]:
         return found
 
     with TemporaryDirectory() as folder:
-        return in_loop(body(Path(folder)))
+        return asyncio.run(body(Path(folder)))
 
 
 @settings(max_examples=300, deadline=None)

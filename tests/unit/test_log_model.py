@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncmoe.queue.records import Start
 from tests.redis_server import needed
-from tests.unit.log_lives import BATCH, SIZE, Home, home_of, in_loop, live
+from tests.unit.log_lives import BATCH, SIZE, Home, home_of, live
 from tests.unit.test_queue_model import make_group
 
 Trained = tuple[tuple[str, float], ...]
@@ -215,11 +215,11 @@ class Program:
 @given(seed=st.integers(0, 1 << 32), actions=st.integers(10, 60))
 def test_recovery_agrees_with_a_model_of_it(seed: int, actions: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        in_loop(Program(random.Random(seed), Path(folder), Home()).run(actions))
+        asyncio.run(asyncio.wait_for(Program(random.Random(seed), Path(folder), Home()).run(actions), 60))
 
 
 @needed()
 def test_so_it_does_in_redis(tmp_path: Path) -> None:
     with home_of("redis") as home:
         for seed in range(3):
-            in_loop(Program(random.Random(seed), tmp_path / str(seed), home).run(40))
+            asyncio.run(asyncio.wait_for(Program(random.Random(seed), tmp_path / str(seed), home).run(40), 60))

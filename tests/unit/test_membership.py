@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,7 @@ from asyncmoe.rpc.messages import (
 )
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
-from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
-from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_engine import FakeEngine, coordinator_of
 
 
 class Rig:
@@ -41,12 +41,8 @@ class Rig:
         self.config = config
         self.pool = Pool([], 8, 5.0, lambda *_: None)
         self.published: list[int] = []
-        self.coordinator = WeightUpdateCoordinator(self.pool, 5.0, self._published, lambda *_: None)
-        self.coordinator.engines_started()
+        self.coordinator = coordinator_of(self.pool, self.published)
         self.membership = Membership(config, self.pool, self.coordinator.updating)
-
-    async def _published(self, version: int) -> None:
-        self.published.append(version)
 
     async def join(self, name: str, **changed: Any) -> Member:
         values = {"url": "http://10.0.0.1:1", "key": "k", "host": "h", "tp": 1, "ep": 1, "config_digest": self.config.digest}
@@ -76,62 +72,54 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
+def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """What `scene` makes a rig of, once there is a loop."""
     monkeypatch.setattr(membership, "connect", lambda name, url, key: FakeEngine(name))
-    demo = Path(__file__).parents[2] / "examples" / "demo.yaml"
-    settings = (
-        "engines.join=true",
-        "engines.count=2",
-        f"run.dir={tmp_path}",
-        "cluster.heartbeat_timeout_s=0.4",
-        "rollout.request_timeout_s=5",
-    )
-    config = configuration.load(demo, settings)
+    settings = ("engines.join=true", "engines.count=2", f"run.dir={tmp_path}", "cluster.heartbeat_timeout_s=0.4", "rollout.request_timeout_s=5")
+    return configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", settings)
 
-    def play(scene: Callable[[Rig], Awaitable[None]]) -> None:
+
+def scene(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a coroutine test with a rig."""
+
+    @functools.wraps(test)
+    def run(it: Config, **named: Any) -> None:
         async def main() -> None:
-            await scene(Rig(config))
+            await test(Rig(it), **named)
 
         asyncio.run(main())
 
-    return play
+    return run
 
 
-Play = Callable[[Callable[[Rig], Awaitable[None]]], None]
+@scene
+async def test_one_that_joins_serves_from_its_first_version_on(it: Rig) -> None:
+    await it.join("a")
+    await it.publish(1)
+    late = await it.join("b")
+    assert [m.engine.name for m in it.pool.serving] == ["a"]
+    assert late.waiting
+    await it.publish(2)
+    assert [(m.engine.name, m.version) for m in it.pool.serving] == [("a", 2), ("b", 2)]
+    assert it.published == [1, 2]
 
 
-def test_one_that_joins_serves_from_its_first_version_on(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        await it.join("a")
-        await it.publish(1)
-        late = await it.join("b")
-        assert [m.engine.name for m in it.pool.serving] == ["a"]
-        assert late.waiting
-        await it.publish(2)
-        assert [(m.engine.name, m.version) for m in it.pool.serving] == [("a", 2), ("b", 2)]
-        assert it.published == [1, 2]
-
-    rig(scene)
-
-
-def test_one_that_leaves_finishes_what_it_has(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        await it.join("a")
-        member = await it.join("b")
-        await it.publish(1)
-        member.in_flight = 1
-        asked = asyncio.create_task(it.membership.handle(EngineAlive("b", 5.0)))
-        leaving = asyncio.create_task(it.membership.handle(EngineLeave("b")))
-        await asyncio.sleep(0.25)
-        assert [m.engine.name for m in it.pool.serving] == ["a"]
-        assert not leaving.done()
-        member.in_flight = 0
-        await asyncio.wait_for(leaving, 2)
-        assert [m.engine.name for m in it.pool.members] == ["a"]
-        assert (await asked) in (EngineOrder(), EngineOrder(finished=True))
-        assert [e.name for e in (await it.roster()).engines] == ["a"]
-
-    rig(scene)
+@scene
+async def test_one_that_leaves_finishes_what_it_has(it: Rig) -> None:
+    await it.join("a")
+    member = await it.join("b")
+    await it.publish(1)
+    member.in_flight = 1
+    asked = asyncio.create_task(it.membership.handle(EngineAlive("b", 5.0)))
+    leaving = asyncio.create_task(it.membership.handle(EngineLeave("b")))
+    await asyncio.sleep(0.25)
+    assert [m.engine.name for m in it.pool.serving] == ["a"]
+    assert not leaving.done()
+    member.in_flight = 0
+    await asyncio.wait_for(leaving, 2)
+    assert [m.engine.name for m in it.pool.members] == ["a"]
+    assert (await asked) in (EngineOrder(), EngineOrder(finished=True))
+    assert [e.name for e in (await it.roster()).engines] == ["a"]
 
 
 class Workers:
@@ -153,73 +141,66 @@ class Workers:
         pass
 
 
-def test_one_that_leaves_waits_until_its_rollout_worker_knows_that_it_does(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        member = await it.join("a")
-        await it.join("b")
-        await it.publish(1)
-        it.pool.elsewhere = workers = Workers()
-        leaving = asyncio.create_task(it.membership.handle(EngineLeave("a")))
-        while not workers.told:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.25)
-        assert member in it.pool.members
-        member.elsewhere, workers.unknown = 1, 0  # it says so, and what it has there
-        await asyncio.sleep(0.25)
-        assert member in it.pool.members
-        member.elsewhere = 0
-        await asyncio.wait_for(leaving, 2)
-        assert member not in it.pool.members
-
-    rig(scene)
+@scene
+async def test_one_that_leaves_waits_until_its_rollout_worker_knows_that_it_does(it: Rig) -> None:
+    member = await it.join("a")
+    await it.join("b")
+    await it.publish(1)
+    it.pool.elsewhere = workers = Workers()
+    leaving = asyncio.create_task(it.membership.handle(EngineLeave("a")))
+    while not workers.told:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.25)
+    assert member in it.pool.members
+    member.elsewhere, workers.unknown = 1, 0  # it says so, and what it has there
+    await asyncio.sleep(0.25)
+    assert member in it.pool.members
+    member.elsewhere = 0
+    await asyncio.wait_for(leaving, 2)
+    assert member not in it.pool.members
 
 
-def test_one_that_falls_silent_is_dead(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        await it.join("a")
-        silent = await it.join("b")
-        watching = asyncio.create_task(it.pool.watch())
-        for _ in range(12):
-            await it.membership.handle(EngineAlive("a", 0.1))
-        assert silent.fenced is not None
-        assert "no heartbeat" in silent.fenced
-        assert it.pool.members[0].fenced is None
-        watching.cancel()
-        order = await it.membership.handle(EngineAlive("b", 5.0))  # it was only slow
-        assert isinstance(order, EngineOrder)
-        assert order.why
-
-    rig(scene)
+@scene
+async def test_one_that_falls_silent_is_dead(it: Rig) -> None:
+    await it.join("a")
+    silent = await it.join("b")
+    watching = asyncio.create_task(it.pool.watch())
+    for _ in range(12):
+        await it.membership.handle(EngineAlive("a", 0.1))
+    assert silent.fenced is not None
+    assert "no heartbeat" in silent.fenced
+    assert it.pool.members[0].fenced is None
+    watching.cancel()
+    order = await it.membership.handle(EngineAlive("b", 5.0))  # it was only slow
+    assert isinstance(order, EngineOrder)
+    assert order.why
 
 
-def test_a_controller_that_stood_still_takes_nobody_for_dead(rig: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(it: Rig) -> None:
-        member = await it.join("a")
-        it.pool.fence_dead()
-        begin = time.monotonic()
-        monkeypatch.setattr(standstill.time, "monotonic", lambda: begin + 100.0)
-        it.pool.fence_dead()
-        assert member.fenced is None, "its heartbeats wait to be read"
-        monkeypatch.setattr(standstill.time, "monotonic", lambda: begin + 101.0)
-        it.pool.fence_dead()
-        assert member.fenced is not None, "and there were none"
-
-    rig(scene)
+@scene
+async def test_a_controller_that_stood_still_takes_nobody_for_dead(it: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = await it.join("a")
+    it.pool.fence_dead()
+    begin = time.monotonic()
+    monkeypatch.setattr(standstill.time, "monotonic", lambda: begin + 100.0)
+    it.pool.fence_dead()
+    assert member.fenced is None, "its heartbeats wait to be read"
+    monkeypatch.setattr(standstill.time, "monotonic", lambda: begin + 101.0)
+    it.pool.fence_dead()
+    assert member.fenced is not None, "and there were none"
 
 
-def test_one_that_says_it_died_is_fenced_with_its_reason_and_may_come_again(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        await it.join("a")
-        await it.join("b")
-        await it.membership.handle(EngineLeave("b", "out of memory"))
-        assert it.pool.members[1].fenced == "out of memory"
-        again = await it.join("b")
-        assert [m.engine.name for m in it.pool.members] == ["a", "b"]
-        assert again.fenced is None
-
-    rig(scene)
+@scene
+async def test_one_that_says_it_died_is_fenced_with_its_reason_and_may_come_again(it: Rig) -> None:
+    await it.join("a")
+    await it.join("b")
+    await it.membership.handle(EngineLeave("b", "out of memory"))
+    assert it.pool.members[1].fenced == "out of memory"
+    again = await it.join("b")
+    assert [m.engine.name for m in it.pool.members] == ["a", "b"]
+    assert again.fenced is None
 
 
+@scene
 @pytest.mark.parametrize(
     ("changed", "error", "words"),
     [
@@ -234,93 +215,79 @@ def test_one_that_says_it_died_is_fenced_with_its_reason_and_may_come_again(rig:
         ({"name": "a"}, UserError, "engine a: got a name already taken"),
     ],
 )
-def test_who_may_not_join(rig: Play, changed: dict[str, Any], error: type[AsyncmoeError], words: str) -> None:
-    async def scene(it: Rig) -> None:
-        await it.join("a")
-        name = changed.pop("name", "b")
-        with pytest.raises(error, match=words):
-            await it.join(name, **changed)
-        assert len(it.pool.members) == 1
-
-    rig(scene)
+async def test_who_may_not_join(it: Rig, changed: dict[str, Any], error: type[AsyncmoeError], words: str) -> None:
+    await it.join("a")
+    name = changed.pop("name", "b")
+    with pytest.raises(error, match=words):
+        await it.join(name, **changed)
+    assert len(it.pool.members) == 1
 
 
+@scene
 @pytest.mark.parametrize("fenced", [True, False])
-def test_the_only_engine_comes_again_under_its_name_and_no_moment_is_without_it(
-    rig: Play, monkeypatch: pytest.MonkeyPatch, fenced: bool
+async def test_the_only_engine_comes_again_under_its_name_and_no_moment_is_without_it(
+    it: Rig, monkeypatch: pytest.MonkeyPatch, fenced: bool
 ) -> None:
     """Else the run would end. Of one whose keeper is lost nobody may have noticed yet that it does not answer."""
+    old = await it.join("a")
+    if fenced:
+        it.pool.fence(old, "no token for 60 s")
+    asked: list[bool] = []
 
-    async def scene(it: Rig) -> None:
-        old = await it.join("a")
-        if fenced:
-            it.pool.fence(old, "no token for 60 s")
-        asked: list[bool] = []
+    async def ready(client: FakeEngine) -> bool:
+        asked.append(bool(it.pool.members))
+        return len(asked) > (not fenced)
 
-        async def ready(client: FakeEngine) -> bool:
-            asked.append(bool(it.pool.members))
-            return len(asked) > (not fenced)
-
-        monkeypatch.setattr(FakeEngine, "ready", ready)
-        new = await it.join("a")
-        assert all(asked)
-        assert it.pool.members == [new] != [old]
-
-    rig(scene)
+    monkeypatch.setattr(FakeEngine, "ready", ready)
+    new = await it.join("a")
+    assert all(asked)
+    assert it.pool.members == [new] != [old]
 
 
-def test_strangers_and_the_missing_are_named(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        with pytest.raises(ProtocolError, match="b: no engine of that name"):
-            await it.membership.handle(EngineAlive("b", 1.0))
-        await it.join("a")
-        with pytest.raises(WaitTimeout, match=r"for engines: 1 of 2 have not joined; joined: a"):
-            await it.membership.wait_joined(2, 0.2)
-        await it.join("c")
+@scene
+async def test_strangers_and_the_missing_are_named(it: Rig) -> None:
+    with pytest.raises(ProtocolError, match="b: no engine of that name"):
+        await it.membership.handle(EngineAlive("b", 1.0))
+    await it.join("a")
+    with pytest.raises(WaitTimeout, match=r"for engines: 1 of 2 have not joined; joined: a"):
         await it.membership.wait_joined(2, 0.2)
+    await it.join("c")
+    await it.membership.wait_joined(2, 0.2)
 
-    rig(scene)
 
-
+@scene
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("first", [0, 1])
-def test_all_nodes_may_be_asked_to_stop_at_once(rig: Play, first: int, in_flight: int) -> None:
-    async def scene(it: Rig) -> None:
-        await it.join("b")
-        member = await it.meet(("0", "1"))
-        await it.publish(1)
-        member.in_flight = in_flight
-        ends = (EngineLeave("a"), EngineNodeEnd("a", 1, "1"))
-        leaving = []
-        for end in (ends[first], ends[1 - first]):
-            leaving.append(asyncio.create_task(it.membership.handle(end)))
-            await asyncio.sleep(0.3)
-        assert [task.done() for task in leaving] == [not in_flight] * 2
-        member.in_flight = 0
-        assert set(await asyncio.gather(*leaving)) == {Done(), EngineNodes(finished=True)}
-        assert [m.engine.name for m in it.pool.members] == ["b"]
-        assert await it.membership.handle(EngineAlive("a", 0.0)) == EngineOrder(finished=True)
-
-    rig(scene)
+async def test_all_nodes_may_be_asked_to_stop_at_once(it: Rig, first: int, in_flight: int) -> None:
+    await it.join("b")
+    member = await it.meet(("0", "1"))
+    await it.publish(1)
+    member.in_flight = in_flight
+    ends = (EngineLeave("a"), EngineNodeEnd("a", 1, "1"))
+    leaving = []
+    for end in (ends[first], ends[1 - first]):
+        leaving.append(asyncio.create_task(it.membership.handle(end)))
+        await asyncio.sleep(0.3)
+    assert [task.done() for task in leaving] == [not in_flight] * 2
+    member.in_flight = 0
+    assert set(await asyncio.gather(*leaving)) == {Done(), EngineNodes(finished=True)}
+    assert [m.engine.name for m in it.pool.members] == ["b"]
+    assert await it.membership.handle(EngineAlive("a", 0.0)) == EngineOrder(finished=True)
 
 
-def test_one_that_comes_again_while_it_still_leaves_ends_nothing(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        member = await it.join("a")
-        member.in_flight = 1
-        leaving = asyncio.create_task(it.membership.handle(EngineLeave("a")))
-        await asyncio.sleep(0.05)
-        with pytest.raises(EngineError, match="a has served another controller"):
-            await it.join("a", served="c")
-        await leaving
-
-    rig(scene)
+@scene
+async def test_one_that_comes_again_while_it_still_leaves_ends_nothing(it: Rig) -> None:
+    member = await it.join("a")
+    member.in_flight = 1
+    leaving = asyncio.create_task(it.membership.handle(EngineLeave("a")))
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineError, match="a has served another controller"):
+        await it.join("a", served="c")
+    await leaving
 
 
-def test_a_node_of_an_earlier_start_ends_nobody(rig: Play) -> None:
-    async def scene(it: Rig) -> None:
-        member = await it.meet(("0", "1"))
-        assert await it.membership.handle(EngineNodeEnd("a", 1, "earlier")) == EngineNodes(finished=True)
-        assert (it.pool.members, member.leaving, member.fenced) == ([member], False, None)
-
-    rig(scene)
+@scene
+async def test_a_node_of_an_earlier_start_ends_nobody(it: Rig) -> None:
+    member = await it.meet(("0", "1"))
+    assert await it.membership.handle(EngineNodeEnd("a", 1, "earlier")) == EngineNodes(finished=True)
+    assert (it.pool.members, member.leaving, member.fenced) == ([member], False, None)

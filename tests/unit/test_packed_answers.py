@@ -91,6 +91,6 @@ def test_damaged_answers() -> None:
         except REFUSED:
             continue
         taken += 1
-        assert len(made.tokens) == len(made.entries[0])
+        assert len(made.tokens) == len(made.logprobs)
         assert made.masks is None or made.masks.counts.sum() == len(made.masks.ids)
     assert 0 < taken < 2000

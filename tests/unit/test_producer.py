@@ -10,6 +10,7 @@ import pytest
 
 from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.queue_log import Resumption
 from asyncmoe.queue.records import Start
@@ -20,7 +21,8 @@ from asyncmoe.rollout.producer import Producer, demonstrate
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import Recording, Trajectory
-from tests.unit.test_queue import asynchronous
+from benchmarks.unlogged import Unlogged
+from tests.unit.asynchronous import asynchronous
 
 GROUP, BATCH = 4, 8
 Play = Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]
@@ -51,7 +53,7 @@ def respond(prompt: Prompt, place: EpisodeId, version: int = 0) -> Trajectory:
 
 
 def queue(max_staleness: int = 1, capacity: int = 16, demonstrations: int = 0) -> BoundedQueue:
-    return BoundedQueue(capacity=capacity, batch=BATCH, group_size=GROUP, max_staleness=max_staleness, demonstrations=demonstrations)
+    return BoundedQueue(Admission(BATCH, max_staleness), Unlogged(), capacity=capacity, group_size=GROUP, demonstrations=demonstrations)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -110,8 +112,7 @@ def test_what_was_under_way_starts_first_and_in_its_order() -> None:
         begun.extend([(place.group, place.attempt)] * (place.episode == 0))
         return respond(prompt, place)
 
-    sizes: dict[str, Any] = {"capacity": 16, "batch": BATCH, "group_size": GROUP, "max_staleness": 1}
-    held = BoundedQueue(**sizes, resumed=Resumption(starts=(Start(1), Start(2, 1))))
+    held = BoundedQueue(Admission(BATCH, 1), Unlogged(), capacity=16, group_size=GROUP, resumed=Resumption(starts=(Start(1), Start(2, 1))))
     produce(play, lambda held: until(lambda: held.stats().depth == 2 * BATCH), held, first=5)
     assert begun == [(1, 0), (2, 1), (5, 0), (6, 0)]
 
@@ -241,7 +242,7 @@ async def test_equal_rewards_are_left_out_and_the_prompts_go_on() -> None:
         made.__dict__["reward"] = float(place.episode) if place.group else 1.0
         return made
 
-    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=0)
+    held = BoundedQueue(Admission(BATCH, 0), Unlogged(), capacity=16, group_size=GROUP)
     producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP, filter_equal=True).run())
     await until(lambda: held.stats().depth == BATCH)
     assert held.stats().dropped == {"equal_rewards": GROUP}
@@ -263,7 +264,7 @@ async def test_a_requeued_prompt_is_asked_again_and_trained_with_newer_tokens() 
             await late.wait()
         return respond(prompt, place, sampled_at)
 
-    held = BoundedQueue(capacity=16, batch=BATCH, group_size=GROUP, max_staleness=1, rule="requeue")
+    held = BoundedQueue(Admission(BATCH, 1, rule="requeue"), Unlogged(), capacity=16, group_size=GROUP)
     producing = asyncio.create_task(Producer(held, Numbers(), Worker(alone(play), GROUP), GROUP).run())
     trained: list[tuple[int, int, int]] = []
     for step in range(5):

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.leases import Leases, LeaseTerms
 from asyncmoe.queue.queue_log import Resumption
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Done, Goodbye, Hello, Leased, Welcome
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from benchmarks.unlogged import Unlogged
+from tests.unit.asynchronous import asynchronous
 from tests.unit.putting import put_group
 from tests.unit.test_config import refused, with_value
-
-
-def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a coroutine test on a loop of its own, thirty seconds at most."""
-
-    @functools.wraps(test)
-    def run(*arguments: Any, **named: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **named), 30))
-
-    return run
 
 
 def group(number: int, version: int = 0, size: int = 2, oldest: int | None = None) -> list[Trajectory]:
@@ -51,7 +42,7 @@ def group(number: int, version: int = 0, size: int = 2, oldest: int | None = Non
 
 
 def queue(**changes: Any) -> BoundedQueue:
-    return BoundedQueue(**({"capacity": 8, "batch": 4, "group_size": 2, "max_staleness": 1} | changes))
+    return BoundedQueue(Admission(4, changes.pop("max_staleness", 1)), Unlogged(), **({"capacity": 8, "group_size": 2} | changes))
 
 
 async def filled(*groups: list[Trajectory], **changes: Any) -> BoundedQueue:
@@ -94,7 +85,7 @@ async def test_episodes_of_several_agents_are_counted_once_and_leased_whole() ->
 
 @asynchronous
 async def test_tokens_from_before_a_restart_may_be_ahead_of_the_trainer_that_catches_up() -> None:
-    held = BoundedQueue(capacity=8, batch=4, group_size=2, max_staleness=9, resumed=Resumption(served=5))
+    held = queue(max_staleness=9, resumed=Resumption(served=5))
     held.started(2)
     await put_group(held, group(0, version=5))
     held.started(2)

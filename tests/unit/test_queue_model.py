@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncmoe.config.queue import StalenessRule
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.records import Start
 from asyncmoe.rpc.messages import Leased
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from benchmarks.unlogged import Unlogged
 from tests.unit.example_counts import examples
 from tests.unit.putting import put_group
 
@@ -75,17 +77,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.max_staleness, self.groups, self.size, self.capacity, self.policy = max_staleness, groups, size, groups + room, policy
         self.base, self.bound = base, max_staleness + 2 * (policy == "downweight")
-        self.queue = BoundedQueue(
-            capacity=self.capacity * size,
-            batch=groups * size,
-            group_size=size,
-            max_staleness=max_staleness,
-            base_version=base,
-            trained_steps=base,
-            rule=policy,
-            downweight=0.5,
-            drop_above=self.bound if policy == "downweight" else None,
-        )
+        law = Admission(groups * size, max_staleness, base, policy, 0.5, self.bound if policy == "downweight" else None)
+        self.queue = BoundedQueue(law, Unlogged(), capacity=self.capacity * size, group_size=size, trained_steps=base)
         self.next, self.requeued = 0, list[Start]()
         self.again: list[Start] = []
         self.running: list[One] = []

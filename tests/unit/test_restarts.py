@@ -14,24 +14,18 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rpc.messages import Engines, EnginesAsk
-from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
-from tests.unit.fake_engine import FakeHandle
+from tests.unit.asynchronous import asynchronous
+from tests.unit.fake_engine import FakeHandle, coordinator_of
 
 SAMPLING = Sampling(1.0, 3, ())
 ONE = {"run": {"dir": "unused", "steps": 1}, "model": {"path": "unused"}, "task": {"kind": "arithmetic"}, "engines": {"restarts": 1}}
 SPARSE = {"sync": {"every": 2}, "queue": {"staleness": {"max_staleness": 1}}}
 
 
-async def nothing(_: int) -> None:
-    """A version is published."""
-
-
 def made(*names: str, **sections: Any) -> tuple[Pool, EngineLifecycle]:
     """A pool of engines that serve, and its lifecycle."""
     pool = Pool([FakeHandle(name) for name in names], 8, 5.0, lambda *_: None)
-    coordinator = WeightUpdateCoordinator(pool, 5.0, nothing, lambda *_: None)
-    coordinator.engines_started()
-    return pool, EngineLifecycle(parse(ONE | sections), pool, coordinator)
+    return pool, EngineLifecycle(parse(ONE | sections), pool, coordinator_of(pool))
 
 
 def alone(**sections: Any) -> tuple[Pool, EngineLifecycle]:
@@ -61,45 +55,39 @@ def test_a_lost_engine_is_missing_until_it_has_started_again() -> None:
     assert asyncio.run(run()) == [(0, 0), (1, 1), (1, 0), (1, 0)]
 
 
-def test_while_the_last_engine_starts_again_requests_wait_and_the_trainer_is_told() -> None:
-    async def run() -> None:
-        pool, lifecycle = alone()
-        told = await asked(lifecycle)
-        assert told.awaited
-        assert not told.engines
-        request, watching = asyncio.create_task(pool.generate((1,), SAMPLING)), asyncio.create_task(pool.watch())
-        await asyncio.sleep(0.1)
-        pool.remove(pool.members[0])
-        pool.join(FakeHandle("engine.0"))
-        told = await asked(lifecycle)
-        assert [one.waiting for one in told.engines] == [True]
-        assert not told.awaited
-        await asyncio.sleep(0.1)
-        assert not request.done(), "the new engine has no version yet"
-        pool.members[0].serve(7, 0)
-        answer = await request
-        assert (answer.salt, pool.members[0].in_flight) == (7, 0)
-        watching.cancel()
-
-    asyncio.run(run())
+@asynchronous
+async def test_while_the_last_engine_starts_again_requests_wait_and_the_trainer_is_told() -> None:
+    pool, lifecycle = alone()
+    told = await asked(lifecycle)
+    assert told.awaited
+    assert not told.engines
+    request, watching = asyncio.create_task(pool.generate((1,), SAMPLING)), asyncio.create_task(pool.watch())
+    await asyncio.sleep(0.1)
+    pool.remove(pool.members[0])
+    pool.join(FakeHandle("engine.0"))
+    told = await asked(lifecycle)
+    assert [one.waiting for one in told.engines] == [True]
+    assert not told.awaited
+    await asyncio.sleep(0.1)
+    assert not request.done(), "the new engine has no version yet"
+    pool.members[0].serve(7, 0)
+    answer = await request
+    assert (answer.salt, pool.members[0].in_flight) == (7, 0)
+    watching.cancel()
 
 
+@asynchronous
 @pytest.mark.parametrize("sections", [{"sync": {"method": "broadcast"}}, {"engines": {"restarts": 0}}, SPARSE])
-def test_the_run_ends_with_its_last_engine_if_the_trainer_could_not_send_its_weights_again(sections: dict[str, Any]) -> None:
-    async def run() -> None:
-        pool, _ = alone(**sections)
-        assert not pool.awaited
-        with pytest.raises(EngineError, match=r"no engine is left: engine\.0"):
-            await pool.watch()
-
-    asyncio.run(run())
+async def test_the_run_ends_with_its_last_engine_if_the_trainer_could_not_send_its_weights_again(sections: dict[str, Any]) -> None:
+    pool, _ = alone(**sections)
+    assert not pool.awaited
+    with pytest.raises(EngineError, match=r"no engine is left: engine\.0"):
+        await pool.watch()
 
 
-def test_lost_engines_are_awaited_for_the_time_of_a_start() -> None:
-    async def run() -> None:
-        pool, _ = alone(engines={"start_timeout_s": 0.2})
-        assert pool.awaited
-        await asyncio.sleep(0.3)
-        assert not pool.awaited
-
-    asyncio.run(run())
+@asynchronous
+async def test_lost_engines_are_awaited_for_the_time_of_a_start() -> None:
+    pool, _ = alone(engines={"start_timeout_s": 0.2})
+    assert pool.awaited
+    await asyncio.sleep(0.3)
+    assert not pool.awaited

@@ -21,6 +21,7 @@ from asyncmoe.config.schema import Config
 from asyncmoe.engines.types import Generation, VersionSpan
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.log import files
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.records import Start
 from asyncmoe.rollout import run_log
@@ -74,12 +75,11 @@ class Case:
         kept = WorkerLog.open(held._config.log, folder, held._run, 1, held.for_workers().under_way)
         worker = Worker(self._episode, SIZE, kept=kept)
         queue = self.queue = BoundedQueue(
+            Admission(BATCH, 1),
+            held.queue_log,
             capacity=4 * BATCH,
-            batch=BATCH,
             group_size=SIZE,
-            max_staleness=1,
             trained_steps=self.step,
-            log=held.queue_log,
             resumed=resumed,
             on_freed=worker.over,
         )

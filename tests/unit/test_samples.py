@@ -17,6 +17,7 @@ import torch
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import DataError, TrajectoryRejected
 from asyncmoe.platform import collectives
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.producer import Producer
@@ -28,6 +29,7 @@ from asyncmoe.telemetry.samples.records import CLIPPED, NO_WEIGHT, REJECTED, TRA
 from asyncmoe.telemetry.samples.tokens import Gap, TokenView, tokens_of
 from asyncmoe.trainer.objective import Rows, policy_loss, segments
 from asyncmoe.trainer.samples import _STATES, _states
+from benchmarks.unlogged import Unlogged
 from tests.unit.putting import put_group
 from tests.unit.sampled_run import SIZE, SampledRun
 
@@ -213,8 +215,8 @@ def produce(run: SampledRun, queue: BoundedQueue, texts: list[str], until: int, 
     asyncio.run(body())
 
 
-def queue_of(run: SampledRun, **options: Any) -> BoundedQueue:
-    made = BoundedQueue(capacity=8, batch=SIZE, group_size=SIZE, max_staleness=2, base_version=4, trained_steps=4, **options)
+def queue_of(run: SampledRun, rule: Any = "drop", **options: Any) -> BoundedQueue:
+    made = BoundedQueue(Admission(SIZE, 2, 4, rule), Unlogged(), capacity=8, group_size=SIZE, trained_steps=4, **options)
     made.set_version(4)
     return made
 

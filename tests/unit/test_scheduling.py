@@ -14,16 +14,9 @@ from hypothesis import strategies as st
 from asyncmoe.config.rollout import Order
 from asyncmoe.engines.gate import Gate
 from asyncmoe.engines.pool import Pool
-from asyncmoe.engines.scheduling import (
-    KEPT_CONVERSATIONS,
-    KEPT_PROMPTS,
-    Homes,
-    Lengths,
-    ScheduledRequest,
-    Waiting,
-    choose,
-)
+from asyncmoe.engines.scheduling import KEPT_PROMPTS, Lengths, Recent, ScheduledRequest, Waiting, choose
 from asyncmoe.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
+from tests.unit.asynchronous import asynchronous
 from tests.unit.example_counts import examples
 
 LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)
@@ -203,61 +196,53 @@ def ask(pool: Pool, number: int, prompt: str = "", continues: bool = False) -> a
     return asyncio.create_task(pool.generate((number,), Sampling(1.0, 100, ()), request=ScheduledRequest(prompt, continues)))
 
 
-def test_a_conversation_goes_on_where_it_is_until_that_engine_is_gone() -> None:
-    async def run() -> None:
-        pool, servers = made(2)
+@asynchronous
+async def test_a_conversation_goes_on_where_it_is_until_that_engine_is_gone() -> None:
+    pool, servers = made(2)
 
-        def begin(episode: int, turn: int) -> asyncio.Task[Any]:
-            request = ScheduledRequest("episode 5", turn > 0, conversation=f"{episode}")
-            return asyncio.create_task(pool.generate((episode, turn), Sampling(1.0, 100, ()), request=request))
+    def begin(episode: int, turn: int) -> asyncio.Task[Any]:
+        request = ScheduledRequest("episode 5", turn > 0, conversation=f"{episode}")
+        return asyncio.create_task(pool.generate((episode, turn), Sampling(1.0, 100, ()), request=request))
 
-        first = [begin(episode, 0) for episode in range(6)]
-        await settle()
-        at = {episode: i for i, server in enumerate(servers) for episode, _ in server.client.asked}
-        assert sorted(Counter(at.values()).values()) == [3, 3]
-        for server in servers:
-            for _ in server.client.asked:
-                server.client.answers.put_nowait((3, "stop"))
-        await asyncio.gather(*first)
-        second = [begin(episode, 1) for episode in sorted(at, key=lambda episode: (at[episode] == at[0], episode))]
-        await settle()
-        assert {episode: i for i, server in enumerate(servers) for episode, turn in server.client.asked if turn} == at
-        servers[0].died = "gone"
-        for _ in range(3):
-            servers[0].client.answers.put_nowait(EngineLost("gone"))
-        await settle()
-        assert sorted(episode for episode, turn in servers[1].client.asked if turn) == list(range(6))
-        for task in second:
-            task.cancel()
-        await asyncio.gather(*second, return_exceptions=True)
-        assert [member.in_flight for member in pool.members] == [0, 0]
-
-    asyncio.run(run())
+    first = [begin(episode, 0) for episode in range(6)]
+    await settle()
+    at = {episode: i for i, server in enumerate(servers) for episode, _ in server.client.asked}
+    assert sorted(Counter(at.values()).values()) == [3, 3]
+    for server in servers:
+        for _ in server.client.asked:
+            server.client.answers.put_nowait((3, "stop"))
+    await asyncio.gather(*first)
+    second = [begin(episode, 1) for episode in sorted(at, key=lambda episode: (at[episode] == at[0], episode))]
+    await settle()
+    assert {episode: i for i, server in enumerate(servers) for episode, turn in server.client.asked if turn} == at
+    servers[0].died = "gone"
+    for _ in range(3):
+        servers[0].client.answers.put_nowait(EngineLost("gone"))
+    await settle()
+    assert sorted(episode for episode, turn in servers[1].client.asked if turn) == list(range(6))
+    for task in second:
+        task.cancel()
+    await asyncio.gather(*second, return_exceptions=True)
+    assert [member.in_flight for member in pool.members] == [0, 0]
 
 
-def test_only_the_most_recent_conversations_are_remembered() -> None:
-    homes = Homes()
-    for conversation in ("", "a", "b"):
-        homes.note(conversation, "engine.0")
-    for i in range(KEPT_CONVERSATIONS - 2):
-        homes.note(f"later {i}", "engine.1")
-    homes.note("a", "engine.2")
-    homes.note("one more", "engine.1")
-    assert (homes.of(""), homes.of("a"), homes.of("b"), homes.of("later 0")) == ("", "engine.2", "", "engine.1")
+def test_only_the_most_recent_entries_are_remembered() -> None:
+    recent = Recent[int](3)
+    for key, value in (("a", 0), ("b", 0), ("c", 1), ("a", 2), ("d", 1)):
+        recent[key] = value
+    assert recent == {"c": 1, "a": 2, "d": 1}
 
 
-def test_longest_first_learns_from_whole_responses_that_have_ended() -> None:
-    async def run() -> None:
-        pool, (server,) = made(1, limit=1, order="longest_first")
-        for prompt, tokens, finish, sampled in (("short", 2, "stop", 0), ("long", 1, ABORTED, 0), ("long", 1, "stop", 89)):
-            server.client.answers.put_nowait((tokens, finish))
-            await pool.generate((0,), Sampling(1.0, 100, ()), request=ScheduledRequest(prompt, sampled > 0, sampled))
-        busy = ask(pool, 0)
-        waiting = [ask(pool, 1, "short"), ask(pool, 2, "unknown"), ask(pool, 3, "long")]
-        await settle()
-        for _ in range(4):
-            server.client.answers.put_nowait((46, "stop"))
-        await asyncio.gather(busy, *waiting)
-        assert [tokens[0] for tokens in server.client.asked[4:]] == [3, 2, 1]
-
-    asyncio.run(run())
+@asynchronous
+async def test_longest_first_learns_from_whole_responses_that_have_ended() -> None:
+    pool, (server,) = made(1, limit=1, order="longest_first")
+    for prompt, tokens, finish, sampled in (("short", 2, "stop", 0), ("long", 1, ABORTED, 0), ("long", 1, "stop", 89)):
+        server.client.answers.put_nowait((tokens, finish))
+        await pool.generate((0,), Sampling(1.0, 100, ()), request=ScheduledRequest(prompt, sampled > 0, sampled))
+    busy = ask(pool, 0)
+    waiting = [ask(pool, 1, "short"), ask(pool, 2, "unknown"), ask(pool, 3, "long")]
+    await settle()
+    for _ in range(4):
+        server.client.answers.put_nowait((46, "stop"))
+    await asyncio.gather(busy, *waiting)
+    assert [tokens[0] for tokens in server.client.asked[4:]] == [3, 2, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import EngineJoin, EngineOrder, WeightsBegin, WeightsCommit, WeightsStage
 from asyncmoe.rpc.server import Server
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
+from asyncmoe.weights.coordinator.driver import UpdateDriver
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.test_engine_agent import Process
 
@@ -50,7 +52,7 @@ class Site:
 
     def agent(self, name: str) -> asyncio.Task[None]:
         if name not in self._agents:
-            self._agents[name] = asyncio.create_task(engine_agent._serve(self.config, self.config.run.dir, name, 0, ()))
+            self._agents[name] = asyncio.create_task(engine_agent._serve(self.config, name, 0, ()))
         return self._agents[name]
 
     async def end(self) -> None:
@@ -65,14 +67,11 @@ class Site:
 class Controller:
     """What a controller has to do with engines that join."""
 
-    def __init__(self, config: Config, published: list[int]) -> None:
+    def __init__(self, config: Config) -> None:
         self.succession = Succession(config.run.dir)
         self.pool = Pool([], 4, 5.0, lambda *_: None)
-
-        async def publish(version: int) -> None:
-            published.append(version)
-
-        self.coordinator = WeightUpdateCoordinator(self.pool, 5.0, publish, lambda *_: None, note=self.succession.note)
+        driver = UpdateDriver(self.pool, 5.0, lambda *_: None, note=self.succession.note)
+        self.coordinator = WeightUpdateCoordinator(driver, lambda _: asyncio.sleep(0))
         self.coordinator.succeed(self.succession.epoch, self.succession.weights.landed)
         self.lifecycle = EngineLifecycle(config, self.pool, self.coordinator, self.succession)
         self.membership: Any = self.lifecycle.membership
@@ -91,7 +90,7 @@ class Controller:
 @asynccontextmanager
 async def controller(config: Config) -> AsyncIterator[Controller]:
     """Serve; at the end of the block it is lost without a word."""
-    made = Controller(config, [])
+    made = Controller(config)
     async with Server(made.membership.handle, here_only=True) as server:
         keys.write(config.run.dir, await server.start())
         work = [asyncio.create_task(one) for one in (server.serve(), made.lifecycle._start_all())]
@@ -104,109 +103,104 @@ async def controller(config: Config) -> AsyncIterator[Controller]:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Site], Coroutine[Any, Any, None]]], None]:
-    def play(scene: Callable[[Site], Coroutine[Any, Any, None]]) -> None:
+def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    return Site(tmp_path, monkeypatch)
+
+
+def scene(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a coroutine test with a site, whose agents end with it."""
+
+    @functools.wraps(test)
+    def run(it: Site, **named: Any) -> None:
         async def bounded() -> None:
-            it = Site(tmp_path, monkeypatch)
             try:
                 async with asyncio.timeout(30):
-                    await scene(it)
+                    await test(it, **named)
             finally:
                 await it.end()
 
         asyncio.run(bounded())
 
-    return play
+    return run
 
 
-Play = Callable[[Callable[[Site], Coroutine[Any, Any, None]]], None]
+@scene
+async def test_engines_go_on_with_the_next_controller_and_the_one_after_it(it: Site) -> None:
+    for name in ("a", "b"):
+        it.agent(name)
+    async with controller(it.config) as first:
+        await first.publish(3)
+        left_over = first.succession
+    async with controller(it.config) as second:
+        assert second.states == {"a": (3, False), "b": (3, False)}
+        assert second.succession.epoch == 2
+        await second.publish(4)
+    async with controller(it.config) as third:
+        assert third.states == {"a": (4, False), "b": (4, False)}
+        assert [len(started) for started in it.servers.values()] == [1, 1], "no server was started again"
+        with pytest.raises(ProtocolError, match="controller 3 has taken the place of controller 1: this process is left over"):
+            await left_over.note(EngineWeights(9, 0, True))
+        assert not any(it.engine(name).wrong for name in ("a", "b"))
+        await third.membership.end(EngineOrder(finished=True))
+        assert await it.ended() == [None, None]
 
 
-def test_engines_go_on_with_the_next_controller_and_the_one_after_it(site: Play) -> None:
-    async def scene(it: Site) -> None:
+@scene
+async def test_an_update_that_was_under_way_ends_with_what_each_engine_says_it_has(it: Site) -> None:
+    for name in ("a", "b"):
+        it.agent(name)
+    async with controller(it.config) as first:
+        await first.publish(3)
+        await first.succession.note(EngineWeights(3, 0, True, "loading", 4, 0))
         for name in ("a", "b"):
-            it.agent(name)
-        async with controller(it.config) as first:
-            await first.publish(3)
-            left_over = first.succession
-        async with controller(it.config) as second:
-            assert second.states == {"a": (3, False), "b": (3, False)}
-            assert second.succession.epoch == 2
-            await second.publish(4)
-        async with controller(it.config) as third:
-            assert third.states == {"a": (4, False), "b": (4, False)}
-            assert [len(started) for started in it.servers.values()] == [1, 1], "no server was started again"
-            with pytest.raises(ProtocolError, match="controller 3 has taken the place of controller 1: this process is left over"):
-                await left_over.note(EngineWeights(9, 0, True))
-            assert not any(it.engine(name).wrong for name in ("a", "b"))
-            await third.membership.end(EngineOrder(finished=True))
-            assert await it.ended() == [None, None]
-
-    site(scene)
+            await it.engine(name).pause()
+            await it.engine(name).begin_update()
+        it.engine("a").version = 4
+    async with controller(it.config) as second:
+        assert second.states == {"a": (4, False), "b": (3, False)}
+        assert not any(it.engine(name).paused or it.engine(name).updating for name in ("a", "b"))
+        await second.membership.end(EngineOrder(finished=True))
 
 
-def test_an_update_that_was_under_way_ends_with_what_each_engine_says_it_has(site: Play) -> None:
-    async def scene(it: Site) -> None:
-        for name in ("a", "b"):
-            it.agent(name)
-        async with controller(it.config) as first:
-            await first.publish(3)
-            await first.succession.note(EngineWeights(3, 0, True, "loading", 4, 0))
-            for name in ("a", "b"):
-                await it.engine(name).pause()
-                await it.engine(name).begin_update()
-            it.engine("a").version = 4
-        async with controller(it.config) as second:
-            assert second.states == {"a": (4, False), "b": (3, False)}
-            assert not any(it.engine(name).paused or it.engine(name).updating for name in ("a", "b"))
-            await second.membership.end(EngineOrder(finished=True))
-
-    site(scene)
-
-
+@scene
 @pytest.mark.parametrize("opening", [WeightsStage(4, in_place=True), WeightsBegin(4)], ids=["in place", "by broadcast"])
-def test_engines_whose_parameters_were_being_written_start_again(site: Play, opening: WeightsStage | WeightsBegin) -> None:
-    async def scene(it: Site) -> None:
-        for name in ("a", "b"):
-            it.agent(name)
-        async with controller(it.config) as first:
-            await first.publish(3)
-            await first.coordinator.handle(opening)
-        async with controller(it.config) as second:
-            while second.states != {"a": (0, True), "b": (0, True)}:
-                await asyncio.sleep(0.05)
-            assert [len(it.servers[name]) for name in ("a", "b")] == [2, 2]
-            await second.membership.end(EngineOrder(finished=True))
-
-    site(scene)
+async def test_engines_whose_parameters_were_being_written_start_again(it: Site, opening: WeightsStage | WeightsBegin) -> None:
+    for name in ("a", "b"):
+        it.agent(name)
+    async with controller(it.config) as first:
+        await first.publish(3)
+        await first.coordinator.handle(opening)
+    async with controller(it.config) as second:
+        while second.states != {"a": (0, True), "b": (0, True)}:
+            await asyncio.sleep(0.05)
+        assert [len(it.servers[name]) for name in ("a", "b")] == [2, 2]
+        await second.membership.end(EngineOrder(finished=True))
 
 
-def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_again(site: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(it: Site) -> None:
-        for name in ("a", "b"):
-            it.agent(name)
-        find = engine_stay.controller
-        late = asyncio.Event()
+@scene
+async def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_again(it: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        it.agent(name)
+    find = engine_stay.controller
+    late = asyncio.Event()
 
-        async def slow(run_dir: Path, wait_s: float, engine: Any = None) -> Any:
-            if engine is not None and engine.name == "b":
-                await late.wait()
-            return await find(run_dir, wait_s, engine)
+    async def slow(run_dir: Path, wait_s: float, engine: Any = None) -> Any:
+        if engine is not None and engine.name == "b":
+            await late.wait()
+        return await find(run_dir, wait_s, engine)
 
-        monkeypatch.setattr(engine_stay, "controller", slow)
-        async with controller(it.config) as first:
-            await first.publish(3)
-        async with controller(it.config) as second:
-            assert second.states == {"a": (3, False)}, "the run goes on with one"
-            late.set()
-            while "b" not in second.states:
-                await asyncio.sleep(0.05)
-            assert [len(it.servers[name]) for name in ("a", "b")] == [1, 2]
-            assert second.states == {"a": (3, False), "b": (0, True)}
-            it._start("c")
-            stranger = EngineJoin("c", "", "", "", 1, 1, it.config.digest, served="another")
-            with pytest.raises(AsyncmoeError, match="c did not serve the controller before this one"):
-                await second.membership.handle(stranger)
-            await second.membership.end(EngineOrder(finished=True))
-
-    site(scene)
+    monkeypatch.setattr(engine_stay, "controller", slow)
+    async with controller(it.config) as first:
+        await first.publish(3)
+    async with controller(it.config) as second:
+        assert second.states == {"a": (3, False)}, "the run goes on with one"
+        late.set()
+        while "b" not in second.states:
+            await asyncio.sleep(0.05)
+        assert [len(it.servers[name]) for name in ("a", "b")] == [1, 2]
+        assert second.states == {"a": (3, False), "b": (0, True)}
+        it._start("c")
+        stranger = EngineJoin("c", "", "", "", 1, 1, it.config.digest, served="another")
+        with pytest.raises(AsyncmoeError, match="c did not serve the controller before this one"):
+            await second.membership.handle(stranger)
+        await second.membership.end(EngineOrder(finished=True))

@@ -79,7 +79,7 @@ def test_every_response_is_trained_once_in_tokens_as_sampled(known: Tokenizer, s
             for j, other in enumerate(names):
                 both = [a for a, b in zip(paths[one], paths[other], strict=False) if a == b]
                 assert common[i, j] == (len(played.requests[both[-1]].asked + played.requests[both[-1]].said) if both else 0)
-    pack(played.trajectories, 0)
+    pack(played.trajectories)
 
 
 def begins(path: Sequence[int], other: Sequence[int]) -> bool:

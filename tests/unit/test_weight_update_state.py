@@ -19,6 +19,7 @@ from asyncmoe.errors import AsyncmoeError, EngineError, InvariantBroken, Traject
 from asyncmoe.rpc.messages import EnginesAsk, WeightsAbort, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.weights.coordinator import state
 from asyncmoe.weights.coordinator.coordinator import WeightsRequest, WeightUpdateCoordinator
+from asyncmoe.weights.coordinator.driver import UpdateDriver
 from asyncmoe.weights.coordinator.state import Ending, UpdateState
 from tests.unit.example_counts import examples
 from tests.unit.fake_engine import fake, handles
@@ -102,7 +103,7 @@ async def play(kinds: list[tuple[str, bool]], failures: list[list[type[EngineErr
         assert all(member.version == version for member in pool.present), "published before every engine serves it"
         published.append(version)
 
-    coordinator = WeightUpdateCoordinator(pool, 5.0, publish, lambda *_: None, how)
+    coordinator = WeightUpdateCoordinator(UpdateDriver(pool, 5.0, lambda *_: None, how), publish)
     coordinator.engines_started()
 
     async def fall_silent() -> None:

@@ -17,6 +17,7 @@ from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import Generation, Listener, Sampling
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
+from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rollout.controller import Controller
@@ -130,13 +131,11 @@ class Cluster:
         self.fleet._gates._address_of = lambda engine: (f"at {engine.name}", "")  # type: ignore[attr-defined]
         resumed = await self.run_log.resume(0)
         self.queue = BoundedQueue(
+            Admission(BATCH, config.queue.staleness.max_staleness, rule="requeue"),
+            self.run_log.queue_log,
             capacity=config.queue_capacity,
-            batch=BATCH,
             group_size=SIZE,
-            max_staleness=config.queue.staleness.max_staleness,
-            rule="requeue",
             on_freed=self.fleet.over,
-            log=self.run_log.queue_log,
             resumed=resumed,
         )
         service = QueueService(self.queue, run="run", config_digest=config.digest)

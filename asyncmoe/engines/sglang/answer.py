@@ -36,13 +36,13 @@ class GenerateAnswer:
 
     Attributes:
         tokens: int32[R].
-        entries: float32[R], its log-probabilities, NaN for null; and int32[R], the tokens that they are of.
+        logprobs: float32[R], their log-probabilities, NaN for null.
         masks: the ids that each token was sampled from, if requested.
         mask_logprobs: float32[R], log-probabilities over these ids.
     """
 
     tokens: np.ndarray
-    entries: tuple[np.ndarray, np.ndarray]
+    logprobs: np.ndarray
     spans: Sequence[VersionSpan]
     finish: Finish
     cached_tokens: int
@@ -73,21 +73,18 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
         if counts is None or ids is None or (counts < 0).any() or counts.sum(dtype=np.int64) != len(ids):
             raise ValueError("output_token_sampling_mask: expected as many ids as its lists have")
         masks = IdLists(counts, ids)
+        if routes is not None:
+            routes = routes.copy()  # a queued trajectory keeps them as they came, but not the masks beside them, which may be larger
     return GenerateAnswer(
         tokens,
-        (logprobs, tokens),
+        logprobs,
         msgspec.json.decode(head.weight_versions, type=list[VersionSpan]),
         msgspec.json.decode(head.finish_reason, type=Finish),
         head.cached_tokens,
-        None if routes is None else _alone(routes, masks is not None).data,
+        None if routes is None else routes.data,
         masks,
         mask_logprobs,
     )
-
-
-def _alone(routes: np.ndarray, beside_masks: bool) -> np.ndarray:
-    """Return routes that keep no more of the body than they are: a queued trajectory has them as they came. Ids of masks may be larger."""
-    return routes.copy() if beside_masks else routes
 
 
 def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.ndarray | None]:
@@ -109,12 +106,6 @@ def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.n
     return found
 
 
-def entries(given: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the log-probabilities, NaN for None, and the tokens of entries. Raises OverflowError for a token of more than 32 bits."""
-    values = [np.nan if value is None else value for value, _, _ in given]
-    return floats(values), np.array([token for _, token, _ in given], np.int32)
-
-
 def response(name: str, given: GenerateAnswer, recording: Recording) -> Generation:
     """Return the response in an answer.
 
@@ -126,9 +117,8 @@ def response(name: str, given: GenerateAnswer, recording: Recording) -> Generati
     """
     if given.finish.type == ABORTED and given.finish.status_code is not None:
         raise EngineError(f"{name}: the request was aborted: {given.finish.message}")
-    values, of = given.entries
-    size = len(given.tokens)
-    if (of is not given.tokens and not np.array_equal(of, given.tokens)) or np.isnan(values).any():
+    values, size = given.logprobs, len(given.tokens)
+    if np.isnan(values).any():
         raise EngineError(f"{name}: log-probabilities do not match the response's {size} tokens")
     ends = [span.end for span in given.spans]
     if [span.start for span in given.spans] != [0, *ends[:-1]] or ends[-1:] != [size]:
@@ -140,7 +130,7 @@ def response(name: str, given: GenerateAnswer, recording: Recording) -> Generati
     return Generation(given.tokens, values, tuple(given.spans), given.finish.type, given.cached_tokens, given.routes, given.masks)
 
 
-def floats(values: Sequence[float]) -> np.ndarray:
-    """Return float32[n]; numbers that are too large become infinite, and are refused where a trajectory is checked."""
+def floats(values: Sequence[float | None]) -> np.ndarray:
+    """Return float32[n], NaN for None; numbers that are too large become infinite, and are refused where a trajectory is checked."""
     with np.errstate(over="ignore"):
         return np.array(values, np.float64).astype(np.float32)

@@ -20,17 +20,11 @@ from asyncmoe.errors import EngineError
 from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
 
 
-class _ParsedCall(msgspec.Struct):
-    """A call in it (srt/function_call/core_types.py `ToolCallItem`)."""
-
-    name: str
-    parameters: str
-
-
 class _Parsed(msgspec.Struct):
-    """The part of an answer of `/parse_function_call` used here (srt/entrypoints/http_server.py `parse_function_call_request`)."""
+    """The part of an answer of `/parse_function_call` used here (srt/entrypoints/http_server.py `parse_function_call_request`; its calls:
+    srt/function_call/core_types.py `ToolCallItem`)."""
 
-    calls: tuple[_ParsedCall, ...]
+    calls: tuple[ParsedCall, ...]
     normal_text: str = ""
 
 
@@ -66,9 +60,10 @@ class SGLangClient(WeightEndpoints):
         body = request_body(tokens, sampling, salt, routed, adapter)
         if listener is not None:
             return response(self.name, await self._heard(body, listener, timeout_s), sampling.recording)
-        reply = await self._ask("/generate", body, timeout_s, f"{MEDIA_TYPE}, application/json")
+        async with self._requested("/generate", body, timeout_s, f"{MEDIA_TYPE}, application/json") as reply:
+            kind, said = reply.content_type, await reply.read()
         try:
-            whole = packed_answer(reply.body) if reply.kind == MEDIA_TYPE else answer(self.name, reply.body)
+            whole = packed_answer(said) if kind == MEDIA_TYPE else answer(self.name, said)
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.name}: /generate: unexpected answer: {error}") from error
         return response(self.name, whole, sampling.recording)
@@ -103,7 +98,7 @@ class SGLangClient(WeightEndpoints):
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         body = {"text": text, "tool_call_parser": parser, "tools": [dict(tool) for tool in tools]}
         found = await self._post("/parse_function_call", body, _Parsed)
-        return tuple(ParsedCall(call.name, call.parameters, found.normal_text) for call in found.calls)
+        return tuple(msgspec.structs.replace(call, rest=found.normal_text) for call in found.calls)
 
     async def abort(self) -> None:
         await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -28,14 +27,6 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
     success: bool = True
     message: str = ""
-
-
-@dataclass(frozen=True)
-class HttpReply:
-    """The body of an answer, and its Content-Type without parameters."""
-
-    kind: str
-    body: bytes
 
 
 class SGLangConnection:
@@ -72,7 +63,8 @@ class SGLangConnection:
         except (*_FAILURES, RuntimeError):  # RuntimeError: the session was closed
             return False
 
-    async def _post(self, path: str, body: Mapping[str, Any], kind: type[T], timeout_s: float | None = None) -> T:
+    async def _post(self, path: str, body: Mapping[str, Any] | None, kind: type[T], timeout_s: float | None = None) -> T:
+        """As `_send`, with the answer decoded. Raises EngineError: it is of another form."""
         text = await self._send(path, body, timeout_s or self._timeout_s)
         try:
             return msgspec.json.decode(text, type=kind)
@@ -81,24 +73,21 @@ class SGLangConnection:
 
     async def _send(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
         """POST a body, or GET without one; return the answer's body."""
-        return (await self._ask(path, body, seconds, "application/json")).body
-
-    async def _ask(self, path: str, body: Mapping[str, Any] | None, seconds: float, accept: str) -> HttpReply:
-        """POST a body, or GET without one; return the answer, of one of the media types in `accept`."""
-        async with self._requested(path, body, seconds, accept) as reply:
-            return HttpReply(reply.content_type, await reply.read())
+        async with self._requested(path, body, seconds) as reply:
+            return await reply.read()
 
     async def _stream(self, path: str, body: Mapping[str, Any], seconds: float) -> AsyncGenerator[bytes]:
         """POST a body; yield the answer's body as it arrives. Leaving early closes the connection, which cancels the request."""
-        async with self._requested(path, body, seconds, "application/json") as reply:
+        async with self._requested(path, body, seconds) as reply:
             async for piece in reply.content.iter_any():
                 yield piece
 
     @asynccontextmanager
     async def _requested(
-        self, path: str, body: Mapping[str, Any] | None, seconds: float, accept: str
+        self, path: str, body: Mapping[str, Any] | None, seconds: float, accept: str = "application/json"
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request, and raise what goes wrong until the end of the block as an error of the engine.
+        """Send a request for an answer of one of the media types in `accept`; raise what goes wrong until the end of the block as an error
+        of the engine.
 
         Raises:
             WaitTimeout: the block did not end within `seconds`.

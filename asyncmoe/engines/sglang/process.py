@@ -58,7 +58,6 @@ class SGLangProcess:
         name: str,
         config: Config,
         index: int,
-        run_dir: Path,
         *,
         host: str = LOOPBACK,
         key: str | None = None,
@@ -87,7 +86,7 @@ class SGLangProcess:
         node = 0 if place is None else place.node
         self._reserved = reserve(host, section.port + index if section.port and not node else 0)
         port = int(self._reserved.getsockname()[1])
-        log = run_dir / "logs" / f"{process_name(name, node).replace('.', '-')}.log"
+        log = config.run.dir / "logs" / f"{process_name(name, node).replace('.', '-')}.log"
         hf = models.hf_config_of(config)
         self._adapter = None
         kind = models.adapter_of(config, hf)

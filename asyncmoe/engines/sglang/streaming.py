@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from asyncmoe.engines.sglang.answer import Entry, Finish, GenerateAnswer, entries, floats
+from asyncmoe.engines.sglang.answer import Entry, Finish, GenerateAnswer, floats
 from asyncmoe.engines.types import IdLists, VersionSpan
 from asyncmoe.errors import EngineError
 from asyncmoe.trajectory import Buffer
@@ -86,14 +87,13 @@ class Parts:
         if last is None or last.finish_reason is None:
             raise EngineError(f"{self._name}: /generate: the answer ended after {len(self._entries)} tokens without its last part")
         try:
-            made = entries(self._entries)
+            tokens = np.array([token for _, token, _ in self._entries], np.int32)
             masks = None if self._masks is None else IdLists.of(self._masks)
         except (ValueError, OverflowError) as error:
             raise EngineError(f"{self._name}: /generate: unexpected answer: {error}") from error
-        values = floats(self._mask_logprobs)
-        return GenerateAnswer(
-            made[1], made, last.weight_versions, last.finish_reason, last.cached_tokens, last.routed_experts, masks, values
-        )
+        logprobs, values = floats([value for value, _, _ in self._entries]), floats(self._mask_logprobs)
+        rest = last.weight_versions, last.finish_reason, last.cached_tokens, last.routed_experts
+        return GenerateAnswer(tokens, logprobs, *rest, masks, values)
 
 
 def answer(name: str, body: Buffer) -> GenerateAnswer:

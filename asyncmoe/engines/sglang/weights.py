@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
 from asyncmoe.engines.sglang.connection import Acknowledged, SGLangConnection
-from asyncmoe.errors import EngineError
 from asyncmoe.platform.sglang.receiver_command import LOADER, Command, payload
+from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
 
 class _CheckedRank(msgspec.Struct, frozen=True):
@@ -22,7 +23,7 @@ class _Checked(msgspec.Struct, frozen=True):
 class _Model(msgspec.Struct, frozen=True):
     """The part of `/model_info` used here."""
 
-    weight_version: str
+    weight_version: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}$")]
 
 
 class WeightEndpoints(SGLangConnection):
@@ -46,24 +47,22 @@ class WeightEndpoints(SGLangConnection):
     async def end_update(self) -> None:
         await self._post("/end_weight_update", {}, Acknowledged)
 
-    async def join_group(self, host: str, port: int, rank_offset: int, world: int, group: str, backend: str, timeout_s: float) -> None:
+    async def join_group(self, join: WeightsJoin, rank_offset: int, world: int, timeout_s: float) -> None:
         body = {
-            "master_address": host,
-            "master_port": port,
+            "master_address": join.host,
+            "master_port": join.port,
             "rank_offset": rank_offset,
             "world_size": world,
-            "group_name": group,
-            "backend": backend,
+            "group_name": join.group,
+            "backend": join.backend,
         }
         await self._post("/init_weights_update_group", body, Acknowledged, timeout_s)
 
-    async def load_bucket(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, timeout_s: float
-    ) -> None:
+    async def load_bucket(self, bucket: WeightsBucket, group: str, timeout_s: float) -> None:
         body = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
             "group_name": group,
             "load_format": "flattened_bucket",
             # Paused requests keep their keys and values; the salt separates the prefixes of other prompts by version.
@@ -87,11 +86,7 @@ class WeightEndpoints(SGLangConnection):
         await self._post("/update_weights_from_tensor", body, Acknowledged, timeout_s)
 
     async def weights_version(self) -> int:
-        text = await self._send("/model_info", None, self._timeout_s)
-        try:
-            return int(msgspec.json.decode(text, type=_Model).weight_version)
-        except (ValueError, RecursionError) as error:
-            raise EngineError(f"{self.name}: /model_info: unexpected answer: {error}") from error
+        return int((await self._post("/model_info", None, _Model)).weight_version)
 
     async def set_version(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, Acknowledged)

@@ -19,7 +19,7 @@ import msgspec
 from asyncmoe.config import Config
 from asyncmoe.engines.liveness import PAUSE_SHARE
 from asyncmoe.engines.pool import Pool
-from asyncmoe.errors import AsyncmoeError, ConfigError, ProtocolError, TrajectoryRejected, WaitTimeout
+from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, WaitTimeout
 from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.rollout.sampled_episodes import SampledEpisode, from_bytes
@@ -27,7 +27,7 @@ from asyncmoe.rollout.tasks.types import Prompt, to_bytes
 from asyncmoe.rollout.workers.gates import WorkerGates
 from asyncmoe.rollout.workers.remote import RemoteWorker
 from asyncmoe.rpc.messages import Done, FindWorker, WorkerFound
-from asyncmoe.rpc.peers import check, facts
+from asyncmoe.rpc.peers import check, check_digest, facts
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.worker_messages import (
     LOST,
@@ -97,8 +97,7 @@ class WorkerFleet:
             AsyncmoeError: it cannot load what episodes need, or open its log.
         """
         config = self._config
-        if request.config_digest != config.digest:
-            raise ConfigError("configuration of a rollout worker", got="another one", expected="the controller's")
+        check_digest("a rollout worker", request.config_digest, config.digest)
         check(facts("controller"), request.facts)
         before = self._workers.get(request.number)
         if before is not None and not before.gone:

@@ -79,9 +79,9 @@ class RemoteWorker:
         raise TrajectoryRejected(LOST, self.gone)
 
     async def pack(self, request: WorkerPack | WorkerShow, timeout_s: float) -> list[Group]:
-        """Have the worker make groups, and return them without their frames. Raises as `do`."""
+        """Have the worker make groups, and return them. Raises as `do`."""
         packed = await self.do(request, WorkerPacked, timeout_s)
-        return [Group(0, made.items, {}, made.attempt, made.place) for made in packed.groups]
+        return [Group(0, made.items, made.attempt, made.place) for made in packed.groups]
 
     def tell(self, request: Request, timeout_s: float = _ANSWER_S) -> asyncio.Task[None]:
         """Send a request whose answer may be news, without waiting. A worker that does not answer is lost."""

@@ -104,12 +104,12 @@ class Worker:
         made = [one for index in range(first, first + count) for one in await self._shown(index)]
         for one in made:
             validate(one, self._recording)
-        groups = [pack([one], 0) for one in made]
+        packed = [pack([one]) for one in made]
         if self._kept is None:
-            return groups
-        places = await asyncio.gather(*(payload.write(self._kept.payloads, group, self._writing) for group in groups))
+            return [group for group, _ in packed]
+        places = await asyncio.gather(*(payload.write(self._kept.payloads, *one, self._writing) for one in packed))
         self._newest_shown = places
-        return [replace(group, frames={}, place=Place(self._number, at)) for group, at in zip(groups, places, strict=True)]
+        return [replace(group, place=Place(self._number, at)) for (group, _), at in zip(packed, places, strict=True)]
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
         """Make a group of episodes that have ended; return once its payload is in the log.
@@ -129,12 +129,12 @@ class Worker:
     async def hold(self, trajectories: Sequence[Trajectory], newest: int) -> Group:
         """Check, write and hold a group. Raises as `pack`."""
         made = partial(whole, trajectories, self._size, self._recording, newest)
-        group = await asyncio.to_thread(made) if sum(map(len, trajectories)) > _LONG else made()
+        group, frames = await asyncio.to_thread(made) if sum(map(len, trajectories)) > _LONG else made()
         if self._kept is not None:
-            position = await payload.write(self._kept.payloads, group, self._writing)
+            position = await payload.write(self._kept.payloads, group, frames, self._writing)
             group = replace(group, place=Place(self._number, position))
         self._groups[group.number] = group
-        self._frames.update(group.frames)
+        self._frames.update(frames)
         return group
 
     async def fetch(
@@ -162,7 +162,7 @@ class Worker:
         if self._kept is None:
             return {}
         data = self._kept.payloads.read_at(place.position, str(place.writer))
-        return payload.decode(data, 0, place).frames
+        return payload.decode(data, 0, place)[1]
 
     def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
         """End and forget episodes at once, whether they run or have ended: the next attempt of a group may have one of the same name. And

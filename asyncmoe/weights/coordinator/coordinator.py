@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.member import Member
-from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import EngineLost
 from asyncmoe.errors import AsyncmoeError, Disagreement, RunStopping, WaitTimeout, WeightSyncError
 from asyncmoe.rpc.messages import (
@@ -27,8 +25,7 @@ from asyncmoe.rpc.messages import (
     WeightsStage,
 )
 from asyncmoe.weights.coordinator import checksums, state, ways
-from asyncmoe.weights.coordinator.asking import Failures, on_each, raise_first
-from asyncmoe.weights.coordinator.driver import Note, OpenUpdate, UpdateDriver
+from asyncmoe.weights.coordinator.driver import Failures, OpenUpdate, UpdateDriver, on_each, raise_first
 from asyncmoe.weights.coordinator.roster import EngineSet
 
 _ROSTERS = 32
@@ -39,28 +36,13 @@ class WeightUpdateCoordinator:
     """Answers the sender's requests by driving all engines.
 
     Args:
-        pool: the engines; its members' `version` is the ledger.
-        timeout_s: limit on each request, and on the sender's silence between two requests while engines are paused.
+        driver: its `timeout_s` also limits the sender's silence between two requests while engines are paused.
         published: awaited with a version once every engine serves it.
-        record: called with (engine, begin, end), Unix seconds, for every pause.
-        interruption, unfinished, pause_s: as for `UpdateDriver`.
-        note: as for `UpdateDriver`.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        timeout_s: float,
-        published: Callable[[int], Awaitable[None]],
-        record: Callable[[str, float, float], None],
-        interruption: Interruption = "in_place",
-        unfinished: Callable[[], int] = lambda: 0,
-        pause_s: float | None = None,
-        note: Note | None = None,
-    ) -> None:
-        pause_s = timeout_s if pause_s is None else pause_s
-        self.driver = UpdateDriver(pool, timeout_s, record, interruption, unfinished, pause_s, note)
-        self._pool, self._timeout_s, self._published = pool, timeout_s, published
+    def __init__(self, driver: UpdateDriver, published: Callable[[int], Awaitable[None]]) -> None:
+        self.driver, self._published = driver, published
+        self._pool, self._timeout_s = driver.pool, driver.timeout_s
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._silence: asyncio.TimerHandle | None = None
@@ -181,7 +163,9 @@ class WeightUpdateCoordinator:
     async def _drive(self, request: WeightsRequest) -> Engines | Committed | Done:
         match request:
             case WeightsAbort():
-                await self._abort(request)
+                if (open_now := self.driver.current) is not None and open_now.version == request.version:
+                    self._listen(False)
+                    await self.driver.end(open_now, f"the sender failed: {request.why}")
             case WeightsJoin():
                 await (ways.join_group if request.method == "broadcast" else ways.start_receivers)(self.driver, request)
             case WeightsStage():
@@ -287,12 +271,6 @@ class WeightUpdateCoordinator:
             why = gone[-1] if gone else "all have left"
             raise WeightSyncError(f"publishing version {version}: no engine is left; {why}")
         return Committed(version, pause_ms)
-
-    async def _abort(self, request: WeightsAbort) -> None:
-        update = self.driver.current
-        if update is not None and update.version == request.version:
-            self._listen(False)
-            await self.driver.end(update, f"the sender failed: {request.why}")
 
     async def _expecting_next(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`; if the sender then falls silent while the engines are paused, end the update."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,16 +14,16 @@ from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.takeover import Changing, EngineWeights
+from asyncmoe.engines.types import EngineLost
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.weights.coordinator import state
-from asyncmoe.weights.coordinator.asking import Failures, on_each, raise_first
 from asyncmoe.weights.coordinator.roster import EngineSet
 from asyncmoe.weights.coordinator.state import Ending, UpdateState
 
 log = logging.getLogger(__name__)
-Note = Callable[[EngineWeights], Awaitable[None]]
-"""Has somebody beyond this process keep what the engines hold (`asyncmoe.engines.succession`)."""
+Failures = list[tuple[Member, AsyncmoeError]]
+"""Engines that failed, and why; the cause before its consequences."""
 _ENDING_S = 0.02
 """Seconds between two checks for unfinished responses."""
 PATIENCE = 1 / 4
@@ -68,7 +68,7 @@ class UpdateDriver:
         record: called with (engine, begin, end), Unix seconds, for every pause.
         unfinished: returns the number of started trajectories that must finish before a version lands, whether or not they are at an
             engine.
-        note: returns when what it is given is kept; None: nobody keeps it.
+        note: has what the engines hold kept beyond this process (`asyncmoe.engines.succession`), and returns then; None: nobody keeps it.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class UpdateDriver:
         pool: Pool,
         timeout_s: float,
         record: Callable[[str, float, float], None],
-        interruption: Interruption,
-        unfinished: Callable[[], int],
-        pause_s: float,
-        note: Note | None = None,
+        interruption: Interruption = "in_place",
+        unfinished: Callable[[], int] = lambda: 0,
+        pause_s: float | None = None,
+        note: Callable[[EngineWeights], Awaitable[None]] | None = None,
     ) -> None:
         self._note, self._noting, self.landed = note, set[asyncio.Task[None]](), False
         self._served = (0, 0)  # version and lineage that engines served last
-        self.pool, self.timeout_s, self.interruption, self.pause_s = pool, timeout_s, interruption, pause_s
+        self.pool, self.timeout_s, self.interruption = pool, timeout_s, interruption
+        self.pause_s = timeout_s if pause_s is None else pause_s
         self._record, self._unfinished = record, unfinished
         self.roster = EngineSet(0, ())
         self.group = ""
@@ -291,6 +292,22 @@ class UpdateDriver:
             what = f"the end of {unfinished} before version {update.version} (rollout.interruption {self.interruption})"
             raise WaitTimeout("the engines", what, self.timeout_s)
         await asyncio.sleep(_ENDING_S)
+
+
+async def on_each(members: Sequence[Member], action: Callable[[Member], Awaitable[None]]) -> Failures:
+    """Run `action` on all members concurrently; return the members that failed."""
+    results = await asyncio.gather(*(action(member) for member in members), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, AsyncmoeError):
+            raise result
+    failed = [(m, result) for m, result in zip(members, results, strict=True) if isinstance(result, AsyncmoeError)]
+    return sorted(failed, key=lambda pair: isinstance(pair[1], EngineLost))
+
+
+def raise_first(failed: Failures, doing: str) -> None:
+    """Raise WeightSyncError if any engine failed."""
+    if failed:
+        raise WeightSyncError(f"{doing}: {failed[0][1]}") from failed[0][1]
 
 
 async def _told(note: Awaitable[None]) -> None:

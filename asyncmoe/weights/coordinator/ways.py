@@ -10,8 +10,7 @@ from asyncmoe.platform.sglang.receiver_command import CommitCommand, JoinCommand
 from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 from asyncmoe.telemetry.clock import unix
 from asyncmoe.weights.coordinator import state
-from asyncmoe.weights.coordinator.asking import Failures, on_each, raise_first
-from asyncmoe.weights.coordinator.driver import PATIENCE, OpenUpdate, UpdateDriver
+from asyncmoe.weights.coordinator.driver import PATIENCE, Failures, OpenUpdate, UpdateDriver, on_each, raise_first
 
 # ---------------------------------------------------------------- buckets of whole tensors (`asyncmoe.weights.sender.broadcast`)
 
@@ -26,8 +25,7 @@ async def join_group(driver: UpdateDriver, request: WeightsJoin) -> None:
     driver.group = request.group
 
     async def ask(member: Member) -> None:
-        place = (request.host, request.port, roster.offset(member), roster.world, request.group, request.backend)
-        await member.engine.client.join_group(*place, driver.timeout_s)
+        await member.engine.client.join_group(request, roster.offset(member), roster.world, driver.timeout_s)
 
     raise_first(await on_each(members, ask), f"joining the weight group {request.group}")
 
@@ -43,7 +41,7 @@ async def load_bucket(driver: UpdateDriver, request: WeightsBucket) -> None:
 
     async def take(member: Member) -> None:
         try:
-            await member.engine.client.load_bucket(request.names, request.dtypes, request.shapes, driver.group, driver.timeout_s)
+            await member.engine.client.load_bucket(request, driver.group, driver.timeout_s)
         except AsyncmoeError as error:
             driver.fence_all(update, str(error))
             raise

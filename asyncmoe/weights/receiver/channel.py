@@ -177,7 +177,7 @@ def _assemble(
     if store.rank != 0:
         store.put(channel(epoch, stage, store.rank), mine)
         told = store.get(channel_all(epoch, stage), terms.timeout_s + _GRACE_S)
-        Outcome(told.failure).check()
+        told.check()
         return told
     whom = names(terms)
     try:

@@ -21,8 +21,7 @@ from torch.distributed import distributed_c10d
 from asyncmoe.errors import WaitTimeout, WeightSyncError
 from asyncmoe.platform.file_store import open_store
 from asyncmoe.rpc.address import LOOPBACK, towards
-from asyncmoe.weights.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms, end, moved, over, sent, staged, update_failed
-from asyncmoe.weights.receiver import delta_messages
+from asyncmoe.weights.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms, passing, sent, staged, update_failed
 from asyncmoe.weights.receiver.hosting import Hosted, is_held
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.025
@@ -166,15 +165,7 @@ class Store:
 
     def forget(self, update: int, terms: Terms) -> None:
         """Delete the keys of an update that every rank has finished with."""
-        # Headers stay: a receiver that was suspended finds the newest update by them.
-        done: list[Key[Any]] = [
-            update_failed(update),
-            end(update),
-            over(update),
-            *moved(update, terms),
-            *delta_messages.keys(update, terms),
-        ]
-        for key in done:
+        for key in passing(update, terms):
             self._store.delete_key(key.name)
 
     def connect(self, world: int, epoch: int, timeout_s: float) -> dist.ProcessGroup:

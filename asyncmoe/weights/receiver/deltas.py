@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 from asyncmoe.errors import TransferError, WeightSyncError
 from asyncmoe.reshard import DeltaDecoder, Exchanger, Plan
-from asyncmoe.weights.protocol import Header, Terms
+from asyncmoe.weights.protocol import Coming, Header, Terms
 from asyncmoe.weights.receiver import failing
 from asyncmoe.weights.receiver.channel import HOST, SideStream
-from asyncmoe.weights.receiver.delta_messages import Coming
 
 
 class DeltaRefused(WeightSyncError):

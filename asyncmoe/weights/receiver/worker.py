@@ -18,7 +18,7 @@ from asyncmoe.process import yield_cores
 from asyncmoe.reshard import DeltaDecoder, Exchanger, Plan, device_threads
 from asyncmoe.weights import protocol
 from asyncmoe.weights.protocol import Header, Outcome, Ready, Terms
-from asyncmoe.weights.receiver import channel, delta_messages, deltas, failing, handshake, transfer_plan
+from asyncmoe.weights.receiver import channel, deltas, failing, handshake, transfer_plan
 from asyncmoe.weights.receiver.cards import card_of
 from asyncmoe.weights.receiver.channel import SideStream
 from asyncmoe.weights.receiver.channel_end import opener
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 _MEET_S = 60.0
 _IDLE_S = 3600.0
 _FORMER_S = 2.0
-_FIRST = 1
 
 _receivers: weakref.WeakKeyDictionary[torch.nn.Module, Receiver] = weakref.WeakKeyDictionary()
 
@@ -78,7 +77,8 @@ class Receiver:
         self._side: SideStream = SideStream(self._device) if former is None else former._side
         self._store: Store | None = None
         self._terms: Terms | None = None
-        self._number = _FIRST  # number of the update under way, or of the next one
+        self._number = 1  # of the update under way, or of the next one
+        self._exchanger: Exchanger | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -181,60 +181,59 @@ class Receiver:
         return min(0 if reads_sender else 2 * terms.bucket_bytes, 2 * room), room
 
     def _serve(self, store: Store, terms: Terms, plan: Plan) -> None:
-        number, epoch = _FIRST, 0
-        exchanger: Exchanger | None = None
+        epoch = 0
         try:
             while not self._left.is_set():
-                self._number = number
                 try:
-                    header = store.get(protocol.header(number), _IDLE_S)
+                    header = store.get(protocol.header(self._number), _IDLE_S)
                 except WaitTimeout:
                     continue
-                if store.has(protocol.header(number + 1)):
-                    number += 1  # this process was suspended; no rank waits for the older update any more
-                    continue
-                if not header.failure:
+                # Else this process was suspended, and no rank waits for the older update any more.
+                if not header.failure and not store.has(protocol.header(self._number + 1)):
                     self._drop()
-                    if exchanger is not None and header.epoch != epoch:
-                        exchanger.close()  # close the old channel first, which also ends its ranks' pending waits
-                        exchanger = None
-                    exchanger = self._update(store, terms, plan, number, header, exchanger)
+                    if header.epoch != epoch:
+                        self._disconnect()  # close the old channel first, which also ends its ranks' pending waits
+                    self._update(store, terms, plan, header)
                     epoch = header.epoch
-                number += 1
+                self._number += 1
         finally:
-            if exchanger is not None:
-                exchanger.close()
+            self._disconnect()
 
-    def _update(self, store: Store, terms: Terms, plan: Plan, number: int, header: Header, exchanger: Exchanger | None) -> Exchanger | None:
-        """Receive one update; return the channel, or None if it can no longer be used."""
-        key = protocol.staged(number, self._join.rank)
+    def _disconnect(self) -> None:
+        exchanger, self._exchanger = self._exchanger, None
+        if exchanger is not None:
+            exchanger.close()
+
+    def _update(self, store: Store, terms: Terms, plan: Plan, header: Header) -> None:
+        """Receive one update, through a channel that is closed if it can no longer be used."""
+        number, key = self._number, protocol.staged(self._number, self._join.rank)
         try:
-            if exchanger is None:
+            if self._exchanger is None:
                 arrays = functools.partial(self._arrays, terms)
-                exchanger = channel.connect(store, terms, plan, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
+                self._exchanger = channel.connect(
+                    store, terms, plan, header.epoch, self._side, arrays=arrays, update=lambda: self._number
+                )
             elif header.base is None:
-                exchanger.bind(*self._arrays(terms))
-            staged = self._receive(store, terms, number, header, exchanger)
+                self._exchanger.bind(*self._arrays(terms))
+            staged = self._receive(store, terms, header, self._exchanger)
         except Exception as error:
             why = failing.said(error, terms, self._join.rank, self._device)
             store.fail(number, key, why, doubtful=isinstance(error, deltas.DeltaRefused))
             if not isinstance(error, AsyncmoeError):
                 log.exception("update %d of rank %d", number, self._join.rank)
-            if exchanger is not None:
-                exchanger.close()  # peers that wait for this rank notice
-            return None
+            self._disconnect()  # peers that wait for this rank notice
+            return
         with self._lock:
             self._staged = staged
             if staged.tensors is not None:
                 self._spare = {}
         store.put(key, Outcome())
-        return exchanger
 
-    def _receive(self, store: Store, terms: Terms, number: int, header: Header, exchanger: Exchanger) -> Staged:
+    def _receive(self, store: Store, terms: Terms, header: Header, exchanger: Exchanger) -> Staged:
         """Receive the weights, or the delta, of an update."""
-        decoder, coming = self._decoder, None
+        number, decoder, coming = self._number, self._decoder, None
         if decoder is not None:
-            coming = store.get(delta_messages.coming(number, self._join.rank), terms.timeout_s)
+            coming = store.get(protocol.coming(number, self._join.rank), terms.timeout_s)
         if header.base is not None:
             if decoder is None or coming is None:
                 raise InvariantBroken(f"update {number} is a delta, expected full ones in a meeting without deltas")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from asyncmoe.weights.sender.publisher import Checksums, Published, Publisher
 from asyncmoe.weights.sender.trained import TrainerRank
 
 _GROUP = "asyncmoe_weights"
+T = TypeVar("T")
 
 
 class BroadcastPublisher(Publisher):
@@ -132,23 +133,20 @@ class BroadcastPublisher(Publisher):
             broadcast_group.leave(former, backend)
         hosted, name = hosting.host(self._network), f"{_GROUP}.{engines.roster}"
         host, port = hosting.place(hosted)
-        joined: list[dist.ProcessGroup] = []
+        join = partial(broadcast_group.join, hosted, engines.world, name, backend, self._sync.timeout_s)
+        self._group = group = self._ask_while(WeightsJoin(host, port, name, backend), join)
+        self._roster, self._hosted = engines.roster, hosted
+        return group
 
-        def join() -> None:
-            joined.append(broadcast_group.join(hosted, engines.world, name, backend, self._sync.timeout_s))
-
-        self._ask_while(WeightsJoin(host, port, name, backend), join)
-        self._group, self._roster, self._hosted = joined[0], engines.roster, hosted
-        return self._group
-
-    def _ask_while(self, request: Request, act: Callable[[], None]) -> Reply:
-        """Send a request to the controller, and run this side's part of the collective (`act`) while the request is open.
+    def _ask_while(self, request: Request, act: Callable[[], T]) -> T:
+        """Send a request to the controller, and return the result of this side's part of the collective (`act`), run while it is open.
 
         The first of the two to fail decides: if an engine refuses, it never joins the collective and `act` would hang; if `act` fails,
         the engines hang until the controller's own timeout.
         """
         self._asked = self._threads.submit(self._client.ask, request, self._sync.timeout_s)
-        both: list[Future[Any]] = [self._asked, self._threads.submit(act)]
+        acting = self._threads.submit(act)
+        both: list[Future[Any]] = [self._asked, acting]
         done, running = wait(both, timeout=self._sync.timeout_s + ANSWER_S, return_when=FIRST_EXCEPTION)
         for future in done:
             error = future.exception()
@@ -158,7 +156,7 @@ class BroadcastPublisher(Publisher):
                 raise error
         if running:
             raise WaitTimeout("the engines", type(request).__name__, self._sync.timeout_s)
-        return self._asked.result()[0]
+        return acting.result()
 
 
 def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:

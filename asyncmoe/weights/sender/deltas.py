@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -10,11 +11,13 @@ import torch
 from asyncmoe.config import Config
 from asyncmoe.errors import OutOfDeviceMemory
 from asyncmoe.reshard import DeltaEncoder, Plan
+from asyncmoe.weights.protocol import Coming, Offer, Portion
 from asyncmoe.weights.receiver.channel import HOST, SideStream
-from asyncmoe.weights.receiver.delta_messages import LARGEST_SHARE, Coming, Offer, Portion
 from asyncmoe.weights.sender.publisher import Traffic
 
 log = logging.getLogger(__name__)
+LARGEST_SHARE = 0.5
+"""The share of the bytes of a full update that a delta takes at most, for every engine rank; else the update is full."""
 
 
 def encoder_of(plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream = HOST) -> DeltaEncoder:
@@ -65,12 +68,11 @@ def common_base(offers: Mapping[int, Offer]) -> int | None:
     bases = {one.base for one in offers.values()}
     if len(bases) != 1:
         return None
-    coded: dict[int, int] = {}
-    dense: dict[int, int] = {}
+    coded, dense = Counter[int](), Counter[int]()
     for one in offers.values():
         for rank, part in one.parts.items():
-            coded[rank] = coded.get(rank, 0) + sum(part.sizes)
-            dense[rank] = dense.get(rank, 0) + part.dense
+            coded[rank] += sum(part.sizes)
+            dense[rank] += part.dense
     fits = all(nbytes <= int(LARGEST_SHARE * dense[rank]) for rank, nbytes in coded.items())
     return bases.pop() if fits else None
 

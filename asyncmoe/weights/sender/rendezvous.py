@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,7 @@ from asyncmoe.weights.protocol import Card, EngineRanks, MeetingOutcome, Outcome
 from asyncmoe.weights.receiver import cards, failing, handshake, hosting, transfer_plan
 from asyncmoe.weights.receiver.control_store import Store
 from asyncmoe.weights.sender.deltas import unsupported
-
-if TYPE_CHECKING:
-    from asyncmoe.weights.sender.trained import TrainedModel
+from asyncmoe.weights.sender.trained import TrainedModel
 
 log = logging.getLogger(__name__)
 _GROUP = "asyncmoe_weights"
@@ -65,211 +62,207 @@ class NotMet(WeightSyncError):
         self.roster = roster
 
 
-def meet(config: Config, model: TrainedModel, client: Client, group: dist.ProcessGroup) -> Meeting:
-    """Check that all trainer and engine ranks have the same plan, and that the engines' parameters match the layouts.
+@dataclass(frozen=True, eq=False)
+class TrainerRanks:
+    """The trainer's ranks, as they meet engines: one object on each, whose calls are collective unless they say otherwise.
 
-    Collective over the trainer's ranks.
-
-    Args:
-        client: used on rank 0 only.
-        group: the trainer's ranks, over CPUs.
-
-    Raises:
-        NotMet: names each parameter that differs, or the ranks that did not join; the same message on every rank.
+    Attributes:
+        client: connection to the controller; used on rank 0 only.
+        group: all ranks, over CPUs.
     """
-    rank, wait_s = model.mesh.rank, config.sync.timeout_s
-    store, roster = _open(config, model, client, group)
-    terms = store.get(protocol.TERMS, wait_s)
-    failure = ""
-    plan: Plan | None = None
-    card: Card | None = None
-    try:
-        plan = transfer_plan.route(terms, rank)
-        card = cards.card_of(model.mesh.device, terms)
-    except Exception as error:  # noqa: BLE001  reported to all ranks
-        failure = failing.in_one_line(error, terms)
-    mine = Ready(failure, plan.digest if plan else "", card=card)
-    if rank == 0:
-        store.put(protocol.VERDICT, judge(store, terms, mine, wait_s, watch(config, client)))
-    else:
-        store.put(protocol.ready(rank), mine)
-    verdict = store.get(protocol.VERDICT, 2 * wait_s)
-    if verdict.failure:
-        part(store, model)
-        raise NotMet(verdict.failure, roster)
-    assert plan is not None
-    terms = verdict.settle(terms)
-    if rank == 0:
-        whom, how = ", ".join(engine.name for engine in terms.engines), "deltas where possible" if terms.delta else "in full"
-        log.info("weights travel over %s to %s, %s", terms.transport, whom, how)
-        if terms.in_place:
-            log.warning("engines pause for full updates: a GPU has no room for a second copy of its shard")
-    return Meeting(roster, store, terms, plan)
 
+    config: Config
+    model: TrainedModel
+    client: Client
+    group: dist.ProcessGroup
 
-def part(store: Store, model: TrainedModel) -> None:
-    """Leave a meeting. Rank 0 hosts the store, so it waits (up to `GRACE_S`) until the other ranks have read all they need and left."""
-    others = range(1, model.mesh.world)
-    try:
-        if model.mesh.rank == 0:
-            store.get_all({protocol.left(rank): f"trainer rank {rank}" for rank in others}, GRACE_S)
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.model.mesh.rank
+
+    def meet(self) -> Meeting:
+        """Check that all trainer and engine ranks have the same plan, and that the engines' parameters match the layouts.
+
+        Raises:
+            NotMet: names each parameter that differs, or the ranks that did not join; the same message on every rank.
+        """
+        wait_s = self.config.sync.timeout_s
+        store, roster = self._open()
+        terms = store.get(protocol.TERMS, wait_s)
+        try:
+            plan = transfer_plan.route(terms, self.rank)
+            mine = Ready("", plan.digest, card=cards.card_of(self.model.mesh.device, terms))
+        except Exception as error:  # noqa: BLE001  reported to all ranks
+            mine = Ready(failing.in_one_line(error, terms))
+        if self.rank == 0:
+            store.put(protocol.VERDICT, self._judge(store, terms, mine))
         else:
-            store.put(protocol.left(model.mesh.rank), Outcome())
-    except AsyncmoeError as error:
-        log.warning("leaving the weight group: %s", error)
+            store.put(protocol.ready(self.rank), mine)
+        verdict = store.get(protocol.VERDICT, 2 * wait_s)
+        if verdict.failure:
+            self.part(store)
+            raise NotMet(verdict.failure, roster)
+        terms = verdict.settle(terms)
+        if self.rank == 0:
+            whom, how = ", ".join(engine.name for engine in terms.engines), "deltas where possible" if terms.delta else "in full"
+            log.info("weights travel over %s to %s, %s", terms.transport, whom, how)
+            if terms.in_place:
+                log.warning("engines pause for full updates: a GPU has no room for a second copy of its shard")
+        return Meeting(roster, store, terms, plan)
 
+    def part(self, store: Store) -> None:
+        """Leave a meeting. Rank 0 hosts the store, so it waits (up to `GRACE_S`) until the other ranks have read all they need and left."""
+        try:
+            if self.rank == 0:
+                store.get_all({protocol.left(rank): f"trainer rank {rank}" for rank in range(1, self.model.mesh.world)}, GRACE_S)
+            else:
+                store.put(protocol.left(self.rank), Outcome())
+        except AsyncmoeError as error:
+            log.warning("leaving the weight group: %s", error)
 
-def in_all(group: dist.ProcessGroup, here: bool) -> bool:
-    """Return whether `here` is true on every rank of a group. Collective over the group."""
-    found = torch.tensor(int(here), dtype=torch.int32)
-    dist.all_reduce(found, dist.ReduceOp.MIN, group)
-    return bool(found)
+    def in_all(self, here: bool) -> bool:
+        """Return whether `here` is true on every rank."""
+        found = torch.tensor(int(here), dtype=torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MIN, self.group)
+        return bool(found)
 
+    def changed(self, roster: int, probe: bool = False) -> bool:
+        """Return whether the set of engines differs from `roster`; rank 0 broadcasts the answer.
 
-def watch(config: Config, client: Client) -> Callable[[], None]:
-    """Return a check that raises WeightSyncError if an engine of the version under way, or of the meeting, is gone. For rank 0."""
+        Args:
+            roster: used on rank 0 only.
+            probe: if it does not seem to, wait until each engine has generated or is fenced; of a lost machine only heartbeats tell.
 
-    def look() -> None:
-        if lost := ask_engines(config, client).lost:
+        Raises:
+            WeightSyncError, WaitTimeout: rank 0 could not ask the controller. The other ranks raise WeightSyncError with the same message.
+        """
+
+        def ask() -> str:
+            now, until, asking = self.engines(), time.monotonic() + self.config.cluster.heartbeat_timeout_s + GRACE_S, probe
+            while asking and now.roster == roster and time.monotonic() < until:
+                now = self.engines(probe=True)
+                if asking := now.silent:
+                    time.sleep(_POLL_S)
+            return _OTHERS if now.roster != roster else _THE_SAME
+
+        return self._of_rank_0(ask) == _OTHERS
+
+    # ------------------------------------------------------------ of rank 0 alone
+
+    def look(self) -> None:
+        """Raise WeightSyncError if an engine of the version under way, or of the meeting, is gone."""
+        if lost := self.engines().lost:
             raise WeightSyncError(f"{', '.join(lost)} is gone")
 
-    return look
+    def starving(self) -> bool:
+        """Return whether there are engines but all of them wait for a version, so that no engine generates."""
+        now = self.engines().engines
+        return bool(now) and all(engine.waiting for engine in now)
 
+    def engines(self, probe: bool = False) -> Engines:
+        """Ask the controller for the engines."""
+        start_s = self.config.engines.start_timeout_s
+        engines = self.client.ask(EnginesAsk(start_s, probe), start_s + GRACE_S)[0]
+        assert isinstance(engines, Engines)
+        return engines
 
-def starving(config: Config, client: Client) -> bool:
-    """Return whether there are engines but all of them wait for a version, so that no engine generates. For rank 0."""
-    now = ask_engines(config, client).engines
-    return bool(now) and all(engine.waiting for engine in now)
+    # ------------------------------------------------------------ internals
 
+    def _open(self) -> tuple[Store, int]:
+        """Create the store and start the engines' receivers (rank 0), or connect to the store; return store and roster."""
+        store: Store | None = None
+        roster = 0
 
-def changed(config: Config, model: TrainedModel, client: Client, group: dist.ProcessGroup, roster: int, probe: bool = False) -> bool:
-    """Return whether the set of engines differs from `roster`. Collective over the trainer's ranks; rank 0 broadcasts the answer.
-
-    Args:
-        client: used on rank 0 only.
-        group: the trainer's ranks, over CPUs.
-        roster: used on rank 0 only.
-        probe: if it does not seem to, wait until each engine has generated or is fenced; of a lost machine only heartbeats tell.
-
-    Raises:
-        WeightSyncError, WaitTimeout: rank 0 could not ask the controller. The other ranks raise WeightSyncError with the same message.
-    """
-    if model.mesh.rank != 0:
-        word, failure = _tell(group)
-        if not word:
-            raise WeightSyncError(failure)
-        return word == _OTHERS
-    word, failure = "", "rank 0 has failed"
-    try:
-        now, until = ask_engines(config, client), time.monotonic() + config.cluster.heartbeat_timeout_s + GRACE_S
-        while probe and now.roster == roster and time.monotonic() < until:
-            now = ask_engines(config, client, probe)
-            if probe := now.silent:
-                time.sleep(_POLL_S)
-        word = _OTHERS if now.roster != roster else _THE_SAME
-    except AsyncmoeError as error:
-        failure = str(error)
-        raise
-    finally:
-        _tell(group, word, failure)
-    return word == _OTHERS
-
-
-def _open(config: Config, model: TrainedModel, client: Client, group: dist.ProcessGroup) -> tuple[Store, int]:
-    """Create the store and start the engines' receivers (rank 0), or connect to the store; return store and roster."""
-    rank, wait_s = model.mesh.rank, config.sync.timeout_s
-    if rank == 0:
-        place, failure, roster = "", "rank 0 has failed", 0
-        try:
-            engines = some_engines(config, client)
+        def keep() -> str:
+            nonlocal store, roster
+            engines = self._some_engines()
             roster = engines.roster
             if not engines.engines:
                 raise WeightSyncError("no engine is left")
-            store, place = _keep(config, model, client, engines)
+            store, place = self._keep(engines)
+            return place
+
+        try:
+            host, _, port = self._of_rank_0(keep).rpartition(":")
         except AsyncmoeError as error:
-            failure = str(error)
-            raise NotMet(failure, roster) from error
+            raise NotMet(str(error), roster) from error
+        return store or Store(_GROUP, self.rank, host, int(port), self.config.sync.timeout_s), roster
+
+    def _judge(self, store: Store, terms: Terms, mine: Ready) -> MeetingOutcome:
+        """Return why weights cannot be sent, or whether they are written in place."""
+        everyone = protocol.names(terms)
+        names = {rank: whom for rank, whom in everyone.items() if rank != 0}
+        try:
+            found = store.get_all({protocol.ready(rank): whom for rank, whom in names.items()}, self.config.sync.timeout_s, watch=self.look)
+            if resigned := store.resigned():
+                return MeetingOutcome(resigned)
+        except AsyncmoeError as error:
+            return MeetingOutcome(str(error))
+        ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
+        failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
+        return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.in_place(_cards(ready)))
+
+    def _of_rank_0(self, act: Callable[[], str]) -> str:
+        """Return rank 0's result of `act`, which is not empty, on every rank.
+
+        Raises:
+            AsyncmoeError: that of rank 0; on every other rank a WeightSyncError with the same message.
+        """
+        told = ["", "rank 0 has failed"]
+        try:
+            if self.rank == 0:
+                told = [act(), ""]
+        except AsyncmoeError as error:
+            told = ["", str(error)]
+            raise
         finally:
-            _tell(group, place, failure)
-        return store, roster
-    place, failure = _tell(group)
-    if not place:
-        raise NotMet(failure, 0)
-    host, _, port = place.rpartition(":")
-    return Store(_GROUP, rank, host, int(port), wait_s), 0
+            dist.broadcast_object_list(told, src=0, group=self.group)
+        result, failure = told
+        if not result:
+            raise WeightSyncError(failure)
+        return result
 
+    def _some_engines(self) -> Engines:
+        """Ask for the engines and, while there is none and one will come back, ask again."""
+        until = time.monotonic() + self.config.engines.start_timeout_s
+        while (engines := self.engines()).awaited and time.monotonic() <= until:
+            time.sleep(_POLL_S)
+        return engines
 
-def _tell(group: dist.ProcessGroup, word: str = "", failure: str = "") -> tuple[str, str]:
-    """Broadcast a result or its failure from rank 0, so that every rank ends with the same message."""
-    told = [word, failure]
-    dist.broadcast_object_list(told, src=0, group=group)
-    return told[0], told[1]
-
-
-def some_engines(config: Config, client: Client) -> Engines:
-    """Ask for the engines and, while there is none and one will come back, ask again."""
-    until = time.monotonic() + config.engines.start_timeout_s
-    while True:
-        engines = ask_engines(config, client)
-        if not engines.awaited or time.monotonic() > until:
-            return engines
-        time.sleep(_POLL_S)
-
-
-def ask_engines(config: Config, client: Client, probe: bool = False) -> Engines:
-    start_s = config.engines.start_timeout_s
-    engines = client.ask(EnginesAsk(start_s, probe), start_s + GRACE_S)[0]
-    assert isinstance(engines, Engines)
-    return engines
-
-
-def _keep(config: Config, model: TrainedModel, client: Client, engines: Engines) -> tuple[Store, str]:
-    """Host the store, publish the terms and start the engines' receivers; return the store and its place, "host:port"."""
-    world, sync, shared = model.mesh.world, config.sync, config.engines.share_gpus
-    # Where GPUs do not read each other's memory, `auto` is the choice between machines.
-    together = _together(engines) and (shared or sync.transport != AUTO or cards.reach_each_other())
-    hosted = hosting.host(config.cluster.network)
-    host, port = hosting.place(hosted)
-    store = Store(_GROUP, 0, host, port, sync.timeout_s, hosted)
-    ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
-    terms = Terms(
-        hf=dict(model.hf),
-        adapter=model.adapter,
-        trainer=model.parallel,
-        engines=ranks,
-        dtype=str(model.dtype).removeprefix("torch."),
-        engine_dtype=engine_dtype(model.hf, config.engines),
-        transport=transport_for(sync.transport, model.mesh.backend == "nccl", together, shared),
-        session=secrets.token_hex(8),
-        bucket_bytes=sync.bucket_bytes,
-        timeout_s=sync.timeout_s,
-        max_ctas=sync.nccl_max_ctas,
-        delta=sync.delta != "off" and not unsupported(config),
-    )
-    store.put(protocol.TERMS, terms)
-    client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
-    return store, f"{host}:{port}"
+    def _keep(self, engines: Engines) -> tuple[Store, str]:
+        """Host the store, publish the terms and start the engines' receivers; return the store and its place, "host:port"."""
+        config, model, sync = self.config, self.model, self.config.sync
+        world, shared = model.mesh.world, config.engines.share_gpus
+        # Where GPUs do not read each other's memory, `auto` is the choice between machines.
+        together = _together(engines) and (shared or sync.transport != AUTO or cards.reach_each_other())
+        hosted = hosting.host(config.cluster.network)
+        host, port = hosting.place(hosted)
+        store = Store(_GROUP, 0, host, port, sync.timeout_s, hosted)
+        ranks = tuple(EngineRanks(e.name, e.tp, e.ep, world + e.rank_offset - 1) for e in engines.engines)
+        terms = Terms(
+            hf=dict(model.hf),
+            adapter=model.adapter,
+            trainer=model.parallel,
+            engines=ranks,
+            dtype=str(model.dtype).removeprefix("torch."),
+            engine_dtype=engine_dtype(model.hf, config.engines),
+            transport=transport_for(sync.transport, model.mesh.backend == "nccl", together, shared),
+            session=secrets.token_hex(8),
+            bucket_bytes=sync.bucket_bytes,
+            timeout_s=sync.timeout_s,
+            max_ctas=sync.nccl_max_ctas,
+            delta=sync.delta != "off" and not unsupported(config),
+        )
+        store.put(protocol.TERMS, terms)
+        self.client.ask(WeightsJoin(host, port, _GROUP, "gloo", "reshard", world), sync.timeout_s + GRACE_S)
+        return store, f"{host}:{port}"
 
 
 def _together(engines: Engines) -> bool:
     """Return whether all trainer and engine ranks run on this machine; torchrun sets `LOCAL_WORLD_SIZE` to its trainer ranks."""
     ours = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return ours and all(engine.host == address.host_id() for engine in engines.engines)
-
-
-def judge(store: Store, terms: Terms, mine: Ready, wait_s: float, watch: Callable[[], None]) -> MeetingOutcome:
-    """Return why weights cannot be sent, or whether they are written in place."""
-    everyone = protocol.names(terms)
-    names = {rank: whom for rank, whom in everyone.items() if rank != 0}
-    try:
-        found = store.get_all({protocol.ready(rank): whom for rank, whom in names.items()}, wait_s, watch=watch)
-        if resigned := store.resigned():
-            return MeetingOutcome(resigned)
-    except AsyncmoeError as error:
-        return MeetingOutcome(str(error))
-    ready = {0: mine} | {rank: found[protocol.ready(rank)] for rank in names}
-    failures = [f"{everyone[rank]}: {one.failure}" for rank, one in ready.items() if one.failure]
-    return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.in_place(_cards(ready)))
 
 
 def _cards(ready: Mapping[int, Ready]) -> dict[int, Card]:

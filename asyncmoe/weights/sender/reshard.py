@@ -42,7 +42,7 @@ from asyncmoe.weights.receiver.channel import SideStream
 from asyncmoe.weights.receiver.channel_end import opener
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 from asyncmoe.weights.sender.publisher import Checksums, Published, Publisher
-from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, NotMet, changed, in_all, meet, part
+from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, NotMet, TrainerRanks
 from asyncmoe.weights.sender.sender import LOOK_S, Sender
 from asyncmoe.weights.sender.sources import AdapterSources, WeightSources
 from asyncmoe.weights.sender.trained import TrainedModel
@@ -63,10 +63,10 @@ class ReshardPublisher(Publisher):
     def __init__(self, config: Config, model: TrainedModel, client: Client, expected: ExpectedChecksums) -> None:
         opener(transport_for(config.sync.transport, model.mesh.backend == "nccl", shared=config.engines.share_gpus))
         _check_dtypes(config, model)
-        self._config, self._sync, self._model, self._client = config, config.sync, model, client
-        self._expected = expected
+        self._config, self._model, self._expected = config, model, expected
         # For the sending thread only: the trainer's main thread uses other groups at the same time.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.engines.start_timeout_s + 2 * self._limit))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.engines.start_timeout_s + 2 * self._limit))
+        self._ranks = TrainerRanks(config, model, client, group)
         self._side = SideStream(model.mesh.device)
         self._sender: Sender | None = None
         self._running: Future[Published | None] | None = None
@@ -131,7 +131,7 @@ class ReshardPublisher(Publisher):
     @property
     def _limit(self) -> float:
         """Seconds one attempt to publish a version, or one rendezvous, may take."""
-        return 4 * (self._sync.timeout_s + GRACE_S)
+        return 4 * (self._config.sync.timeout_s + GRACE_S)
 
     def _bounded(self, what: str) -> None:
         heartbeats.beat(f"waiting for {what}")
@@ -172,7 +172,7 @@ class ReshardPublisher(Publisher):
                     return published
             except AsyncmoeError as error:
                 sender.leave()
-                if not sender.doubted and not self._others(sender.met.roster):
+                if not sender.doubted and not self._ranks.changed(sender.met.roster, probe=True):
                     raise
                 why = str(error)
             again = self._still_has()
@@ -188,28 +188,24 @@ class ReshardPublisher(Publisher):
             here = not self._changing
             if here:
                 self._sent.clear()
-        return in_all(self._group, here)
+        return self._ranks.in_all(here)
 
     def _together(self) -> Sender:
         """Return a sender to the current engines; meet them first if the set has changed."""
-        if self._sender is not None and changed(self._config, self._model, self._client, self._group, self._sender.met.roster):
+        if self._sender is not None and self._ranks.changed(self._sender.met.roster):
             log.info("engines changed; starting a new rendezvous")
             self._disperse()
         while self._sender is None:
             if (met := self._meet()) is not None:
-                self._sender = Sender(self._config, self._model, self._client, met, self._sources.tensors, self._side, self._sent)
+                self._sender = Sender(self._ranks, met, self._sources.tensors, self._side, self._sent)
         return self._sender
-
-    def _others(self, roster: int) -> bool:
-        """Return whether the set of engines differs from `roster`, once a lost engine has been noticed."""
-        return changed(self._config, self._model, self._client, self._group, roster, probe=True)
 
     def _meet(self) -> Meeting | None:
         """Meet the engines; return None if an expected engine is gone, so that the remaining ones can be tried."""
         try:
-            return meet(self._config, self._model, self._client, self._group)
+            return self._ranks.meet()
         except NotMet as error:
-            if not self._others(error.roster):
+            if not self._ranks.changed(error.roster, probe=True):
                 raise
             log.warning("retrying the rendezvous with the remaining engines: %s", error)
             return None
@@ -217,7 +213,7 @@ class ReshardPublisher(Publisher):
     def _disperse(self) -> None:
         if self._sender is not None:
             self._sender.leave()
-            part(self._sender.met.store, self._model)
+            self._ranks.part(self._sender.met.store)
         self._sender = None
 
 

@@ -6,27 +6,20 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
-from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout, WeightSyncError
 from asyncmoe.reshard import DeltaEncoder, Exchanger
 from asyncmoe.reshard.transport import nothing_to_watch
-from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import Committed, Reply, Request, WeightsAbort, WeightsCommit, WeightsStage
 from asyncmoe.weights import protocol
-from asyncmoe.weights.protocol import Header, Outcome, Over
-from asyncmoe.weights.receiver import channel, delta_messages, failing
+from asyncmoe.weights.protocol import Header, Offer, Outcome, Over
+from asyncmoe.weights.receiver import channel, failing
 from asyncmoe.weights.receiver.channel import SideStream
-from asyncmoe.weights.receiver.delta_messages import Offer
 from asyncmoe.weights.sender import deltas
 from asyncmoe.weights.sender.publisher import Checksums, Traffic
-from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, starving, watch
-
-if TYPE_CHECKING:
-    from asyncmoe.weights.sender.trained import TrainedModel
+from asyncmoe.weights.sender.rendezvous import GRACE_S, Meeting, TrainerRanks
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
@@ -38,7 +31,6 @@ class Sender:
     """One rank's part. All ranks make the same calls in the same order, each from one thread.
 
     Args:
-        client: connection to the controller; used on rank 0 only.
         tensors: the tensors to send, by the names of the plan's storages.
         side: where to enqueue copies.
         sent: set as soon as this rank has sent its part of an update and no longer reads `tensors`.
@@ -50,18 +42,10 @@ class Sender:
     """
 
     def __init__(
-        self,
-        config: Config,
-        model: TrainedModel,
-        client: Client,
-        met: Meeting,
-        tensors: Mapping[str, torch.Tensor],
-        side: SideStream,
-        sent: threading.Event,
+        self, ranks: TrainerRanks, met: Meeting, tensors: Mapping[str, torch.Tensor], side: SideStream, sent: threading.Event
     ) -> None:
-        self.met, self._rank, self._is_sent, self._device = met, model.mesh.rank, sent, model.mesh.device
-        self._config, self._sync, self._client, self._tensors, self._side = config, config.sync, client, tensors, side
-        self._watch = watch(config, client)
+        self.met, self._ranks, self._rank, self._device = met, ranks, ranks.rank, ranks.model.mesh.device
+        self._is_sent, self._timeout_s, self._tensors, self._side = sent, ranks.config.sync.timeout_s, tensors, side
         self._exchanger: Exchanger | None = None
         self._encoder: DeltaEncoder | None = None
         self.doubted = False
@@ -91,7 +75,7 @@ class Sender:
                 self._encoder.forget()  # an engine may or may not have something of the version: the next update is full
             if isinstance(error, AsyncmoeError):
                 raise  # this rank has already reported the failure, or received it from another
-            self.met.store.resign(self._number, failing.said(error, self.met.terms, self._rank, self._device))
+            self.met.store.resign(self._number, self._said(error))
             raise
 
     def needed_again(self, settling: threading.Event) -> bool:
@@ -99,19 +83,19 @@ class Sender:
         store, key = self.met.store, protocol.over(self._number)
         if self._rank == 0:
             try:
-                while not (over := settling.wait(LOOK_S)) and not starving(self._config, self._client):
+                while not (over := settling.wait(LOOK_S)) and not self._ranks.starving():
                     pass
             except AsyncmoeError as error:
                 store.put(key, Over(failure=str(error)))
                 raise
-            store.put(key, Over(not over))
+            store.put(key, Over(again=not over))
             return not over
         while True:
             try:
                 told = store.get(key, _PATIENCE_S)
             except WaitTimeout:
                 continue
-            Outcome(told.failure).check()
+            told.check()
             return told.again
 
     def leave(self) -> None:
@@ -134,7 +118,7 @@ class Sender:
             self._send_and_collect(version, base)
             committed = self._ask(WeightsCommit(version, expected, number))
         except Exception as error:
-            failure = str(error) if isinstance(error, AsyncmoeError) else failing.said(error, self.met.terms, self._rank, self._device)
+            failure = str(error) if isinstance(error, AsyncmoeError) else self._said(error)
             if begun:
                 store.put(protocol.end(number), Outcome(failure, self.doubted))
                 self._ask(WeightsAbort(version, failure))
@@ -147,14 +131,14 @@ class Sender:
 
     def _follow(self, version: int) -> float:
         """Every other rank's part of an update."""
-        store, number, wait_s = self.met.store, self._number, self._sync.timeout_s + GRACE_S
+        store, number, wait_s = self.met.store, self._number, self._timeout_s + GRACE_S
         if self.met.terms.delta:
-            store.put(delta_messages.offer(number, self._rank), self._offer(version))
+            store.put(protocol.offer(number, self._rank), self._offer(version))
             wait_s *= 2  # rank 0 waits for the last offer first
         header = store.get(protocol.header(number), wait_s)
         Outcome(header.failure).check()
         self._send(version, header.base)
-        ended = store.get(protocol.end(number), 3 * (self._sync.timeout_s + GRACE_S))
+        ended = store.get(protocol.end(number), 3 * (self._timeout_s + GRACE_S))
         self.doubted = ended.doubtful
         ended.check()
         return 0.0
@@ -168,9 +152,9 @@ class Sender:
         if not self.met.terms.delta:
             return None
         store, number, terms = self.met.store, self._number, self.met.terms
-        others = {delta_messages.offer(number, rank): f"trainer rank {rank}" for rank in range(1, terms.engines[0].first)}
+        others = {protocol.offer(number, rank): name for rank, name in protocol.trainer_ranks(terms).items() if rank}
         mine = self._offer(version)
-        found = store.get_all(others, self._sync.timeout_s, protocol.update_failed(number), self._watch)
+        found = store.get_all(others, self._timeout_s, protocol.update_failed(number), self._ranks.look)
         offers = {0: mine} | {rank: found[key] for rank, key in enumerate(others, 1) if key in found}
         failures = {f"trainer rank {rank}": one.failure for rank, one in offers.items() if one.failure} | {"": store.resigned()}
         if why := [one for one in failures.values() if one]:
@@ -178,7 +162,7 @@ class Sender:
         base = deltas.common_base(offers)
         self.traffic = deltas.traffic(offers, base)
         for rank, coming in deltas.comings(offers, protocol.engine_ranks(terms), base).items():
-            store.put(delta_messages.coming(number, rank), coming)
+            store.put(protocol.coming(number, rank), coming)
         return base
 
     def _offer(self, version: int) -> Offer:
@@ -189,7 +173,7 @@ class Sender:
         except Exception as error:
             if not isinstance(error, AsyncmoeError):
                 log.exception("coding update %d of trainer rank %d", self._number, self._rank)
-            return Offer(failing.said(error, self.met.terms, self._rank, self._device))
+            return Offer(self._said(error))
 
     def _send(self, version: int, base: int | None) -> None:
         """Send this rank's shards and report success or the failure. A failure is raised later, once rank 0 has collected all reports.
@@ -206,13 +190,13 @@ class Sender:
                     met.plan,
                     self._epoch,
                     self._side,
-                    self._watch if self._rank == 0 else nothing_to_watch,
+                    self._ranks.look if self._rank == 0 else nothing_to_watch,
                     arrays=lambda: (self._tensors, None),
                     update=lambda: self._number,
                 )
             self._exchanger.run(met.terms.timeout_s, encoder=None if base is None else self._encoder)
         except Exception as error:
-            met.store.fail(self._number, key, failing.said(error, met.terms, self._rank, self._device))
+            met.store.fail(self._number, key, self._said(error))
             if not isinstance(error, AsyncmoeError):
                 log.exception("update %d of trainer rank %d", self._number, self._rank)
             self.leave()
@@ -232,7 +216,7 @@ class Sender:
         self._send(version, base)
         keys = protocol.moved(number, met.terms)
         left = max(LOOK_S, until - time.monotonic())
-        found = met.store.get_all(keys, left, protocol.update_failed(number), self._watch)
+        found = met.store.get_all(keys, left, protocol.update_failed(number), self._ranks.look)
         failures = {keys[key]: outcome.failure for key, outcome in found.items() if outcome.failure}
         if resigned := met.store.resigned():
             failures[""] = resigned
@@ -241,5 +225,8 @@ class Sender:
             self.doubted = bool(doubts) and not resigned
             raise WeightSyncError(failing.cause(doubts or failures))
 
+    def _said(self, error: Exception) -> str:
+        return failing.said(error, self.met.terms, self._rank, self._device)
+
     def _ask(self, request: Request) -> Reply:
-        return self._client.ask(request, self._sync.timeout_s + GRACE_S)[0]
+        return self._ranks.client.ask(request, self._timeout_s + GRACE_S)[0]

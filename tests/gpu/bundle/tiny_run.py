@@ -37,7 +37,7 @@ _CONTROLLER = (
 _ENGINE = (
     "import sys; from pathlib import Path; from asyncmoe import config; from asyncmoe.launch import gpus; "
     "from asyncmoe.engines import engine_agent; loaded = config.load(Path(sys.argv[1]), []); "
-    "engine_agent.run(loaded, loaded.run.dir, 'engine.0', 0, gpus.engine_arguments(loaded, 0))"
+    "engine_agent.run(loaded, 'engine.0', 0, gpus.engine_arguments(loaded, 0))"
 )
 _POLL_S, _GRACE_S = 0.2, 3.0
 

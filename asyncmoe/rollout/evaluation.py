@@ -23,9 +23,9 @@ from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.turns import EpisodeId
+from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.producer import Workers
-from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.scoring.teacher import untaught
 from asyncmoe.rollout.tasks import EvaluationQuestions
 from asyncmoe.rollout.tasks.order import EVALUATION as STREAM

@@ -159,7 +159,7 @@ def context_of(config: Config, parts: RolloutParts, pool: Pool, recording: Recor
         tokenizer,
         parts.scorer,
         parts.environment,
-        environments.bounds(config),
+        environments.bounds(config, tokenizer),
         config.environment.timeout_s,
         rollout.interruption,
         config.run.seed,
@@ -168,9 +168,9 @@ def context_of(config: Config, parts: RolloutParts, pool: Pool, recording: Recor
 
 def demonstrations_of(config: Config, parts: RolloutParts) -> Demonstrations:
     """Return the demonstrations of the warm-up."""
-    bounds, environment, teaching = environments.bounds(config), parts.environment, None
+    bounds, environment, teaching = environments.bounds(config, parts.tokenizer), parts.environment, None
     if isinstance(environment, Demonstrator):
         # The teacher plays an episode of any size: `Demonstrations` measures it, and replaces a question that is too long.
         free = replace(bounds, tokens=sys.maxsize)
-        teaching = Teaching(environment, environment, parts.tokenizer, parts.tokenizer.eos, free, config.run.seed)
+        teaching = Teaching(environment, parts.tokenizer, free, config.run.seed)
     return Demonstrations(parts.training, teaching, config.warmup.steps * config.warmup.batch, bounds.tokens)

@@ -33,7 +33,7 @@ class Numbers:
         return Prompt(str(group), (group,), "")
 
     def demonstration(self, index: int) -> Demonstration:
-        return Demonstration((index, 1, 2), (False, True, True))
+        return Demonstration((index,), (1, 2))
 
 
 def alone(play: Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]) -> Callable[[Prompt, EpisodeId], Awaitable[tuple[Trajectory, ...]]]:

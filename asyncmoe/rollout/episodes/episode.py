@@ -14,8 +14,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import numpy as np
-
 from asyncmoe import plugins
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import Pool
@@ -23,14 +21,14 @@ from asyncmoe.engines.scheduling import ScheduledRequest
 from asyncmoe.engines.types import Generation, Listener, Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.turns import Turns
+from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.episodes import environment, turn_tree
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, PlaceInTree, Turn, assemble, sampled, step_rewards
+from asyncmoe.rollout.episodes.trajectory_builder import FIRST, EpisodeId, PlaceInTree, Turn, assemble, sampled, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer
-from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -106,9 +104,9 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
     for agent, path, score in zip(agents, _places(agents), worth, strict=True):
-        credited, agent.why = step_rewards(agent.turns, _credits(agent, made.agents.values())), score.why
-        made_of = partial(record, agent.turns, reward=score.reward, path=path, teacher=score.teacher)
-        made_of = partial(made_of, rewards=score.rewards if credited is None else credited)
+        credits, agent.why = _credits(agent, made.agents.values()), score.why
+        rewards = step_rewards(credits, len(agent.answered)) if credits else score.rewards
+        made_of = partial(record, agent.turns, reward=score.reward, path=path, teacher=score.teacher, rewards=rewards)
         # Routes of a long response are megabytes, for which other responses would wait too long.
         trajectories.append(await asyncio.to_thread(made_of) if len(agent.answered) > _LONG else made_of())
     return tuple(trajectories)
@@ -200,19 +198,14 @@ def _finite(value: Any) -> float:
         raise TrajectoryRejected("bad_reward", f"the environment returned the reward {error}, expected a finite number") from error
 
 
+@dataclass(frozen=True)
 class Teaching:
-    """Runs the environment unchanged, with a teacher in place of the engines.
+    """Runs an environment unchanged, with itself as the teacher in place of the engines."""
 
-    Args:
-        teacher: the environment itself, if it can demonstrate.
-        stop: token that ends a response.
-    """
-
-    def __init__(
-        self, environment_: Environment, teacher: Demonstrator, tokenizer: Tokenizer, stop: int, bounds: Bounds, seed: int
-    ) -> None:
-        self._environment, self._teacher, self._tokenizer = environment_, teacher, tokenizer
-        self._stop, self._bounds, self._seed = stop, bounds, seed
+    environment: Demonstrator
+    tokenizer: Tokenizer
+    bounds: Bounds
+    seed: int
 
     async def episode(self, index: int, prompt: Prompt) -> tuple[Trajectory, ...]:
         """Run episode number `index` of a warm-up.
@@ -222,32 +215,24 @@ class Teaching:
         """
 
         async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
-            said = (*self._tokenizer.encode(self._teacher.demonstrate(agent, made)), self._stop)
-            return [Turn(given, Generation.of(said, (0.0,) * len(said), (), "stop"), NOT_SAMPLED)]
+            return [_taught(given, (*self.tokenizer.encode(self.environment.demonstrate(agent, made)), self.tokenizer.eos))]
 
-        sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
-        made = Episode(prompt, EpisodeId(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
-        _, agents = await play(self._environment, made, _TEACHING_S)
-        return tuple(_shown(index, agent, path) for agent, path in zip(agents, _places(agents), strict=True))
-
-
-def _shown(index: int, agent: Agent, path: PlaceInTree) -> Trajectory:
-    name = f"d{index}.a{path.agent}" + (f".b{path.branch}" if path.branch else "")
-    return replace(assemble(agent.turns, EpisodeId(index, 0, 0), NOTHING, 0.0, {}, path), key=name)
+        sampling = Sampling(1.0, self.bounds.tokens, (self.tokenizer.eos,))
+        random = Random(f"{self.seed} demonstration {index}")
+        made = Episode(prompt, EpisodeId(index, 0, 0), self.tokenizer, random, sampling, self.bounds, speak)
+        _, agents = await play(self.environment, made, _TEACHING_S)
+        return tuple(_shown(index, agent.turns, path) for agent, path in zip(agents, _places(agents), strict=True))
 
 
 def demonstration(index: int, made: Demonstration) -> Trajectory:
     """Return a solved question as a trajectory that no version sampled."""
-    size = len(made.tokens)
-    return Trajectory(
-        key=f"d{index}.a0",
-        group=index,
-        episode=0,
-        agent=0,
-        tokens=np.array(made.tokens, dtype=np.int32),
-        loss_mask=np.array(made.loss_mask, dtype=bool),
-        logprobs=np.zeros(size, dtype=np.float32),
-        versions=np.full(size, NOT_SAMPLED, dtype=np.int32),
-        reward=0.0,
-        finish="stop",
-    )
+    return _shown(index, [_taught(made.given, made.said)])
+
+
+def _taught(given: tuple[int, ...], said: tuple[int, ...]) -> Turn:
+    return Turn(given, Generation.of(said, (0.0,) * len(said), (), "stop"), NOT_SAMPLED)
+
+
+def _shown(index: int, turns: Sequence[Turn], path: PlaceInTree = FIRST) -> Trajectory:
+    name = f"d{index}.a{path.agent}" + (f".b{path.branch}" if path.branch else "")
+    return replace(assemble(turns, EpisodeId(index, 0, 0), NOTHING, 0.0, {}, path), key=name)

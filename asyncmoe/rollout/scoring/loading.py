@@ -10,7 +10,7 @@ from asyncmoe.config.task import READ, TaskSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.scoring import http, parse_score, plugin, teacher
 from asyncmoe.rollout.scoring.exact import Exact
-from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
+from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.parse_score import Decode
 from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.scoring.types import Judge, Scorer
@@ -18,8 +18,6 @@ from asyncmoe.rollout.scoring.workers import InWorkers
 
 MATH_VERIFY = "asyncmoe.rollout.scoring.mathematics:score"
 _AT_ONCE = 64
-_BACKOFF_S = 0.5
-"""Seconds before the first retry; they double with each retry, up to 30."""
 _WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -39,7 +37,7 @@ def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int =
         return scorer
     poster = http.Poster(f"{section.teacher.url.rstrip('/')}/generate", section.teacher.timeout_s, _teacher_key(section.teacher))
     judge = http.HttpJudge(poster, teacher.asked)
-    return Taught(scorer, LimitedScorer("the teacher", judge, teacher.read, _limits(section, section.teacher.concurrency), seed))
+    return Taught(scorer, LimitedScorer("the teacher", judge, teacher.read, section.teacher.concurrency, section, seed))
 
 
 def _teacher_key(section: TeacherSection) -> str:
@@ -69,7 +67,7 @@ def _scorer(section: ScoringSection, task: TaskSection, decode: Decode, seed: in
     judge = _judge(section, kind)
     made = partial(read, separator=section.step_separator, decode=decode)
     concurrency = section.concurrency or (_WORKERS if isinstance(judge, InWorkers) else _AT_ONCE)
-    return LimitedScorer("the scorer", judge, made, _limits(section, concurrency), seed)
+    return LimitedScorer("the scorer", judge, made, concurrency, section, seed)
 
 
 def _judge(section: ScoringSection, kind: str) -> Judge:
@@ -88,7 +86,3 @@ def _judge(section: ScoringSection, kind: str) -> Judge:
         ask, made = found.ask(section.options)
         return plugin.AsyncScorer(ask, found.function, made, section.timeout_s)
     return InWorkers(target, section.options, found.is_class, section.timeout_s, section.concurrency or _WORKERS)
-
-
-def _limits(section: ScoringSection, concurrency: int) -> ScoringLimits:
-    return ScoringLimits(concurrency, section.deadline_s, section.retries, _BACKOFF_S)

@@ -12,7 +12,7 @@ from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, TrajectoryRejected, an
 from asyncmoe.plugins import takes
 from asyncmoe.rollout.scoring.raised import ScorerRaised, raised_by
-from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of
+from asyncmoe.rollout.scoring.types import TIMEOUT, Sample, reason_of
 
 log = logging.getLogger(__name__)
 EXPECTED = "auto, exact, math_verify, none, http://host:port/path, package.module:function or package.module:Class"
@@ -103,7 +103,7 @@ class AsyncScorer:
         except plugins.Overdue as error:
             raise TrajectoryRejected(TIMEOUT, str(error)) from error
         except Exception as error:
-            raise ScorerRaised(reason_of(error, ERROR), **raised_by(error, self._function)) from error
+            raise ScorerRaised(reason_of(error), **raised_by(error, self._function)) from error
 
     async def close(self) -> None:
         """See `Judge`."""

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.scoring.gather_or_cancel import together
+from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.types import GARBAGE, NAN, Sample, Score, Scorer
 

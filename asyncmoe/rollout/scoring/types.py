@@ -15,7 +15,8 @@ ERROR, NAN, TIMEOUT = "scorer_error", "scorer_nan", "scorer_timeout"
 GARBAGE, UNAVAILABLE = "scorer_garbage", "scorer_unavailable"
 SHOWN = 500
 """Maximum length of an error message in a rejection, in characters."""
-_UNREACHABLE = (ConnectionError, TimeoutError)
+MARK = "####"
+"""Separates the reasoning from the answer in GSM8K's format: in files of tasks, and in responses of models that learned from them."""
 
 PASSING = frozenset({ERROR, TIMEOUT, UNAVAILABLE})
 """Transient failures, worth a retry. Garbage is not transient: a retry of the same sample would return it again."""
@@ -101,6 +102,6 @@ class Judge(Protocol):
         ...
 
 
-def reason_of(error: BaseException, otherwise: str) -> str:
-    """Map a user's exception to a rejection reason: "scorer_unavailable" for connection errors and timeouts, else `otherwise`."""
-    return UNAVAILABLE if isinstance(error, _UNREACHABLE) else otherwise
+def reason_of(error: BaseException) -> str:
+    """Map a user's exception to a rejection reason: "scorer_unavailable" for connection errors and timeouts, else "scorer_error"."""
+    return UNAVAILABLE if isinstance(error, (ConnectionError, TimeoutError)) else ERROR

@@ -8,8 +8,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import msgspec
-
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, UserError
@@ -45,7 +43,6 @@ from asyncmoe.rpc.worker_messages import (
     WorkerRun,
     WorkerShow,
 )
-from asyncmoe.telemetry.rollout_schema import Calls
 from asyncmoe.trajectory import Buffer, Recording
 
 log = logging.getLogger(__name__)
@@ -198,6 +195,5 @@ def _packed(groups: Sequence[Group]) -> WorkerPacked:
 def figures_of(loaded: RolloutParts) -> Figures:
     """Return the statistics of this process."""
     environment = loaded.environment
-    counts = environment.counts if isinstance(environment, WithTools) else {}
     scoring = {name: stage.stats() for name, stage in stages(loaded.scorer).items()}
-    return Figures(scoring, {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})
+    return Figures(scoring, environment.counts if isinstance(environment, WithTools) else {})

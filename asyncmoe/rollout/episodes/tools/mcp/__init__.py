@@ -23,6 +23,7 @@ from asyncmoe import installed
 from asyncmoe.config.loading import section
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.async_tasks import begun
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, TIMEOUT, ToolError, variable
 
@@ -98,9 +99,7 @@ class McpTools:
         finally:
             self._current.reset(token)
             # The episode does not wait for processes to end; `close` does, and the sessions' place is free only then.
-            ending = asyncio.create_task(episode.close())
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            begun(episode.close(), self._ending)
 
     async def close(self) -> None:
         """Wait until every session has ended."""

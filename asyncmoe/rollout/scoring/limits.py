@@ -18,8 +18,7 @@ from random import Random
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.parse_score import Read
-from asyncmoe.rollout.scoring.raised import ScorerRaised
-from asyncmoe.rollout.scoring.types import PASSING, TIMEOUT, UNAVAILABLE, Judge, Later, Sample, Score
+from asyncmoe.rollout.scoring.types import PASSING, TIMEOUT, UNAVAILABLE, Judge, Later, Sample, Score, ScorerRaised
 from asyncmoe.telemetry.rollout_schema import Scoring
 
 log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,12 +12,12 @@ from typing import Any, cast
 from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, TrajectoryRejected, an
 from asyncmoe.plugins import takes
-from asyncmoe.rollout.scoring.raised import ScorerRaised, raised_by
-from asyncmoe.rollout.scoring.types import TIMEOUT, Sample, reason_of
+from asyncmoe.rollout.scoring.types import SHOWN, TIMEOUT, Sample, ScorerRaised, reason_of
 
 log = logging.getLogger(__name__)
 EXPECTED = "auto, exact, math_verify, none, http://host:port/path, package.module:function or package.module:Class"
 _CLOSE_S = 5.0
+_FRAMES, _TRACE_CHARS = 32, 8000
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ def find(target: str) -> Loaded:
     if not callable(found):
         raise ConfigError("scoring.scorer", got=f"{target}, {an(type(found).__name__)}", expected="a function or a class")
     return Loaded(target, found, inspect.iscoroutinefunction(found))
+
+
+def raised_by(error: BaseException, scorer: Callable[..., Any]) -> dict[str, str]:
+    """Describe an exception that a call of `scorer` raised, by the names of `ScorerRaised`'s arguments."""
+    trace = "".join(traceback.format_exception(error, limit=-_FRAMES))
+    at = plugins.raised_at(error) or plugins.place(scorer)
+    return {"at": at, "said": plugins.told(error)[:SHOWN], "trace": trace[:_TRACE_CHARS]}
 
 
 async def close(made: object | None) -> None:

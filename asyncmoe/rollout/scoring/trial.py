@@ -11,9 +11,8 @@ from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.rollout.scoring import mathematics
 from asyncmoe.rollout.scoring.loading import scorer_kind
-from asyncmoe.rollout.scoring.raised import ScorerRaised
 from asyncmoe.rollout.scoring.teacher import stages
-from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, Scorer
+from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, Scorer, ScorerRaised
 from asyncmoe.rollout.tasks import Example, HasGolds, Tasks
 
 log = logging.getLogger(__name__)

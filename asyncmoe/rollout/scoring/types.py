@@ -30,6 +30,22 @@ class Later(TrajectoryRejected):
         super().__init__(UNAVAILABLE, detail)
 
 
+class ScorerRaised(TrajectoryRejected):
+    """A user's scorer raised.
+
+    Attributes:
+        at: "FILE:LINE" that raised it; where the scorer is defined, if it could not be called.
+        trace: the traceback.
+
+    Args:
+        said: type and message.
+    """
+
+    def __init__(self, reason: str, at: str, said: str, trace: str) -> None:
+        self.at, self.trace = at, trace
+        super().__init__(reason, f"{said} ({at})")
+
+
 @dataclass(frozen=True)
 class Sample:
     """One agent's part in an episode; T tokens.

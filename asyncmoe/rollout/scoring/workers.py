@@ -12,8 +12,7 @@ from asyncmoe.rollout.async_tasks import begun, cancelled
 from asyncmoe.rollout.processes import Broken, Processes
 from asyncmoe.rollout.scoring import plugin
 from asyncmoe.rollout.scoring.plain_answer import plain
-from asyncmoe.rollout.scoring.raised import ScorerRaised, raised_by
-from asyncmoe.rollout.scoring.types import ERROR, GARBAGE, SHOWN, TIMEOUT, Sample, reason_of
+from asyncmoe.rollout.scoring.types import ERROR, GARBAGE, SHOWN, TIMEOUT, Sample, ScorerRaised, reason_of
 
 
 class InWorkers:
@@ -79,7 +78,7 @@ def serve(target: str, options: Mapping[str, object]) -> Iterator[Callable[[Mapp
         except TrajectoryRejected as rejected:
             return {"failed": rejected.reason, "detail": str(rejected).removeprefix(f"{rejected.reason}: ")[:SHOWN]}
         except BaseException as error:  # noqa: BLE001  the controller receives every error of user code
-            return {"failed": reason_of(error), "raised": raised_by(error, found.function)}
+            return {"failed": reason_of(error), "raised": plugin.raised_by(error, found.function)}
 
     yield answer
     asyncio.run(plugin.close(made))

@@ -14,7 +14,7 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes.listening import wrong_stop
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message, PolicyRequest
 from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, for_template, in_order, wrong
-from asyncmoe.rollout.episodes.tools import strict_json
+from asyncmoe.rollout.episodes.tools.tool import read_json
 
 _CACHE = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
 _NO_MATTER = ("user", "metadata", "client_metadata", "store", "safety_identifier", "service_tier", "prediction", *_CACHE)
@@ -114,7 +114,7 @@ class Fields:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        fields = strict_json.read(body)
+        fields = read_json(body)
     except ValueError as error:
         raise RequestRefused(400, f"the body is not valid JSON: {str(error)[:200]}") from error
     if not isinstance(fields, dict):

@@ -37,6 +37,7 @@ class RolloutParts(Tasks):
 
     scorer: Scorer
     environment: Environment
+    teacher: Scorer | None = None
 
     async def check(self, config: Config) -> None:
         """Try the parts before engines start; see `asyncmoe.rollout.scoring.trial.before_engines`.
@@ -44,12 +45,13 @@ class RolloutParts(Tasks):
         Raises:
             UserError: one of them is unusable.
         """
-        await trial.before_engines(config, self, self.scorer)
+        await trial.before_engines(config, self, self.scorer, self.teacher)
 
     async def close(self) -> None:
-        """Close the scorer and the environment."""
+        """Close the scorer, the teacher and the environment."""
+        scoring = (one.close() for one in (self.scorer, self.teacher) if one is not None)
         # Tools may have servers to end.
-        await asyncio.gather(self.scorer.close(), close_own(self.environment, "the environment", seconds=60.0))
+        await asyncio.gather(*scoring, close_own(self.environment, "the environment", seconds=60.0))
 
 
 class _Unawaited(ThreadPoolExecutor):
@@ -112,7 +114,8 @@ def load(config: Config) -> RolloutParts:
     asked = questions(config)
     environment = environments.load(config, asked.tokenizer)
     scorer = loading.load(config.scoring, config.task, asked.tokenizer.decode, config.run.seed)
-    return RolloutParts(asked.tokenizer, asked.training, asked.sets, scorer, environment)
+    teacher = loading.load_teacher(config.scoring, config.run.seed)
+    return RolloutParts(asked.tokenizer, asked.training, asked.sets, scorer, environment, teacher)
 
 
 async def load_and_check(config: Config) -> None:
@@ -163,6 +166,7 @@ def context_of(config: Config, parts: RolloutParts, pool: Pool, recording: Recor
         config.environment.timeout_s,
         rollout.interruption,
         config.run.seed,
+        teacher=parts.teacher,
     )
 
 

@@ -29,7 +29,6 @@ from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import FIRST, EpisodeId, PlaceInTree, Turn, assemble, sampled, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer
-from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Trajectory
@@ -51,6 +50,7 @@ class RolloutContext:
         turns: keeps the engines' answers for episodes that begin again after a restart; None: nobody does.
         piece: maximum number of tokens of a request; 0: no limit.
         ahead: the episodes' first requests go before those of other episodes, as later ones always do.
+        teacher: supplies `Score.teacher` of every path; None: there is none.
     """
 
     pool: Pool
@@ -67,6 +67,7 @@ class RolloutContext:
     turns: Turns | None = None
     piece: int = 0
     ahead: bool = False
+    teacher: Scorer | None = None
 
 
 async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
@@ -99,7 +100,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     if not agents:
         raise TrajectoryRejected("empty_response", f"{place.key()}: no agent responded")
     generated = time.perf_counter()
-    worth = await _worth(given, agents, prompt, stage.scorer, stage.sampling.recording.rewards)
+    worth = await _worth(stage, given, agents, prompt)
     seconds = {"generate": generated - begin, "score": time.perf_counter() - generated}
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
@@ -147,31 +148,28 @@ def _credits(path: Agent, agents: Iterable[Agent]) -> dict[int, float]:
     return found | path.credits
 
 
-async def _worth(given: list[float] | None, agents: list[Agent], prompt: Prompt, scorer: Scorer, steps: bool) -> list[Score]:
-    """Return one score per path. A teacher is queried even if the environment provides the rewards.
+async def _worth(stage: RolloutContext, given: list[float] | None, agents: list[Agent], prompt: Prompt) -> list[Score]:
+    """Return one score per path. A teacher is asked even if the environment provides the rewards.
 
     Args:
         given: the environment's rewards, one per path; None: the scorer decides.
-        steps: the scorer scores steps, so that it must see every path.
     """
+    last = {agent.number: agent for agent in sorted(agents, key=lambda agent: agent.spoke_last)}
+    steps = stage.sampling.recording.rewards  # of which the scorer must see every path
+    scored = [agent for agent in agents if given is None and (steps or agent is last[agent.number])]
+    asked = [stage.scorer.score(_sample(agent, prompt)) for agent in scored]
+    if stage.teacher is not None:
+        asked += [stage.teacher.score(_sample(agent, prompt)) for agent in agents]
+    answers = await together(asked)
     if given is None:
-        last = {agent.number: agent for agent in sorted(agents, key=lambda agent: agent.spoke_last)}
-        every = steps or isinstance(scorer, Taught)
-        asked = [agent for agent in agents if every or agent is last[agent.number]]
-        scores = await together([scorer.score(_sample(agent, prompt)) for agent in asked])
-        found = {agent.name: score for agent, score in zip(asked, scores, strict=True)}
+        found = dict(zip((agent.name for agent in scored), answers, strict=False))
         # A tree is worth what its last response is worth: that is where the conversation ended.
-        worth = [found[last[agent.number].name] for agent in agents]
-        return [_as(found.get(agent.name), one) for agent, one in zip(agents, worth, strict=True)]
-    if isinstance(scorer, Taught):
-        taught = await together([scorer.teach(_sample(agent, prompt)) for agent in agents])
-        return [Score(reward, teacher=teacher) for reward, teacher in zip(given, taught, strict=True)]
-    return [Score(reward) for reward in given]
-
-
-def _as(own: Score | None, tree: Score) -> Score:
-    """Return a path's own score with the reward of its tree."""
-    return own if own is tree else replace(own or Score(0.0), reward=tree.reward, why=tree.why)
+        trees = [(agent.name, found[last[agent.number].name]) for agent in agents]
+        scores = [replace(found.get(name, Score(0.0)), reward=tree.reward, why=tree.why) for name, tree in trees]
+    else:
+        scores = [Score(reward) for reward in given]
+    teachers = [one.teacher for one in answers[len(scored) :]] or [None] * len(agents)
+    return [replace(score, teacher=teacher) for score, teacher in zip(scores, teachers, strict=True)]
 
 
 def _sample(agent: Agent, prompt: Prompt) -> Sample:

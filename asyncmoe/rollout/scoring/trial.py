@@ -10,8 +10,8 @@ from itertools import islice
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.rollout.scoring import mathematics
+from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.loading import scorer_kind
-from asyncmoe.rollout.scoring.teacher import stages
 from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, Scorer, ScorerRaised
 from asyncmoe.rollout.tasks import Example, HasGolds, Tasks
 
@@ -23,7 +23,7 @@ _CHECKED = 2000
 _SHOWN_CHARS = 60
 
 
-async def before_engines(config: Config, tasks: Tasks, scorer: Scorer) -> None:
+async def before_engines(config: Config, tasks: Tasks, scorer: Scorer, teacher: Scorer | None) -> None:
     """Check the reference answers, and try the scorer and the teacher with the first prompt.
 
     An environment of the user's own may give the rewards itself; then `scoring.scorer: auto` is not checked.
@@ -52,9 +52,9 @@ async def before_engines(config: Config, tasks: Tasks, scorer: Scorer) -> None:
     response = tokenizer.encode(prompt.answer) or (tokenizer.eos,)
     sampled = (False,) * len(prompt.tokens) + (True,) * len(response)
     sample = Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled, columns=prompt.columns)
-    for name, stage in stages(scorer).items():
+    for name, stage in (("scorer", scorer), ("teacher", teacher)):
         try:
-            if asked or name == "teacher":
+            if isinstance(stage, LimitedScorer) and (asked or name == "teacher"):
                 await stage.attempt(sample)
         except TrajectoryRejected as rejected:
             raise _refused(name, kind, rejected) from rejected

@@ -18,7 +18,7 @@ from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import cleaned, to_bytes
-from asyncmoe.rollout.scoring.teacher import stages
+from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.tasks.types import from_bytes
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
 from asyncmoe.rollout.workers.worker import Worker, worker_of
@@ -194,6 +194,6 @@ def _packed(groups: Sequence[Group]) -> WorkerPacked:
 
 def figures_of(loaded: RolloutParts) -> Figures:
     """Return the statistics of this process."""
-    environment = loaded.environment
-    scoring = {name: stage.stats() for name, stage in stages(loaded.scorer).items()}
+    environment, stages = loaded.environment, {"scorer": loaded.scorer, "teacher": loaded.teacher}
+    scoring = {name: stage.stats() for name, stage in stages.items() if isinstance(stage, LimitedScorer)}
     return Figures(scoring, environment.counts if isinstance(environment, WithTools) else {})

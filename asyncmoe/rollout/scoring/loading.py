@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from functools import partial
 
@@ -77,7 +78,7 @@ def _judge(section: ScoringSection, kind: str) -> Judge:
             expected=f"none, because {target} is a function",
             hint="omit them, or write a class that accepts them",
         )
-    if found.awaits:
+    if inspect.iscoroutinefunction(found.function):
         ask, made = found.ask(section.options)
         return plugin.AsyncScorer(ask, found.function, made, section.timeout_s)
     return InWorkers(target, section.options, found.is_class, section.timeout_s, section.concurrency or _WORKERS)

@@ -22,20 +22,12 @@ _FRAMES, _TRACE_CHARS = 32, 8000
 
 @dataclass(frozen=True)
 class Loaded:
-    """A user's function or class. `awaits`: the function, or the `score` method of the class, is a coroutine function."""
+    """A user's function or class. `function`: it itself, or the class's method `score`."""
 
     target: str
     found: Callable[..., Any]
-    awaits: bool
-
-    @property
-    def is_class(self) -> bool:
-        return inspect.isclass(self.found)
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The function itself, or the class's method `score`."""
-        return cast(Any, self.found).score if inspect.isclass(self.found) else self.found
+    function: Callable[..., Any]
+    is_class: bool
 
     def ask(self, options: Mapping[str, object]) -> tuple[Callable[[Sample], object], object | None]:
         """Return the function to call with a sample, and the instance behind it, if any. Raises ConfigError if it cannot be made."""
@@ -54,14 +46,12 @@ def find(target: str) -> Loaded:
         ConfigError: the target cannot be imported, is not callable, or is a class without a method `score`.
     """
     found = plugins.load(target, "scoring.scorer", forms=EXPECTED, wanted="a function or class that can be imported")
-    if inspect.isclass(found):
-        method = getattr(found, "score", None)
-        if not callable(method):
-            raise ConfigError("scoring.scorer", got=f"{target}, a class without a method score", expected="a class with score(sample)")
-        return Loaded(target, found, inspect.iscoroutinefunction(method))
-    if not callable(found):
-        raise ConfigError("scoring.scorer", got=f"{target}, {an(type(found).__name__)}", expected="a function or a class")
-    return Loaded(target, found, inspect.iscoroutinefunction(found))
+    is_class = inspect.isclass(found)
+    function = getattr(found, "score", None) if is_class else found
+    if not callable(function):
+        got = "a class without a method score" if is_class else an(type(found).__name__)
+        raise ConfigError("scoring.scorer", got=f"{target}, {got}", expected="a function, or a class with score(sample)")
+    return Loaded(target, found, function, is_class)
 
 
 def raised_by(error: BaseException, scorer: Callable[..., Any]) -> dict[str, str]:

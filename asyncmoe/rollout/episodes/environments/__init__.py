@@ -61,8 +61,7 @@ def _own(target: str, options: dict[str, object]) -> Environment:
     """Construct `package.module:Class` with keyword arguments."""
     forms = "single_turn, tools, openai or package.module:Class"
     found = plugins.load(target, "environment.kind", forms=forms, wanted="a class that can be imported")
-    made = plugins.make(found, target, options, "environment.kind", "a class that can be made with environment.options")
+    made: Environment = plugins.make(found, target, options, "environment.kind", "a class that can be made with environment.options")
     if not inspect.iscoroutinefunction(getattr(made, "run", None)):
         raise ConfigError("environment.kind", got=f"{target}, which has no `async def run(self, episode)`", expected="an environment")
-    environment: Environment = made
-    return environment
+    return made

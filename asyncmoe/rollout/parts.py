@@ -39,14 +39,6 @@ class RolloutParts(Tasks):
     environment: Environment
     teacher: Scorer | None = None
 
-    async def check(self, config: Config) -> None:
-        """Try the parts before engines start; see `asyncmoe.rollout.scoring.trial.before_engines`.
-
-        Raises:
-            UserError: one of them is unusable.
-        """
-        await trial.before_engines(config, self, self.scorer, self.teacher)
-
     async def close(self) -> None:
         """Close the scorer, the teacher and the environment."""
         scoring = (one.close() for one in (self.scorer, self.teacher) if one is not None)
@@ -126,7 +118,7 @@ async def load_and_check(config: Config) -> None:
     """
     parts = load(config)
     try:
-        await parts.check(config)
+        await trial.before_engines(config, parts)
     finally:
         await parts.close()
 

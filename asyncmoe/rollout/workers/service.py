@@ -18,6 +18,7 @@ from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import cleaned, to_bytes
+from asyncmoe.rollout.scoring import trial
 from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.tasks.types import from_bytes
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
@@ -145,7 +146,7 @@ class WorkerService:
         if isinstance(loaded, UserError):
             raise loaded
         if request.first:
-            await loaded.check(config)
+            await trial.before_engines(config, loaded)
         opened = config.log, config.run.dir, request.log, self._number, request.under_way
         self._kept = kept = await asyncio.to_thread(WorkerLog.open, *opened)  # reads all that was recorded
         self._worker = worker_of(config, loaded, self.pool, self._recording, self._number, kept)

@@ -16,8 +16,6 @@ from asyncmoe.log.turns import EpisodeId, Turns
 _FORM = 3
 """Of a recorded answer; those of another form are asked for again."""
 _DIGEST_BYTES = 16
-
-
 _Recorded = tuple[int, bytes, bytes, tuple[VersionSpan, ...], str, int, bytes | None, tuple[bytes, bytes] | None]
 """A `PooledGeneration`: its salt, then the fields of the generation, where arrays are little-endian bytes."""
 

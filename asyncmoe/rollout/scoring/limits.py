@@ -94,10 +94,14 @@ class LimitedScorer:
             TrajectoryRejected: as `Scorer.score`.
         """
         try:
-            return self._read(await self._judge.call(sample), sample)
+            answer = await self._judge.call(sample)
         except ScorerRaised as error:
             self._log(error)
             raise
+        if self._unreachable:
+            self._unreachable = False
+            log.info("%s answers again", self.name)
+        return self._read(answer, sample)
 
     async def close(self) -> None:
         """See `Scorer`."""
@@ -123,10 +127,8 @@ class LimitedScorer:
     async def _attempts(self, sample: Sample, progress: _Progress, deadline: float) -> Score:
         for attempt in count():
             try:
-                return self._read(await self._call(sample, progress), sample)
+                return await self._in_slot(sample, progress)
             except TrajectoryRejected as rejected:
-                if isinstance(rejected, ScorerRaised):
-                    self._log(rejected)
                 delay = backoff(attempt, self._random.random())
                 delay = max(delay, rejected.after_s) if isinstance(rejected, Later) else delay
                 if not self._again(rejected.reason, attempt) or _now() + delay >= deadline:
@@ -142,19 +144,15 @@ class LimitedScorer:
     def _again(self, reason: str, attempt: int) -> bool:
         return reason in PASSING and (attempt < self._retries or (reason == UNAVAILABLE and self._retries > 0))
 
-    async def _call(self, sample: Sample, progress: _Progress) -> object:
+    async def _in_slot(self, sample: Sample, progress: _Progress) -> Score:
         async with self._slots:
             progress.calling, begin = True, _now()
             self._in_flight += 1
             try:
-                answer = await self._judge.call(sample)
+                return await self.attempt(sample)
             finally:
                 self._in_flight -= 1
                 progress.called += _now() - begin
-        if self._unreachable:
-            self._unreachable = False
-            log.info("%s answers again", self.name)
-        return answer
 
     def _log(self, raised: ScorerRaised) -> None:
         """Log what the user's scorer raised, once for each place."""

@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -79,7 +79,7 @@ def guarded(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
         nonlocal late
         if active:
-            late = late or place_in([(code.co_filename, line) for code, line in _frames(frame)]) or "no line of its own"
+            late = late or place_in(traceback.walk_stack(frame)) or "no line of its own"
             raise _TooLong
 
     limited = threading.current_thread() is threading.main_thread()
@@ -246,7 +246,7 @@ def raised_at(error: BaseException) -> str:
     """Return the user's line that raised an exception or called what raised it, as "FILE:LINE"; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename is not None and Path(error.filename).is_file():
         return f"{short(error.filename)}:{error.lineno}"
-    return place_in([(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))])
+    return place_in(reversed([*traceback.walk_tb(error.__traceback__)]))
 
 
 def told_at(error: BaseException) -> str:
@@ -254,15 +254,9 @@ def told_at(error: BaseException) -> str:
     return " at ".join(filter(None, (told(error), raised_at(error))))
 
 
-def _frames(frame: FrameType | None) -> Iterator[tuple[Any, int]]:
-    """Yield code and line of a frame and its callers."""
-    while frame is not None:
-        yield frame.f_code, frame.f_lineno
-        frame = frame.f_back
-
-
-def place_in(lines: Sequence[tuple[str, int]]) -> str:
-    """Return the first line, each (file, number), that is the user's: of no library, else of an installed package; "" if there is none."""
+def place_in(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the first line, each (frame, number), that is the user's: of no library, else of an installed package; "" if there is none."""
+    lines = [(frame.f_code.co_filename, number) for frame, number in frames]
     own = (one for one in lines if not one[0].startswith(("<", *_LIBRARIES)))
     installed = (one for one in lines if one[0].startswith(_INSTALLED))
     return next((f"{short(file)}:{line}" for file, line in (*own, *installed)), "")

@@ -7,7 +7,7 @@ from pathlib import Path
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tasks.encode import Encoder
 from asyncmoe.rollout.tasks.jsonl import read
-from asyncmoe.rollout.tasks.order import DrawnTask, ListedTask
+from asyncmoe.rollout.tasks.order import DrawnTask, ListedTask, TaskPart
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 
@@ -17,4 +17,4 @@ def arithmetic(tokenizer: Tokenizer, operations: tuple[str, ...], difficulty: in
 
 def jsonl(tokenizer: Tokenizer, path: Path, *, chat_template: bool, seed: int, system: str | None = None) -> ListedTask:
     encoder = Encoder(tokenizer, chat=chat_template, system=system, ending="\n")
-    return ListedTask(read(path), encoder, seed, f"task.path {path}")
+    return ListedTask(TaskPart(read(path), f"task.path {path}"), encoder, seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from asyncmoe.engines.succession import Succession
 from asyncmoe.errors import AsyncmoeError, EngineError, Interrupted, ProtocolError
 from asyncmoe.process import freeze, keep_files, named
 from asyncmoe.rollout import parts
+from asyncmoe.rollout.async_tasks import cancelled
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rollout.evaluation import Evaluator
 from asyncmoe.rollout.producer import Producer, demonstrate
@@ -82,7 +83,7 @@ async def _serve(config: Config, run_dir: Path, asked: Tasks, run_log: RunLog) -
     recorder = Recorder(run_dir)
     succession = Succession(run_dir) if config.survives_controller else None  # after the log, which refuses a second controller
     try:
-        if succession is not None and run_log.is_new:
+        if succession is not None and run_log.queue_log.state.first is None:  # no queue has used this log
             succession.forget()  # the engines' version is of steps that nothing knows any more
         controller = Controller(config, recorder, asked, run_log, succession)
         host, port = address.reachable(config.cluster.network), config.cluster.port
@@ -202,7 +203,7 @@ class Controller:
     def _check_turn(self, request: WeightsRequest) -> None:
         turns.check(request, self._pool.version, None if (queue := self._session.queue) is None else queue.trained_steps)
 
-    async def run(self, server: Server, started: WorkerProcesses | None = None) -> None:
+    async def run(self, server: Server, started: WorkerProcesses) -> None:
         """Run until the trainer's goodbye, a signal or a failure.
 
         Args:
@@ -215,10 +216,9 @@ class Controller:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._over.set)
         serving = asyncio.create_task(self._guard(server.serve()))
-        watch = () if started is None else (started.watch(self._fleet.lost),)
         work = (
             self._fleet.run(),
-            *watch,
+            started.watch(self._fleet.lost),
             *self._lifecycle.parts(),
             self._evaluator.run(),
             self._demonstrate(),
@@ -227,7 +227,7 @@ class Controller:
         )
         working = [asyncio.create_task(self._guard(part)) for part in work]
         await self._over.wait()
-        await _cancel(working)
+        await cancelled(working)
         self._write_record()
         if self._session.samples is not None:
             self._session.samples.close()
@@ -235,7 +235,7 @@ class Controller:
         order = EngineOrder(finished=not why, why=why)
         await self._fleet.close()
         await asyncio.gather(asyncio.sleep(_LAST_WORDS_S), self._lifecycle.membership.end(order))
-        await _cancel([serving])
+        await cancelled([serving])
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
         if self._failure is not None:
@@ -291,7 +291,7 @@ class Controller:
             if producing.done():
                 producing.result()
         finally:
-            await _cancel([producing, trained])
+            await cancelled([producing, trained])
 
     async def _evaluated(self, asked: Evaluations) -> Evaluated:
         known = self._evaluator.known(asked.version)
@@ -350,9 +350,3 @@ class Controller:
             log.info("asking the trainer to save and stop")
             queue.stop()
             self._coordinator.stop()
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -23,10 +23,9 @@ from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.turns import EpisodeId
+from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.producer import Workers
-from asyncmoe.rollout.scoring.gather_or_cancel import together
-from asyncmoe.rollout.scoring.teacher import untaught
 from asyncmoe.rollout.tasks import EvaluationQuestions
 from asyncmoe.rollout.tasks.order import EVALUATION as STREAM
 from asyncmoe.rpc.worker_messages import LOST, Made
@@ -147,7 +146,7 @@ def stage_of(training: RolloutContext, name: str, section: EvaluationSet) -> Rol
     """Return what an evaluation set's episodes run with."""
     return replace(
         training,
-        scorer=untaught(training.scorer),
+        teacher=None,
         sampling=sampling(section, training.sampling),
         # A stream of its own: places of two sets must not share conversations or random draws.
         stream=f"{STREAM} {name}".strip(),

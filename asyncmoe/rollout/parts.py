@@ -37,19 +37,13 @@ class RolloutParts(Tasks):
 
     scorer: Scorer
     environment: Environment
-
-    async def check(self, config: Config) -> None:
-        """Try the parts before engines start; see `asyncmoe.rollout.scoring.trial.before_engines`.
-
-        Raises:
-            UserError: one of them is unusable.
-        """
-        await trial.before_engines(config, self, self.scorer)
+    teacher: Scorer | None = None
 
     async def close(self) -> None:
-        """Close the scorer and the environment."""
+        """Close the scorer, the teacher and the environment."""
+        scoring = (one.close() for one in (self.scorer, self.teacher) if one is not None)
         # Tools may have servers to end.
-        await asyncio.gather(self.scorer.close(), close_own(self.environment, "the environment", seconds=60.0))
+        await asyncio.gather(*scoring, close_own(self.environment, "the environment", seconds=60.0))
 
 
 class _Unawaited(ThreadPoolExecutor):
@@ -112,7 +106,8 @@ def load(config: Config) -> RolloutParts:
     asked = questions(config)
     environment = environments.load(config, asked.tokenizer)
     scorer = loading.load(config.scoring, config.task, asked.tokenizer.decode, config.run.seed)
-    return RolloutParts(asked.tokenizer, asked.training, asked.sets, scorer, environment)
+    teacher = loading.load_teacher(config.scoring, config.run.seed)
+    return RolloutParts(asked.tokenizer, asked.training, asked.sets, scorer, environment, teacher)
 
 
 async def load_and_check(config: Config) -> None:
@@ -123,7 +118,7 @@ async def load_and_check(config: Config) -> None:
     """
     parts = load(config)
     try:
-        await parts.check(config)
+        await trial.before_engines(config, parts)
     finally:
         await parts.close()
 
@@ -152,18 +147,19 @@ def context_of(config: Config, parts: RolloutParts, pool: Pool, recording: Recor
         tokenizer,
         parts.scorer,
         parts.environment,
-        environments.bounds(config),
+        environments.bounds(config, tokenizer),
         config.environment.timeout_s,
         rollout.interruption,
         config.run.seed,
+        teacher=parts.teacher,
     )
 
 
 def demonstrations_of(config: Config, parts: RolloutParts) -> Demonstrations:
     """Return the demonstrations of the warm-up."""
-    bounds, environment, teaching = environments.bounds(config), parts.environment, None
+    bounds, environment, teaching = environments.bounds(config, parts.tokenizer), parts.environment, None
     if isinstance(environment, Demonstrator):
         # The teacher plays an episode of any size: `Demonstrations` measures it, and replaces a question that is too long.
         free = replace(bounds, tokens=sys.maxsize)
-        teaching = Teaching(environment, environment, parts.tokenizer, parts.tokenizer.eos, free, config.run.seed)
+        teaching = Teaching(environment, parts.tokenizer, free, config.run.seed)
     return Demonstrations(parts.training, teaching, config.warmup.steps * config.warmup.batch, bounds.tokens)

@@ -21,8 +21,8 @@ from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.records import Start
 from asyncmoe.queue.rejections import Rejections
+from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.samples import Samples
-from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tasks import Prompt, Task
 from asyncmoe.rpc.worker_messages import Made
 from asyncmoe.telemetry.samples.records import Fate

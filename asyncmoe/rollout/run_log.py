@@ -99,11 +99,6 @@ class RunLog:
         """Return what a rollout worker must know of the log that joins now."""
         return WorkerBegin(self._run, self.queue_log.state.under_way)
 
-    @property
-    def is_new(self) -> bool:
-        """Whether no queue has used the log before."""
-        return self.queue_log.state.first is None
-
     async def resume(self, step: int) -> Resumption:
         """Return what the queue of a trainer that has taken `step` steps goes on with.
 

@@ -87,7 +87,6 @@ def from_bytes(sent: bytes) -> SampledEpisode:
 def _path(place: EpisodeId, agent: Agent, made: Trajectory | None, failure: str) -> SampledPath:
     turns, forked = agent.turns, 0 if made is None else made.forked
     own = [turn for turn, end in zip(turns, accumulate(map(len, turns)), strict=True) if end > forked]
-    tokens = [token for turn in turns for token in (*turn.given, *turn.generation.tokens.tolist())] + list(agent.unanswered)
     prompt = turns[0].given if turns else ()
     logprobs = np.concatenate([turn.generation.logprobs for turn in own]) if own else np.zeros(0, np.float32)
     roles = _roles(turns, len(turns) - len(own), len(agent.unanswered))
@@ -98,7 +97,7 @@ def _path(place: EpisodeId, agent: Agent, made: Trajectory | None, failure: str)
         branch=agent.branch,
         attempt=place.attempt,
         name=cleaned(str(agent.name)[:SHOWN]),
-        rest=Stretch(tokens=tokens[len(prompt) :]),
+        rest=Stretch(tokens=list(agent.tokens[len(prompt) :])),
         roles=roles,
         logprobs=records.rounded(logprobs),
         versions=_versions(own),

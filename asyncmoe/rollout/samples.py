@@ -42,7 +42,7 @@ class Samples:
 
     def noted(self, place: EpisodeId, left: SampledEpisode) -> None:
         """Take what a worker noted of an episode that has ended."""
-        if self._file.is_open and self._choice.takes(place.group):
+        if self._file.is_open:
             self._ended[place] = left
 
     async def write(
@@ -55,8 +55,6 @@ class Samples:
             version: weight version that the engines serve.
             reason, detail: why it was dropped or rejected.
         """
-        if not self._choice.takes(group):
-            return
         found = [self._ended.pop(place, None) for place in places]
         if not (paths := [path for left in found for path in left or ()]):
             return

@@ -23,16 +23,12 @@ from asyncmoe.rollout.episodes.tools.mcp import McpTools
 from asyncmoe.rollout.episodes.tools.runner import Runner
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 from asyncmoe.rollout.tokenizer import Tokenizer
-from tests.unit import test_environment_tools as episodes
 from tests.unit.test_environment_tools import parts
 from tests.unit.test_environment_tools import play as play_episode
 
 pytest.importorskip("mcp", reason="make test-integrations ONLY=mcp installs mcp")
 ROGUE = str(Path(__file__).with_name("rogue_mcp.py"))
 BIN = Path(sys.executable).parent
-
-
-tokenizer = episodes.tokenizer
 
 
 def rogue(*arguments: str, **keys: Any) -> dict[str, McpServer]:
@@ -252,13 +248,13 @@ def test_names_and_choices(tmp_path: Path) -> None:
         McpTools(both, 1)
 
 
-def test_an_episode_asks_a_server_and_a_server_that_dies_rejects_it(tokenizer: Tokenizer) -> None:
+def test_an_episode_asks_a_server_and_a_server_that_dies_rejects_it(known: Tokenizer) -> None:
     calls = [f'<tool_call>{{"name": "act", "arguments": {{"how": "{how}"}}}}</tool_call>' for how in ("fine", "fail", "die")]
-    made = play_episode(WithTools((), "hermes", chat=False, mcp=rogue()), tokenizer, calls[0], calls[1] * 2, "42")
-    assert [text for sampled, text in parts(made, tokenizer) if not sampled] == ["6*7=", "fine\n", "it failed\nit failed\n"]
+    made = play_episode(WithTools((), "hermes", chat=False, mcp=rogue()), known, calls[0], calls[1] * 2, "42")
+    assert [text for sampled, text in parts(made, known) if not sampled] == ["6*7=", "fine\n", "it failed\nit failed\n"]
     environment = WithTools(("calculator",), "hermes", chat=False, mcp=rogue())
     with pytest.raises(TrajectoryRejected, match=r"tool_crash: error: the MCP server rogue .*it said: out of luck"):
-        play_episode(environment, tokenizer, calls[0] + calls[2])
+        play_episode(environment, known, calls[0] + calls[2])
     assert dict(environment.counts["act"].failures) == {"tool_crash": 1}
     assert list(environment.counts) == ["calculator", "act", "count"]
 

@@ -38,7 +38,7 @@ class Rows:
 
     def demonstration(self, index: int) -> Demonstration:
         prompt = self.prompt(index, "demonstration")
-        return Demonstration((*prompt.tokens, 1), (*(False for _ in prompt.tokens), True), prompt.where)
+        return Demonstration(prompt.tokens, (1,), prompt.where)
 
 
 class Answers:
@@ -60,7 +60,7 @@ class Answers:
 
 
 def teaching(known: Tokenizer, environment: Answers) -> Teaching:
-    return Teaching(environment, environment, known, known.eos, Bounds(), seed=0)
+    return Teaching(environment, known, Bounds(), seed=0)
 
 
 def rows_of(made: Sequence[Sequence[Trajectory]]) -> list[int]:

@@ -128,7 +128,7 @@ def test_an_environment_plays_as_the_page_says(here: Path, tokenizer: Tokenizer)
         assert made.reward == float(reward)
         assert tokenizer.decode(made.tokens.tolist()) == text.strip("`")
         assert tokenizer.decode(made.tokens[made.loss_mask].tolist()) == "".join(texts)
-    teaching = Teaching(environment, environment, tokenizer, tokenizer.eos, Bounds(), 0)
+    teaching = Teaching(environment, tokenizer, Bounds(), 0)
     shown = [asyncio.run(teaching.episode(i, Prompt(QUESTION, tokenizer.encode(QUESTION), ANSWER)))[0] for i in range(20)]
     said = [tokenizer.decode(one.tokens[one.loss_mask].tolist()) for one in shown]
     assert all(text.endswith(ANSWER) for text in said)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from asyncmoe import plugins
+from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected
@@ -32,7 +33,7 @@ from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Scorer, plugin
 from asyncmoe.rollout.scoring.exact import Exact
-from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
+from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.parse_score import read
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -272,7 +273,7 @@ def test_chance_depends_on_the_seed_and_the_place_alone(known: Tokenizer) -> Non
 
 
 def test_a_teacher_goes_through_the_same_environment(known: Tokenizer) -> None:
-    teaching = Teaching(Draws(), Draws(), known, known.eos, BOUNDS, seed=3)
+    teaching = Teaching(Draws(), known, BOUNDS, seed=3)
     (shown,) = asyncio.run(teaching.episode(4, Prompt("", (), "")))
     said = shown.tokens[shown.loss_mask].tolist()
     assert said == [*known.encode("turn 0"), known.eos, *known.encode("turn 1"), known.eos]
@@ -351,8 +352,8 @@ def stage(kind: str, act: Any, known: Tokenizer) -> Any:
         await made.agent().respond()
         return await act()
 
-    judge, limits = plugin.AsyncScorer(act, act, None, LIMIT_S), ScoringLimits(4, 9.0, 0, 0.0)
-    scorer: Scorer = LimitedScorer("it", judge, partial(read, separator=None, decode=str), limits)
+    judge, section = plugin.AsyncScorer(act, act, None, LIMIT_S), ScoringSection(timeout_s=LIMIT_S, deadline_s=9.0, retries=0)
+    scorer: Scorer = LimitedScorer("it", judge, partial(read, separator=None, decode=str), 4, section)
     environment: Any = SingleTurn()
     match kind:
         case "environment":

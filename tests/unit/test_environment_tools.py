@@ -32,18 +32,13 @@ from tests.unit import openai_policy
 BOUNDS = Bounds(turns=4, tokens=512)
 
 
-@pytest.fixture
-def tokenizer(known: Tokenizer) -> Tokenizer:
-    return known
-
-
 class Scripted:
     """A pool whose engines say one line after the other, each with the end of the sequence."""
 
     lost_tokens = recomputed_tokens = 0
 
-    def __init__(self, tokenizer: Tokenizer, *lines: str) -> None:
-        self.lines = [(*tokenizer.encode(line), tokenizer.eos) for line in lines]
+    def __init__(self, known: Tokenizer, *lines: str) -> None:
+        self.lines = [(*known.encode(line), known.eos) for line in lines]
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
         raise AssertionError("no parser of the engine is asked")
@@ -54,13 +49,13 @@ class Scripted:
 
 
 def play(
-    environment: WithTools, tokenizer: Tokenizer, *lines: str, pool: Scripted | None = None, prompt: Prompt | None = None
+    environment: WithTools, known: Tokenizer, *lines: str, pool: Scripted | None = None, prompt: Prompt | None = None
 ) -> Trajectory:
     async def run() -> Trajectory:
-        engines: Any = pool or Scripted(tokenizer, *lines)
-        stage = RolloutContext(engines, Sampling(1.0, 64, (tokenizer.eos,)), tokenizer, Exact(), environment, BOUNDS)
+        engines: Any = pool or Scripted(known, *lines)
+        stage = RolloutContext(engines, Sampling(1.0, 64, (known.eos,)), known, Exact(), environment, BOUNDS)
         try:
-            (made,) = await episode.run(stage, prompt or Prompt("6*7=", tokenizer.encode("6*7="), "42"), EpisodeId(0, 0, 0))
+            (made,) = await episode.run(stage, prompt or Prompt("6*7=", known.encode("6*7="), "42"), EpisodeId(0, 0, 0))
         finally:
             await environment.close()
         return made
@@ -68,14 +63,14 @@ def play(
     return asyncio.run(run())
 
 
-def parts(made: Trajectory, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
+def parts(made: Trajectory, known: Tokenizer) -> list[tuple[bool, str]]:
     """(sampled, text) of each stretch."""
     found: list[tuple[bool, list[int]]] = []
     for token, sampled in zip(made.tokens.tolist(), made.loss_mask.tolist(), strict=True):
         if not found or found[-1][0] != sampled:
             found.append((sampled, []))
         found[-1][1].append(token)
-    return [(sampled, tokenizer.decode(tokens)) for sampled, tokens in found]
+    return [(sampled, known.decode(tokens)) for sampled, tokens in found]
 
 
 @pytest.mark.parametrize(
@@ -87,28 +82,28 @@ def parts(made: Trajectory, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
         ("[abacus: 1]", "error: no tool named abacus; there are calculator\n"),
     ],
 )
-def test_tools_answer_between_two_turns(says: str, given: str, tokenizer: Tokenizer) -> None:
-    made = play(WithTools(("calculator",), "brackets", chat=False), tokenizer, says, "42")
-    assert parts(made, tokenizer) == [(False, "6*7="), (True, says), (False, given), (True, "42")]
+def test_tools_answer_between_two_turns(says: str, given: str, known: Tokenizer) -> None:
+    made = play(WithTools(("calculator",), "brackets", chat=False), known, says, "42")
+    assert parts(made, known) == [(False, "6*7="), (True, says), (False, given), (True, "42")]
     assert made.reward == 1.0
 
 
-def test_in_a_chat_an_observation_is_a_turn_of_the_template(tokenizer: Tokenizer) -> None:
+def test_in_a_chat_an_observation_is_a_turn_of_the_template(known: Tokenizer) -> None:
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
-    made = play(WithTools(("calculator",)), tokenizer, call, "42")
-    text = tokenizer.decode(made.tokens.tolist())
+    made = play(WithTools(("calculator",)), known, call, "42")
+    text = known.decode(made.tokens.tolist())
     # Special tokens leave no text.
     assert text == f"6*7={call}\ntool\n42\nassistant\n42"
-    assert len(made.tokens) == made.loss_mask.sum() + len("6*7=") + len(tokenizer.between(["42"]))
+    assert len(made.tokens) == made.loss_mask.sum() + len("6*7=") + len(known.between(["42"]))
 
 
 @pytest.mark.parametrize(
     ("says", "reason"), [("[flood]", "tool_flood"), ("[hang]", "tool_timeout"), ("[number]", "tool_crash"), ("[a]", "episode_too_long")]
 )
-def test_a_tool_that_misbehaves_or_a_policy_that_never_stops_calling_ends_the_episode(says: str, reason: str, tokenizer: Tokenizer) -> None:
+def test_a_tool_that_misbehaves_or_a_policy_that_never_stops_calling_ends_the_episode(says: str, reason: str, known: Tokenizer) -> None:
     options = {"shout_later": {"characters": 100, "timeout_s": 0.05}}
     with pytest.raises(TrajectoryRejected) as refused:
-        play(WithTools((f"{FUNCTIONS}:shout_later",), "brackets", chat=False, options=options), tokenizer, *[says] * (BOUNDS.turns + 1))
+        play(WithTools((f"{FUNCTIONS}:shout_later",), "brackets", chat=False, options=options), known, *[says] * (BOUNDS.turns + 1))
     assert refused.value.reason == reason
 
 
@@ -140,8 +135,8 @@ def test_the_template_describes_the_tools(known: Tokenizer, monkeypatch: pytest.
 class Parsing(Scripted):
     """Its engines' parser finds a call wherever a response says so, as it is told."""
 
-    def __init__(self, tokenizer: Tokenizer, found: Sequence[ParsedCall], *lines: str) -> None:
-        super().__init__(tokenizer, *lines)
+    def __init__(self, known: Tokenizer, found: Sequence[ParsedCall], *lines: str) -> None:
+        super().__init__(known, *lines)
         self.found, self.parsed = found, list[tuple[str, str, str]]()
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:

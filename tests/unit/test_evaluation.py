@@ -26,6 +26,7 @@ from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.rpc.worker_messages import Made
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.trajectory import NOTHING, Recording
+from tests.unit.test_queue import asynchronous
 
 WARMUP, STEPS = 10, 30
 
@@ -119,83 +120,73 @@ def test_every_second_version_from_the_end_of_the_warm_up_is_due() -> None:
     assert not any(due(v, WARMUP, 19, 0) for v in range(20))
 
 
-def test_the_same_questions_every_time_and_not_those_of_training(known: Tokenizer) -> None:
-    async def run() -> None:
-        setup = Setup(known)
-        first = await setup.evaluate(10)
-        asked, setup.engines.asked = setup.engines.asked, []
-        setup.engines.version = 12
-        second = await setup.evaluate(12)
-        await setup.stop()
-        assert sorted(asked) == sorted(setup.engines.asked)
-        assert len(asked) == 6 * 2
-        assert sorted(asked)[::2] != sorted(setup.task.prompt(group).text for group in range(6))
-        assert {request.prompt for request in setup.engines.requests} == {f"evaluation {group}" for group in range(6)}
-        assert all(request.continues for request in setup.engines.requests), "they go before those of training that wait"
-        assert [(e.version, e.version_min, e.version_max) for e in (first, second)] == [(10, 10, 10), (12, 12, 12)]
-        assert (second.questions, second.episodes, second.reward_mean, second.reward_stderr, second.failed) == (6, 12, 1.0, 0.0, {})
-        assert 2 <= (second.response_tokens_mean or 0) <= 3
-
-    asyncio.run(run())
+@asynchronous
+async def test_the_same_questions_every_time_and_not_those_of_training(known: Tokenizer) -> None:
+    setup = Setup(known)
+    first = await setup.evaluate(10)
+    asked, setup.engines.asked = setup.engines.asked, []
+    setup.engines.version = 12
+    second = await setup.evaluate(12)
+    await setup.stop()
+    assert sorted(asked) == sorted(setup.engines.asked)
+    assert len(asked) == 6 * 2
+    assert sorted(asked)[::2] != sorted(setup.task.prompt(group).text for group in range(6))
+    assert {request.prompt for request in setup.engines.requests} == {f"evaluation {group}" for group in range(6)}
+    assert all(request.continues for request in setup.engines.requests), "they go before those of training that wait"
+    assert [(e.version, e.version_min, e.version_max) for e in (first, second)] == [(10, 10, 10), (12, 12, 12)]
+    assert (second.questions, second.episodes, second.reward_mean, second.reward_stderr, second.failed) == (6, 12, 1.0, 0.0, {})
+    assert 2 <= (second.response_tokens_mean or 0) <= 3
 
 
 @pytest.mark.parametrize(("max_concurrent", "most"), [(2, 2), (5, 5), (None, 24 // 8)])
-def test_it_takes_no_more_places_than_it_may(known: Tokenizer, max_concurrent: int | None, most: int) -> None:
-    async def run() -> None:
-        setup = Setup(known, max_concurrent=max_concurrent)
-        await setup.evaluate(10)
-        await setup.stop()
-        assert setup.engines.most == most
-
-    asyncio.run(run())
+@asynchronous
+async def test_it_takes_no_more_places_than_it_may(known: Tokenizer, max_concurrent: int | None, most: int) -> None:
+    setup = Setup(known, max_concurrent=max_concurrent)
+    await setup.evaluate(10)
+    await setup.stop()
+    assert setup.engines.most == most
 
 
-def test_the_last_version_waits_for_the_one_before_it_and_the_end_for_both(known: Tokenizer) -> None:
-    async def run() -> None:
-        setup = Setup(known)
-        assert await setup.evaluator.ended(0.0)
-        setup.engines.go.clear()
-        for version in (10, 12, WARMUP + STEPS):
-            setup.evaluator.published(version)
-        assert not await setup.evaluator.ended(0.01)
-        setup.engines.version = 14
-        setup.engines.go.set()
-        setup.evaluator.published(WARMUP + STEPS)  # by a trainer that was lost and came again
-        assert await setup.evaluator.ended(5.0)
-        await setup.stop()
-        assert [(e.version, e.version_max, e.skipped) for e in setup.found] == [(10, 14, 1), (WARMUP + STEPS, 14, 1)]
-
-    asyncio.run(run())
+@asynchronous
+async def test_the_last_version_waits_for_the_one_before_it_and_the_end_for_both(known: Tokenizer) -> None:
+    setup = Setup(known)
+    assert await setup.evaluator.ended(0.0)
+    setup.engines.go.clear()
+    for version in (10, 12, WARMUP + STEPS):
+        setup.evaluator.published(version)
+    assert not await setup.evaluator.ended(0.01)
+    setup.engines.version = 14
+    setup.engines.go.set()
+    setup.evaluator.published(WARMUP + STEPS)  # by a trainer that was lost and came again
+    assert await setup.evaluator.ended(5.0)
+    await setup.stop()
+    assert [(e.version, e.version_max, e.skipped) for e in setup.found] == [(10, 14, 1), (WARMUP + STEPS, 14, 1)]
 
 
 @pytest.mark.parametrize(
     ("reason", "times", "failed", "asked"),
     [("engine_timeout", 3, {"engine_timeout": 3}, 12), ("engine_died", 2, {}, 14), ("engine_died", 3, {"engine_died": 1}, 14)],
 )
-def test_failures_are_never_scored_and_an_episode_whose_engine_died_is_asked_of_another_a_few_times(
+@asynchronous
+async def test_failures_are_never_scored_and_an_episode_whose_engine_died_is_asked_of_another_a_few_times(
     known: Tokenizer, reason: str, times: int, failed: dict[str, int], asked: int
 ) -> None:
-    async def run() -> None:
-        setup = Setup(known, max_concurrent=1)
-        setup.engines.fails = {n: TrajectoryRejected(reason, "slow, or gone") for n in range(times)}
-        found = await setup.evaluate(10)
-        await setup.stop()
-        assert (found.reward_mean, found.failed, found.failed_share) == (1.0, failed, sum(failed.values()) / 12)
-        assert (found.episodes, len(setup.engines.asked)) == (12, asked)
-
-    asyncio.run(run())
+    setup = Setup(known, max_concurrent=1)
+    setup.engines.fails = {n: TrajectoryRejected(reason, "slow, or gone") for n in range(times)}
+    found = await setup.evaluate(10)
+    await setup.stop()
+    assert (found.reward_mean, found.failed, found.failed_share) == (1.0, failed, sum(failed.values()) / 12)
+    assert (found.episodes, len(setup.engines.asked)) == (12, asked)
 
 
-def test_without_engines_it_ends_with_their_error(known: Tokenizer) -> None:
-    async def run() -> None:
-        setup = Setup(known)
-        setup.engines.fails = {3: EngineError("no engine is left")}
-        setup.evaluator.published(10)
-        with pytest.raises(EngineError, match="no engine is left"):
-            await asyncio.wait_for(setup.running, 5)
-        assert (setup.found, setup.engines.running) == ([], 0)
-
-    asyncio.run(run())
+@asynchronous
+async def test_without_engines_it_ends_with_their_error(known: Tokenizer) -> None:
+    setup = Setup(known)
+    setup.engines.fails = {3: EngineError("no engine is left")}
+    setup.evaluator.published(10)
+    with pytest.raises(EngineError, match="no engine is left"):
+        await asyncio.wait_for(setup.running, 5)
+    assert (setup.found, setup.engines.running) == ([], 0)
 
 
 def made(reward: float, versions: Sequence[int], agent: int = 0) -> Made:

@@ -56,7 +56,7 @@ def test_training_never_asks_a_held_out_question(tmp_path: Path, known: Tokenize
     plain = {identity(text) for text in held}
     assert not plain & {identity(text) for text in training}
     assert {identity(f"q {n}?") for n in range(40)} == plain | {identity(text) for text in training}
-    shown = "".join(known.decode(loaded.training.demonstration(n).tokens) for n in range(200))
+    shown = "".join(known.decode(loaded.training.demonstration(n).given) for n in range(200))
     assert not any(f"q {n}?" in " ".join(shown.split()) for n in range(40) if identity(f"q {n}?") in plain)
     again = asked(tasks.load(config(task, prompts=10), known))
     assert again[1] == [held], "the same questions after a resume"

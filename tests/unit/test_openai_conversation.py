@@ -25,6 +25,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
 from tests.unit.example_counts import examples
 from tests.unit.openai_policy import EOS, IM_END, SAMPLING, Policy
+from tests.unit.test_queue import asynchronous
 
 
 def request(messages: list[dict[str, Any]], **fields: object) -> bytes:
@@ -238,43 +239,36 @@ def test_an_answer_may_be_cut_by_the_client(known: Tokenizer) -> None:
     assert policy.asked[1] == ("policy", rest(known, [user("b")], None), known.encode("hel"))
 
 
-def test_conversations_and_turns_are_bounded_by_the_episode(known: Tokenizer) -> None:
+@asynchronous
+async def test_conversations_and_turns_are_bounded_by_the_episode(known: Tokenizer) -> None:
     policy = Policy(openai_policy.text(known, "hello"))
     episode = policy.episode(known, Bounds(turns=1, tokens=1000, agents=2))
-
-    async def run() -> None:
-        session = Session(episode)
-        for text in ("a", "b"):
-            await ask(session, [user(text)])
-        with pytest.raises(RequestRefused) as refused:
-            await ask(session, [user("c")])
-        assert (refused.value.code, refused.value.status) == ("episode_too_long", 400), "clients retry 503"
-
-    asyncio.run(run())
+    session = Session(episode)
+    for text in ("a", "b"):
+        await ask(session, [user(text)])
+    with pytest.raises(RequestRefused) as refused:
+        await ask(session, [user("c")])
+    assert (refused.value.code, refused.value.status) == ("episode_too_long", 400), "clients retry 503"
     assert episode.failure is not None
 
 
-def test_a_cancelled_request_is_repeated_or_left_for_another_conversation(known: Tokenizer) -> None:
+@asynchronous
+async def test_a_cancelled_request_is_repeated_or_left_for_another_conversation(known: Tokenizer) -> None:
     hang = False
     policy = Policy(lambda seen: () if hang else (*known.encode("hello"), IM_END))
     episode = policy.episode(known)
-
-    async def run() -> None:
-        nonlocal hang
-        session = Session(episode)
-        first = [user("a")]
-        second = [*first, (await ask(session, first))[0], user("b")]
-        hang = True
-        slow = asyncio.create_task(ask(session, second))
-        while not policy.hanging:
-            await asyncio.sleep(0)
-        slow.cancel()
-        await asyncio.gather(slow, return_exceptions=True)
-        hang = False
-        await ask(session, [*second[:-1], user("c")])
-        await ask(session, second)
-
-    asyncio.run(run())
+    session = Session(episode)
+    first = [user("a")]
+    second = [*first, (await ask(session, first))[0], user("b")]
+    hang = True
+    slow = asyncio.create_task(ask(session, second))
+    while not policy.hanging:
+        await asyncio.sleep(0)
+    slow.cancel()
+    await asyncio.gather(slow, return_exceptions=True)
+    hang = False
+    await ask(session, [*second[:-1], user("c")])
+    await ask(session, second)
     assert policy.cancelled == 1
     assert names(policy) == ["policy", "policy/2", "policy"]
     assert policy.asked[2][1] == rest(known, [user("b")], IM_END)
@@ -298,17 +292,14 @@ def test_the_runs_sampling_wins_and_the_parameters_are_named() -> None:
     parse(request([user("hi")], tools=[strict]), ["tools.strict"])
 
 
-def test_a_stop_text_is_kept_for_training_and_taken_from_the_client(known: Tokenizer) -> None:
+@asynchronous
+async def test_a_stop_text_is_kept_for_training_and_taken_from_the_client(known: Tokenizer) -> None:
     policy = Policy(openai_policy.text(known, "one;two"))
-
-    async def run() -> None:
-        session = Session(policy.episode(known))
-        first = [user("a")]
-        message, answer = await ask(session, first, stop=[";", "never"])
-        assert (message["content"], answer.finish, answer.stopped_by, answer.sampled_tokens) == ("one", "stop", ";", 4)
-        await ask(session, [*first, message, user("b")])
-
-    asyncio.run(run())
+    session = Session(policy.episode(known))
+    first = [user("a")]
+    message, answer = await ask(session, first, stop=[";", "never"])
+    assert (message["content"], answer.finish, answer.stopped_by, answer.sampled_tokens) == ("one", "stop", ";", 4)
+    await ask(session, [*first, message, user("b")])
     assert policy.asked[0] == ("policy", known.encode(known.render([user("a")])), known.encode("one;"))
     # The conversation goes on from what was sampled, stop text included.
     assert policy.asked[1][:2] == ("policy", rest(known, [user("b")], None))
@@ -323,17 +314,14 @@ def test_a_response_with_one_call_ends_with_it(known: Tokenizer) -> None:
     assert known.decode(talk(known, [user("a")], words=TWO_CALLS, tools=[TOOL]).asked[0][2]) == TWO_CALLS[:100]
 
 
-def test_arguments_that_a_client_writes_anew_are_the_same_arguments(known: Tokenizer) -> None:
+@asynchronous
+async def test_arguments_that_a_client_writes_anew_are_the_same_arguments(known: Tokenizer) -> None:
     policy = Policy(openai_policy.text(known, TWO_CALLS))
-
-    async def run() -> None:
-        session = Session(policy.episode(known))
-        message, _ = await ask(session, [user("a")], tools=[TOOL])
-        for arguments in ('{"x":1.0}', ' {"x" : 1e0} ', '{"x": 1}', '{"x": true}'):
-            message["tool_calls"][0]["function"]["arguments"] = arguments
-            await ask(session, [user("a"), message, {"role": "tool", "content": "2"}], tools=[TOOL])
-
-    asyncio.run(run())
+    session = Session(policy.episode(known))
+    message, _ = await ask(session, [user("a")], tools=[TOOL])
+    for arguments in ('{"x":1.0}', ' {"x" : 1e0} ', '{"x": 1}', '{"x": true}'):
+        message["tool_calls"][0]["function"]["arguments"] = arguments
+        await ask(session, [user("a"), message, {"role": "tool", "content": "2"}], tools=[TOOL])
     assert [given for _, given, _ in policy.asked[1:4]] == [rest(known, [{"role": "tool", "content": "2"}], None)] * 3
     assert policy.asked[4][1][:3] == policy.asked[0][1][:3], "another value begins another conversation"
 

@@ -35,7 +35,7 @@ class Numbers:
         return Prompt(str(group), (group,), "")
 
     def demonstration(self, index: int) -> Demonstration:
-        return Demonstration((index, 1, 2), (False, True, True))
+        return Demonstration((index,), (1, 2))
 
 
 def alone(play: Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]) -> Callable[[Prompt, EpisodeId], Awaitable[tuple[Trajectory, ...]]]:
@@ -174,26 +174,22 @@ def test_rejecting_everything_ends_the_run_with_the_reason() -> None:
         produce(play, lambda held: asyncio.sleep(10))
 
 
-def test_demonstrations_keep_the_warm_up_lane_full() -> None:
+@asynchronous
+async def test_demonstrations_keep_the_warm_up_lane_full() -> None:
     async def shown(index: int) -> tuple[Trajectory, ...]:
         return (episode.demonstration(index, Numbers().demonstration(index)),)
 
-    show = Worker(alone(respond), GROUP, shown=shown).show
-
-    async def run() -> None:
-        held = queue(demonstrations=6)
-        showing = asyncio.create_task(demonstrate(held, show, 2, 10))
-        await until(lambda: held.stats().demonstrations == 6)
-        leased = await held.lease(0, "warmup", 4, 0, 1.0)
-        assert held.ledger.started == 0
-        assert [item.key for item in leased.items] == ["d2.a0", "d3.a0", "d4.a0", "d5.a0"]
-        assert {item.sampled for item in leased.items} == {2}
-        held.commit(0)
-        assert held.trained_steps == 1
-        await asyncio.wait_for(showing, 10)
-        assert held.stats().demonstrations == 4
-
-    asyncio.run(run())
+    held = queue(demonstrations=6)
+    showing = asyncio.create_task(demonstrate(held, Worker(alone(respond), GROUP, shown=shown).show, 2, 10))
+    await until(lambda: held.stats().demonstrations == 6)
+    leased = await held.lease(0, "warmup", 4, 0, 1.0)
+    assert held.ledger.started == 0
+    assert [item.key for item in leased.items] == ["d2.a0", "d3.a0", "d4.a0", "d5.a0"]
+    assert {item.sampled for item in leased.items} == {2}
+    held.commit(0)
+    assert held.trained_steps == 1
+    await asyncio.wait_for(showing, 10)
+    assert held.stats().demonstrations == 4
 
 
 async def enough(held: BoundedQueue) -> None:

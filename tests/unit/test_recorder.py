@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
-
 from asyncmoe.queue.accounts import QueueStats
-from asyncmoe.rollout.episodes.tools.runner import Counts
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.workers.fleet import added
 from asyncmoe.rpc.codec import decode_reply, encode
@@ -22,8 +18,7 @@ from asyncmoe.telemetry.schema import ROLLOUT
 def figures() -> Figures:
     """What one process counts."""
     scorer = Scoring(in_flight=1, waiting=2, scored=3, retried=4, failed={"scorer_timeout": 5}, seconds=6.0)
-    python = Counts(calls=7, seconds=1.5, failures=Counter({"tool_timeout": 2, "tool_crash": 1}))
-    return Figures({"scorer": scorer}, {"python": msgspec.convert(python, Calls, from_attributes=True)})
+    return Figures({"scorer": scorer}, {"python": Calls(calls=7, seconds=1.5, failures={"tool_timeout": 2, "tool_crash": 1})})
 
 
 def test_counts_by_reason_survive(tmp_path: Path) -> None:

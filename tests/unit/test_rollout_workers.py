@@ -29,6 +29,7 @@ from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trajectory import Trajectory, decode
 from tests.unit.log_lives import Home
 from tests.unit.test_producer import respond
+from tests.unit.test_queue import asynchronous
 from tests.unit.worker_fleet import BATCH, Cluster, Numbers, clustered
 
 
@@ -152,39 +153,33 @@ async def test_an_episode_of_a_lost_worker_is_rejected(cluster: Cluster) -> None
     assert (cluster.fleet.times_lost, len(cluster.fleet.lost())) == (1, 1)
 
 
-def test_what_is_kept_of_an_episode_travels_unchanged(tmp_path: Path) -> None:
+@clustered(workers=2, engines=2, seed=6)
+async def test_what_is_kept_of_an_episode_travels_unchanged(cluster: Cluster) -> None:
     left: dict[EpisodeId, SampledEpisode] = {}
-
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=2, engines=2, seed=6) as cluster:
-            cluster.fleet.sampled = left.__setitem__
-            for step in range(3):
-                await cluster.train(step)
-            choice = choice_of(cluster.config)
-            trained = [one for made in cluster.trained.values() for one in made if choice.takes(one.group)]
-            assert trained
-            for one in trained:
-                told = left[EpisodeId(one.group, one.episode, one.attempt)]
-                (path,) = told
-                assert [*path.prompt, *path.member.rest.tokens] == one.tokens.tolist()
-                assert path.member.logprobs == records.rounded(one.logprobs[one.loss_mask])
-                assert path.member.digest == records.digest_of(one.tokens, one.logprobs)
-                assert to_bytes(from_bytes(to_bytes(told))) == to_bytes(told)
-
-    asyncio.run(run())
+    cluster.fleet.sampled = left.__setitem__
+    for step in range(3):
+        await cluster.train(step)
+    choice = choice_of(cluster.config)
+    trained = [one for made in cluster.trained.values() for one in made if choice.takes(one.group)]
+    assert trained
+    for one in trained:
+        told = left[EpisodeId(one.group, one.episode, one.attempt)]
+        (path,) = told
+        assert [*path.prompt, *path.member.rest.tokens] == one.tokens.tolist()
+        assert path.member.logprobs == records.rounded(one.logprobs[one.loss_mask])
+        assert path.member.digest == records.digest_of(one.tokens, one.logprobs)
+        assert to_bytes(from_bytes(to_bytes(told))) == to_bytes(told)
     with pytest.raises(ProtocolError, match="sampled episode"):
         from_bytes(b"\xc1")
 
 
-def test_an_error_of_the_users_code_ends_the_run_with_its_reason(tmp_path: Path) -> None:
-    async def run() -> None:
-        with mock.patch("asyncmoe.rollout.workers.worker.episode.run", side_effect=MemoryError("no room \ud800")):
-            async with Cluster(tmp_path, workers=1, engines=1, seed=9) as cluster:
-                while not cluster.failure:
-                    await asyncio.sleep(0.01)
-        assert "MemoryError: no room ?" in str(cluster.failure[0])
-
-    asyncio.run(run())
+@asynchronous
+async def test_an_error_of_the_users_code_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    with mock.patch("asyncmoe.rollout.workers.worker.episode.run", side_effect=MemoryError("no room \ud800")):
+        async with Cluster(tmp_path, workers=1, engines=1, seed=9) as cluster:
+            while not cluster.failure:
+                await asyncio.sleep(0.01)
+    assert "MemoryError: no room ?" in str(cluster.failure[0])
 
 
 @clustered(workers=2, engines=2, seed=10)
@@ -197,19 +192,17 @@ async def test_a_worker_that_does_not_come_again_ends_the_run(cluster: Cluster) 
 
 
 @pytest.mark.parametrize("untried", [True, False])
-def test_what_the_first_worker_cannot_load_ends_the_run_unless_another_controller_could(tmp_path: Path, untried: bool) -> None:
-    async def run() -> None:
-        async with Cluster(tmp_path, workers=1, engines=1, seed=11) as cluster:
-            await cluster.lose(1)
-            await cluster.lost(1)
-            cluster.fleet._untried = untried
-            cluster.parts = ConfigError("scoring.scorer", got="nothing", expected="a scorer")  # type: ignore[assignment]
-            with pytest.raises(ConfigError, match=r"^scoring\.scorer: got nothing"):
-                await cluster.start(1)
-            await asyncio.sleep(0.2)
-            assert [str(one) for one in cluster.failure] == (["scoring.scorer: got nothing, expected a scorer"] if untried else [])
-
-    asyncio.run(run())
+@asynchronous
+async def test_what_the_first_worker_cannot_load_ends_the_run_unless_another_controller_could(tmp_path: Path, untried: bool) -> None:
+    async with Cluster(tmp_path, workers=1, engines=1, seed=11) as cluster:
+        await cluster.lose(1)
+        await cluster.lost(1)
+        cluster.fleet._untried = untried
+        cluster.parts = ConfigError("scoring.scorer", got="nothing", expected="a scorer")  # type: ignore[assignment]
+        with pytest.raises(ConfigError, match=r"^scoring\.scorer: got nothing"):
+            await cluster.start(1)
+        await asyncio.sleep(0.2)
+        assert [str(one) for one in cluster.failure] == (["scoring.scorer: got nothing, expected a scorer"] if untried else [])
 
 
 @clustered(workers=1, engines=1, seed=12)
@@ -243,52 +236,48 @@ async def test_an_evaluation_runs_on_the_workers_and_nothing_is_kept_of_it(clust
 PLACES = [EpisodeId(3, member, 0) for member in range(2)]
 
 
-def test_an_episode_that_was_forgotten_is_ended_and_not_packed() -> None:
-    async def body() -> None:
-        goes_on, ended = asyncio.Event(), list[EpisodeId]()
+@asynchronous
+async def test_an_episode_that_was_forgotten_is_ended_and_not_packed() -> None:
+    goes_on, ended = asyncio.Event(), list[EpisodeId]()
 
-        async def play(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
-            try:
-                await goes_on.wait()
-            except asyncio.CancelledError:  # and goes on, as a user's code may
-                ended.append(place)
-            return (respond(prompt, place),)
+    async def play(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
+        try:
+            await goes_on.wait()
+        except asyncio.CancelledError:  # and goes on, as a user's code may
+            ended.append(place)
+        return (respond(prompt, place),)
 
-        worker = Worker(play, 2)
-        late = [asyncio.create_task(worker.episode(Numbers().prompt(3), place)) for place in PLACES]
-        await asyncio.sleep(0)
-        worker.forget(PLACES[:1])
-        again = asyncio.create_task(worker.episode(Numbers().prompt(3), PLACES[0]))  # the next attempt may have one of the same name
-        await asyncio.sleep(0)
-        worker.forget(PLACES[:1])
-        goes_on.set()
-        await asyncio.gather(*late, again)
-        assert ended == [PLACES[0]] * 2
-        with pytest.raises(ProtocolError, match=r"got g3\.e0\.a0\.t0, expected episodes that have ended here"):
-            await worker.pack(PLACES, 1)
-
-    asyncio.run(body())
+    worker = Worker(play, 2)
+    late = [asyncio.create_task(worker.episode(Numbers().prompt(3), place)) for place in PLACES]
+    await asyncio.sleep(0)
+    worker.forget(PLACES[:1])
+    again = asyncio.create_task(worker.episode(Numbers().prompt(3), PLACES[0]))  # the next attempt may have one of the same name
+    await asyncio.sleep(0)
+    worker.forget(PLACES[:1])
+    goes_on.set()
+    await asyncio.gather(*late, again)
+    assert ended == [PLACES[0]] * 2
+    with pytest.raises(ProtocolError, match=r"got g3\.e0\.a0\.t0, expected episodes that have ended here"):
+        await worker.pack(PLACES, 1)
 
 
-def test_a_payload_that_no_record_names_stays_as_long_as_its_group_is_held(tmp_path: Path) -> None:
-    async def body() -> None:
-        async def play(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
-            return (respond(prompt, place),)
+@asynchronous
+async def test_a_payload_that_no_record_names_stays_as_long_as_its_group_is_held(tmp_path: Path) -> None:
+    async def play(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
+        return (respond(prompt, place),)
 
-        kept = WorkerLog(Home().log(tmp_path, "1"), Turns(Home().log(tmp_path, turns.writer(1)), {}))
-        worker = Worker(play, 2, kept=kept)
-        for place in PLACES:
-            await worker.episode(Numbers().prompt(3), place)
-        group = await worker.pack(PLACES, 1)
-        assert group.place is not None
-        with mock.patch.object(kept.payloads, "forget") as forget:
-            await worker.retain({})
-            worker.over([group])
-            await worker.retain({})
-            await worker.retain({1: group.place.position})
-        at = group.place.position
-        assert [call.args for call in forget.call_args_list] == [(at,), (kept.payloads.end,), (at,)]
-        assert at < kept.payloads.end
-        kept.close()
-
-    asyncio.run(body())
+    kept = WorkerLog(Home().log(tmp_path, "1"), Turns(Home().log(tmp_path, turns.writer(1)), {}))
+    worker = Worker(play, 2, kept=kept)
+    for place in PLACES:
+        await worker.episode(Numbers().prompt(3), place)
+    group = await worker.pack(PLACES, 1)
+    assert group.place is not None
+    with mock.patch.object(kept.payloads, "forget") as forget:
+        await worker.retain({})
+        worker.over([group])
+        await worker.retain({})
+        await worker.retain({1: group.place.position})
+    at = group.place.position
+    assert [call.args for call in forget.call_args_list] == [(at,), (kept.payloads.end,), (at,)]
+    assert at < kept.payloads.end
+    kept.close()

@@ -13,8 +13,7 @@ import pytest
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
-from asyncmoe.rollout.scoring import Sample, Score, Scorer, loading
-from asyncmoe.rollout.scoring.raised import raised_by
+from asyncmoe.rollout.scoring import Sample, Score, Scorer, loading, plugin
 from tests.unit import scorers
 
 SCORERS = "tests.unit.scorers"
@@ -199,6 +198,6 @@ def test_wrong_arguments_are_placed_at_the_scorer() -> None:
     try:
         takes_one("a", "b")  # type: ignore[call-arg]
     except TypeError as error:
-        raised = raised_by(error.with_traceback(None), takes_one)
+        raised = plugin.raised_by(error.with_traceback(None), takes_one)
     assert raised["at"] == f"tests/unit/test_scoring.py:{takes_one.__code__.co_firstlineno}"
     assert "positional argument" in raised["said"]

@@ -9,8 +9,7 @@ import pytest
 from asyncmoe import config
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.scoring import loading
-from asyncmoe.rollout.scoring.exact import Exact
-from asyncmoe.rollout.scoring.teacher import Taught
+from asyncmoe.rollout.scoring.exact import Exact, Unscored
 
 TEACHER = {"url": "http://127.0.0.1:30000"}
 
@@ -46,16 +45,15 @@ def test_failures_start_a_group_over_only_when_they_are_to() -> None:
 
 
 def test_a_run_scores_as_its_task_does_by_default() -> None:
-    made = parsed()
-    assert isinstance(loading.load(made.scoring, made.task, lambda tokens: ""), Exact)
-    alone = parsed(scorer="none", teacher=TEACHER)
-    assert isinstance(loading.load(alone.scoring, alone.task, lambda tokens: ""), Taught)
+    for made, kind in ((parsed(), Exact), (parsed(scorer="none", teacher=TEACHER), Unscored)):
+        assert isinstance(loading.load(made.scoring, made.task, str), kind)
+        assert (loading.load_teacher(made.scoring) is None) == (kind is Exact)
 
 
 def test_the_key_of_a_teacher_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     made = parsed(scorer="none", teacher={**TEACHER, "key_variable": "KEY_OF_THE_TEACHER"})
     with pytest.raises(ConfigError, match=r"scoring\.teacher\.key_variable: got KEY_OF_THE_TEACHER, which is not set, expected"):
-        loading.load(made.scoring, made.task, str)
+        loading.load_teacher(made.scoring)
     monkeypatch.setenv("KEY_OF_THE_TEACHER", " ")
     with pytest.raises(ConfigError, match="which is empty"):
-        loading.load(made.scoring, made.task, str)
+        loading.load_teacher(made.scoring)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring import Sample, Score, Scorer
-from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory
@@ -43,9 +43,9 @@ class Recorded:
         pass
 
 
-def play(environment: Tool | Two, known: Tokenizer, scorer: Scorer) -> tuple[Trajectory, ...]:
-    pool = Echo()
-    stage = RolloutContext(pool, Sampling(1.0, 8, (2,)), known, scorer, environment, BOUNDS, 5.0, seed=3)  # type: ignore[arg-type]
+def play(environment: Tool | Two, known: Tokenizer, scorer: Scorer, teacher: Scorer | None = None) -> tuple[Trajectory, ...]:
+    pool: Any = Echo()
+    stage = RolloutContext(pool, Sampling(1.0, 8, (2,)), known, scorer, environment, BOUNDS, 5.0, seed=3, teacher=teacher)
     return asyncio.run(episode.run(stage, Prompt("1+1=", known.encode("1+1="), "+1="), EpisodeId(5, 2, 1)))
 
 
@@ -62,8 +62,9 @@ def test_the_scorer_is_shown_exactly_what_becomes_the_trajectory(known: Tokenize
 
 def test_a_teacher_is_asked_also_where_the_environment_has_the_reward(known: Tokenizer) -> None:
     scorer, teacher = Recorded(0.25), Recorded(0.0)
-    (record,) = play(Tool(), known, Taught(scorer, teacher))
+    (record,) = play(Tool(), known, scorer, teacher)
     assert record.reward == 0.5
+    assert record.teacher is not None
     assert scorer.seen == []
     # Without the last observation, which nobody answered.
     assert [sample.tokens for sample in teacher.seen] == [tuple(record.tokens)]

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.rollout.answer_mark import MARK
 from asyncmoe.rollout.scoring import Sample, loading
 from asyncmoe.rollout.scoring.mathematics import check, score
+from asyncmoe.rollout.scoring.types import MARK
 from asyncmoe.rollout.scoring.workers import InWorkers
 from asyncmoe.rollout.tasks.jsonl import read
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncmoe.rollout.scoring.parse_score import ends, placed
+from asyncmoe.rollout.episodes.trajectory_builder import step_rewards
+from asyncmoe.rollout.scoring.parse_score import ends
 
 WORDS = ["a", "b", "\n", "\n\n", "", " ", "ab\n"]
 """Texts of the tokens 0 to 6. The fifth is the end of the sequence."""
@@ -64,6 +65,6 @@ def test_steps_are_the_pieces_that_are_not_blank(conversation: list[tuple[int, b
 
 
 def test_scores_lie_at_the_last_tokens() -> None:
-    rewards = placed([0.5, -1.0], (1, 3), 5)
+    rewards = step_rewards({1: 0.5, 3: -1.0}, 5)
     np.testing.assert_array_equal(rewards, np.array([np.nan, 0.5, np.nan, -1, np.nan], np.float32))
-    assert (rewards.dtype, placed([], (), 0).shape) == ("float32", (0,))
+    assert (rewards.dtype, step_rewards({}, 0).shape) == ("float32", (0,))

@@ -61,19 +61,16 @@ def test_a_demonstration_is_a_question_its_answer_and_the_end(tokenizer: Tokeniz
     task = arithmetic(tokenizer, ("-",), 1, seed=0)
     for index in range(50):
         shown = task.demonstration(index)
-        question = [t for t, sampled in zip(shown.tokens, shown.loss_mask, strict=True) if not sampled]
-        solution = [t for t, sampled in zip(shown.tokens, shown.loss_mask, strict=True) if sampled]
-        assert shown.loss_mask == (False,) * len(question) + (True,) * len(solution)
-        assert solution[-1] == tokenizer.eos
-        assert int(tokenizer.decode(solution)) == evaluate(tokenizer.decode(question))
+        assert shown.said[-1] == tokenizer.eos
+        assert int(tokenizer.decode(shown.said)) == evaluate(tokenizer.decode(shown.given))
 
 
 def test_the_wrong_share_of_demonstrations_misses_by_a_digit(tokenizer: Tokenizer) -> None:
     task = arithmetic(tokenizer, ("+", "-"), 2, seed=0, wrong_share=0.3)
     wrong = 0
     for index in range(1000):
-        question, _, answer = tokenizer.decode(task.demonstration(index).tokens).partition("=")
-        right = evaluate(question + "=")
+        shown = task.demonstration(index)
+        right, answer = evaluate(tokenizer.decode(shown.given)), tokenizer.decode(shown.said)
         wrong += int(answer) != right
         assert abs(int(answer)) // 10 == abs(right) // 10
     assert 250 < wrong < 350
@@ -95,7 +92,8 @@ def test_jsonl_reads_gsm8k(tmp_path: Path, tokenizer: Tokenizer) -> None:
     task = jsonl(tokenizer, path, chat_template=False, seed=0)
     first = task.prompt(0)
     assert tokenizer.decode(first.tokens) == first.text + "\n"
-    shown = tokenizer.decode(task.demonstration(0).tokens)
+    demonstration = task.demonstration(0)
+    shown = tokenizer.decode(demonstration.given + demonstration.said)
     assert any(shown == f"{row.prompt}\n{row.solution}" for row in read(path))
 
 

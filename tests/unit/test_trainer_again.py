@@ -21,6 +21,7 @@ from asyncmoe.rollout import parts
 from asyncmoe.rollout.controller import Controller
 from asyncmoe.rollout.recorder import Recorder
 from asyncmoe.rollout.run_log import RunLog
+from asyncmoe.rollout.workers.process import WorkerProcesses
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.messages import (
     Commit,
@@ -158,7 +159,7 @@ async def controller(config: Config) -> AsyncIterator[Running]:
     async with Server(made.answer) as server:
         fakes = [member.engine.client for member in joined if isinstance(member.engine.client, FakeEngine)]
         rendezvous = await server.start()
-        serving = asyncio.create_task(made.run(server))
+        serving = asyncio.create_task(made.run(server, WorkerProcesses(config, config.run.dir)))
         await worker.join()
         running = Running(config, fakes, rendezvous, serving)
         try:

@@ -59,7 +59,7 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class Demonstrator(Protocol):
+class Demonstrator(Environment, Protocol):
     """An environment that can also demonstrate its task, as a warm-up needs."""
 
     def demonstrate(self, agent: Agent, episode: Episode) -> str:

@@ -14,8 +14,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import numpy as np
-
 from asyncmoe import plugins
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import Pool
@@ -23,15 +21,14 @@ from asyncmoe.engines.scheduling import ScheduledRequest
 from asyncmoe.engines.types import Generation, Listener, Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.turns import Turns
+from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.episodes import environment, turn_tree
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, PlaceInTree, Turn, assemble, sampled, step_rewards
+from asyncmoe.rollout.episodes.trajectory_builder import FIRST, EpisodeId, PlaceInTree, Turn, assemble, sampled, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer
-from asyncmoe.rollout.scoring.gather_or_cancel import together
-from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Trajectory
@@ -53,6 +50,7 @@ class RolloutContext:
         turns: keeps the engines' answers for episodes that begin again after a restart; None: nobody does.
         piece: maximum number of tokens of a request; 0: no limit.
         ahead: the episodes' first requests go before those of other episodes, as later ones always do.
+        teacher: supplies `Score.teacher` of every path; None: there is none.
     """
 
     pool: Pool
@@ -69,6 +67,7 @@ class RolloutContext:
     turns: Turns | None = None
     piece: int = 0
     ahead: bool = False
+    teacher: Scorer | None = None
 
 
 async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
@@ -101,14 +100,14 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     if not agents:
         raise TrajectoryRejected("empty_response", f"{place.key()}: no agent responded")
     generated = time.perf_counter()
-    worth = await _worth(given, agents, prompt, stage.scorer, stage.sampling.recording.rewards)
+    worth = await _worth(stage, given, agents, prompt)
     seconds = {"generate": generated - begin, "score": time.perf_counter() - generated}
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
     for agent, path, score in zip(agents, _places(agents), worth, strict=True):
-        credited, agent.why = step_rewards(agent.turns, _credits(agent, made.agents.values())), score.why
-        made_of = partial(record, agent.turns, reward=score.reward, path=path, teacher=score.teacher)
-        made_of = partial(made_of, rewards=score.rewards if credited is None else credited)
+        credits, agent.why = _credits(agent, made.agents.values()), score.why
+        rewards = step_rewards(credits, len(agent.answered)) if credits else score.rewards
+        made_of = partial(record, agent.turns, reward=score.reward, path=path, teacher=score.teacher, rewards=rewards)
         # Routes of a long response are megabytes, for which other responses would wait too long.
         trajectories.append(await asyncio.to_thread(made_of) if len(agent.answered) > _LONG else made_of())
     return tuple(trajectories)
@@ -149,31 +148,28 @@ def _credits(path: Agent, agents: Iterable[Agent]) -> dict[int, float]:
     return found | path.credits
 
 
-async def _worth(given: list[float] | None, agents: list[Agent], prompt: Prompt, scorer: Scorer, steps: bool) -> list[Score]:
-    """Return one score per path. A teacher is queried even if the environment provides the rewards.
+async def _worth(stage: RolloutContext, given: list[float] | None, agents: list[Agent], prompt: Prompt) -> list[Score]:
+    """Return one score per path. A teacher is asked even if the environment provides the rewards.
 
     Args:
         given: the environment's rewards, one per path; None: the scorer decides.
-        steps: the scorer scores steps, so that it must see every path.
     """
+    last = {agent.number: agent for agent in sorted(agents, key=lambda agent: agent.spoke_last)}
+    steps = stage.sampling.recording.rewards  # of which the scorer must see every path
+    scored = [agent for agent in agents if given is None and (steps or agent is last[agent.number])]
+    asked = [stage.scorer.score(_sample(agent, prompt)) for agent in scored]
+    if stage.teacher is not None:
+        asked += [stage.teacher.score(_sample(agent, prompt)) for agent in agents]
+    answers = await together(asked)
     if given is None:
-        last = {agent.number: agent for agent in sorted(agents, key=lambda agent: agent.spoke_last)}
-        every = steps or isinstance(scorer, Taught)
-        asked = [agent for agent in agents if every or agent is last[agent.number]]
-        scores = await together([scorer.score(_sample(agent, prompt)) for agent in asked])
-        found = {agent.name: score for agent, score in zip(asked, scores, strict=True)}
+        found = dict(zip((agent.name for agent in scored), answers, strict=False))
         # A tree is worth what its last response is worth: that is where the conversation ended.
-        worth = [found[last[agent.number].name] for agent in agents]
-        return [_as(found.get(agent.name), one) for agent, one in zip(agents, worth, strict=True)]
-    if isinstance(scorer, Taught):
-        taught = await together([scorer.teach(_sample(agent, prompt)) for agent in agents])
-        return [Score(reward, teacher=teacher) for reward, teacher in zip(given, taught, strict=True)]
-    return [Score(reward) for reward in given]
-
-
-def _as(own: Score | None, tree: Score) -> Score:
-    """Return a path's own score with the reward of its tree."""
-    return own if own is tree else replace(own or Score(0.0), reward=tree.reward, why=tree.why)
+        trees = [(agent.name, found[last[agent.number].name]) for agent in agents]
+        scores = [replace(found.get(name, Score(0.0)), reward=tree.reward, why=tree.why) for name, tree in trees]
+    else:
+        scores = [Score(reward) for reward in given]
+    teachers = [one.teacher for one in answers[len(scored) :]] or [None] * len(agents)
+    return [replace(score, teacher=teacher) for score, teacher in zip(scores, teachers, strict=True)]
 
 
 def _sample(agent: Agent, prompt: Prompt) -> Sample:
@@ -200,19 +196,14 @@ def _finite(value: Any) -> float:
         raise TrajectoryRejected("bad_reward", f"the environment returned the reward {error}, expected a finite number") from error
 
 
+@dataclass(frozen=True)
 class Teaching:
-    """Runs the environment unchanged, with a teacher in place of the engines.
+    """Runs an environment unchanged, with itself as the teacher in place of the engines."""
 
-    Args:
-        teacher: the environment itself, if it can demonstrate.
-        stop: token that ends a response.
-    """
-
-    def __init__(
-        self, environment_: Environment, teacher: Demonstrator, tokenizer: Tokenizer, stop: int, bounds: Bounds, seed: int
-    ) -> None:
-        self._environment, self._teacher, self._tokenizer = environment_, teacher, tokenizer
-        self._stop, self._bounds, self._seed = stop, bounds, seed
+    environment: Demonstrator
+    tokenizer: Tokenizer
+    bounds: Bounds
+    seed: int
 
     async def episode(self, index: int, prompt: Prompt) -> tuple[Trajectory, ...]:
         """Run episode number `index` of a warm-up.
@@ -222,32 +213,24 @@ class Teaching:
         """
 
         async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:
-            said = (*self._tokenizer.encode(self._teacher.demonstrate(agent, made)), self._stop)
-            return [Turn(given, Generation.of(said, (0.0,) * len(said), (), "stop"), NOT_SAMPLED)]
+            return [_taught(given, (*self.tokenizer.encode(self.environment.demonstrate(agent, made)), self.tokenizer.eos))]
 
-        sampling, random = Sampling(1.0, self._bounds.tokens, (self._stop,)), Random(f"{self._seed} demonstration {index}")
-        made = Episode(prompt, EpisodeId(index, 0, 0), self._tokenizer, random, sampling, self._bounds, speak)
-        _, agents = await play(self._environment, made, _TEACHING_S)
-        return tuple(_shown(index, agent, path) for agent, path in zip(agents, _places(agents), strict=True))
-
-
-def _shown(index: int, agent: Agent, path: PlaceInTree) -> Trajectory:
-    name = f"d{index}.a{path.agent}" + (f".b{path.branch}" if path.branch else "")
-    return replace(assemble(agent.turns, EpisodeId(index, 0, 0), NOTHING, 0.0, {}, path), key=name)
+        sampling = Sampling(1.0, self.bounds.tokens, (self.tokenizer.eos,))
+        random = Random(f"{self.seed} demonstration {index}")
+        made = Episode(prompt, EpisodeId(index, 0, 0), self.tokenizer, random, sampling, self.bounds, speak)
+        _, agents = await play(self.environment, made, _TEACHING_S)
+        return tuple(_shown(index, agent.turns, path) for agent, path in zip(agents, _places(agents), strict=True))
 
 
 def demonstration(index: int, made: Demonstration) -> Trajectory:
     """Return a solved question as a trajectory that no version sampled."""
-    size = len(made.tokens)
-    return Trajectory(
-        key=f"d{index}.a0",
-        group=index,
-        episode=0,
-        agent=0,
-        tokens=np.array(made.tokens, dtype=np.int32),
-        loss_mask=np.array(made.loss_mask, dtype=bool),
-        logprobs=np.zeros(size, dtype=np.float32),
-        versions=np.full(size, NOT_SAMPLED, dtype=np.int32),
-        reward=0.0,
-        finish="stop",
-    )
+    return _shown(index, [_taught(made.given, made.said)])
+
+
+def _taught(given: tuple[int, ...], said: tuple[int, ...]) -> Turn:
+    return Turn(given, Generation.of(said, (0.0,) * len(said), (), "stop"), NOT_SAMPLED)
+
+
+def _shown(index: int, turns: Sequence[Turn], path: PlaceInTree = FIRST) -> Trajectory:
+    name = f"d{index}.a{path.agent}" + (f".b{path.branch}" if path.branch else "")
+    return replace(assemble(turns, EpisodeId(index, 0, 0), NOTHING, 0.0, {}, path), key=name)

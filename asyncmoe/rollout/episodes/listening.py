@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 from asyncmoe.rollout.tokenizer import Tokenizer
 
@@ -11,7 +10,6 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 32, 1000
 _EVERY = 4
 """Tokens between two looks for a stop text: at most so many are sampled in vain, and at a quarter of the cost."""
 _WINDOW = 64
-Ends: TypeAlias = Callable[[str], bool] | None
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -26,7 +24,7 @@ class Listening:
         stopped_by: the text that ended the response, or None.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], ends: Ends = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], ends: Callable[[str], bool] | None = None) -> None:
         self.every = _EVERY
         self.kept: int | None = None
         self.live = True

@@ -16,20 +16,8 @@ from asyncmoe.log.turns import EpisodeId, Turns
 _FORM = 3
 """Of a recorded answer; those of another form are asked for again."""
 _DIGEST_BYTES = 16
-
-
-class _Recorded(msgspec.Struct, frozen=True, array_like=True):
-    """A `PooledGeneration`; arrays are little-endian bytes."""
-
-    salt: int
-    tokens: bytes
-    logprobs: bytes
-    spans: tuple[VersionSpan, ...]
-    finish: str
-    cached_tokens: int
-    routes: bytes | None = None
-    masks: tuple[bytes, bytes] | None = None
-    """Counts and ids."""
+_Recorded = tuple[int, bytes, bytes, tuple[VersionSpan, ...], str, int, bytes | None, tuple[bytes, bytes] | None]
+"""A `PooledGeneration`: its salt, then the fields of the generation, where arrays are little-endian bytes."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +72,12 @@ def _encoded(answer: PooledGeneration) -> bytes:
     g = answer.generation
     masks = None if g.masks is None else (g.masks.counts.astype("<i4").tobytes(), g.masks.ids.astype("<i4").tobytes())
     routes = None if g.routes is None else bytes(g.routes)
-    arrays = g.tokens.astype("<i4").tobytes(), g.logprobs.astype("<f4").tobytes()
-    return msgspec.msgpack.encode(_Recorded(answer.salt, *arrays, g.spans, g.finish, g.cached_tokens, routes, masks))
+    tokens, logprobs = g.tokens.astype("<i4").tobytes(), g.logprobs.astype("<f4").tobytes()
+    return msgspec.msgpack.encode((answer.salt, tokens, logprobs, g.spans, g.finish, g.cached_tokens, routes, masks))
 
 
 def _decoded(recorded: bytes) -> PooledGeneration:
-    r = msgspec.msgpack.decode(recorded, type=_Recorded)
-    masks = None if r.masks is None else IdLists(*(np.frombuffer(part, "<i4") for part in r.masks))
-    arrays = np.frombuffer(r.tokens, "<i4"), np.frombuffer(r.logprobs, "<f4")
-    return PooledGeneration(Generation(*arrays, r.spans, r.finish, r.cached_tokens, r.routes, masks), r.salt)
+    salt, tokens, logprobs, spans, finish, cached, routes, masks = msgspec.msgpack.decode(recorded, type=_Recorded)
+    lists = None if masks is None else IdLists(*(np.frombuffer(part, "<i4") for part in masks))
+    arrays = np.frombuffer(tokens, "<i4"), np.frombuffer(logprobs, "<f4")
+    return PooledGeneration(Generation(*arrays, spans, finish, cached, routes, lists), salt)

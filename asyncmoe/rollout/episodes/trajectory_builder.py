@@ -60,15 +60,9 @@ def sampled(turns: Sequence[Turn]) -> np.ndarray:
     return np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns])
 
 
-def step_rewards(turns: Sequence[Turn], credits: Mapping[int, float]) -> np.ndarray | None:
-    """Return `Trajectory.rewards` for steps that end at the credited tokens, or None if there are no credits.
-
-    Args:
-        credits: reward by index of the step's last token.
-    """
-    if not credits:
-        return None
-    rewards = np.full(sum(map(len, turns)), np.nan, np.float32)
+def step_rewards(credits: Mapping[int, float], size: int) -> np.ndarray:
+    """Return `Trajectory.rewards` of `size` tokens. `credits`: the reward of each step by the index of its last token."""
+    rewards = np.full(size, np.nan, np.float32)
     rewards[list(credits)] = list(credits.values())
     return rewards
 

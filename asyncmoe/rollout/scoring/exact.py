@@ -1,4 +1,4 @@
-"""The scorer `exact`."""
+"""The scorers `exact` and `none`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ class Exact:
     async def score(self, sample: Sample) -> Score:
         """See `Scorer`."""
         return Score(float(sample.response.strip() == sample.answer))
+
+    async def close(self) -> None:
+        """See `Scorer`."""
+
+
+class Unscored:
+    """Reward 0 for every response: a run learns from its teacher only."""
+
+    async def score(self, sample: Sample) -> Score:
+        """See `Scorer`."""
+        return Score(0.0)
 
     async def close(self) -> None:
         """See `Scorer`."""

@@ -15,26 +15,14 @@ from dataclasses import dataclass
 from itertools import count
 from random import Random
 
+from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.scoring.parse_score import Read
-from asyncmoe.rollout.scoring.raised import ScorerRaised
-from asyncmoe.rollout.scoring.types import PASSING, TIMEOUT, UNAVAILABLE, Judge, Later, Sample, Score
+from asyncmoe.rollout.scoring.types import PASSING, TIMEOUT, UNAVAILABLE, Judge, Later, Sample, Score, ScorerRaised
 from asyncmoe.telemetry.rollout_schema import Scoring
 
 log = logging.getLogger(__name__)
-_LONGEST_PAUSE_S = 30.0
-_LEAST_PAUSE_S = 1.0
-"""Between two calls beyond the `retries`, whatever the backoff: the judge may be away for long."""
-
-
-@dataclass(frozen=True)
-class ScoringLimits:
-    """See `ScoringSection`."""
-
-    concurrency: int
-    deadline_s: float
-    retries: int
-    backoff_s: float
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 
 
 @dataclass
@@ -52,10 +40,10 @@ class _Progress:
     called: float = 0.0
 
 
-def backoff(base_s: float, attempt: int, draw: float) -> float:
-    """Seconds to wait after attempt `attempt` (from 0): `base_s`, doubled per attempt up to half a minute, times 0.5 to 1.5 by a draw from
-    [0, 1)."""
-    return max(base_s, min(_LONGEST_PAUSE_S, base_s * 2.0 ** min(attempt, 60))) * (0.5 + draw)
+def backoff(attempt: int, draw: float) -> float:
+    """Seconds to wait after attempt `attempt` (from 0): `_FIRST_PAUSE_S`, doubled per attempt up to half a minute, times 0.5 to 1.5 by a
+    draw from [0, 1)."""
+    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(attempt, 60)) * (0.5 + draw)
 
 
 class LimitedScorer:
@@ -65,13 +53,14 @@ class LimitedScorer:
         name: used in errors and the log.
         judge: computes the answers; enforces the timeout of a single call itself.
         read: converts an answer to a score.
+        concurrency, section: limits; `section` has the deadline and the retries.
         seed: seed of the backoff jitter.
     """
 
-    def __init__(self, name: str, judge: Judge, read: Read, limits: ScoringLimits, seed: int = 0) -> None:
-        self.name, self._judge, self._read, self._limits = name, judge, read, limits
+    def __init__(self, name: str, judge: Judge, read: Read, concurrency: int, section: ScoringSection, seed: int = 0) -> None:
+        self.name, self._judge, self._read, self._deadline_s, self._retries = name, judge, read, section.deadline_s, section.retries
         self._random = Random(f"{seed} {name}")
-        self._slots = asyncio.Semaphore(limits.concurrency)
+        self._slots = asyncio.Semaphore(concurrency)
         self._here = self._in_flight = self._scored = self._retried = 0
         self._failed: Counter[str] = Counter()
         self._seconds = self._wait_seconds = 0.0
@@ -84,8 +73,8 @@ class LimitedScorer:
         self._here += 1
         try:
             try:
-                async with asyncio.timeout(self._limits.deadline_s):
-                    score = await self._attempts(sample, progress, begin + self._limits.deadline_s)
+                async with asyncio.timeout(self._deadline_s):
+                    score = await self._attempts(sample, progress, begin + self._deadline_s)
             except TimeoutError as error:
                 raise self._late(progress) from error
         except TrajectoryRejected as rejected:
@@ -105,10 +94,14 @@ class LimitedScorer:
             TrajectoryRejected: as `Scorer.score`.
         """
         try:
-            return self._read(await self._judge.call(sample), sample)
+            answer = await self._judge.call(sample)
         except ScorerRaised as error:
             self._log(error)
             raise
+        if self._unreachable:
+            self._unreachable = False
+            log.info("%s answers again", self.name)
+        return self._read(answer, sample)
 
     async def close(self) -> None:
         """See `Scorer`."""
@@ -134,12 +127,9 @@ class LimitedScorer:
     async def _attempts(self, sample: Sample, progress: _Progress, deadline: float) -> Score:
         for attempt in count():
             try:
-                return self._read(await self._call(sample, progress), sample)
+                return await self._in_slot(sample, progress)
             except TrajectoryRejected as rejected:
-                if isinstance(rejected, ScorerRaised):
-                    self._log(rejected)
-                delay = backoff(self._limits.backoff_s, attempt, self._random.random())
-                delay = max(delay, _LEAST_PAUSE_S) if attempt >= self._limits.retries else delay
+                delay = backoff(attempt, self._random.random())
                 delay = max(delay, rejected.after_s) if isinstance(rejected, Later) else delay
                 if not self._again(rejected.reason, attempt) or _now() + delay >= deadline:
                     raise
@@ -152,22 +142,17 @@ class LimitedScorer:
         raise AssertionError
 
     def _again(self, reason: str, attempt: int) -> bool:
-        retries = self._limits.retries
-        return reason in PASSING and (attempt < retries or (reason == UNAVAILABLE and retries > 0))
+        return reason in PASSING and (attempt < self._retries or (reason == UNAVAILABLE and self._retries > 0))
 
-    async def _call(self, sample: Sample, progress: _Progress) -> object:
+    async def _in_slot(self, sample: Sample, progress: _Progress) -> Score:
         async with self._slots:
             progress.calling, begin = True, _now()
             self._in_flight += 1
             try:
-                answer = await self._judge.call(sample)
+                return await self.attempt(sample)
             finally:
                 self._in_flight -= 1
                 progress.called += _now() - begin
-        if self._unreachable:
-            self._unreachable = False
-            log.info("%s answers again", self.name)
-        return answer
 
     def _log(self, raised: ScorerRaised) -> None:
         """Log what the user's scorer raised, once for each place."""
@@ -177,7 +162,7 @@ class LimitedScorer:
 
     def _late(self, progress: _Progress) -> TrajectoryRejected:
         """Build the rejection for a missed deadline, with its cause."""
-        within = f"within scoring.deadline_s = {self._limits.deadline_s:g} s"
+        within = f"within scoring.deadline_s = {self._deadline_s:g} s"
         before = "" if progress.last is None else f"; before: {progress.last}"
         if progress.calling:
             return TrajectoryRejected(TIMEOUT, f"{self.name} did not answer {within}{before}")

@@ -1,7 +1,8 @@
-"""Build the scorer that a configuration names."""
+"""Build the scorer and the teacher that a configuration names."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from functools import partial
 
@@ -9,17 +10,14 @@ from asyncmoe.config.scoring import ScoringSection, TeacherSection
 from asyncmoe.config.task import READ, TaskSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.scoring import http, parse_score, plugin, teacher
-from asyncmoe.rollout.scoring.exact import Exact
-from asyncmoe.rollout.scoring.limits import LimitedScorer, ScoringLimits
+from asyncmoe.rollout.scoring.exact import Exact, Unscored
+from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.parse_score import Decode
-from asyncmoe.rollout.scoring.teacher import Taught
 from asyncmoe.rollout.scoring.types import Judge, Scorer
 from asyncmoe.rollout.scoring.workers import InWorkers
 
 MATH_VERIFY = "asyncmoe.rollout.scoring.mathematics:score"
 _AT_ONCE = 64
-_BACKOFF_S = 0.5
-"""Seconds before the first retry; they double with each retry, up to 30."""
 _WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -31,15 +29,24 @@ def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int =
         seed: the run's seed.
 
     Raises:
-        ConfigError: the function or class cannot be loaded or does not accept `scoring.options`, or the teacher's key is missing.
+        ConfigError: the function or class cannot be loaded or does not accept `scoring.options`.
     """
-    scorer = _scorer(section, task, decode, seed)
-    if section.teacher is None:
-        assert scorer is not None
-        return scorer
-    poster = http.Poster(f"{section.teacher.url.rstrip('/')}/generate", section.teacher.timeout_s, _teacher_key(section.teacher))
-    judge = http.HttpJudge(poster, teacher.asked)
-    return Taught(scorer, LimitedScorer("the teacher", judge, teacher.read, _limits(section, section.teacher.concurrency), seed))
+    kind = scorer_kind(section, task)
+    if kind in ("exact", "none"):
+        return Exact() if kind == "exact" else Unscored()
+    read = parse_score.read_json if kind.startswith(("http://", "https://")) else parse_score.read
+    judge = _judge(section, kind)
+    made = partial(read, separator=section.step_separator, decode=decode)
+    concurrency = section.concurrency or (_WORKERS if isinstance(judge, InWorkers) else _AT_ONCE)
+    return LimitedScorer("the scorer", judge, made, concurrency, section, seed)
+
+
+def load_teacher(section: ScoringSection, seed: int = 0) -> Scorer | None:
+    """Return what gives scores of the teacher, without a reward; None: there is no teacher. Raises ConfigError: its key is missing."""
+    if (given := section.teacher) is None:
+        return None
+    poster = http.Poster(f"{given.url.rstrip('/')}/generate", given.timeout_s, _teacher_key(given))
+    return LimitedScorer("the teacher", http.HttpJudge(poster, teacher.asked), teacher.read, given.concurrency, section, seed)
 
 
 def _teacher_key(section: TeacherSection) -> str:
@@ -59,19 +66,6 @@ def scorer_kind(section: ScoringSection, task: TaskSection) -> str:
     return section.scorer
 
 
-def _scorer(section: ScoringSection, task: TaskSection, decode: Decode, seed: int) -> Scorer | None:
-    kind = scorer_kind(section, task)
-    if kind == "none":
-        return None
-    if kind == "exact":
-        return Exact()
-    read = parse_score.read_json if kind.startswith(("http://", "https://")) else parse_score.read
-    judge = _judge(section, kind)
-    made = partial(read, separator=section.step_separator, decode=decode)
-    concurrency = section.concurrency or (_WORKERS if isinstance(judge, InWorkers) else _AT_ONCE)
-    return LimitedScorer("the scorer", judge, made, _limits(section, concurrency), seed)
-
-
 def _judge(section: ScoringSection, kind: str) -> Judge:
     if kind.startswith(("http://", "https://")):
         return http.HttpJudge(http.Poster(kind, section.timeout_s), http.asked)
@@ -84,11 +78,7 @@ def _judge(section: ScoringSection, kind: str) -> Judge:
             expected=f"none, because {target} is a function",
             hint="omit them, or write a class that accepts them",
         )
-    if found.awaits:
+    if inspect.iscoroutinefunction(found.function):
         ask, made = found.ask(section.options)
         return plugin.AsyncScorer(ask, found.function, made, section.timeout_s)
     return InWorkers(target, section.options, found.is_class, section.timeout_s, section.concurrency or _WORKERS)
-
-
-def _limits(section: ScoringSection, concurrency: int) -> ScoringLimits:
-    return ScoringLimits(concurrency, section.deadline_s, section.retries, _BACKOFF_S)

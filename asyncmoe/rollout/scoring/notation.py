@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
-from asyncmoe.rollout.answer_mark import MARK
+from asyncmoe.rollout.scoring.types import MARK
 from asyncmoe.rollout.scoring.units import FACTORS, UNITS
 
 _BRACES = 9

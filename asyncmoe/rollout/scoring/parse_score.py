@@ -11,11 +11,10 @@ from itertools import groupby
 from typing import cast
 
 import msgspec
-import numpy as np
 
 from asyncmoe import plugins
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.episodes.trajectory_builder import LARGEST_REWARD
+from asyncmoe.rollout.episodes.trajectory_builder import LARGEST_REWARD, step_rewards
 from asyncmoe.rollout.scoring.plain_answer import SHOWN_VALUE, garbage, plain
 from asyncmoe.rollout.scoring.types import NAN, Sample, Score
 
@@ -44,7 +43,8 @@ def read(value: object, sample: Sample, separator: str | None, decode: Decode) -
     at = ends(sample.tokens, sample.sampled, separator, decode)
     if len(steps) != len(at):
         raise garbage(f"scores of {len(steps)} steps", f"{len(at)}, the steps of this sample (scoring.step_separator {separator!r})")
-    return Score(reward, rewards=placed([_finite(step) for step in steps], at, len(sample.tokens)), why=why)
+    credits = dict(zip(at, map(_finite, steps), strict=True))
+    return Score(reward, rewards=step_rewards(credits, len(sample.tokens)), why=why)
 
 
 def read_json(body: object, sample: Sample, separator: str | None, decode: Decode) -> Score:
@@ -78,13 +78,6 @@ def ends(tokens: Sequence[int], sampled: Sequence[bool], separator: str | None, 
             found += [place + i for i in ([size - 1] if separator is None else _ends(stretch, separator, decode))]
         place += size
     return tuple(found)
-
-
-def placed(scores: Sequence[float], at: Sequence[int], size: int) -> np.ndarray:
-    """Return float32[size] with `scores` at the indices `at`, NaN elsewhere (`Trajectory.rewards`)."""
-    rewards = np.full(size, np.nan, np.float32)
-    rewards[list(at)] = scores
-    return rewards
 
 
 def _finite(value: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,30 +12,22 @@ from typing import Any, cast
 from asyncmoe import plugins
 from asyncmoe.errors import ConfigError, TrajectoryRejected, an
 from asyncmoe.plugins import takes
-from asyncmoe.rollout.scoring.raised import ScorerRaised, raised_by
-from asyncmoe.rollout.scoring.types import ERROR, TIMEOUT, Sample, reason_of
+from asyncmoe.rollout.scoring.types import SHOWN, TIMEOUT, Sample, ScorerRaised, reason_of
 
 log = logging.getLogger(__name__)
 EXPECTED = "auto, exact, math_verify, none, http://host:port/path, package.module:function or package.module:Class"
 _CLOSE_S = 5.0
+_FRAMES, _TRACE_CHARS = 32, 8000
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A user's function or class. `awaits`: the function, or the `score` method of the class, is a coroutine function."""
+    """A user's function or class. `function`: it itself, or the class's method `score`."""
 
     target: str
     found: Callable[..., Any]
-    awaits: bool
-
-    @property
-    def is_class(self) -> bool:
-        return inspect.isclass(self.found)
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The function itself, or the class's method `score`."""
-        return cast(Any, self.found).score if inspect.isclass(self.found) else self.found
+    function: Callable[..., Any]
+    is_class: bool
 
     def ask(self, options: Mapping[str, object]) -> tuple[Callable[[Sample], object], object | None]:
         """Return the function to call with a sample, and the instance behind it, if any. Raises ConfigError if it cannot be made."""
@@ -53,14 +46,19 @@ def find(target: str) -> Loaded:
         ConfigError: the target cannot be imported, is not callable, or is a class without a method `score`.
     """
     found = plugins.load(target, "scoring.scorer", forms=EXPECTED, wanted="a function or class that can be imported")
-    if inspect.isclass(found):
-        method = getattr(found, "score", None)
-        if not callable(method):
-            raise ConfigError("scoring.scorer", got=f"{target}, a class without a method score", expected="a class with score(sample)")
-        return Loaded(target, found, inspect.iscoroutinefunction(method))
-    if not callable(found):
-        raise ConfigError("scoring.scorer", got=f"{target}, {an(type(found).__name__)}", expected="a function or a class")
-    return Loaded(target, found, inspect.iscoroutinefunction(found))
+    is_class = inspect.isclass(found)
+    function = getattr(found, "score", None) if is_class else found
+    if not callable(function):
+        got = "a class without a method score" if is_class else an(type(found).__name__)
+        raise ConfigError("scoring.scorer", got=f"{target}, {got}", expected="a function, or a class with score(sample)")
+    return Loaded(target, found, function, is_class)
+
+
+def raised_by(error: BaseException, scorer: Callable[..., Any]) -> dict[str, str]:
+    """Describe an exception that a call of `scorer` raised, by the names of `ScorerRaised`'s arguments."""
+    trace = "".join(traceback.format_exception(error, limit=-_FRAMES))
+    at = plugins.raised_at(error) or plugins.place(scorer)
+    return {"at": at, "said": plugins.told(error)[:SHOWN], "trace": trace[:_TRACE_CHARS]}
 
 
 async def close(made: object | None) -> None:
@@ -103,7 +101,7 @@ class AsyncScorer:
         except plugins.Overdue as error:
             raise TrajectoryRejected(TIMEOUT, str(error)) from error
         except Exception as error:
-            raise ScorerRaised(reason_of(error, ERROR), **raised_by(error, self._function)) from error
+            raise ScorerRaised(reason_of(error), **raised_by(error, self._function)) from error
 
     async def close(self) -> None:
         """See `Judge`."""

@@ -7,18 +7,13 @@ The teacher must have the policy's tokenizer.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import cast
 
 import msgspec
 import numpy as np
 
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.scoring.gather_or_cancel import together
-from asyncmoe.rollout.scoring.limits import LimitedScorer
-from asyncmoe.rollout.scoring.types import GARBAGE, NAN, Sample, Score, Scorer
+from asyncmoe.rollout.scoring.types import GARBAGE, NAN, Sample, Score
 
 _TOKEN_BYTES = 128
 _REST_BYTES = 1 << 20
@@ -30,44 +25,6 @@ class _Meta(msgspec.Struct, frozen=True):
 
 class _Read(msgspec.Struct, frozen=True):
     meta_info: _Meta
-
-
-class Taught:
-    """A scorer and a teacher, called concurrently: see `Scorer`. If scorer or teacher fails, the other call is cancelled.
-
-    Args:
-        scorer: None (`scoring.scorer: none`): the reward is 0.
-        teacher: supplies `Score.teacher`.
-    """
-
-    def __init__(self, scorer: Scorer | None, teacher: Scorer) -> None:
-        self.scorer, self.teacher = scorer, teacher
-
-    async def score(self, sample: Sample) -> Score:
-        """See `Scorer`."""
-        if self.scorer is None:
-            return Score(0.0, teacher=await self.teach(sample))
-        score, taught = await together([one.score(sample) for one in (self.scorer, self.teacher)])
-        return replace(score, teacher=taught.teacher)
-
-    async def teach(self, sample: Sample) -> np.ndarray | None:
-        """Return only `Score.teacher`, where the environment supplies the reward. Raises as `score`."""
-        return (await self.teacher.score(sample)).teacher
-
-    async def close(self) -> None:
-        """See `Scorer`."""
-        await asyncio.gather(*(one.close() for one in (self.scorer, self.teacher) if one is not None))
-
-
-def untaught(scorer: Scorer) -> Scorer:
-    """Return `scorer` without its teacher. A teacher without a scorer is returned unchanged."""
-    return scorer.scorer if isinstance(scorer, Taught) and scorer.scorer is not None else scorer
-
-
-def stages(scorer: Scorer) -> Mapping[str, LimitedScorer]:
-    """Return the stages of `scorer` that may fail, by name: "scorer", "teacher"."""
-    parts = {"scorer": scorer.scorer, "teacher": scorer.teacher} if isinstance(scorer, Taught) else {"scorer": scorer}
-    return {name: part for name, part in parts.items() if isinstance(part, LimitedScorer)}
 
 
 def asked(sample: Sample) -> tuple[bytes, int]:

@@ -6,15 +6,18 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.rollout.scoring import mathematics
+from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.loading import scorer_kind
-from asyncmoe.rollout.scoring.raised import ScorerRaised
-from asyncmoe.rollout.scoring.teacher import stages
-from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, Scorer
-from asyncmoe.rollout.tasks import Example, HasGolds, Tasks
+from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, ScorerRaised
+from asyncmoe.rollout.tasks import Example, HasGolds
+
+if TYPE_CHECKING:
+    from asyncmoe.rollout.parts import RolloutParts
 
 log = logging.getLogger(__name__)
 _SCORED = ("single_turn", "tools")
@@ -24,7 +27,7 @@ _CHECKED = 2000
 _SHOWN_CHARS = 60
 
 
-async def before_engines(config: Config, tasks: Tasks, scorer: Scorer) -> None:
+async def before_engines(config: Config, parts: RolloutParts) -> None:
     """Check the reference answers, and try the scorer and the teacher with the first prompt.
 
     An environment of the user's own may give the rewards itself; then `scoring.scorer: auto` is not checked.
@@ -37,14 +40,14 @@ async def before_engines(config: Config, tasks: Tasks, scorer: Scorer) -> None:
     kind = scorer_kind(section, config.task)
     asked = section.scorer != "auto" or config.environment.kind in _SCORED
     if asked and kind == "math_verify":
-        own = [one for one in tasks.sets if one.task is not tasks.training]
+        own = [one for one in parts.sets if one.task is not parts.training]
         own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in own}
-        for key, source in {"task.path": tasks.training, **own_sets}.items():
+        for key, source in {"task.path": parts.training, **own_sets}.items():
             if isinstance(source, HasGolds):
                 await check_golds(source.golds(), key)
     if config.evaluation.sets and not config.evaluation.every:
         log.warning("evaluation.sets: none of them is asked, because evaluation.every is 0")
-    prompt, tokenizer = tasks.training.prompt(0), tasks.tokenizer
+    prompt, tokenizer = parts.training.prompt(0), parts.tokenizer
     if asked and kind == "exact" and not prompt.answer:
         hint = "name the column in task.columns.answer, or another scorer"
         raise ConfigError("scoring.scorer", got="exact, and the first prompt has no answer", expected="answers to compare with", hint=hint)
@@ -53,9 +56,9 @@ async def before_engines(config: Config, tasks: Tasks, scorer: Scorer) -> None:
     response = tokenizer.encode(prompt.answer) or (tokenizer.eos,)
     sampled = (False,) * len(prompt.tokens) + (True,) * len(response)
     sample = Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled, columns=prompt.columns)
-    for name, stage in stages(scorer).items():
+    for name, stage in (("scorer", parts.scorer), ("teacher", parts.teacher)):
         try:
-            if asked or name == "teacher":
+            if isinstance(stage, LimitedScorer) and (asked or name == "teacher"):
                 await stage.attempt(sample)
         except TrajectoryRejected as rejected:
             raise _refused(name, kind, rejected) from rejected

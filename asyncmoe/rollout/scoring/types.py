@@ -15,7 +15,8 @@ ERROR, NAN, TIMEOUT = "scorer_error", "scorer_nan", "scorer_timeout"
 GARBAGE, UNAVAILABLE = "scorer_garbage", "scorer_unavailable"
 SHOWN = 500
 """Maximum length of an error message in a rejection, in characters."""
-_UNREACHABLE = (ConnectionError, TimeoutError)
+MARK = "####"
+"""Separates the reasoning from the answer in GSM8K's format: in files of tasks, and in responses of models that learned from them."""
 
 PASSING = frozenset({ERROR, TIMEOUT, UNAVAILABLE})
 """Transient failures, worth a retry. Garbage is not transient: a retry of the same sample would return it again."""
@@ -27,6 +28,22 @@ class Later(TrajectoryRejected):
     def __init__(self, detail: str, after_s: float = 0.0) -> None:
         self.after_s = after_s
         super().__init__(UNAVAILABLE, detail)
+
+
+class ScorerRaised(TrajectoryRejected):
+    """A user's scorer raised.
+
+    Attributes:
+        at: "FILE:LINE" that raised it; where the scorer is defined, if it could not be called.
+        trace: the traceback.
+
+    Args:
+        said: type and message.
+    """
+
+    def __init__(self, reason: str, at: str, said: str, trace: str) -> None:
+        self.at, self.trace = at, trace
+        super().__init__(reason, f"{said} ({at})")
 
 
 @dataclass(frozen=True)
@@ -101,6 +118,6 @@ class Judge(Protocol):
         ...
 
 
-def reason_of(error: BaseException, otherwise: str) -> str:
-    """Map a user's exception to a rejection reason: "scorer_unavailable" for connection errors and timeouts, else `otherwise`."""
-    return UNAVAILABLE if isinstance(error, _UNREACHABLE) else otherwise
+def reason_of(error: BaseException) -> str:
+    """Map a user's exception to a rejection reason: "scorer_unavailable" for connection errors and timeouts, else "scorer_error"."""
+    return UNAVAILABLE if isinstance(error, (ConnectionError, TimeoutError)) else ERROR

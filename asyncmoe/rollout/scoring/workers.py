@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from asyncmoe.errors import TrajectoryRejected
+from asyncmoe.rollout.async_tasks import begun, cancelled
 from asyncmoe.rollout.processes import Broken, Processes
 from asyncmoe.rollout.scoring import plugin
 from asyncmoe.rollout.scoring.plain_answer import plain
-from asyncmoe.rollout.scoring.raised import ScorerRaised, raised_by
-from asyncmoe.rollout.scoring.types import ERROR, GARBAGE, SHOWN, TIMEOUT, Sample, reason_of
+from asyncmoe.rollout.scoring.types import ERROR, GARBAGE, SHOWN, TIMEOUT, Sample, ScorerRaised, reason_of
 
 
 class InWorkers:
@@ -40,9 +40,7 @@ class InWorkers:
             AsyncmoeError: the process does not start.
         """
         told = {key: value for key, value in vars(sample).items() if key not in self._left_out} | {"columns": dict(sample.columns)}
-        asking = asyncio.create_task(self._ask(told))
-        self._asking.add(asking)
-        asking.add_done_callback(self._asking.discard)
+        asking = begun(self._ask(told), self._asking)
         asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # a cancelled caller no longer retrieves it
         # If the caller is cancelled, letting the process finish is cheaper than restarting it.
         answer = await asyncio.shield(asking)
@@ -54,9 +52,7 @@ class InWorkers:
 
     async def close(self) -> None:
         """See `Judge`."""
-        for asking in self._asking:
-            asking.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        await cancelled(self._asking)
         await self._processes.close()
 
     async def _ask(self, told: Mapping[str, object]) -> dict[str, Any]:
@@ -82,7 +78,7 @@ def serve(target: str, options: Mapping[str, object]) -> Iterator[Callable[[Mapp
         except TrajectoryRejected as rejected:
             return {"failed": rejected.reason, "detail": str(rejected).removeprefix(f"{rejected.reason}: ")[:SHOWN]}
         except BaseException as error:  # noqa: BLE001  the controller receives every error of user code
-            return {"failed": reason_of(error, ERROR), "raised": raised_by(error, found.function)}
+            return {"failed": reason_of(error), "raised": plugin.raised_by(error, found.function)}
 
     yield answer
     asyncio.run(plugin.close(made))

@@ -55,8 +55,8 @@ class Encoder:
         if not solution:
             hint = "name the column in task.columns.answer, return an Example with a solution, or set warmup.steps=0"
             raise DataError(example.where, got="neither solution nor answer", expected="one that the warm-up can imitate", hint=hint)
-        prompt, said = self.prompt(example), (*self._tokenizer.encode(solution), self._tokenizer.eos)
-        return Demonstration(prompt.tokens + said, (False,) * len(prompt.tokens) + (True,) * len(said), prompt.where)
+        prompt = self.prompt(example)
+        return Demonstration(prompt.tokens, (*self._tokenizer.encode(solution), self._tokenizer.eos), prompt.where)
 
     def _messages(self, prompt: str | Sequence[Message] | Sequence[int]) -> tuple[Message, ...]:
         said = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(cast(Sequence[Message], prompt))

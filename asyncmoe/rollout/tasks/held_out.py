@@ -5,31 +5,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
 from asyncmoe.errors import DataError
 from asyncmoe.rollout.tasks.encode import example_at, identity
-from asyncmoe.rollout.tasks.order import EVALUATION, MixedDraws
-from asyncmoe.rollout.tasks.types import Endless, Example, Finite
+from asyncmoe.rollout.tasks.order import EVALUATION, MixedDraws, TaskPart
+from asyncmoe.rollout.tasks.types import Finite
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TaskPart:
-    """A source of a task, with its name for messages.
-
-    Attributes:
-        trained: indices that training asks; None: all.
-        held: what the evaluation asks; None: the source itself.
-    """
-
-    source: Finite | Endless
-    name: str
-    weight: float = 1.0
-    trained: Sequence[int] | None = None
-    held: Sequence[Example] | None = None
 
 
 def identities(source: Finite, name: str) -> list[bytes]:

@@ -12,7 +12,7 @@ import msgspec
 
 from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import DataError
-from asyncmoe.rollout.answer_mark import MARK
+from asyncmoe.rollout.scoring.types import MARK
 from asyncmoe.rollout.tasks.encode import check_columns, check_prompt
 from asyncmoe.rollout.tasks.rows import Keep, none_left
 from asyncmoe.rollout.tasks.types import Example

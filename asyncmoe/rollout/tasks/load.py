@@ -14,8 +14,8 @@ from asyncmoe.errors import DataError
 from asyncmoe.rollout.tasks import datasets_reader, jsonl, own
 from asyncmoe.rollout.tasks.arithmetic import Arithmetic
 from asyncmoe.rollout.tasks.encode import Encoder
-from asyncmoe.rollout.tasks.held_out import TaskPart, divide, identities
-from asyncmoe.rollout.tasks.order import EVALUATION, DrawnTask, ListedTask, MixedTask
+from asyncmoe.rollout.tasks.held_out import divide, identities
+from asyncmoe.rollout.tasks.order import EVALUATION, DrawnTask, ListedTask, MixedTask, TaskPart
 from asyncmoe.rollout.tasks.rows import keeps
 from asyncmoe.rollout.tasks.types import Prompt, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
@@ -120,5 +120,5 @@ def _task(section: TaskSection, parts: Sequence[TaskPart], tokenizer: Tokenizer,
 
 def _numbered(part: TaskPart, encoder: Encoder, seed: int, order: str) -> Task:
     if isinstance(part.source, Sized):
-        return ListedTask(part.source, encoder, seed, part.name, trained=part.trained, held=part.held, part=order)
+        return ListedTask(part, encoder, seed, order)
     return DrawnTask(part.source, encoder, seed, part.name)

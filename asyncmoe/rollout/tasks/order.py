@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass
 from itertools import chain
 from random import Random
 
@@ -13,6 +14,22 @@ from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite
 EVALUATION = "evaluation"
 """Stream of the evaluation questions."""
 _BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class TaskPart:
+    """A source of a task, with its name for messages.
+
+    Attributes:
+        trained: indices that training and warm-up ask; None: all.
+        held: what the evaluation asks; None: the source itself.
+    """
+
+    source: Finite | Endless
+    name: str
+    weight: float = 1.0
+    trained: Sequence[int] | None = None
+    held: Sequence[Example] | None = None
 
 
 class DrawnTask:
@@ -41,26 +58,16 @@ class ListedTask:
     """A finite source; each epoch visits every example once, in its own order drawn from the seed and the stream. See `Task`.
 
     Args:
-        name: of the source, for messages.
-        trained: indices that training and warm-up visit; None: all.
-        held: what the evaluation asks; None: the source itself.
-        part: names the orders of this source among those of a mixture.
+        part: its source is finite.
+        order: names the orders of this source among those of a mixture.
     """
 
-    def __init__(
-        self,
-        source: Finite,
-        encoder: Encoder,
-        seed: int,
-        name: str,
-        *,
-        trained: Sequence[int] | None = None,
-        held: Sequence[Example] | None = None,
-        part: str = "",
-    ) -> None:
-        self._source, self._encoder, self._seed, self._name, self._part = source, encoder, seed, name, part
-        self._trained: Sequence[int] = range(len(source)) if trained is None else trained
-        self._held: Finite = source if held is None else held
+    def __init__(self, part: TaskPart, encoder: Encoder, seed: int, order: str = "") -> None:
+        assert isinstance(part.source, Sized)
+        self._source: Finite = part.source
+        self._encoder, self._seed, self._name, self._order = encoder, seed, part.name, order
+        self._trained: Sequence[int] = range(len(self._source)) if part.trained is None else part.trained
+        self._held: Finite = self._source if part.held is None else part.held
         self._orders: dict[str, tuple[int, array[int]]] = {}
 
     def prompt(self, group: int, stream: str = "prompt") -> Prompt:
@@ -83,7 +90,7 @@ class ListedTask:
         epoch, place = divmod(number, len(every))
         if self._orders.get(stream, (-1,))[0] != epoch:
             order = array("q", every)
-            Random(f"{self._seed} {stream} {epoch}{self._part}").shuffle(order)
+            Random(f"{self._seed} {stream} {epoch}{self._order}").shuffle(order)
             self._orders[stream] = epoch, order
         return self._orders[stream][1][place]
 

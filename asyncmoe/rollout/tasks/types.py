@@ -102,12 +102,13 @@ class Demonstration:
     """A solved question.
 
     Attributes:
-        loss_mask: True for the tokens of the solution, including the end-of-sequence token.
+        given: tokens of the prompt.
+        said: tokens of the solution, including the end-of-sequence token.
         where: name of the example, for messages.
     """
 
-    tokens: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
+    given: tuple[int, ...]
+    said: tuple[int, ...]
     where: str = field(default="", compare=False)
 
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from asyncmoe.engines import backend
-from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 from asyncmoe.rollout.workers.remote import RemoteWorker
@@ -31,17 +30,10 @@ class WorkerGates:
         pool: the run's engines.
         alive: returns the workers that are not lost.
         answer_s: seconds that an engine has to pause.
-        address_of: as `asyncmoe.engines.backend.address_of`.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        alive: Callable[[], Sequence[RemoteWorker]],
-        answer_s: float,
-        address_of: Callable[[Engine], tuple[str, str]] = backend.address_of,
-    ) -> None:
-        self._pool, self._alive, self._answer_s, self._address_of = pool, alive, answer_s, address_of
+    def __init__(self, pool: Pool, alive: Callable[[], Sequence[RemoteWorker]], answer_s: float) -> None:
+        self._pool, self._alive, self._answer_s, self._address_of = pool, alive, answer_s, backend.address_of
         self._open = True
 
     async def close_gates(self) -> int:

@@ -20,6 +20,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, UserError, WaitTimeout
 from asyncmoe.process import Child, freeze, keep_files, named
 from asyncmoe.rollout import parts
+from asyncmoe.rollout.async_tasks import cancelled
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc import address, keys
@@ -83,9 +84,7 @@ async def _serve(config: Config, run_dir: Path, number: int, loaded: RolloutPart
             freeze()
             tasks = [serving, *map(asyncio.create_task, (worker.over.wait(), watch(config, worker)))]
             done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await cancelled(left)
             for task in done:
                 task.result()
     finally:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected, WaitTimeout
 from asyncmoe.log.turns import EpisodeId
 from asyncmoe.queue.group_buffer import Group
+from asyncmoe.rollout.async_tasks import begun, cancelled
 from asyncmoe.rpc.async_client import AsyncClient
 from asyncmoe.rpc.messages import Done, Reply, Request
 from asyncmoe.rpc.worker_messages import (
@@ -85,11 +86,11 @@ class RemoteWorker:
 
     def tell(self, request: Request, timeout_s: float = _ANSWER_S) -> asyncio.Task[None]:
         """Send a request whose answer may be news, without waiting. A worker that does not answer is lost."""
-        return self._meanwhile(self._hear(request, timeout_s))
+        return begun(self._hear(request, timeout_s), self._asking)
 
     def follow(self) -> None:
         """Ask for news again and again: a request is always there that fails with the connection."""
-        self._meanwhile(self._ask_always())
+        begun(self._ask_always(), self._asking)
 
     def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
         """Have the worker end and forget episodes, one that runs is rejected as `LOST`; and forget groups."""
@@ -105,9 +106,7 @@ class RemoteWorker:
 
     async def end(self) -> None:
         """Tell the worker that the run is over, and wait for no other answer any more."""
-        for task in self._asking:
-            task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        await cancelled(self._asking)
         if not self.gone:
             with suppress(AsyncmoeError):
                 await self.ask(WorkerEnd(), Done)
@@ -116,12 +115,6 @@ class RemoteWorker:
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
-
-    def _meanwhile(self, part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(part)
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
-        return task
 
     async def _ask_always(self) -> None:
         while not self.gone:

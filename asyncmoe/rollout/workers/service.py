@@ -8,8 +8,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import msgspec
-
 from asyncmoe.config import Config
 from asyncmoe.engines import backend
 from asyncmoe.errors import AsyncmoeError, ProtocolError, TrajectoryRejected, UserError
@@ -20,7 +18,8 @@ from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.run_log import WorkerLog
 from asyncmoe.rollout.sampled_episodes import cleaned, to_bytes
-from asyncmoe.rollout.scoring.teacher import stages
+from asyncmoe.rollout.scoring import trial
+from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.tasks.types import from_bytes
 from asyncmoe.rollout.workers.engines import Connect, LentEngines
 from asyncmoe.rollout.workers.worker import Worker, worker_of
@@ -45,7 +44,6 @@ from asyncmoe.rpc.worker_messages import (
     WorkerRun,
     WorkerShow,
 )
-from asyncmoe.telemetry.rollout_schema import Calls
 from asyncmoe.trajectory import Buffer, Recording
 
 log = logging.getLogger(__name__)
@@ -148,7 +146,7 @@ class WorkerService:
         if isinstance(loaded, UserError):
             raise loaded
         if request.first:
-            await loaded.check(config)
+            await trial.before_engines(config, loaded)
         opened = config.log, config.run.dir, request.log, self._number, request.under_way
         self._kept = kept = await asyncio.to_thread(WorkerLog.open, *opened)  # reads all that was recorded
         self._worker = worker_of(config, loaded, self.pool, self._recording, self._number, kept)
@@ -197,7 +195,6 @@ def _packed(groups: Sequence[Group]) -> WorkerPacked:
 
 def figures_of(loaded: RolloutParts) -> Figures:
     """Return the statistics of this process."""
-    environment = loaded.environment
-    counts = environment.counts if isinstance(environment, WithTools) else {}
-    scoring = {name: stage.stats() for name, stage in stages(loaded.scorer).items()}
-    return Figures(scoring, {name: msgspec.convert(one, Calls, from_attributes=True) for name, one in counts.items()})
+    environment, stages = loaded.environment, {"scorer": loaded.scorer, "teacher": loaded.teacher}
+    scoring = {name: stage.stats() for name, stage in stages.items() if isinstance(stage, LimitedScorer)}
+    return Figures(scoring, environment.counts if isinstance(environment, WithTools) else {})

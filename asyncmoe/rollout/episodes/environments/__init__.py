@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from asyncmoe import models, plugins
+from asyncmoe import plugins
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.environment import Bounds, Demonstrator, Environment
@@ -14,11 +14,10 @@ from asyncmoe.rollout.episodes.openai_endpoint.environment import OpenAIEnvironm
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 
-def bounds(config: Config) -> Bounds:
+def bounds(config: Config, tokenizer: Tokenizer) -> Bounds:
     """Return the limits of an episode. A conversation must fit into the model's positions."""
     section = config.environment
-    positions = models.load_hf_config(config.model.path).get("max_position_embeddings")
-    tokens = [limit for limit in (section.max_tokens, positions) if limit is not None]
+    tokens = [limit for limit in (section.max_tokens, tokenizer.positions) if limit is not None]
     return Bounds(section.max_turns, min(tokens, default=1 << 20), section.max_agents, section.max_paths)
 
 
@@ -62,8 +61,7 @@ def _own(target: str, options: dict[str, object]) -> Environment:
     """Construct `package.module:Class` with keyword arguments."""
     forms = "single_turn, tools, openai or package.module:Class"
     found = plugins.load(target, "environment.kind", forms=forms, wanted="a class that can be imported")
-    made = plugins.make(found, target, options, "environment.kind", "a class that can be made with environment.options")
+    made: Environment = plugins.make(found, target, options, "environment.kind", "a class that can be made with environment.options")
     if not inspect.iscoroutinefunction(getattr(made, "run", None)):
         raise ConfigError("environment.kind", got=f"{target}, which has no `async def run(self, episode)`", expected="an environment")
-    environment: Environment = made
-    return environment
+    return made

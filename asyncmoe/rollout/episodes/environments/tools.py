@@ -20,15 +20,16 @@ from typing import Any
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError, TrajectoryRejected
+from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.episodes.environment import Agent, Episode, Response
 from asyncmoe.rollout.episodes.tools.calls import BRACKETS, HERMES, Call, read_calls, written_id
 from asyncmoe.rollout.episodes.tools.loading import load
 from asyncmoe.rollout.episodes.tools.mcp import McpTools
-from asyncmoe.rollout.episodes.tools.runner import Counts, Runner
+from asyncmoe.rollout.episodes.tools.runner import Runner
 from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError
-from asyncmoe.rollout.scoring.gather_or_cancel import together
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
+from asyncmoe.telemetry.rollout_schema import Calls
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class WithTools:
         return self._mcp.episode()
 
     @property
-    def counts(self) -> dict[str, Counts]:
+    def counts(self) -> dict[str, Calls]:
         """Statistics of the calls, by the tool's name."""
         return {name: runner.counts for name, runner in self.runners.items()}
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes.listening import wrong_stop
-from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message
-from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, policy_request, wrong
-from asyncmoe.rollout.episodes.tools import strict_json
+from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message, PolicyRequest
+from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, for_template, in_order, wrong
+from asyncmoe.rollout.episodes.tools.tool import read_json
 
 _CACHE = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
 _NO_MATTER = ("user", "metadata", "client_metadata", "store", "safety_identifier", "service_tier", "prediction", *_CACHE)
@@ -98,7 +98,8 @@ class Fields:
             self.anything(name)
         if self._left:
             raise wrong(str(min(self._left))[:100], "is not supported. Leave it out")
-        asked = policy_request(messages, tools if calls else (), variables)
+        rendered = tuple(map(for_template, in_order(messages)))
+        asked = PolicyRequest(tuple(messages), rendered, tuple(tools if calls else ()), variables)
         return CompletionRequest(model, asked, stream=stream, calls=calls, fields=self.given, **more)
 
     def _check_sampling(self) -> None:
@@ -113,7 +114,7 @@ class Fields:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        fields = strict_json.read(body)
+        fields = read_json(body)
     except ValueError as error:
         raise RequestRefused(400, f"the body is not valid JSON: {str(error)[:200]}") from error
     if not isinstance(fields, dict):

@@ -123,12 +123,7 @@ def for_template(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def policy_request(messages: Sequence[Message], tools: Sequence[Message], variables: Mapping[str, Any] | None = None) -> PolicyRequest:
-    """Return the part of a request that the policy sees."""
-    return PolicyRequest(tuple(messages), tuple(map(for_template, _in_order(messages))), tuple(tools), variables or {})
-
-
-def _in_order(messages: Sequence[Message]) -> Iterator[Message]:
+def in_order(messages: Sequence[Message]) -> Iterator[Message]:
     """Yield the messages, results of tools in the order of their calls: few templates show the ids that clients tell them apart by."""
     order = {call["id"]: number for message in messages for number, call in enumerate(message.get("tool_calls", ()))}
     for _, group in groupby(messages, key=lambda message: message["role"] == "tool"):

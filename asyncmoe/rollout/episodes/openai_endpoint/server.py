@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from aiohttp import ClientConnectionResetError, web
 
+from asyncmoe.rollout.async_tasks import cancelled
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.episodes.openai_endpoint import chat
 from asyncmoe.rollout.episodes.openai_endpoint.messages import MessagesApi
@@ -153,8 +154,7 @@ async def _stream(
             raise
         made = event(api.error(refused))
     finally:
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
+        await cancelled([answering])
     await _write(request, response, made)
     return response  # aiohttp ends it, unless the client has left
 

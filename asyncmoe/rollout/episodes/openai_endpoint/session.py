@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from asyncmoe.errors import DataError, TrajectoryRejected
+from asyncmoe.rollout.async_tasks import begun, cancelled
 from asyncmoe.rollout.episodes.environment import TOO_LONG, Agent, Episode, Response
 from asyncmoe.rollout.episodes.openai_endpoint import conversation
 from asyncmoe.rollout.episodes.openai_endpoint.chat import ChatApi
@@ -106,11 +107,8 @@ class Session:
         """
         if self._over:
             raise _over()
-        answering = asyncio.create_task(self._answer(request))
-        self._answering.add(answering)
-        answering.add_done_callback(self._answering.discard)
         try:
-            return await answering
+            return await begun(self._answer(request), self._answering)
         except asyncio.CancelledError:
             asking = asyncio.current_task()
             if asking is not None and asking.cancelling():
@@ -120,9 +118,7 @@ class Session:
     async def close(self) -> None:
         """End all requests."""
         self._over = True
-        for answering in (ending := list(self._answering)):
-            answering.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await cancelled(self._answering)
 
     async def _answer(self, request: CompletionRequest) -> Completion:
         stops = (*request.stops, CLOSE) if request.one_call else request.stops

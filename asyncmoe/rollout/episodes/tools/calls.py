@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncmoe.engines.types import ParsedCall
 from asyncmoe.rollout.episodes.environment import ERROR, Agent, Response
-from asyncmoe.rollout.episodes.tools import strict_json
+from asyncmoe.rollout.episodes.tools.tool import read_json
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 HERMES, BRACKETS = STYLES = ("hermes", "brackets")
@@ -149,7 +149,7 @@ def _brackets(inner: str) -> Call:
 
 def _hermes(inner: str) -> Call:
     try:
-        call = strict_json.read(inner)
+        call = read_json(inner)
     except ValueError as error:
         return Call(wrong=f"error: a call that is not valid JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):

@@ -13,6 +13,7 @@ from typing import Any
 from asyncmoe import plugins
 from asyncmoe.config.fields import Positive, Seconds, Section
 from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, FLOOD, TIMEOUT, ToolError, read_arguments
+from asyncmoe.telemetry.rollout_schema import Calls
 
 
 class ToolLimits(Section):
@@ -27,21 +28,6 @@ class ToolLimits(Section):
     timeout_s: Seconds = 30.0
     concurrency: Positive = 16
     characters: Positive = 16384
-
-
-@dataclass
-class Counts:
-    """Statistics of the calls that ended.
-
-    Attributes:
-        calls: number of calls, failed calls included.
-        seconds: total duration of the calls, without the wait for their turns.
-        failures: number of failed calls by `ToolError.reason`.
-    """
-
-    calls: int = 0
-    seconds: float = 0.0
-    failures: Counter[str] = field(default_factory=Counter)
 
 
 async def _nothing() -> None: ...
@@ -59,6 +45,7 @@ class Runner:
             cancelled, it ends everything the call started.
         begin: awaited before a call, of whose time it takes none.
         close: ends everything the tool started.
+        counts: of the calls that ended; their time is without the wait for their turns.
     """
 
     name: str
@@ -68,7 +55,7 @@ class Runner:
     limits: ToolLimits
     begin: Callable[[], Awaitable[object]] = _nothing
     close: Callable[[], Awaitable[None]] = _nothing
-    counts: Counts = field(default_factory=Counts)
+    counts: Calls = field(default_factory=Calls)
 
     def __post_init__(self) -> None:
         self._turns = asyncio.Semaphore(self.limits.concurrency)
@@ -94,10 +81,9 @@ class Runner:
                 begin = time.perf_counter()
                 answer = await self._bounded(arguments)
         except ToolError as error:
-            self._count(begin)
-            self.counts.failures[error.reason] += 1
+            self._count(begin, Counter([error.reason]))
             raise
-        self._count(begin)
+        self._count(begin, Counter())
         return answer
 
     async def _bounded(self, arguments: Mapping[str, Any]) -> str:
@@ -119,9 +105,9 @@ class Runner:
         most = self.limits.characters
         return text if len(text) <= most else f"{text[:most]}\n[cut at {most} characters]"
 
-    def _count(self, begin: float) -> None:
-        self.counts.calls += 1
-        self.counts.seconds += time.perf_counter() - begin
+    def _count(self, begin: float, failed: Counter[str]) -> None:
+        counts, seconds = self.counts, time.perf_counter() - begin
+        self.counts = Calls(calls=counts.calls + 1, seconds=counts.seconds + seconds, failures=failed + Counter(counts.failures))
 
 
 def raised(error: BaseException) -> ToolError:

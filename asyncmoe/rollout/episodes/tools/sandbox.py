@@ -8,11 +8,13 @@ import math
 import os
 import shutil
 import signal
+import subprocess
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -121,7 +123,9 @@ class Sandbox(ABC):
             killed = process.returncode is None
             await end(process)
             if killed and (removal := self.removal(name)):
-                await _executed(removal)
+                remove = partial(subprocess.run, removal, stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True)
+                with suppress(subprocess.TimeoutExpired):
+                    await asyncio.to_thread(remove, timeout=_REMOVE_S, check=False)
 
     async def _begin(self, process: asyncio.subprocess.Process, program: bytes) -> None:
         """Give the command its program, and wait until it begins. Raises ToolError."""
@@ -179,17 +183,6 @@ class Bubblewrap(Sandbox):
     def command(self, name: str) -> list[str]:
         """See `Sandbox`."""
         return self._command
-
-
-async def _executed(command: Sequence[str]) -> None:
-    """Execute a command to its end, or for `_REMOVE_S`."""
-    nothing = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(*command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
-    try:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), _REMOVE_S)
-    finally:
-        await end(process)
 
 
 def _around(limits: PythonLimits) -> Iterator[str]:

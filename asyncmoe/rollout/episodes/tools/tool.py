@@ -1,13 +1,13 @@
-"""The errors of tools, the arguments of their calls, and the variables that their keys name."""
+"""The errors of tools, the arguments of their calls, JSON that a model or a client wrote, and the variables that keys of tools name."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from asyncmoe.errors import AsyncmoeError, ConfigError
-from asyncmoe.rollout.episodes.tools import strict_json
 
 ERROR, TIMEOUT, CRASH, FLOOD = "tool_error", "tool_timeout", "tool_crash", "tool_flood"
 
@@ -27,6 +27,21 @@ class ToolError(AsyncmoeError):
         super().__init__(f"{reason}: {detail}")
 
 
+def read_json(text: str | bytes) -> Any:
+    """Return the value of JSON text.
+
+    Raises:
+        ValueError: the text is not JSON, or no other program can be told its value: it is nested too deeply, or has half a surrogate pair
+            or a number that is not finite.
+    """
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    return value
+
+
 def read_arguments(text: str, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments in a call. A text that is no JSON object is the value of a tool's only parameter.
 
@@ -37,7 +52,7 @@ def read_arguments(text: str, name: str, parameters: Mapping[str, Any]) -> dict[
         ToolError: `ERROR`: the text is no JSON object, and there is not one parameter.
     """
     try:
-        given = strict_json.read(text)
+        given = read_json(text)
     except ValueError:
         given = text
     if isinstance(given, dict):

@@ -23,6 +23,7 @@ from asyncmoe import installed
 from asyncmoe.config.loading import section
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
+from asyncmoe.rollout.async_tasks import begun
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import CRASH, TIMEOUT, ToolError, variable
 
@@ -69,9 +70,9 @@ class McpTools:
         known = {name: _checked(f"{_KEY}.{name}", keys) for name, keys in servers.items()}
         with ThreadPoolExecutor() as threads:  # with loops of their own, because the caller may be inside one or outside
             found = list(threads.map(lambda name: asyncio.run(_listed(name, known[name])), known))
-        for (name, keys), (mode, tools) in zip(known.items(), found, strict=True):
+        for (name, keys), (make, tools) in zip(known.items(), found, strict=True):
             limits = ToolLimits(timeout_s=keys.timeout_s, concurrency=sessions, characters=keys.characters)
-            session = partial(self._session, name, keys, mode)
+            session = partial(self._session, name, make)
             for tool in tools:
                 called, call = f"{keys.prefix}{tool.name}", partial(_call, session, tool.name)
                 if called in self.runners:
@@ -79,11 +80,11 @@ class McpTools:
                     raise ConfigError(f"{_KEY}.{name}", got=f"two tools named {called}", expected="names that differ", hint=hint)
                 self.runners[called] = Runner(called, tool.description or "", tool.input_schema, call, limits, begin=session)
 
-    async def _session(self, name: str, keys: McpServer, mode: str) -> McpSession:
+    async def _session(self, name: str, make: Callable[[], McpSession]) -> McpSession:
         """Return the running episode's session with a server, begun if there is none. Raises ToolError if it cannot begin."""
         if (episode := self._current.get()) is None:
             raise RuntimeError(f"{name}: got a call outside an episode, expected one inside `async with McpTools.episode()`")
-        return await episode.session(name, keys, mode)
+        return await episode.session(name, make)
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
@@ -98,9 +99,7 @@ class McpTools:
         finally:
             self._current.reset(token)
             # The episode does not wait for processes to end; `close` does, and the sessions' place is free only then.
-            ending = asyncio.create_task(episode.close())
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            begun(episode.close(), self._ending)
 
     async def close(self) -> None:
         """Wait until every session has ended."""
@@ -121,13 +120,14 @@ def _checked(key: str, given: McpServer | Mapping[str, Any]) -> McpServer:
     return keys
 
 
-async def _listed(name: str, keys: McpServer) -> tuple[str, list[Any]]:
-    """Return how a server's sessions begin (`McpSession`), and the tools that its keys choose. Raises ConfigError."""
+async def _listed(name: str, keys: McpServer) -> tuple[Callable[[], McpSession], list[Any]]:
+    """Return what makes sessions with a server, and the tools that its keys choose. Raises ConfigError."""
     from asyncmoe.rollout.episodes.tools.mcp.session import MODES, McpSession
 
     failed: ToolError | None = None
     for mode in MODES:
-        session = McpSession(name, keys, mode)
+        make = partial(McpSession, name, keys, mode)
+        session = make()
         try:
             tools = await session.tools()
         except ToolError as error:
@@ -141,7 +141,7 @@ async def _listed(name: str, keys: McpServer) -> tuple[str, list[Any]]:
         if not known or not set(keys.tools) <= set(known):
             got = next((one for one in keys.tools if one not in known), "a server that lists no tool")
             raise ConfigError(f"{_KEY}.{name}.tools", got=got, expected=f"some of {', '.join(known)[:1000] or 'its tools'}")
-        return mode, [tool for tool in tools if not keys.tools or tool.name in keys.tools]
+        return make, [tool for tool in tools if not keys.tools or tool.name in keys.tools]
     assert failed is not None
     got = failed.detail.removeprefix("error: ")
     raise ConfigError(f"{_KEY}.{name}", got=got, expected="an MCP server that lists its tools") from failed
@@ -155,16 +155,14 @@ class _Episode:
         self._sessions: dict[str, McpSession] = {}
         self._closed = False
 
-    async def session(self, name: str, keys: McpServer, mode: str) -> McpSession:
+    async def session(self, name: str, make: Callable[[], McpSession]) -> McpSession:
         """Return the session with a server, begun if there is none. Raises ToolError if it could not begin."""
-        from asyncmoe.rollout.episodes.tools.mcp.session import McpSession
-
         async with self._lock:
             if self._closed:
                 raise ToolError(CRASH, f"error: the episode has ended, and its session with the MCP server {name}")
             if not self._sessions:
                 await self._places.acquire()
-            session = self._sessions.setdefault(name, McpSession(name, keys, mode))
+            session = self._sessions[name] = self._sessions.get(name) or make()
         await session.begun()
         return session
 

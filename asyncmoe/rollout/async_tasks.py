@@ -1,0 +1,37 @@
+"""Tasks of an event loop: several that are useless without each other, and those that go on beside what began them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Coroutine, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def together(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently and return their results. If one raises, cancel the others, then raise its error."""
+    if len(asked) < 2:
+        return [await one for one in asked]
+    tasks = [asyncio.create_task(one) for one in asked]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def begun(one: Coroutine[Any, Any, T], among: set[asyncio.Task[T]]) -> asyncio.Task[T]:
+    """Begin a task, which is in a set until it ends: the event loop alone would not keep it."""
+    task = asyncio.create_task(one)
+    among.add(task)
+    task.add_done_callback(among.discard)
+    return task
+
+
+async def cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for their ends, whatever these are."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,13 @@ BYTES = 64 << 10
 _write = Planned.write
 
 
-def main(result: Path, path: Path) -> None:
-    group.begin()
+def main(path: str) -> dict[str, Any]:
     logging.disable(logging.ERROR)
-    run = result.parent / "run"
+    run = group.result().parent / "run"
     trainer = {"ranks": 2, "ep": 2, "dtype": "float32", "optimizer": {"distributed": True}, "keep_checkpoints": 2, "async_save": True}
-    config = parse({"run": {"dir": str(run), "steps": 9}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}, "trainer": trainer})
+    config = parse({"run": {"dir": str(run), "steps": 9}, "model": {"path": path}, "task": {"kind": "arithmetic"}, "trainer": trainer})
     place = mesh.start(config.trainer)
-    built = gpt.build(models.load_hf_config(path), config, place)
+    built = gpt.build(models.load_hf_config(Path(path)), config, place)
     adam = optimizer.build(config, built)
     saver = Saver(config, built, adam)
     saver.save(1)
@@ -66,7 +64,7 @@ def main(result: Path, path: Path) -> None:
         checkpoint_choice.choose(run, place)
     except DataError as error:
         found["refused"] = group.everyone(str(error))
-    group.end(result, found)
+    return found
 
 
 def flip(path: Path) -> None:
@@ -112,4 +110,4 @@ def names(run: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    group.run(main)

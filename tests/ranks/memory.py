@@ -7,10 +7,7 @@ the model is qwen3_moe where none is named.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,13 +46,9 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["qwen3_moe"]["mlp_only_layers"] = [1]
 
 
-def main(result: Path, layouts: list[str]) -> None:
-    group.begin()
-    mine = {layout: compare(*configured(layout, dist.get_world_size())) for layout in layouts}
-    every = group.everyone(mine)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps({layout: [one[layout] for one in every] for layout in layouts}))
-    dist.destroy_process_group()
+def main(*layouts: str) -> dict[str, list[Any]]:
+    every = group.everyone({layout: compare(*configured(layout, dist.get_world_size())) for layout in layouts})
+    return {layout: [one[layout] for one in every] for layout in layouts}
 
 
 def configured(layout: str, ranks: int) -> tuple[Config, dict[str, Any]]:
@@ -141,4 +134,4 @@ def kept(built: model.Model, angles: torch.Tensor | None) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    group.run(main)

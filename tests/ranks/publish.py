@@ -17,7 +17,6 @@ import ctypes
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,8 +37,7 @@ from asyncmoe.weights.receiver import cards
 from asyncmoe.weights.sender import hf_files, reshard
 from asyncmoe.weights.sender.publisher import Publisher
 from asyncmoe.weights.sender.sender import Sender
-from tests.ranks import group
-from tests.ranks.kept import settings_of
+from tests.ranks import case, group
 from tests.ranks.leaving import leave
 from tests.ranks.replay import compare, read
 
@@ -108,15 +106,15 @@ class Faulty(Sender):
             DeltaEncoder.put = real  # type: ignore[method-assign]
 
 
-def main(result: Path, job: dict[str, Any]) -> None:
-    group.begin()
+def main(file: str) -> list[dict[str, Any]]:
+    job, result = json.loads(Path(file).read_text()), group.result()
     reshard.Sender = Faulty  # type: ignore[misc]
     if job.get("in_place"):
         cards.in_place = lambda _: True
     rank, world = dist.get_rank(), dist.get_world_size()
     found: list[dict[str, Any]] = []
     for layout in job["layouts"]:
-        config = configuration.parse({**job["config"], "trainer": {"ranks": world, "dtype": "float32", **settings_of(layout)}})
+        config = configuration.parse({**job["config"], "trainer": {"ranks": world, "dtype": "float32", **case.settings_of(layout)}})
         hf = load_hf_config(config.model.path)
         built = gpt.build(hf, config, mesh.start(config.trainer))
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
@@ -138,9 +136,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
                 written.replace(f"{result}.{rank}")
             sender.close()
         leave()
-    if rank == 0:
-        result.write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def publish(sender: Publisher, version: int) -> dict[str, Any]:
@@ -157,4 +153,4 @@ def publish(sender: Publisher, version: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()))
+    group.run(main)

@@ -48,7 +48,7 @@ FEW = {
 }
 """By layout and adapter, where each is something else; all others in a thorough test."""
 EVERY = {
-    (layout, adapter): lora_case.checks(adapter) for layout in LAYOUTS for adapter in lora_case.tried(case.sizes_of(LAYOUTS[layout][1]))
+    (layout, adapter): lora_case.checks(adapter) for layout in LAYOUTS for adapter in lora_case.tried(case.settings_of(LAYOUTS[layout][1]))
 }
 
 

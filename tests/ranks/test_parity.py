@@ -66,7 +66,7 @@ FEW = {
 tokens on other ranks: guard, rejected, credited; other stages: recompute; other shards: bfloat16), and each variant where it is something
 else."""
 EVERY = {
-    (layout, variant): every_check(layout, variant) for layout in LAYOUTS for variant in case.variants(case.sizes_of(LAYOUTS[layout][1]))
+    (layout, variant): every_check(layout, variant) for layout in LAYOUTS for variant in case.variants(case.settings_of(LAYOUTS[layout][1]))
 }
 
 
@@ -196,7 +196,7 @@ STORED = {1: "tp=1", 2: "tp=2", 4: "pp=2,ep=2"}
 def test_float32_weights_among_others_are_kept(references: Path, thorough: bool, ranks: int) -> None:
     """Loaded, moved by a step, saved, exported, and sent to an engine, bit by bit."""
     layout = STORED[ranks]
-    tried = sorted(FAMILIES.intersection(case.variants(case.sizes_of(layout)))) if thorough else ["glm"]
+    tried = sorted(FAMILIES.intersection(case.variants(case.settings_of(layout)))) if thorough else ["glm"]
     for variant, found in launch.run("stored", ranks, references, str(references), f"{layout}:{'+'.join(tried)}").items():
         for what in ("loaded", "resumed", "exported", "engine"):
             assert found[what] == [], (variant, what)

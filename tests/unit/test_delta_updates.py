@@ -20,8 +20,6 @@ from asyncmoe.weights.sender import deltas
 from asyncmoe.weights.sender.deltas import common_base, unsupported
 
 Meet = Callable[..., Rig]
-NORM = "final_norm"
-"""A tensor of 32 elements; in engines model.norm.weight."""
 
 
 @pytest.fixture

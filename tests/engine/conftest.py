@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,34 @@ from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.engines.adapters import asked
-from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.pool import Pool, PooledGeneration
 from asyncmoe.engines.sglang.process import SGLangProcess
+from asyncmoe.engines.types import Sampling
+from asyncmoe.models import load_hf_config
 from asyncmoe.models.make import make_model
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.scoring.exact import Exact
+from asyncmoe.rollout.tasks.order import DrawnTask
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request
 from asyncmoe.rpc.server import Server
+from asyncmoe.trajectory import Trajectory
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
+from tests.checksums import engine_checksums
+from tests.engine.oracle import Oracle, largest_difference
 from tests.engine.sender import Sender
+from tests.ranks import launch
 from tests.system.runs import wait_for
 
 KEY = "key-of-the-tests"
 """API key of the servers that tests talk to without the client."""
+PROMPT = (30, 40, 50, 60, 70)
+
+
+Answer = Callable[[Request], Awaitable[Reply]]
 
 
 @dataclass
@@ -48,6 +64,43 @@ class Rig:
     @property
     def engine(self) -> SGLangProcess:
         return self.engines[0]
+
+    def expected(self, checkpoint: Oracle) -> tuple[dict[str, str], ...]:
+        """Checksums of an engine with these weights."""
+        return engine_checksums(load_hf_config(checkpoint.path), self.config.engines, checkpoint.weights)
+
+    async def generate(self, tokens: int = 8) -> PooledGeneration:
+        """Continue `PROMPT`."""
+        return await self.pool.generate(PROMPT, Sampling(1.0, tokens, ()))
+
+    async def sampled(self, task: DrawnTask, tokenizer: Tokenizer, count: int, sampling: Callable[[int], Sampling]) -> list[Trajectory]:
+        """A response to each of the first prompts of a task."""
+        scorer = Exact()
+
+        async def one(group: int) -> Trajectory:
+            stage = RolloutContext(self.pool, sampling(group), tokenizer, scorer)
+            (record,) = await episode.run(stage, task.prompt(group), EpisodeId(group, 0, 0))
+            return record
+
+        return await asyncio.gather(*map(one, range(count)))
+
+    async def published(self, answer: Answer, out: Path, ranks: int, limit_s: float, **job: Any) -> Any:
+        """Have a trainer of so many ranks publish, as tests/ranks/publish.py does; what it says, with its files in a new folder."""
+        out.mkdir()
+        (out / "job.json").write_text(json.dumps(job))
+        async with Server(answer) as server:
+            keys.write(self.config.run.dir, rendezvous := await server.start())
+            serving = asyncio.create_task(server.serve())
+            try:
+                return await asyncio.to_thread(launch.run, "publish", ranks, out, str(out / "job.json"), timeout_s=limit_s)
+            finally:
+                serving.cancel()
+                keys.remove(self.config.run.dir, rendezvous)
+
+
+def difference(answer: PooledGeneration, oracle: Oracle) -> float:
+    """Largest of the log-probabilities of what continues `PROMPT`."""
+    return largest_difference(answer.generation.logprobs, oracle.logprobs(PROMPT, answer.generation.tokens, 1.0))
 
 
 def settings(model: Path, run_dir: Path, **engines: object) -> Config:
@@ -118,19 +171,6 @@ def running(config: Config, runner: asyncio.Runner, first: int = 0, key: str | N
         yield runner.run(start())
     finally:
         runner.run(stop())
-
-
-@asynccontextmanager
-async def reachable(rig: Rig, answer: Callable[[Request], Awaitable[Reply]]) -> AsyncIterator[None]:
-    """Answers a trainer of the rig's run directory over the wire."""
-    async with Server(answer) as server:
-        keys.write(rig.config.run.dir, rendezvous := await server.start())
-        serving = asyncio.create_task(server.serve())
-        try:
-            yield
-        finally:
-            serving.cancel()
-            keys.remove(rig.config.run.dir, rendezvous)
 
 
 def family(engine: SGLangProcess, part: str = "") -> list[psutil.Process]:

@@ -19,11 +19,10 @@ from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_routes, validate
-from tests.engine.conftest import Rig
+from tests.engine.conftest import PROMPT, Rig
 from tests.engine.oracle import TIE, Oracle, perturbed
 
 pytestmark = pytest.mark.engine
-PROMPT = (30, 40, 50, 60, 70)
 TOKENS = 500
 RECORDING = Recording(Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8), vocabulary=VOCAB)
 SAMPLING = Sampling(1.0, TOKENS, (), recording=RECORDING)

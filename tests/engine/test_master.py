@@ -3,7 +3,6 @@ sampled from and through the experts it went through."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,6 @@ import torch
 
 from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import VOCAB
-from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import RolloutContext
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, encode, validate
 from tests.engine.conftest import Rig
@@ -41,18 +36,16 @@ def recorded(rig: Rig, model: Path, tokenizer: Tokenizer, tmp_path_factory: pyte
     """Trajectories of one engine, sampled at a temperature by weights that were synced to it, and those weights as a checkpoint."""
     path = tmp_path_factory.mktemp("master")
     oracle = perturbed(Oracle(model), path / "hf", seed=3)
-    task, scorer = arithmetic(tokenizer, ("+", "-", "*"), 3, seed=2), Exact()
+    task = arithmetic(tokenizer, ("+", "-", "*"), 3, seed=2)
 
-    async def one(group: int) -> Trajectory:
-        sampling = Sampling(TEMPERATURE, 20 + 7 * (group % 6), (tokenizer.eos,), TOP_P, TOP_K, recording=RECORDING)
-        (record,) = await episode.run(RolloutContext(rig.pool, sampling, tokenizer, scorer), task.prompt(group), EpisodeId(group, 0, 0))
-        return record
+    def sampling(group: int) -> Sampling:
+        return Sampling(TEMPERATURE, 20 + 7 * (group % 6), (tokenizer.eos,), TOP_P, TOP_K, recording=RECORDING)
 
     version = rig.pool.version + 1
 
     async def play() -> list[Trajectory]:
         await rig.sender.publish(version, oracle.weights)
-        return await asyncio.gather(*(one(group) for group in range(24)))
+        return await rig.sampled(task, tokenizer, 24, sampling)
 
     trajectories = rig.run(play())
     assert all(t.is_pure and t.oldest_version == version for t in trajectories)

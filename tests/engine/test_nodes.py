@@ -75,7 +75,7 @@ def check_greedy(stage: Stage, oracle: Oracle) -> None:
 
 
 def test_two_nodes_say_what_transformers_says(parted: Stage) -> None:
-    assert parted.loaded == parted.expected(parted.checkpoints[0])
+    assert parted.loaded == parted.rig.expected(parted.checkpoints[0])
     check_greedy(parted, parted.checkpoints[0])
 
 

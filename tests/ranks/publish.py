@@ -2,8 +2,7 @@
 
 `publish.py RESULT JOB`. JOB is JSON:
     config          values of a configuration but for the trainer's section
-    layouts         as in kept.py
-    publications    [directory of a checkpoint, version], all of them under every layout in turn
+    publications    by layout, as in kept.py, in turn: [directory of a checkpoint, version] of each
     halves          optional: by version, a file of an adapter's halves, which are published instead; what the engines sampled with the
                     version is in RESULT's folder, in VERSION.msgpack, once it is published
     in_place        optional: engines pause and receive into their parameters, as on a GPU without room for staging memory
@@ -113,13 +112,13 @@ def main(file: str) -> list[dict[str, Any]]:
         cards.in_place = lambda _: True
     rank, world = dist.get_rank(), dist.get_world_size()
     found: list[dict[str, Any]] = []
-    for layout in job["layouts"]:
+    for layout, several in job["publications"].items():
         config = configuration.parse({**job["config"], "trainer": {"ranks": world, "dtype": "float32", **case.settings_of(layout)}})
         hf = load_hf_config(config.model.path)
         built = gpt.build(hf, config, mesh.start(config.trainer))
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
             sender = publisher(config, built, client)
-            for path, version in job["publications"][layout]:
+            for path, version in several:
                 faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))
                 Faulty.fault = kind if faulty == rank else None
                 if Faulty.fault == "killed" and config.sync.method == "disk":

@@ -67,6 +67,13 @@ class Command:
             raise AssertionError(f"still running after {timeout_s} s\n{out[-2000:]}\n{error[-2000:]}") from None
         return self.process.returncode, out, error
 
+    def succeed(self, timeout_s: float = 240.0, directory: Path | None = None) -> tuple[str, str]:
+        """What it prints, on standard output and standard error, when it ends well and leaves nothing running. directory: of its run."""
+        status, out, error = self.finish(timeout_s)
+        assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}\n{logs(directory) if directory else ''}"
+        assert self.gone(), self.alive()
+        return out, error
+
     def alive(self) -> list[str]:
         """Command lines of marked processes that still run."""
         return marked(self.mark)
@@ -118,10 +125,12 @@ def wait_for(condition: Callable[[], bool], seconds: float, poll_s: float = 0.1)
 
 def run(directory: Path, *overrides: str, timeout_s: float = 240.0) -> dict[str, Any]:
     """A whole small run of the demo's configuration; returns its summary."""
-    command = start(directory, *overrides)
-    status, out, error = command.finish(timeout_s)
-    assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}\n{logs(directory)}"
-    assert command.gone(), command.alive()
+    start(directory, *overrides).succeed(timeout_s, directory)
+    return summary_of(directory)
+
+
+def summary_of(directory: Path) -> dict[str, Any]:
+    """What a run that has ended says of itself."""
     summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
     return summary
 
@@ -145,8 +154,7 @@ def provide(path: Path) -> Path:
 def _made() -> tempfile.TemporaryDirectory[str]:
     """Once for all runs that do not try how a model is made: it takes as long as all else before a process starts."""
     folder = tempfile.TemporaryDirectory(prefix="asyncmoe-model-")
-    status, _, error = Command("make-model", folder.name + "/model").finish()
-    assert status == 0, error
+    Command("make-model", folder.name + "/model").succeed()
     return folder
 
 

@@ -15,7 +15,6 @@ from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
 from asyncmoe.platform.kernels import Kernels
 from asyncmoe.trainer.model.gpu_settings import ROWS, float8_arguments, optimizer_arguments
-from asyncmoe.trainer.model.mesh import Mesh
 
 megatron.prepare()
 
@@ -24,6 +23,7 @@ from megatron.core.optimizer import OptimizerConfig, optimizer_config  # noqa: E
 from megatron.core.transformer import transformer_config  # noqa: E402
 
 from asyncmoe.trainer.model import layers  # noqa: E402
+from tests.apart.test_switches import mesh_of  # noqa: E402
 from tests.ranks import case  # noqa: E402
 
 HALF = MemorySection(optimizer_offload=0.5)
@@ -58,8 +58,7 @@ def test_float8_is_blockwise_and_leaves_weights_and_the_layers_at_the_ends(tmp_p
     monkeypatch.setattr(layers, "megatron_arguments", lambda on: {})  # Transformer Engine is not installed here
     hf = case.VARIANTS["plain"]
     config = case.config(tmp_path, ranks=1, precision="fp8", dtype="auto")
-    sizes = dict.fromkeys(("tp", "pp", "vpp", "dp", "ep", "etp", "world"), 1)
-    place = Mesh(rank=0, device=torch.device("cpu"), backend="nccl", **sizes, **{f"{n}_rank": 0 for n in ("tp", "pp", "dp", "ep", "etp")})
+    place = mesh_of(config.trainer)
     family, _ = family_of(hf).megatron_config(hf)
     on = layers.switches(hf, config, place, torch.bfloat16)
     assert on.transformer_engine
@@ -74,8 +73,6 @@ def test_float8_is_blockwise_and_leaves_weights_and_the_layers_at_the_ends(tmp_p
 
 
 def test_rows_of_float8_are_whole_blocks_on_every_rank() -> None:
-    sizes = dict.fromkeys(("pp", "vpp", "dp", "ep", "etp"), 1)
-    ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "dp", "ep", "etp")}
-    place = Mesh(rank=0, world=4, tp=2, cp=2, device=torch.device("cpu"), backend="nccl", row_block=ROWS, **sizes, **ranks)
+    place = replace(mesh_of(configured(ranks=4, tp=2, cp=2).trainer), row_block=ROWS)
     assert place.grid.rows % (2 * 2 * ROWS) == 0
     assert replace(place, row_block=1).grid.rows == 2 * 2 * 2

@@ -205,6 +205,6 @@ def test_megatron_takes_what_is_decided(variant: str, tmp_path: Path, monkeypatc
 
 
 def mesh_of(trainer: Any) -> Mesh:
-    sizes = {name: getattr(trainer, name) for name in ("tp", "pp", "vpp", "dp", "ep")}
+    sizes = {name: getattr(trainer, name) for name in ("tp", "cp", "pp", "vpp", "dp", "ep")}
     ranks = {f"{name}_rank": 0 for name in ("tp", "pp", "dp", "ep", "etp")}
     return Mesh(rank=0, world=trainer.ranks, etp=trainer.expert_tp, device=torch.device("cpu"), backend="nccl", **sizes, **ranks)

@@ -136,12 +136,17 @@ def summary_of(directory: Path) -> dict[str, Any]:
 
 
 def start(directory: Path, *overrides: str) -> Command:
-    """Start a run of the demo's configuration with `SMALL` sizes in `directory`; beside it lies the model, the demo's own if none does. A
-    run whose overrides say how the model is made has it inside `directory`."""
+    """Start a run of the demo's configuration; see `demo`."""
+    return Command(*demo(directory, *overrides))
+
+
+def demo(directory: Path, *overrides: str) -> tuple[str, ...]:
+    """The arguments of a run of the demo's configuration with `SMALL` sizes in `directory`; beside it lies the model, the demo's own if
+    none does. A run whose overrides say how the model is made has it inside `directory`."""
     model = directory.parent / "model"
     if not model.exists():
         model = directory / "model" if any(override.startswith("model.") for override in overrides) else provide(model)
-    return Command("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, *overrides)
+    return ("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, *overrides)
 
 
 def provide(path: Path) -> Path:

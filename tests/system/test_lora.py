@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncmoe import checkpoints
-from tests.system.runs import SMALL, Command, json_lines, logs, metrics, refused, run, silent_engines, start, summary_of, wait_for
+from tests.system.runs import Command, demo, json_lines, logs, metrics, refused, run, silent_engines, start, summary_of, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 
@@ -91,6 +91,5 @@ def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Pat
     (found,) = re.findall(r"engine\.0 and trainer at version 0: .* divergence (.*), 256 probe tokens", said)
     assert float(found) < 1e-8, "of what the engine has loaded, to which neither adds the adapters"
     assert [step["step"] for step in metrics(directory)] == list(range(1, 8))
-    model = directory.parent / "model"
-    line = refused("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, "run.steps=6")
+    line = refused(*demo(directory, "run.steps=6"))
     assert "train: got full, expected lora, as step-" in line

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, nccl_settings, provide, refused, silent_engines, start, wait_for
+from tests.system.runs import Command, demo, logs, marked_pids, metrics, nccl_settings, refused, silent_engines, start, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 HEAD, *OTHERS = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -85,9 +85,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 def test_too_few_nodes_are_counted(cluster: Nodes, tmp_path: Path) -> None:
-    model = provide(tmp_path / "model")
-    arguments = ("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={model}", *SMALL, "launch=ray")
-    line = refused(*arguments, "trainer.ranks=4", "cluster.trainer_nodes=4", "engines.start_timeout_s=0.1")
+    line = refused(*demo(tmp_path / "run", "launch=ray", "trainer.ranks=4", "cluster.trainer_nodes=4", "engines.start_timeout_s=0.1"))
     assert line.startswith("Ray cluster: got nodes with 2 CPUs, 1 CPU, 1 CPU; free: 4 CPUs, expected 5 nodes: 1 CPU for controller")
 
 
@@ -162,6 +160,6 @@ def test_a_head_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytes
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        line = refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'run' / 'model'}", "launch=ray")
+        line = refused(*demo(tmp_path / "run", "launch=ray"))
     assert line.startswith(f"Ray's head at {address}: got no answer (Connection refused), expected one that listens; ray start --head")
     assert not (tmp_path / "run").exists()

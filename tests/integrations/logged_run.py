@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from asyncmoe.telemetry.records import Follower, read_evaluations, read_steps
 from asyncmoe.telemetry.schema import EVALUATION, METRICS
 from tests.unit.telemetry_runs import write_run
 
-__all__ = ["config_of", "figures", "sent", "write_run"]
+__all__ = ["by_step", "config_of", "figures", "sent", "write_run"]
 
 
 def config_of(run_dir: Path, **telemetry: Any) -> Config:
@@ -50,6 +51,16 @@ def figures(run_dir: Path) -> dict[tuple[str, int], float]:
         found |= {(_name(one), step.step): one.value for one in numbers(step)}
     for evaluation in read_evaluations(run_dir / EVALUATION):
         found |= {(f"evaluation/{_name(one)}", evaluation.version): one.value for one in numbers(evaluation)}
+    return found
+
+
+def by_step(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[tuple[str, int], Any]:
+    """Figures by name and step of what a logger has, (step, figures by name) each; but for those of the rollout, each is there once."""
+    found: dict[tuple[str, int], Any] = {}
+    for step, row in rows:
+        kept = {(name, step): value for name, value in row.items() if not name.startswith("rollout/")}
+        assert not kept.keys() & found.keys(), "each figure once"
+        found |= kept
     return found
 
 

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe import checkpoints
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.models import load_hf_config
 from asyncmoe.models.make import make_model
 from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trainer.model.checkpoint_saver import Saver
+from tests.configs import minimal
 
 
 def small(path: Path, shape: MadeModel | None = None, **trainer: Any) -> Config:
     """The configuration of a run in `path`, whose model is made there."""
     make_model(path / "model", shape or MadeModel(), seed=0)
-    run = {"run": {"dir": str(path / "run"), "steps": 1}, "model": {"path": str(path / "model")}, "task": {"kind": "arithmetic"}}
-    return parse({**run, "trainer": trainer})
+    return minimal(path / "run", path / "model", trainer=trainer)
 
 
 def built(config: Config) -> gpt.Model:

@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.engines.adapters import asked
@@ -34,6 +33,7 @@ from asyncmoe.rpc.server import Server
 from asyncmoe.trajectory import Trajectory
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.checksums import engine_checksums
+from tests.configs import minimal
 from tests.engine.oracle import Oracle, largest_difference
 from tests.engine.sender import Sender
 from tests.ranks import launch
@@ -105,8 +105,7 @@ def difference(answer: PooledGeneration, oracle: Oracle) -> float:
 
 def settings(model: Path, run_dir: Path, **engines: object) -> Config:
     """A configuration of float32 engines."""
-    values = {"run": {"dir": str(run_dir), "steps": 1}, "model": {"path": str(model)}, "task": {"kind": "arithmetic"}}
-    return configuration.parse({**values, "engines": {"dtype": "float32", "max_running": 64, **engines}})
+    return minimal(run_dir, model, engines={"dtype": "float32", "max_running": 64, **engines})
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,17 @@ def served(policy: Policy, known: Tokenizer, client: Client, timeout_s: float = 
     return episode
 
 
+def rewarded(policy: Policy, known: Tokenizer, agent: Callable[[str, str], Awaitable[float]], timeout_s: float = 60) -> tuple[float, Episode]:
+    """Let an agent, which gets a base URL and a key, play an episode; its reward, and the episode."""
+    rewards: list[float] = []
+
+    async def client(url: str, key: str) -> None:
+        rewards.append(await agent(url, key))
+
+    episode = served(policy, known, client, timeout_s)
+    return rewards[0], episode
+
+
 def call(name: str, arguments: str) -> str:
     """A tool call as the policy writes it."""
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'

@@ -8,11 +8,12 @@ from typing import Any
 
 import yaml
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.telemetry.loggers.sink import FOLDER, LoggerSink, LoggerState, client, read
 from asyncmoe.telemetry.metric import numbers
 from asyncmoe.telemetry.records import Follower, read_evaluations, read_steps
 from asyncmoe.telemetry.schema import EVALUATION, METRICS
+from tests.configs import minimal
 from tests.unit.telemetry_runs import write_run
 
 __all__ = ["by_step", "config_of", "figures", "sent", "write_run"]
@@ -20,15 +21,7 @@ __all__ = ["by_step", "config_of", "figures", "sent", "write_run"]
 
 def config_of(run_dir: Path, **telemetry: Any) -> Config:
     """The configuration of a run of 2 + 8 steps, also written into its folder."""
-    made = parse(
-        {
-            "run": {"dir": str(run_dir), "steps": 8},
-            "model": {"path": "unused"},
-            "task": {"kind": "arithmetic"},
-            "warmup": {"steps": 2},
-            "telemetry": telemetry,
-        }
-    )
+    made = minimal(run_dir, steps=8, warmup={"steps": 2}, telemetry=telemetry)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json")))
     return made

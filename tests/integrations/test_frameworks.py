@@ -12,7 +12,7 @@ import pytest
 
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.tokenizer import Tokenizer
-from tests.integrations.endpoint import call, in_turn, one_conversation, served
+from tests.integrations.endpoint import call, in_turn, one_conversation, rewarded, served
 from tests.unit import doc_pages, openai_policy
 from tests.unit.openai_policy import IM_END, Policy
 
@@ -28,13 +28,7 @@ double, solve, graph = PAGE["double"], PAGE["solve"], PAGE["graph"]
 
 
 def played(policy: Policy, known: Tokenizer, agent: Any) -> tuple[float, Episode]:
-    rewards = []
-
-    async def client(url: str, key: str) -> None:
-        rewards.append(await agent(url, key, "twice 21?", "42"))
-
-    episode = served(policy, known, client)
-    return rewards[0], episode
+    return rewarded(policy, known, lambda url, key: agent(url, key, "twice 21?", "42"))
 
 
 async def hand_off(base_url: str, api_key: str, prompt: str, answer: str) -> float:

@@ -17,9 +17,10 @@ if find_spec("s3fs") is None or find_spec("moto") is None:
 from asyncmoe import checkpoints
 from asyncmoe.checkpoints import copier, copies, directories, intact
 from asyncmoe.checkpoints.copier import Copier
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.errors import UserError
 from asyncmoe.launch.torchrun import free_port
+from tests.configs import minimal
 from tests.integrations.servers import serving
 
 URL = "s3://backups/asyncmoe"
@@ -65,8 +66,7 @@ def saved(run: Path, step: int, keep: int = 2) -> Path:
 
 
 def config(run: Path, **more: Any) -> Config:
-    values = {"run": {"dir": str(run), "steps": 9}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    return parse({**values, "trainer": {"checkpoint_copy": URL, "keep_checkpoints": 2, **more}})
+    return minimal(run, steps=9, trainer={"checkpoint_copy": URL, "keep_checkpoints": 2, **more})
 
 
 @pytest.mark.usefixtures("server")

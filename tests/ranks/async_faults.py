@@ -10,12 +10,12 @@ from typing import Any
 import torch.distributed as dist
 
 from asyncmoe import checkpoints
-from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError, DataError
 from asyncmoe.platform.megatron.writer import Planned
 from asyncmoe.trainer.model import checkpoint, checkpoint_choice, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
 from tests import saving
+from tests.configs import minimal
 from tests.ranks import group
 
 BYTES = 64 << 10
@@ -26,7 +26,7 @@ def main(path: str) -> dict[str, Any]:
     logging.disable(logging.ERROR)
     run = group.result().parent / "run"
     trainer = {"ranks": 2, "ep": 2, "dtype": "float32", "optimizer": {"distributed": True}, "keep_checkpoints": 2, "async_save": True}
-    config = parse({"run": {"dir": str(run), "steps": 9}, "model": {"path": path}, "task": {"kind": "arithmetic"}, "trainer": trainer})
+    config = minimal(run, path, 9, trainer=trainer)
     built = saving.built(config)
     adam = optimizer.build(config, built)
     saver = Saver(config, built, adam)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from tests import families
+from tests.configs import minimal
 
 VERSION = 5
 TEMPERATURE = 0.8
@@ -127,13 +128,5 @@ def config(path: Path, run: Path | None = None, **trainer: Any) -> Config:
     run: the run's directory, if not "run" beside the model."""
     adam = {"lr": LR, "eps": EPS, "betas": [0.9, 0.95], "clip_grad": CLIP_GRAD, "weight_decay": WEIGHT_DECAY, "distributed": False}
     adam |= trainer.pop("optimizer", {})
-    return parse(
-        {
-            "run": {"dir": str(run or path / "run"), "steps": STEPS},
-            "model": {"path": str(path / "hf")},
-            "task": {"kind": "arithmetic"},
-            "rollout": {"temperature": TEMPERATURE},
-            "objective": OBJECTIVE,
-            "trainer": {"tokens_per_microbatch": 32, "timeout_s": 60, "optimizer": adam} | trainer,
-        }
-    )
+    trainer = {"tokens_per_microbatch": 32, "timeout_s": 60, "optimizer": adam} | trainer
+    return minimal(run or path / "run", path / "hf", STEPS, rollout={"temperature": TEMPERATURE}, objective=OBJECTIVE, trainer=trainer)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe import models
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout
 from asyncmoe.log.log import Place
 from asyncmoe.queue.group_buffer import describe
@@ -24,6 +24,7 @@ from asyncmoe.trainer.model import mesh, optimizer
 from asyncmoe.trainer.objective import NO_PLUGINS
 from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trajectory import Trajectory, encode
+from tests.configs import minimal
 from tests.ranks import case, group
 from tests.ranks.parity import Job, snapshot
 from tests.unit.kept_trajectory import trajectory
@@ -98,18 +99,14 @@ def main(folder: str, layout: str) -> list[Any]:
 
 
 def configuration(path: Path, layout: str, verify: dict[str, Any]) -> Config:
-    return parse(
-        {
-            "run": {"dir": str(path / "run"), "steps": 9},
-            "model": {"path": str(path / "hf")},
-            "task": {"kind": "arithmetic"},
-            "warmup": {"steps": 0},
-            "rollout": {"groups_per_step": 2, "group_size": 2},
-            "objective": {"updates_per_batch": 2, "kl": {"coefficient": 0.1}},
-            "verify": verify,
-            "trainer": {"tokens_per_microbatch": 32, "timeout_s": 60, "ranks": dist.get_world_size(), **case.settings_of(layout)},
-        }
-    )
+    sections: dict[str, Any] = {
+        "warmup": {"steps": 0},
+        "rollout": {"groups_per_step": 2, "group_size": 2},
+        "objective": {"updates_per_batch": 2, "kl": {"coefficient": 0.1}},
+        "verify": verify,
+        "trainer": {"tokens_per_microbatch": 32, "timeout_s": 60, "ranks": dist.get_world_size(), **case.settings_of(layout)},
+    }
+    return minimal(path / "run", path / "hf", 9, **sections)
 
 
 if __name__ == "__main__":

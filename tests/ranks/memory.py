@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.models import family_of, trainer_parallel
 from asyncmoe.models.latent import Latent
 from asyncmoe.plan import activations, budget, memory
@@ -23,6 +23,7 @@ from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh, optimizer
 from tests import families
+from tests.configs import minimal
 
 megatron.prepare()
 
@@ -57,16 +58,7 @@ def configured(layout: str, ranks: int) -> tuple[Config, dict[str, Any]]:
         given["recompute_modules"] = given["recompute_modules"].split("+")
     special = {key: given.pop(key, False) for key in SPECIAL}
     trainer = {"ranks": ranks, "tokens_per_microbatch": ROWS, "optimizer": {"distributed": special["distributed"]}, **given}
-    config = parse(
-        {
-            "run": {"dir": "unused", "steps": 1},
-            "model": {"path": "unused"},
-            "task": {"kind": "arithmetic"},
-            "train": "lora" if special["lora"] else "full",
-            "lora": {"rank": 8},
-            "trainer": trainer,
-        }
-    )
+    config = minimal(train="lora" if special["lora"] else "full", lora={"rank": 8}, trainer=trainer)
     return config, MODELS[special["model"] or "qwen3_moe"]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from asyncmoe.rollout.episodes.tools.runner import Runner
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.integrations.servers import serving
+from tests.system.runs import wait_for
 from tests.unit import test_environment_tools as episodes
 from tests.unit.test_environment_tools import parts
 from tests.unit.test_environment_tools import play as play_episode
@@ -77,10 +77,7 @@ def living(file: Path) -> list[int]:
 
 
 def gone(file: Path) -> bool:
-    until = time.monotonic() + 10
-    while living(file) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not living(file)
+    return wait_for(lambda: not living(file), 10, 0.02)
 
 
 def test_a_published_server_answers_in_a_session(tmp_path: Path) -> None:

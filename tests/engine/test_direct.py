@@ -8,10 +8,10 @@ import re
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,35 +122,23 @@ class Stage:
         return found
 
 
-class Stages:
-    """One engine of one rank, one of two ranks, and two engines; each is started when a test first asks for it."""
-
-    def __init__(self, model: Path, folder: Path, runner: asyncio.Runner, stack: ExitStack) -> None:
-        self._model, self._folder, self._runner, self._stack = model, folder, runner, stack
-        self._checkpoints = with_others(Oracle(model), folder)
-
-    @cached_property
-    def one(self) -> Stage:
-        return self._stage("one")
-
-    @cached_property
-    def two(self) -> Stage:
-        return self._stage("two", tp=2)
-
-    @cached_property
-    def pair(self) -> Stage:
-        return self._stage("pair", count=2)
-
-    def _stage(self, name: str, **sizes: int) -> Stage:
-        config = settings(self._model, self._folder / f"run-{name}", max_total_tokens=8192, **sizes)
-        rig = self._stack.enter_context(running(config, self._runner))
-        return Stage(rig, self._checkpoints, self._folder, self._runner.run(rig.engine.client.checksums(30.0)))
+SIZES: dict[str, dict[str, int]] = {"one": {}, "two": {"tp": 2}, "pair": {"count": 2}}
+Stages = Callable[[str], Stage]
 
 
 @pytest.fixture(scope="module")
 def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    """One engine of one rank, one of two ranks, and two engines; each is started when a test first asks for it."""
+    folder = tmp_path_factory.mktemp("direct")
+    checkpoints = with_others(Oracle(model), folder)
     with ExitStack() as stack:
-        yield Stages(model, tmp_path_factory.mktemp("direct"), runner, stack)
+
+        @cache
+        def stage(name: str) -> Stage:
+            rig = stack.enter_context(running(settings(model, folder / f"run-{name}", max_total_tokens=8192, **SIZES[name]), runner))
+            return Stage(rig, checkpoints, folder, runner.run(rig.engine.client.checksums(30.0)))
+
+        yield stage
 
 
 def wrong(found: Checksums, expected: Checksums) -> list[list[str]]:
@@ -175,7 +163,7 @@ def ways() -> list[Any]:
 def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(
     stages: Stages, tmp_path: Path, engine: str, ranks: int, how: str
 ) -> None:
-    stage: Stage = getattr(stages, engine)
+    stage = stages(engine)
     first, a, b = stage.checkpoints
     publications = {layout: list(zip((a, b, a, first), stage.versions(4), strict=True)) for layout in LAYOUTS[ranks]}
     transport, _, place = how.partition(" ")
@@ -195,7 +183,7 @@ def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(
 @pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, in_place: bool) -> None:
     """One that arrives damaged is followed by everything; so is the first of another trainer."""
-    stage = stages.pair
+    stage = stages("pair")
     a = stage.checkpoints[1]
     few = [perturbed(a, tmp_path / "few1", 3, share=0.01)]
     few += [perturbed(few[0], tmp_path / "few2", 4, share=0.05)]
@@ -217,7 +205,7 @@ def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, in_pl
 
 
 def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stages: Stages) -> None:
-    stage = stages.one
+    stage = stages("one")
     _, old, new = stage.checkpoints
     before, after = stage.versions(2)
     short: list[PooledGeneration] = []
@@ -249,7 +237,7 @@ def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stag
 
 
 def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_every_rank(stages: Stages) -> None:
-    stage = stages.one
+    stage = stages("one")
     _, a, b = stage.checkpoints
     versions = stage.versions(4)
     timeout_s = 4.0
@@ -276,7 +264,7 @@ def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_eve
 
 @pytest.mark.parametrize("how", ["reshard", "disk"])
 def test_a_killed_trainer_leaves_the_engine_with_the_version_it_serves(stages: Stages, tmp_path: Path, how: str) -> None:
-    stage = stages.one
+    stage = stages("one")
     _, a, b = stage.checkpoints
     kept, lost, again = stage.versions(3)
     sync = on_disk(tmp_path) if how == "disk" else {}
@@ -293,7 +281,7 @@ def test_a_killed_trainer_leaves_the_engine_with_the_version_it_serves(stages: S
 
 
 def test_an_engine_of_another_shape_is_refused_before_a_byte_moves(stages: Stages, tmp_path: Path) -> None:
-    stage = stages.one
+    stage = stages("one")
     make_model(tmp_path / "wide", MadeModel(layers=4, expert_hidden=96), seed=0)
     held, (version,) = stage.held(), stage.versions(1)
     wide = Oracle(tmp_path / "wide")
@@ -312,7 +300,7 @@ def test_an_engine_of_another_shape_is_refused_before_a_byte_moves(stages: Stage
 
 
 def test_a_full_disk_leaves_the_engine_with_the_version_it_serves(stages: Stages, tmp_path: Path) -> None:
-    stage = stages.one
+    stage = stages("one")
     _, a, b = stage.checkpoints
     kept, lost, again = stage.versions(3)
     nbytes = sum(tensor.nbytes for tensor in a.weights.values())
@@ -330,7 +318,7 @@ def test_two_engines_swap_at_once_and_where_one_dies_the_other_is_sent_the_versi
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SGLangProcess, "died", None)  # nobody is left to tell
-    stage = stages.pair
+    stage = stages("pair")
     _, a, b = stage.checkpoints
     both, twice, after = stage.versions(3)
     (scheduler,) = family(stage.rig.engines[1], "sglang::scheduler")
@@ -357,7 +345,7 @@ def test_two_engines_swap_at_once_and_where_one_dies_the_other_is_sent_the_versi
 
 def test_an_engine_that_reads_the_version_before_is_fenced(stages: Stages, tmp_path: Path) -> None:
     """As through a file system that still has it in a cache. The last test of this engine, which is lost with it."""
-    stage = stages.one
+    stage = stages("one")
     _, a, b = stage.checkpoints
     before, now = stage.versions(2)
     found = stage.rig.run(stage.publish(1, {"tp=1": [(a, before), (b, now)]}, stale=(now, a.path), sync=on_disk(tmp_path)))

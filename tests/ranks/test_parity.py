@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,26 +83,7 @@ def references(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path
 
 @pytest.fixture(scope="session")
 def found(references: Path, thorough: bool) -> Callable[[str], Found]:
-    """Results by layout, computed when a test asks: one launch a world size, with all of its layouts.
-
-    A thorough test has so many variants that each layout gets a launch of its own: groups over which a model has trained keep their
-    threads, and at hundreds of groups the threads take all the time.
-    """
-    wanted = EVERY if thorough else FEW
-
-    @functools.cache
-    def launched(ranks: int, *layouts: str) -> dict[str, Found]:
-        given = {name: "+".join("/".join((variant, *how)) for (at, variant), how in wanted.items() if at == name) for name in layouts}
-        words = [f"{LAYOUTS[name][1]}:{variants}" for name, variants in given.items()]
-        results = launch.run("parity", ranks, references, str(references), *words, timeout_s=900.0)
-        return {name: results[LAYOUTS[name][1]] for name in layouts}
-
-    def of(layout: str) -> Found:
-        ranks = LAYOUTS[layout][0]
-        together = dict.fromkeys(name for name, _ in wanted if LAYOUTS[name][0] == ranks)
-        return launched(ranks, *([layout] if thorough else together))[layout]
-
-    return of
+    return launch.by_layout("parity", LAYOUTS, EVERY if thorough else FEW, references, 900.0, alone=thorough)
 
 
 @pytest.mark.parametrize(("layout", "variant", "how"), launch.marked(EVERY, FEW))

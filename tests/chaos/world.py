@@ -25,6 +25,7 @@ from asyncmoe.log.files import scan
 from asyncmoe.models.make import make_model
 from asyncmoe.queue import records
 from asyncmoe.queue.fold import LogState, fold
+from tests import disks
 from tests.chaos.schedule import Moment
 from tests.redis_server import LocalRedis
 from tests.system.runs import MARK, Command, json_lines, marked_pids
@@ -97,8 +98,7 @@ class World:
         self.starts, self.seed, self._mark = 0, seed, uuid.uuid4().hex
         for folder in (self.folder / "disk", self.notes, self.temporary):
             folder.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={self.disk_bytes}", "tmpfs", str(self.folder / "disk")]
-        self.mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+        self.mounted = not disks.mount(self.folder / "disk", str(self.disk_bytes))
         self._shim, self._control = self.folder / "shim.so", self.folder / "shim"
         subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", str(self._shim), str(STAND / "shim.c"), "-ldl"], check=True)
         self.disturb()

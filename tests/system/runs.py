@@ -198,6 +198,12 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
     return [record for record in json_lines(directory / "metrics.jsonl") if "step" in record]
 
 
+def further(directory: Path, count: int) -> Callable[[], bool]:
+    """The condition that so many more steps than now are recorded."""
+    before = len(metrics(directory))
+    return lambda: len(metrics(directory)) >= before + count
+
+
 def generated(directory: Path) -> set[str]:
     """Engines of a run that have generated."""
     return {one["who"] for one in json_lines(directory / "spans-controller.jsonl")}

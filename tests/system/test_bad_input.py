@@ -20,6 +20,7 @@ pytestmark = pytest.mark.system
     [
         (["trainer.tpp=2"], ["trainer.tpp", "unknown key", "tp, pp, ep"]),
         (["model.make=null"], ["/model", "expected"]),
+        (["scoring.scorer=json:reward"], ["scoring.scorer: got json:reward"]),
         pytest.param(["log.redis=unix:///absent"], ["log.redis: unix:///absent (", "does not answer: bring it back"], marks=needed()),
     ],
 )
@@ -70,8 +71,3 @@ def test_a_full_disk_names_role_node_reason_and_cure_and_leaves_the_checkpoint_b
         complete = [path for path in (disk / "run" / "checkpoints").iterdir() if not path.suffix]
         assert complete
         assert all((path / "asyncmoe.json").is_file() for path in complete)
-
-
-def test_an_unknown_reward_function_is_named(tmp_path: Path) -> None:
-    line = refused(*demo(tmp_path / "run", "scoring.scorer=json:reward", *ONE_RANK))
-    assert line.startswith("scoring.scorer: got json:reward"), "before anything starts"

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.runs import Command, demo, logs, marked_pids, metrics, nccl_settings, refused, silent_engines, start, wait_for
+from tests.system.runs import Command, demo, further, logs, marked_pids, metrics, nccl_settings, refused, silent_engines, start, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 HEAD, *OTHERS = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -127,13 +127,11 @@ def test_a_trainer_and_a_controller_start_again_on_their_nodes_and_ctrl_c_reache
     command, directory = start(tmp_path / "run", *ON_RAY, "run.steps=2000"), tmp_path / "run"
     assert wait_for(lambda: len(metrics(directory)) > 6, 240), logs(directory)
     os.kill(rank(1, command), signal.SIGKILL)
-    done = len(metrics(directory))
-    assert wait_for(lambda: len(metrics(directory)) > done + 2, 240), logs(directory)
+    assert wait_for(further(directory, 3), 240), logs(directory)
     engines = marked_pids(command.mark, "sglang::")
     (controller,) = marked_pids(command.mark, "asyncmoe rollout")
     os.kill(controller, signal.SIGKILL)
-    done = len(metrics(directory))
-    assert wait_for(lambda: len(metrics(directory)) > done + 2, 240), logs(directory)
+    assert wait_for(further(directory, 3), 240), logs(directory)
     assert marked_pids(command.mark, "sglang::") == engines, "they were left alone"
     command.process.send_signal(signal.SIGINT)
     status, out, error = command.finish()

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from asyncmoe.platform.sglang.lifetime import API_KEY
-from tests.system.runs import REPOSITORY, logs, metrics, provide, start, summary_of, wait_for
+from tests.system.runs import REPOSITORY, further, logs, metrics, provide, start, summary_of, wait_for
 
 pytestmark = [
     pytest.mark.system,
@@ -115,8 +115,7 @@ def test_another_user_gets_and_changes_nothing(place: Path, monkeypatch: pytest.
         assert wait_for(lambda: len(metrics(run_dir)) > 2, 120), logs(run_dir)
         targets = exposed(run_dir, place / "t", command.process.pid)
         found = attacked(stranger, targets)
-        steps = len(metrics(run_dir))
-        assert wait_for(lambda: len(metrics(run_dir)) >= steps + 2, 60), logs(run_dir)
+        assert wait_for(further(run_dir, 2), 60), logs(run_dir)
     finally:
         stranger.kill()
         command.process.send_signal(signal.SIGINT)

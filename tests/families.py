@@ -76,13 +76,17 @@ def sized(sizes: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def write(folder: Path, name: str) -> Path:
-    """Write one of `MODELS` as transformers saves it, random and in float32, with the tokenizer of `asyncmoe.models.make`; the biases that
-    routers choose by are as large as to matter."""
+    """Write one of `MODELS` in the sizes for engines."""
+    values = sized(ENGINE, name)
+    return write_random(folder, values.pop("model_type"), values)
+
+
+def write_random(folder: Path, kind: str, values: Mapping[str, Any]) -> Path:
+    """Write a model as transformers saves it, random and in float32, with the tokenizer of `asyncmoe.models.make`; the biases that routers
+    choose by are as large as to matter."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = sized(ENGINE, name)
-    kind = values.pop("model_type")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))

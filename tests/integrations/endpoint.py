@@ -18,7 +18,8 @@ BOUNDS = Bounds(turns=64, tokens=1 << 22, agents=16)
 MAX_NEW_TOKENS = 4000
 
 Client = Callable[[str, str], Awaitable[None]]
-"""Gets a base URL and a key."""
+Agent = Callable[[str, str], Awaitable[float]]
+"""Both get a base URL and a key; an agent returns its reward."""
 
 
 def served(policy: Policy, known: Tokenizer, client: Client, timeout_s: float = 60) -> Episode:
@@ -40,8 +41,8 @@ def served(policy: Policy, known: Tokenizer, client: Client, timeout_s: float = 
     return episode
 
 
-def rewarded(policy: Policy, known: Tokenizer, agent: Callable[[str, str], Awaitable[float]], timeout_s: float = 60) -> tuple[float, Episode]:
-    """Let an agent, which gets a base URL and a key, play an episode; its reward, and the episode."""
+def rewarded(policy: Policy, known: Tokenizer, agent: Agent, timeout_s: float = 60) -> tuple[float, Episode]:
+    """Let an agent play an episode; its reward, and the episode."""
     rewards: list[float] = []
 
     async def client(url: str, key: str) -> None:

@@ -1,4 +1,6 @@
-"""Agent frameworks with their defaults, the OpenAI Agents SDK and LangGraph, and Anthropic's own client: make test-integrations ONLY=frameworks
+"""Agent frameworks with their defaults, the OpenAI Agents SDK and LangGraph, and Anthropic's own client.
+
+make test-integrations ONLY=frameworks
 
 Agents are what a user writes for `environment.agent`, as docs/guides/agents.md has it.
 """

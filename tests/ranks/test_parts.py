@@ -1,4 +1,4 @@
-"""What ranks compute together, next to torch on whole tensors: attention over divided sequences, the output layer of a divided vocabulary."""
+"""What ranks compute together, next to torch on whole tensors: attention over sequences and an output layer that are divided."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from asyncmoe.queue.fold import LogState, fold
 from tests import disks
 from tests.chaos.schedule import Moment
 from tests.redis_server import LocalRedis
-from tests.system.runs import MARK, Command, json_lines, marked_pids
+from tests.system.runs import MARK, Command, json_lines, marked_entries, marked_pids
 
 STAND = Path(__file__).parent / "stand"
 ENGINE_PARTS = ("scheduler", "detokenizer")
@@ -158,15 +158,12 @@ class World:
         detokenizer.PID."""
         assert self.command is not None
         found: dict[str, int] = {}
-        for entry in sorted((entry for entry in Path("/proc").iterdir() if entry.name.isdigit()), key=_began):
-            try:
-                if self.command.mark.encode() in (entry / "environ").read_bytes():
-                    words, environ = ((entry / name).read_bytes().decode(errors="replace").split("\0") for name in ("cmdline", "environ"))
-                    if role := role_of(words, environ):
-                        # A child that has not begun its own program yet has the name of its parent, which is older.
-                        found.setdefault(role if role not in ENGINE_PARTS else f"{role}.{entry.name}", int(entry.name))
-            except OSError:
-                continue
+        for entry in sorted(marked_entries(self.command.mark), key=_began):
+            with suppress(OSError):
+                words, environ = ((entry / name).read_bytes().decode(errors="replace").split("\0") for name in ("cmdline", "environ"))
+                if role := role_of(words, environ):
+                    # A child that has not begun its own program yet has the name of its parent, which is older.
+                    found.setdefault(role if role not in ENGINE_PARTS else f"{role}.{entry.name}", int(entry.name))
         return found
 
     def engines(self) -> set[int]:

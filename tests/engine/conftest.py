@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from asyncmoe.engines.pool import Pool, PooledGeneration
 from asyncmoe.engines.sglang.process import SGLangProcess
 from asyncmoe.engines.types import Sampling
 from asyncmoe.models import load_hf_config
-from asyncmoe.models.make import make_model
+from asyncmoe.models.make import VOCAB, make_model
 from asyncmoe.rollout.episodes import episode
 from asyncmoe.rollout.episodes.episode import RolloutContext
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
@@ -30,7 +30,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request
 from asyncmoe.rpc.server import Server
-from asyncmoe.trajectory import Trajectory
+from asyncmoe.trajectory import Recording, Routing, Trajectory
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from tests.checksums import engine_checksums
 from tests.configs import minimal
@@ -42,6 +42,9 @@ from tests.system.runs import wait_for
 KEY = "key-of-the-tests"
 """API key of the servers that tests talk to without the client."""
 PROMPT = (30, 40, 50, 60, 70)
+ROUTING = Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
+RECORDING = Recording(ROUTING, masks=True, vocabulary=VOCAB)
+"""Of the model that tests share."""
 
 
 Answer = Callable[[Request], Awaitable[Reply]]
@@ -151,23 +154,38 @@ def untouched(make_rig: Callable[..., Rig]) -> Rig:
 
 
 @contextmanager
-def running(config: Config, runner: asyncio.Runner, first: int = 0, key: str | None = None) -> Iterator[Rig]:
-    """A rig of engines that are ready, until its use is over."""
-    engines: list[SGLangProcess] = []
+def running(
+    config: Config, runner: asyncio.Runner, first: int = 0, key: str | None = None, start: Callable[[], Sequence[Any]] | None = None
+) -> Iterator[Rig]:
+    """A rig of engines that are ready, until its use is over.
 
-    async def start() -> Rig:
-        for index in range(config.engines.count):
+    Args:
+        first: number of the first.
+        start: starts other processes, of which the first are the engines, and the rest their other nodes.
+    """
+    engines: list[Any] = []
+    published: list[int] = []
+    pauses: list[tuple[str, float, float]] = []
+
+    async def publish(version: int) -> None:
+        published.append(version)
+
+    async def begin() -> Rig:
+        for index in range(config.engines.count if start is None else 0):
             engines.append(SGLangProcess(f"engine.{first + index}", config, index, config.run.dir, key=key))
-        rig = await make(config, engines, runner.run)
-        await asyncio.gather(*(engine.wait_ready() for engine in engines))
-        rig.coordinator.engines_started()
-        return rig
+        engines.extend(() if start is None else start())
+        members = engines[: config.engines.count]
+        pool = Pool(members, 64, 60.0, lambda *span: None, **asked(config))
+        coordinator = WeightUpdateCoordinator(pool, 30.0, publish, lambda *span: pauses.append(span))
+        await asyncio.gather(*(engine.wait_ready() for engine in members))
+        coordinator.engines_started()
+        return Rig(config, engines, pool, coordinator, Sender(coordinator), runner.run, published, pauses)
 
     async def stop() -> None:
         await asyncio.gather(*(engine.stop() for engine in engines))
 
     try:
-        yield runner.run(start())
+        yield runner.run(begin())
     finally:
         runner.run(stop())
 
@@ -188,16 +206,3 @@ def ended(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
             return False
 
     return wait_for(lambda: not any(map(lives, processes)), within_s)
-
-
-async def make(config: Config, engines: list[SGLangProcess], run: Callable[..., Any]) -> Rig:
-    """A pool and a coordinator over engines that run."""
-    published: list[int] = []
-    pauses: list[tuple[str, float, float]] = []
-
-    async def publish(version: int) -> None:
-        published.append(version)
-
-    pool = Pool(engines, 64, 60.0, lambda *span: None, **asked(config))
-    coordinator = WeightUpdateCoordinator(pool, 30.0, publish, lambda *span: pauses.append(span))
-    return Rig(config, engines, pool, coordinator, Sender(coordinator), run, published, pauses)

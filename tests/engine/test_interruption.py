@@ -18,14 +18,14 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
-from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_routes, validate
+from asyncmoe.trajectory import Recording, Trajectory, decode_routes, validate
 from tests import families
-from tests.engine.conftest import PROMPT, Rig
+from tests.engine.conftest import PROMPT, ROUTING, Rig
 from tests.engine.oracle import TIE, Oracle, perturbed
 
 pytestmark = pytest.mark.engine
 TOKENS = 500
-RECORDING = Recording(Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8), vocabulary=VOCAB)
+RECORDING = Recording(ROUTING, vocabulary=VOCAB)
 SAMPLING = Sampling(1.0, TOKENS, (), recording=RECORDING)
 
 

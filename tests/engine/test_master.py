@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from asyncmoe.engines.types import Sampling
-from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, encode, validate
-from tests.engine.conftest import Rig
+from asyncmoe.trajectory import Trajectory, decode_masks, encode, validate
+from tests.engine.conftest import RECORDING, Rig
 from tests.engine.oracle import Oracle, perturbed
 from tests.prompts import arithmetic
 from tests.ranks import launch
@@ -28,7 +27,6 @@ FEW = {("tp=1",): ("packed", "single"), ("tp=2",): ("packed",), ("cp=2",): ("pac
 """Otherwise; tests/ranks/test_kept.py compares recorded routes with transformers' in the other ways of splitting a model."""
 EVERY = {(layout,): ("packed", "single") for layouts in LAYOUTS.values() for layout in layouts}
 TEMPERATURE, TOP_P, TOP_K = 0.7, 0.9, 50
-RECORDING = Recording(Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8), masks=True, vocabulary=VOCAB)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -96,11 +96,18 @@ def marked_pids(mark: str, words: str = "") -> list[int]:
 def _marked(mark: str) -> dict[int, str]:
     """Ids and command lines of the other processes that inherited a mark. Whoever gives itself a title has none any more."""
     found = {}
-    for entry in Path("/proc").iterdir():
+    for entry in marked_entries(mark):
         with suppress(OSError):  # it has ended
-            if entry.name.isdigit() and int(entry.name) != os.getpid() and mark.encode() in (entry / "environ").read_bytes():
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return found
+
+
+def marked_entries(mark: str) -> Iterator[Path]:
+    """The folders in /proc of the other processes that inherited a mark."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and int(entry.name) != os.getpid() and mark.encode() in (entry / "environ").read_bytes():
+                yield entry
 
 
 def nccl_settings(directory: Path, mark: str) -> dict[str, str]:

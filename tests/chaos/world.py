@@ -39,40 +39,6 @@ exec {python} -m tests.chaos.stand.engine "$@"
 """
 
 
-def configuration(folder: Path, seed: int) -> dict[str, Any]:
-    """Return the configuration of a run that takes a step in a fraction of a second, and all limits of which are seconds."""
-    return {
-        "run": {"dir": str(folder / "disk" / "run"), "steps": 1_000_000, "seed": seed},
-        "model": {"path": str(folder / "model")},
-        "task": {"kind": "arithmetic"},
-        "rollout": {
-            "groups_per_step": 4,
-            "group_size": 4,
-            "max_new_tokens": 48,
-            "max_concurrent": 32,
-            "max_rejected_share": 1.0,
-            "request_timeout_s": 30.0,
-        },
-        "queue": {"staleness": {"max_staleness": 2}, "lease_timeout_s": 60.0},
-        "keep": {"routing": "off"},
-        "engines": {
-            "count": 2,
-            "python": str(folder / "python"),
-            "hang_timeout_s": 12.0,
-            "start_timeout_s": 60.0,
-            "restarts": 1000,
-            "orphan_s": 20.0,
-            "max_total_tokens": 4096,
-        },
-        "log": {"piece_tokens": 12},
-        "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 25.0, "max_restarts": 5},
-        "sync": {"timeout_s": 20.0, "verify_every": 2},
-        "cluster": {"heartbeat_timeout_s": 6.0},
-        "watch": {"beat_s": 0.5, "stacks_after_s": 6.0, "end_after_s": 12.0},
-        "telemetry": {"tensorboard": "off", "samples": {"groups": 4}},
-    }
-
-
 class World:
     """Everything around one run. Use it as a context manager; it removes what it has made.
 
@@ -104,8 +70,37 @@ class World:
         self.disturb()
 
     def configuration(self) -> dict[str, Any]:
-        """Return the run's configuration, if it is not the command's own."""
-        return configuration(self.folder, self.seed)
+        """Return the run's configuration, if it is not the command's own: a step takes a fraction of a second, all limits are seconds."""
+        return {
+            "run": {"dir": str(self.folder / "disk" / "run"), "steps": 1_000_000, "seed": self.seed},
+            "model": {"path": str(self.folder / "model")},
+            "task": {"kind": "arithmetic"},
+            "rollout": {
+                "groups_per_step": 4,
+                "group_size": 4,
+                "max_new_tokens": 48,
+                "max_concurrent": 32,
+                "max_rejected_share": 1.0,
+                "request_timeout_s": 30.0,
+            },
+            "queue": {"staleness": {"max_staleness": 2}, "lease_timeout_s": 60.0},
+            "keep": {"routing": "off"},
+            "engines": {
+                "count": 2,
+                "python": str(self.folder / "python"),
+                "hang_timeout_s": 12.0,
+                "start_timeout_s": 60.0,
+                "restarts": 1000,
+                "orphan_s": 20.0,
+                "max_total_tokens": 4096,
+            },
+            "log": {"piece_tokens": 12},
+            "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 25.0, "max_restarts": 5},
+            "sync": {"timeout_s": 20.0, "verify_every": 2},
+            "cluster": {"heartbeat_timeout_s": 6.0},
+            "watch": {"beat_s": 0.5, "stacks_after_s": 6.0, "end_after_s": 12.0},
+            "telemetry": {"tensorboard": "off", "samples": {"groups": 4}},
+        }
 
     def __enter__(self) -> World:
         make_model(self.folder / "model", MadeModel(), seed=0)

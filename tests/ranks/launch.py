@@ -125,7 +125,7 @@ def _torchrun(script: str, arguments: list[str], ranks: int, log: Path, timeout_
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with log.open("w") as sink:
         process = subprocess.Popen(
-            [*command, "-m", "tests.ranks.worker", script, *arguments],
+            [*command, "-m", f"tests.ranks.{Path(script).stem}", *arguments],
             stdout=sink,
             stderr=subprocess.STDOUT,
             env=_environment(),

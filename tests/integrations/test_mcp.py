@@ -9,9 +9,11 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncmoe.config.mcp import McpServer
@@ -66,13 +68,9 @@ async def told(runner: Runner, argument: str) -> str:
 def living(file: Path) -> list[int]:
     """Processes noted in the file that have not ended."""
     found = []
-    for line in file.read_text().splitlines():
-        try:
-            state = Path(f"/proc/{line}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            found.append(int(line))
+    for pid in map(int, file.read_text().splitlines()):
+        with suppress(psutil.NoSuchProcess):
+            found += [pid] if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE else []
     return found
 
 

@@ -87,7 +87,7 @@ class Rig:
 
         return await asyncio.gather(*map(one, range(count)))
 
-    async def published(self, answer: Answer, out: Path, ranks: int, limit_s: float, **job: Any) -> Any:
+    async def publish_by_ranks(self, answer: Answer, out: Path, ranks: int, limit_s: float, **job: Any) -> Any:
         """Have a trainer of so many ranks publish, as tests/ranks/publish.py does; what it says, with its files in a new folder."""
         out.mkdir()
         (out / "job.json").write_text(json.dumps(job))

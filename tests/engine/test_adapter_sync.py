@@ -83,7 +83,7 @@ class Dock:
             "publications": {layout: [(str(self.model), version) for _, version in several] for layout, several in publications.items()},
             "halves": {str(version): str(self.files[which]) for several in publications.values() for which, version in several},
         }
-        return await self.rig.published(answer, out, ranks, 200.0, **job), seen
+        return await self.rig.publish_by_ranks(answer, out, ranks, 200.0, **job), seen
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=NAMED)

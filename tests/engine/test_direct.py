@@ -114,7 +114,7 @@ class Stage:
             "in_place": in_place,
         }
         try:
-            await self.rig.published(answer, out, ranks, limit_s, **job)
+            await self.rig.publish_by_ranks(answer, out, ranks, limit_s, **job)
         except pytest.fail.Exception as error:
             found.failed = str(error)
         files = [out / f"publish-{ranks}.json.{rank}" for rank in range(ranks)]

@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 
 
+def mount(place: Path, size: str) -> str:
+    """Mount a new file system of `size` ("8m") at `place`; why not, if not."""
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True, text=True, check=False)
+    return done.stderr.strip() if done.returncode else ""
+
+
 @contextmanager
 def mounted(place: Path, size: str) -> Iterator[Path]:
-    """A new file system of `size` ("8m") at `place`. Skips the test where none can be mounted (it takes root)."""
+    """A new file system at `place`. Skips the test where none can be mounted (it takes root)."""
     place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+    if why := mount(place, size):
+        pytest.skip(f"a file system cannot be mounted here: {why}")
     try:
         yield place
     finally:

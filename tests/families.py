@@ -4,7 +4,8 @@ more entry here, and is then tried in layouts, on Megatron's ranks, in memory ar
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,17 @@ def sized(sizes: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def write(folder: Path, name: str) -> Path:
-    """Write one of `MODELS` as transformers saves it, random and in float32, with the tokenizer of `asyncmoe.models.make`; the biases that
-    routers choose by are as large as to matter."""
+    """Write one of `MODELS` in the sizes for engines."""
+    values = sized(ENGINE, name)
+    return write_random(folder, values.pop("model_type"), values)
+
+
+def write_random(folder: Path, kind: str, values: Mapping[str, Any]) -> Path:
+    """Write a model as transformers saves it, random and in float32, with the tokenizer of `asyncmoe.models.make`; the biases that routers
+    choose by are as large as to matter."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = sized(ENGINE, name)
-    kind = values.pop("model_type")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
@@ -115,6 +120,23 @@ def write_dense(folder: Path, name: str, **changes: Any) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": PLAIN, **changes}))
     return folder
+
+
+def routers(model: Any) -> dict[int, Any]:
+    """The routers of a transformers model, by layer."""
+    return {i: layer.mlp.gate for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
+
+
+@contextmanager
+def hooked(gates: Iterable[Any], hook: Callable[[int, Any, Any], Any]) -> Iterator[None]:
+    """Call `hook` with the number of a router among these, itself, and (logits, weights, experts) of each of its passes; what it returns,
+    if anything, takes their place."""
+    handles = [gate.register_forward_hook(lambda gate, _, out, number=n: hook(number, gate, out)) for n, gate in enumerate(gates)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def with_one_eps(model: Any) -> Any:

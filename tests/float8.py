@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncmoe.models import family_of
-from asyncmoe.models.make import VOCAB, write_tokenizer
+from asyncmoe.models.make import VOCAB
 from asyncmoe.models.quantised import quantised
 from benchmarks.published import FLOAT8 as CONFIG
 from tests import families
@@ -41,14 +40,7 @@ MODELS = {
 
 def plain_model(folder: Path, kind: str) -> Path:
     """A random model that is not quantised, with a tokenizer."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **MODELS[kind]))
-        for name, value in model.named_parameters():
-            value.add_((0.2 if "norm" in name else 0.05) * torch.randn_like(value))
-        model.save_pretrained(folder)
-    write_tokenizer(folder, 512)
-    return folder
+    return families.write_random(folder, kind, MODELS[kind])
 
 
 @cache

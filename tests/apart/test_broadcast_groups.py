@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from asyncmoe.config import parse
 from asyncmoe.rpc.messages import Done, EngineInfo, Engines, EnginesAsk, Reply, Request, WeightsJoin
 from asyncmoe.weights.sender.broadcast import BroadcastPublisher
+from tests.configs import minimal
 
 ENGINE = """
 import sys
@@ -80,8 +80,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
 
 @pytest.fixture
 def publisher(controller: Controller) -> Iterator[BroadcastPublisher]:
-    values: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    config = parse(values | {"cluster": {"network": "127.0.0.0/8"}, "sync": {"method": "broadcast", "timeout_s": 30.0}})
+    config = minimal(cluster={"network": "127.0.0.0/8"}, sync={"method": "broadcast", "timeout_s": 30.0})
     nothing: Any = None
     client: Any = controller
     mesh: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), backend="gloo")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.config.trainer import MemorySection
 from asyncmoe.models import family_of
 from asyncmoe.platform import megatron
@@ -24,6 +24,7 @@ from megatron.core.optimizer import OptimizerConfig, optimizer_config  # noqa: E
 from megatron.core.transformer import transformer_config  # noqa: E402
 
 from asyncmoe.trainer.model import layers  # noqa: E402
+from tests.configs import minimal  # noqa: E402
 from tests.ranks import case  # noqa: E402
 
 HALF = MemorySection(optimizer_offload=0.5)
@@ -31,8 +32,7 @@ AVERAGES = MemorySection(exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
 
 
 def configured(**trainer: Any) -> Config:
-    base: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    return parse({**base, "trainer": trainer})
+    return minimal(trainer=trainer)
 
 
 def test_the_optimizers_settings_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from asyncmoe import models
 from asyncmoe.errors import DataError
 from asyncmoe.platform.megatron import any_layout
-from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
-from tests.saving import save, small
+from asyncmoe.trainer.model import checkpoint, mesh, optimizer
+from tests.saving import built, save, small
 
 
 def group(expert: bool, decay: float, **more: Any) -> dict[str, Any]:
@@ -48,16 +47,15 @@ def test_a_group_that_nothing_is_known_of() -> None:
 
 def test_a_checkpoint_without_a_part_of_the_state_is_one_line(tmp_path: Path) -> None:
     config = small(tmp_path, optimizer={"distributed": True})
-    place = mesh.start(config.trainer)
     try:
-        built = gpt.build(models.load_hf_config(tmp_path / "model"), config, place)
-        saved = save(config, 1, built, optimizer.build(config, built))
+        model = built(config)
+        saved = save(config, 1, model, optimizer.build(config, model))
         found = pickle.loads((saved / ".metadata").read_bytes())  # noqa: S301  our own
         name = next(name for name in found.state_dict_metadata if "exp_avg_sq" in name)
         del found.state_dict_metadata[name]
         (saved / ".metadata").write_bytes(pickle.dumps(found))
         with pytest.raises(DataError) as refused:
-            checkpoint.load(saved, config, built, optimizer.build(config, built))
+            checkpoint.load(saved, config, model, optimizer.build(config, model))
     finally:
         mesh.stop()
     expected = "the optimizer's state of the model that the run trains; choose another run.dir"

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncmoe import models
 from asyncmoe.errors import DataError
-from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, mesh, optimizer
 from tests.hostile import Hostile
-from tests.saving import save, small
+from tests.saving import built, save, small
 
 Load = Callable[[Path], int]
 
@@ -26,9 +25,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Load
     """A checkpoint, and what loads one."""
     path = tmp_path_factory.mktemp("pickles")
     config = small(path)
-    built = gpt.build(models.load_hf_config(path / "model"), config, mesh.start(config.trainer))
-    adam = optimizer.build(config, built)
-    yield save(config, 1, built, adam), lambda folder: checkpoint.load(folder, config, built, None)
+    model = built(config)
+    adam = optimizer.build(config, model)
+    yield save(config, 1, model, adam), lambda folder: checkpoint.load(folder, config, model, None)
     mesh.stop()
 
 

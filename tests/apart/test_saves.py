@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncmoe import checkpoints, models
+from asyncmoe import checkpoints
 from asyncmoe.checkpoints import intact
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.platform.megatron.writer import Planned
-from asyncmoe.trainer.model import checkpoint, gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, mesh, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
-from tests.saving import small
+from tests.saving import built, small
 
 
 class Rank:
@@ -24,7 +24,7 @@ class Rank:
     def __init__(self, path: Path) -> None:
         self.run = path / "run"
         self.config = small(path, async_save=True, timeout_s=1, optimizer={"distributed": True}, keep_checkpoints=9)
-        self.built = gpt.build(models.load_hf_config(path / "model"), self.config, mesh.start(self.config.trainer))
+        self.built = built(self.config)
         self.adam = optimizer.build(self.config, self.built)
         self.saver = Saver(self.config, self.built, self.adam)
 

@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under faults ends too
     records = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
     if asked.report:
-        print(json.dumps(_summary(records), indent=1))
+        about = {"date": datetime.date.today().isoformat(), "cores": os.cpu_count()}
+        print(json.dumps({**about, **report.summary(records)}, indent=1))
         return 0
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     bad, until = 0, time.monotonic() + asked.minutes * 60
@@ -81,10 +82,6 @@ def _line(record: dict[str, Any]) -> str:
         return f"block {record['block']}: ended after {record['steps']} steps and {record['starts']} starts {record['violations'] or ''}"
     what = f"block {record['block']}: {record['fault']} ({record['target']}): {record['seconds']} s, {record['starts']} starts"
     return f"{what} {'; '.join(record['violations'])}".rstrip()
-
-
-def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), **report.summary(records)}
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:

@@ -201,7 +201,8 @@ class Block:
         return sum(told[-1]["rejected"].values()) if told else 0
 
     def _said_now(self) -> tuple[int, int, dict[Path, int]]:
-        return (self._world.starts, _size(self._world.said), {path: len(text) for path, text in self._logs().items()})
+        said = self._world.said
+        return (self._world.starts, said.stat().st_size if said.exists() else 0, {path: len(text) for path, text in self._logs().items()})
 
     def _said(self, since: Pending) -> Said:
         start, at, logs = since.said
@@ -216,7 +217,3 @@ class Block:
         """Return the logs of the controller and of those who look after engines."""
         logs = self._world.run_dir / "logs"
         return {path: path.read_text(errors="replace") for path in (*logs.glob("controller.log"), *logs.glob("engine-*-joins.log"))}
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

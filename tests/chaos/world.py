@@ -25,9 +25,10 @@ from asyncmoe.log.files import scan
 from asyncmoe.models.make import make_model
 from asyncmoe.queue import records
 from asyncmoe.queue.fold import LogState, fold
+from tests import disks
 from tests.chaos.schedule import Moment
 from tests.redis_server import LocalRedis
-from tests.system.runs import MARK, Command, json_lines, marked_pids
+from tests.system.runs import MARK, Command, json_lines, marked_entries, marked_pids
 
 STAND = Path(__file__).parent / "stand"
 ENGINE_PARTS = ("scheduler", "detokenizer")
@@ -36,40 +37,6 @@ _PYTHON = """#!/bin/sh
 [ "$1" = -c ] && {{ echo answer:; exit 0; }}
 exec {python} -m tests.chaos.stand.engine "$@"
 """
-
-
-def configuration(folder: Path, seed: int) -> dict[str, Any]:
-    """Return the configuration of a run that takes a step in a fraction of a second, and all limits of which are seconds."""
-    return {
-        "run": {"dir": str(folder / "disk" / "run"), "steps": 1_000_000, "seed": seed},
-        "model": {"path": str(folder / "model")},
-        "task": {"kind": "arithmetic"},
-        "rollout": {
-            "groups_per_step": 4,
-            "group_size": 4,
-            "max_new_tokens": 48,
-            "max_concurrent": 32,
-            "max_rejected_share": 1.0,
-            "request_timeout_s": 30.0,
-        },
-        "queue": {"staleness": {"max_staleness": 2}, "lease_timeout_s": 60.0},
-        "keep": {"routing": "off"},
-        "engines": {
-            "count": 2,
-            "python": str(folder / "python"),
-            "hang_timeout_s": 12.0,
-            "start_timeout_s": 60.0,
-            "restarts": 1000,
-            "orphan_s": 20.0,
-            "max_total_tokens": 4096,
-        },
-        "log": {"piece_tokens": 12},
-        "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 25.0, "max_restarts": 5},
-        "sync": {"timeout_s": 20.0, "verify_every": 2},
-        "cluster": {"heartbeat_timeout_s": 6.0},
-        "watch": {"beat_s": 0.5, "stacks_after_s": 6.0, "end_after_s": 12.0},
-        "telemetry": {"tensorboard": "off", "samples": {"groups": 4}},
-    }
 
 
 class World:
@@ -97,15 +64,43 @@ class World:
         self.starts, self.seed, self._mark = 0, seed, uuid.uuid4().hex
         for folder in (self.folder / "disk", self.notes, self.temporary):
             folder.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={self.disk_bytes}", "tmpfs", str(self.folder / "disk")]
-        self.mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+        self.mounted = not disks.mount(self.folder / "disk", str(self.disk_bytes))
         self._shim, self._control = self.folder / "shim.so", self.folder / "shim"
         subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", str(self._shim), str(STAND / "shim.c"), "-ldl"], check=True)
         self.disturb()
 
     def configuration(self) -> dict[str, Any]:
-        """Return the run's configuration, if it is not the command's own."""
-        return configuration(self.folder, self.seed)
+        """Return the run's configuration, if it is not the command's own: a step takes a fraction of a second, all limits are seconds."""
+        return {
+            "run": {"dir": str(self.folder / "disk" / "run"), "steps": 1_000_000, "seed": self.seed},
+            "model": {"path": str(self.folder / "model")},
+            "task": {"kind": "arithmetic"},
+            "rollout": {
+                "groups_per_step": 4,
+                "group_size": 4,
+                "max_new_tokens": 48,
+                "max_concurrent": 32,
+                "max_rejected_share": 1.0,
+                "request_timeout_s": 30.0,
+            },
+            "queue": {"staleness": {"max_staleness": 2}, "lease_timeout_s": 60.0},
+            "keep": {"routing": "off"},
+            "engines": {
+                "count": 2,
+                "python": str(self.folder / "python"),
+                "hang_timeout_s": 12.0,
+                "start_timeout_s": 60.0,
+                "restarts": 1000,
+                "orphan_s": 20.0,
+                "max_total_tokens": 4096,
+            },
+            "log": {"piece_tokens": 12},
+            "trainer": {"ranks": 2, "ep": 2, "checkpoint_every": 3, "keep_checkpoints": 2, "timeout_s": 25.0, "max_restarts": 5},
+            "sync": {"timeout_s": 20.0, "verify_every": 2},
+            "cluster": {"heartbeat_timeout_s": 6.0},
+            "watch": {"beat_s": 0.5, "stacks_after_s": 6.0, "end_after_s": 12.0},
+            "telemetry": {"tensorboard": "off", "samples": {"groups": 4}},
+        }
 
     def __enter__(self) -> World:
         make_model(self.folder / "model", MadeModel(), seed=0)
@@ -158,15 +153,12 @@ class World:
         detokenizer.PID."""
         assert self.command is not None
         found: dict[str, int] = {}
-        for entry in sorted((entry for entry in Path("/proc").iterdir() if entry.name.isdigit()), key=_began):
-            try:
-                if self.command.mark.encode() in (entry / "environ").read_bytes():
-                    words, environ = ((entry / name).read_bytes().decode(errors="replace").split("\0") for name in ("cmdline", "environ"))
-                    if role := role_of(words, environ):
-                        # A child that has not begun its own program yet has the name of its parent, which is older.
-                        found.setdefault(role if role not in ENGINE_PARTS else f"{role}.{entry.name}", int(entry.name))
-            except OSError:
-                continue
+        for entry in sorted(marked_entries(self.command.mark), key=_began):
+            with suppress(OSError):
+                words, environ = ((entry / name).read_bytes().decode(errors="replace").split("\0") for name in ("cmdline", "environ"))
+                if role := role_of(words, environ):
+                    # A child that has not begun its own program yet has the name of its parent, which is older.
+                    found.setdefault(role if role not in ENGINE_PARTS else f"{role}.{entry.name}", int(entry.name))
         return found
 
     def engines(self) -> set[int]:

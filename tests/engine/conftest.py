@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+import json
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,42 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.engines.adapters import asked
-from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.pool import Pool, PooledGeneration
 from asyncmoe.engines.sglang.process import SGLangProcess
-from asyncmoe.models.make import make_model
+from asyncmoe.engines.types import Sampling
+from asyncmoe.models import load_hf_config
+from asyncmoe.models.make import VOCAB, make_model
+from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes.episode import RolloutContext
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.scoring.exact import Exact
+from asyncmoe.rollout.tasks.order import DrawnTask
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Reply, Request
 from asyncmoe.rpc.server import Server
+from asyncmoe.trajectory import Recording, Routing, Trajectory
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from asyncmoe.weights.coordinator.driver import UpdateDriver
+from tests.checksums import engine_checksums
+from tests.configs import minimal
+from tests.engine.oracle import Oracle, largest_difference
 from tests.engine.sender import Sender
+from tests.ranks import launch
 from tests.system.runs import wait_for
 
 KEY = "key-of-the-tests"
 """API key of the servers that tests talk to without the client."""
+PROMPT = (30, 40, 50, 60, 70)
+ROUTING = Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
+RECORDING = Recording(ROUTING, masks=True, vocabulary=VOCAB)
+"""Of the model that tests share."""
+
+
+Answer = Callable[[Request], Awaitable[Reply]]
 
 
 @dataclass
@@ -50,11 +69,47 @@ class Rig:
     def engine(self) -> SGLangProcess:
         return self.engines[0]
 
+    def expected(self, checkpoint: Oracle) -> tuple[dict[str, str], ...]:
+        """Checksums of an engine with these weights."""
+        return engine_checksums(load_hf_config(checkpoint.path), self.config.engines, checkpoint.weights)
+
+    async def generate(self, tokens: int = 8) -> PooledGeneration:
+        """Continue `PROMPT`."""
+        return await self.pool.generate(PROMPT, Sampling(1.0, tokens, ()))
+
+    async def sampled(self, task: DrawnTask, tokenizer: Tokenizer, count: int, sampling: Callable[[int], Sampling]) -> list[Trajectory]:
+        """A response to each of the first prompts of a task."""
+        scorer = Exact()
+
+        async def one(group: int) -> Trajectory:
+            stage = RolloutContext(self.pool, sampling(group), tokenizer, scorer)
+            (record,) = await episode.run(stage, task.prompt(group), EpisodeId(group, 0, 0))
+            return record
+
+        return await asyncio.gather(*map(one, range(count)))
+
+    async def publish_by_ranks(self, answer: Answer, out: Path, ranks: int, limit_s: float, **job: Any) -> Any:
+        """Have a trainer of so many ranks publish, as tests/ranks/publish.py does; what it says, with its files in a new folder."""
+        out.mkdir()
+        (out / "job.json").write_text(json.dumps(job))
+        async with Server(answer) as server:
+            keys.write(self.config.run.dir, rendezvous := await server.start())
+            serving = asyncio.create_task(server.serve())
+            try:
+                return await asyncio.to_thread(launch.run, "publish", ranks, out, str(out / "job.json"), timeout_s=limit_s)
+            finally:
+                serving.cancel()
+                keys.remove(self.config.run.dir, rendezvous)
+
+
+def difference(answer: PooledGeneration, oracle: Oracle) -> float:
+    """Largest of the log-probabilities of what continues `PROMPT`."""
+    return largest_difference(answer.generation.logprobs, oracle.logprobs(PROMPT, answer.generation.tokens, 1.0))
+
 
 def settings(model: Path, run_dir: Path, **engines: object) -> Config:
     """A configuration of float32 engines."""
-    values = {"run": {"dir": str(run_dir), "steps": 1}, "model": {"path": str(model)}, "task": {"kind": "arithmetic"}}
-    return configuration.parse({**values, "engines": {"dtype": "float32", "max_running": 64, **engines}})
+    return minimal(run_dir, model, engines={"dtype": "float32", "max_running": 64, **engines})
 
 
 @pytest.fixture(scope="session")
@@ -100,38 +155,40 @@ def untouched(make_rig: Callable[..., Rig]) -> Rig:
 
 
 @contextmanager
-def running(config: Config, runner: asyncio.Runner, first: int = 0, key: str | None = None) -> Iterator[Rig]:
-    """A rig of engines that are ready, until its use is over."""
-    engines: list[SGLangProcess] = []
+def running(
+    config: Config, runner: asyncio.Runner, first: int = 0, key: str | None = None, start: Callable[[], Sequence[Any]] | None = None
+) -> Iterator[Rig]:
+    """A rig of engines that are ready, until its use is over.
 
-    async def start() -> Rig:
-        for index in range(config.engines.count):
+    Args:
+        first: number of the first.
+        start: starts other processes, of which the first are the engines, and the rest their other nodes.
+    """
+    engines: list[Any] = []
+    published: list[int] = []
+    pauses: list[tuple[str, float, float]] = []
+
+    async def publish(version: int) -> None:
+        published.append(version)
+
+    async def begin() -> Rig:
+        for index in range(config.engines.count if start is None else 0):
             engines.append(SGLangProcess(f"engine.{first + index}", config, index, key=key))
-        rig = await make(config, engines, runner.run)
-        await asyncio.gather(*(engine.wait_ready() for engine in engines))
-        rig.coordinator.engines_started()
-        return rig
+        engines.extend(() if start is None else start())
+        members = engines[: config.engines.count]
+        pool = Pool(members, 64, 60.0, lambda *span: None, adapter=asked(config))
+        coordinator = WeightUpdateCoordinator(UpdateDriver(pool, 30.0, lambda *span: pauses.append(span)), publish)
+        await asyncio.gather(*(engine.wait_ready() for engine in members))
+        coordinator.engines_started()
+        return Rig(config, engines, pool, coordinator, Sender(coordinator), runner.run, published, pauses)
 
     async def stop() -> None:
         await asyncio.gather(*(engine.stop() for engine in engines))
 
     try:
-        yield runner.run(start())
+        yield runner.run(begin())
     finally:
         runner.run(stop())
-
-
-@asynccontextmanager
-async def reachable(rig: Rig, answer: Callable[[Request], Awaitable[Reply]]) -> AsyncIterator[None]:
-    """Answers a trainer of the rig's run directory over the wire."""
-    async with Server(answer) as server:
-        keys.write(rig.config.run.dir, rendezvous := await server.start())
-        serving = asyncio.create_task(server.serve())
-        try:
-            yield
-        finally:
-            serving.cancel()
-            keys.remove(rig.config.run.dir, rendezvous)
 
 
 def family(engine: SGLangProcess, part: str = "") -> list[psutil.Process]:
@@ -150,16 +207,3 @@ def ended(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
             return False
 
     return wait_for(lambda: not any(map(lives, processes)), within_s)
-
-
-async def make(config: Config, engines: list[SGLangProcess], run: Callable[..., Any]) -> Rig:
-    """A pool and a coordinator over engines that run."""
-    published: list[int] = []
-    pauses: list[tuple[str, float, float]] = []
-
-    async def publish(version: int) -> None:
-        published.append(version)
-
-    pool = Pool(engines, 64, 60.0, lambda *span: None, adapter=asked(config))
-    coordinator = WeightUpdateCoordinator(UpdateDriver(pool, 30.0, lambda *span: pauses.append(span)), publish)
-    return Rig(config, engines, pool, coordinator, Sender(coordinator), run, published, pauses)

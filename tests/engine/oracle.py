@@ -110,15 +110,9 @@ def _routed(model: Any, tokens: np.ndarray) -> list[tuple[torch.Tensor, torch.Te
     """Of each layer with experts: the router's logits, [tokens - 1, experts], and what it chose, [tokens - 1, top_k]. In a forward pass
     like that of `Oracle.logprobs`: a near tie that is decided one way there is decided the same way here."""
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    hooks = [
-        layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, out: found.append((out[0][:-1], out[2][:-1])))
-        for layer in model.model.layers
-        if hasattr(layer.mlp, "gate")
-    ]
-    with torch.no_grad():
+    gates = families.routers(model).values()
+    with torch.no_grad(), families.hooked(gates, lambda _number, _gate, out: found.append((out[0][:-1], out[2][:-1]))):
         model(torch.from_numpy(tokens).long()[None], use_cache=True)
-    for hook in hooks:
-        hook.remove()
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +17,13 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.models.lora.adapter import Adapter, Kind
 from asyncmoe.models.shape import Shape
-from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import RolloutContext
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit
 from asyncmoe.trajectory import Recording, Trajectory, decode_routes, encode, validate
 from tests import families
-from tests.engine.conftest import Rig, reachable, running, settings
+from tests.engine.conftest import Rig, running, settings
 from tests.engine.oracle import Merged, comparable
 from tests.prompts import arithmetic
-from tests.ranks import launch
 from tests.unit.adapters import random_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
@@ -65,21 +59,15 @@ class Dock:
     layouts: dict[int, list[str]]
 
     async def sampled(self, version: int) -> list[Trajectory]:
-        config = self.rig.config.rollout
-        task, scorer = arithmetic(self.tokenizer, ("+",), 2, seed=version), Exact()
+        def sampling(group: int) -> Sampling:
+            temperature = self.rig.config.rollout.temperature
+            return Sampling(temperature, 10 + 5 * (group % 4), (self.tokenizer.eos,), recording=self.recording)
 
-        async def one(group: int) -> Trajectory:
-            sampling = Sampling(config.temperature, 10 + 5 * (group % 4), (self.tokenizer.eos,), recording=self.recording)
-            stage = RolloutContext(self.rig.pool, sampling, self.tokenizer, scorer)
-            (record,) = await episode.run(stage, task.prompt(group), EpisodeId(group, 0, 0))
-            return record
-
-        return await asyncio.gather(*(one(group) for group in range(RESPONSES)))
+        return await self.rig.sampled(arithmetic(self.tokenizer, ("+",), 2, seed=version), self.tokenizer, RESPONSES, sampling)
 
     async def publish(self, ranks: int, publications: dict[str, list[tuple[int, int]]]) -> tuple[list[dict[str, Any]], dict[int, Any]]:
         """Have a trainer publish (number of the adapter, version) under each layout; outcomes, and what was sampled by each version."""
         out = self.folder / f"{ranks}-ranks"
-        out.mkdir()
         seen: dict[int, list[Trajectory]] = {}
 
         async def answer(request: Request) -> Reply:
@@ -92,14 +80,10 @@ class Dock:
 
         job = {
             "config": self.rig.config.model_dump(mode="json"),
-            "layouts": list(publications),
             "publications": {layout: [(str(self.model), version) for _, version in several] for layout, several in publications.items()},
             "halves": {str(version): str(self.files[which]) for several in publications.values() for which, version in several},
         }
-        (out / "job.json").write_text(json.dumps(job))
-        async with reachable(self.rig, answer):
-            outcomes = await asyncio.to_thread(launch.run, "publish", ranks, out, str(out / "job.json"), timeout_s=200.0)
-        return outcomes, seen
+        return await self.rig.publish_by_ranks(answer, out, ranks, 200.0, **job), seen
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=NAMED)

@@ -8,30 +8,25 @@ import re
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncmoe import models
 from asyncmoe.config.model import MadeModel
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.sglang.process import SGLangProcess
-from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import make_model
 from asyncmoe.rpc.messages import Reply, Request, WeightsCommit, WeightsFiles, WeightsJoin, WeightsStage
-from tests.checksums import engine_checksums
 from tests.disks import mounted
-from tests.engine.conftest import Rig, family, reachable, running, settings
+from tests.engine.conftest import PROMPT, Rig, difference, family, running, settings
 from tests.engine.oracle import Oracle, largest_difference, perturbed, with_others
-from tests.ranks import launch
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
-PROMPT = (30, 40, 50, 60, 70)
 LAYOUTS = {1: ["tp=1"], 2: ["tp=2", "pp=2", "ep=2", "pp=2,vpp=2"], 4: ["tp=2,ep=2", "pp=2,ep=2"]}
 Checksums = tuple[dict[str, str], ...]
 
@@ -65,9 +60,6 @@ class Stage:
         self.next += count
         return list(range(self.next - count, self.next))
 
-    def expected(self, checkpoint: Oracle) -> Checksums:
-        return engine_checksums(models.load_hf_config(checkpoint.path), self.rig.config.engines, checkpoint.weights)
-
     def held(self) -> Checksums:
         """What engine 0 holds now."""
         found: Checksums = self.rig.run(self.rig.engine.client.checksums(30.0))
@@ -80,7 +72,7 @@ class Stage:
         assert not found.failed, found.failed
         assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * len(everything)
         assert list(found.arrived) == [version for _, version in everything]
-        want = {oracle: self.expected(oracle) for oracle, _ in everything}
+        want = {oracle: self.rig.expected(oracle) for oracle, _ in everything}
         assert not any(names for oracle, version in everything for names in wrong(found.arrived[version], want[oracle]))
         return found
 
@@ -113,65 +105,40 @@ class Stage:
             return reply
 
         out = self.folder / f"publish-{time.monotonic_ns()}"
-        out.mkdir()
         values = self.rig.config.model_dump(mode="json")
         sync = {"method": "reshard", "bucket_bytes": 40_000, "timeout_s": 30.0, "verify_every": 2} | changes.pop("sync", {})
-        listed = {layout: [(str(c.path), version) for c, version in several] for layout, several in publications.items()}
         job = {
             "config": {**values, "sync": sync, **changes},
-            "layouts": list(publications),
-            "publications": listed,
+            "publications": {layout: [(str(c.path), version) for c, version in several] for layout, several in publications.items()},
             "faults": {str(place): fault for place, fault in faults.items()},
             "in_place": in_place,
         }
-        (out / "job.json").write_text(json.dumps(job))
-        async with reachable(self.rig, answer):
-            try:
-                await asyncio.to_thread(launch.run, "publish", ranks, out, str(out / "job.json"), timeout_s=limit_s)
-            except pytest.fail.Exception as error:
-                found.failed = str(error)
+        try:
+            await self.rig.publish_by_ranks(answer, out, ranks, limit_s, **job)
+        except pytest.fail.Exception as error:
+            found.failed = str(error)
         files = [out / f"publish-{ranks}.json.{rank}" for rank in range(ranks)]
         found.outcomes = [json.loads(file.read_text()) if file.exists() else [] for file in files]
         return found
 
 
-class Stages:
-    """One engine of one rank, one of two ranks, and two engines; each is started when a test first asks for it."""
-
-    def __init__(self, model: Path, folder: Path, runner: asyncio.Runner, stack: ExitStack) -> None:
-        self._model, self._folder, self._runner, self._stack = model, folder, runner, stack
-        self._checkpoints = with_others(Oracle(model), folder)
-
-    @cached_property
-    def one(self) -> Stage:
-        return self._stage("one")
-
-    @cached_property
-    def two(self) -> Stage:
-        return self._stage("two", tp=2)
-
-    @cached_property
-    def pair(self) -> Stage:
-        return self._stage("pair", count=2)
-
-    def _stage(self, name: str, **sizes: int) -> Stage:
-        config = settings(self._model, self._folder / f"run-{name}", max_total_tokens=8192, **sizes)
-        rig = self._stack.enter_context(running(config, self._runner))
-        return Stage(rig, self._checkpoints, self._folder, self._runner.run(rig.engine.client.checksums(30.0)))
+SIZES: dict[str, dict[str, int]] = {"one": {}, "two": {"tp": 2}, "pair": {"count": 2}}
+Stages = Callable[[str], Stage]
 
 
 @pytest.fixture(scope="module")
 def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    """One engine of one rank, one of two ranks, and two engines; each is started when a test first asks for it."""
+    folder = tmp_path_factory.mktemp("direct")
+    checkpoints = with_others(Oracle(model), folder)
     with ExitStack() as stack:
-        yield Stages(model, tmp_path_factory.mktemp("direct"), runner, stack)
 
+        @cache
+        def stage(name: str) -> Stage:
+            rig = stack.enter_context(running(settings(model, folder / f"run-{name}", max_total_tokens=8192, **SIZES[name]), runner))
+            return Stage(rig, checkpoints, folder, runner.run(rig.engine.client.checksums(30.0)))
 
-async def generate(stage: Stage, tokens: int = 8) -> PooledGeneration:
-    return await stage.rig.pool.generate(PROMPT, Sampling(1.0, tokens, ()))
-
-
-def difference(answer: PooledGeneration, oracle: Oracle) -> float:
-    return largest_difference(answer.generation.logprobs, oracle.logprobs(PROMPT, answer.generation.tokens, 1.0))
+        yield stage
 
 
 def wrong(found: Checksums, expected: Checksums) -> list[list[str]]:
@@ -196,16 +163,16 @@ def ways() -> list[Any]:
 def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(
     stages: Stages, tmp_path: Path, engine: str, ranks: int, how: str
 ) -> None:
-    stage: Stage = getattr(stages, engine)
+    stage = stages(engine)
     first, a, b = stage.checkpoints
     publications = {layout: list(zip((a, b, a, first), stage.versions(4), strict=True)) for layout in LAYOUTS[ranks]}
     transport, _, place = how.partition(" ")
     sync = {"default": {}, "disk": on_disk(tmp_path)}.get(how, {"transport": transport})
     found = stage.published(ranks, publications, in_place=place == "in place", sync=sync)
-    assert stage.expected(a) != stage.expected(b) != stage.expected(first)
+    assert stage.rig.expected(a) != stage.rig.expected(b) != stage.rig.expected(first)
     held = [stage.rig.run(member.engine.client.checksums(30.0)) for member in stage.rig.pool.members]
     assert all(engine_held == stage.loaded for engine_held in held)
-    answer, last = stage.rig.run(generate(stage)), list(found.arrived)[-1]
+    answer, last = stage.rig.run(stage.rig.generate()), list(found.arrived)[-1]
     assert difference(answer, first) < 1e-4
     assert [span.version for span in answer.generation.spans] == [str(last)]
     assert [path.name for path in tmp_path.glob("*/*")] == ([f"version_{last}"] if how == "disk" else [])
@@ -216,7 +183,7 @@ def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(
 @pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, in_place: bool) -> None:
     """One that arrives damaged is followed by everything; so is the first of another trainer."""
-    stage = stages.pair
+    stage = stages("pair")
     a = stage.checkpoints[1]
     few = [perturbed(a, tmp_path / "few1", 3, share=0.01)]
     few += [perturbed(few[0], tmp_path / "few2", 4, share=0.05)]
@@ -226,8 +193,8 @@ def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, in_pl
     layouts = {"tp=2,ep=2": several[:3], "pp=2,ep=2": several[3:]}
     found = stage.published(4, layouts, {2: (1, "damaged")}, sync=sync, in_place=in_place)
     held = [stage.rig.run(member.engine.client.checksums(30.0)) for member in stage.rig.pool.members]
-    assert not any(names for engine_held in held for names in wrong(engine_held, stage.expected(few[0])))
-    assert difference(stage.rig.run(generate(stage)), few[0]) < 1e-4
+    assert not any(names for engine_held in held for names in wrong(engine_held, stage.rig.expected(few[0])))
+    assert difference(stage.rig.run(stage.rig.generate()), few[0]) < 1e-4
     (whole, _), (_, sparse), resent, again, (nbytes, _), (nothing, none) = [outcome["traffic"] for outcome in found.outcomes[0]]
     assert resent == [whole, None]
     assert again == [whole, None]
@@ -238,7 +205,7 @@ def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, in_pl
 
 
 def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stages: Stages) -> None:
-    stage = stages.one
+    stage = stages("one")
     _, old, new = stage.checkpoints
     before, after = stage.versions(2)
     short: list[PooledGeneration] = []
@@ -251,8 +218,8 @@ def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stag
             await asyncio.sleep(0.01)
         while stage.asked[WeightsCommit] < stage.asked[WeightsStage]:
             # Answers of half a second and more, of which the last is cut by the new version.
-            short.append(await generate(stage, 150))
-        return await publishing, await generate(stage), short
+            short.append(await stage.rig.generate(150))
+        return await publishing, await stage.rig.generate(), short
 
     found, later, during = stage.rig.run(across())
     assert not found.failed, found.failed
@@ -270,7 +237,7 @@ def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stag
 
 
 def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_every_rank(stages: Stages) -> None:
-    stage = stages.one
+    stage = stages("one")
     _, a, b = stage.checkpoints
     versions = stage.versions(4)
     timeout_s = 4.0
@@ -291,30 +258,30 @@ def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_eve
     assert "trainer rank 1" in stall
     assert again is None
     assert sorted(found.arrived) == [versions[0], versions[3]]
-    assert not any(wrong(found.arrived[versions[3]], stage.expected(b)))
+    assert not any(wrong(found.arrived[versions[3]], stage.rig.expected(b)))
     assert stage.rig.pool.serving
 
 
 @pytest.mark.parametrize("how", ["reshard", "disk"])
 def test_a_killed_trainer_leaves_the_engine_with_the_version_it_serves(stages: Stages, tmp_path: Path, how: str) -> None:
-    stage = stages.one
+    stage = stages("one")
     _, a, b = stage.checkpoints
     kept, lost, again = stage.versions(3)
     sync = on_disk(tmp_path) if how == "disk" else {}
     found = stage.rig.run(stage.publish(2, {"tp=2": [(a, kept), (b, lost)]}, {1: (0, "killed")}, sync=sync))
     assert found.failed
     assert list(found.arrived) == [kept]
-    assert not any(wrong(stage.held(), stage.expected(a)))
-    answer = stage.rig.run(generate(stage))
+    assert not any(wrong(stage.held(), stage.rig.expected(a)))
+    answer = stage.rig.run(stage.rig.generate())
     assert [span.version for span in answer.generation.spans] == [str(kept)]
     assert difference(answer, a) < 1e-4
     stage.published(2, {"tp=2": [(b, again)]}, sync=sync)
-    assert not any(wrong(stage.held(), stage.expected(b)))
+    assert not any(wrong(stage.held(), stage.rig.expected(b)))
     assert [path.name for path in tmp_path.glob("*/*")] == ([f"version_{again}"] if how == "disk" else [])
 
 
 def test_an_engine_of_another_shape_is_refused_before_a_byte_moves(stages: Stages, tmp_path: Path) -> None:
-    stage = stages.one
+    stage = stages("one")
     make_model(tmp_path / "wide", MadeModel(layers=4, expert_hidden=96), seed=0)
     held, (version,) = stage.held(), stage.versions(1)
     wide = Oracle(tmp_path / "wide")
@@ -329,11 +296,11 @@ def test_an_engine_of_another_shape_is_refused_before_a_byte_moves(stages: Stage
     assert WeightsJoin in stage.asked
     assert found.arrived == {}
     assert stage.held() == held
-    assert len(stage.rig.run(generate(stage)).generation.tokens)
+    assert len(stage.rig.run(stage.rig.generate()).generation.tokens)
 
 
 def test_a_full_disk_leaves_the_engine_with_the_version_it_serves(stages: Stages, tmp_path: Path) -> None:
-    stage = stages.one
+    stage = stages("one")
     _, a, b = stage.checkpoints
     kept, lost, again = stage.versions(3)
     nbytes = sum(tensor.nbytes for tensor in a.weights.values())
@@ -342,16 +309,16 @@ def test_a_full_disk_leaves_the_engine_with_the_version_it_serves(stages: Stages
     assert found.outcomes[0][0]["error"] is None
     assert f"weights of version {lost}: cannot write {tmp_path}" in found.outcomes[0][1]["error"]
     assert "No space left on device" in found.outcomes[0][1]["error"]
-    assert not any(wrong(stage.held(), stage.expected(a)))
+    assert not any(wrong(stage.held(), stage.rig.expected(a)))
     stage.published(1, {"tp=1": [(b, again)]}, sync=on_disk(tmp_path))
-    assert not any(wrong(stage.held(), stage.expected(b)))
+    assert not any(wrong(stage.held(), stage.rig.expected(b)))
 
 
 def test_two_engines_swap_at_once_and_where_one_dies_the_other_is_sent_the_version_again(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SGLangProcess, "died", None)  # nobody is left to tell
-    stage = stages.pair
+    stage = stages("pair")
     _, a, b = stage.checkpoints
     both, twice, after = stage.versions(3)
     (scheduler,) = family(stage.rig.engines[1], "sglang::scheduler")
@@ -370,15 +337,15 @@ def test_two_engines_swap_at_once_and_where_one_dies_the_other_is_sent_the_versi
     assert [outcome["error"] for outcome in found.outcomes[0]] == [None] * 3
     assert not any(outcome.get("left_out") for outcome in found.outcomes[0])
     assert sorted(found.arrived) == [both, twice, after]
-    assert not any(wrong(found.arrived[twice], stage.expected(b)))
+    assert not any(wrong(found.arrived[twice], stage.rig.expected(b)))
     assert [member.version for member in stage.rig.pool.members] == [after, both]
     assert [member.engine.name for member in stage.rig.pool.serving] == ["engine.0"]
-    assert not any(wrong(stage.held(), stage.expected(a)))
+    assert not any(wrong(stage.held(), stage.rig.expected(a)))
 
 
 def test_an_engine_that_reads_the_version_before_is_fenced(stages: Stages, tmp_path: Path) -> None:
     """As through a file system that still has it in a cache. The last test of this engine, which is lost with it."""
-    stage = stages.one
+    stage = stages("one")
     _, a, b = stage.checkpoints
     before, now = stage.versions(2)
     found = stage.rig.run(stage.publish(1, {"tp=1": [(a, before), (b, now)]}, stale=(now, a.path), sync=on_disk(tmp_path)))

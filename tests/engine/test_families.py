@@ -15,9 +15,9 @@ from asyncmoe.models import family_of, load_hf_config
 from asyncmoe.trajectory import Recording, decode_routes
 from asyncmoe.trajectory.sent_routes import MAGIC
 from tests import families
-from tests.engine.conftest import running, settings
+from tests.engine.conftest import PROMPT, difference, running, settings
 from tests.engine.oracle import Oracle, routes, with_others
-from tests.engine.test_direct import PROMPT, Stage, difference, generate, wrong
+from tests.engine.test_direct import Stage, wrong
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 FEW = "deepseek"
@@ -36,12 +36,12 @@ def stage(request: pytest.FixtureRequest, runner: asyncio.Runner, tmp_path: Path
 def test_an_engine_computes_what_it_is_sent(stage: Stage) -> None:
     """By either path; with latent attention every token passes what SGLang derives from the weights once they are there."""
     first, a, b = stage.checkpoints
-    assert wrong(stage.loaded, stage.expected(first)) == [[]]
-    assert difference(stage.rig.run(generate(stage)), first) < 1e-5
+    assert wrong(stage.loaded, stage.rig.expected(first)) == [[]]
+    assert difference(stage.rig.run(stage.rig.generate()), first) < 1e-5
     stage.published(1, {"tp=1": [(a, 1), (b, 2), (a, 3)]})
-    assert difference(stage.rig.run(generate(stage)), a) < 1e-5
-    stage.rig.run(stage.rig.sender.publish(4, b.weights, stage.expected(b), buckets=1))
-    assert difference(stage.rig.run(generate(stage)), b) < 1e-5
+    assert difference(stage.rig.run(stage.rig.generate()), a) < 1e-5
+    stage.rig.run(stage.rig.sender.publish(4, b.weights, stage.rig.expected(b), buckets=1))
+    assert difference(stage.rig.run(stage.rig.generate()), b) < 1e-5
     check_routes(stage, b)
 
 

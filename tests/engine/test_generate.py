@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import RolloutContext
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import Recording, Trajectory, validate
+from asyncmoe.trajectory import Recording, validate
 from tests.engine.conftest import Rig
 from tests.engine.oracle import Oracle, largest_difference
 from tests.prompts import arithmetic
@@ -28,14 +23,7 @@ def test_log_probabilities_are_those_of_transformers(
 ) -> None:
     task, oracle = arithmetic(tokenizer, ("+",), 3, seed=1), Oracle(model)
     sampling = Sampling(temperature, most, (tokenizer.eos,), top_k=top_k)
-    scorer = Exact()
-
-    stage = RolloutContext(rig.pool, sampling, tokenizer, scorer)
-
-    async def play() -> list[tuple[Trajectory, ...]]:
-        return await asyncio.gather(*(episode.run(stage, task.prompt(g), EpisodeId(g, 0, 0)) for g in range(8)))
-
-    for (record,) in rig.run(play()):
+    for record in rig.run(rig.sampled(task, tokenizer, 8, lambda _: sampling)):
         validate(record, Recording(vocabulary=tokenizer.vocabulary))
         prompt = record.tokens[~record.loss_mask].tolist()
         response = record.tokens[record.loss_mask].tolist()

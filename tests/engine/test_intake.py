@@ -17,11 +17,9 @@ from asyncmoe.platform.sglang.packed_answers import MEDIA_TYPE
 from asyncmoe.trajectory import Recording, Routing
 from asyncmoe.trajectory.sent_routes import MAGIC
 from benchmarks.intake_server import reply_to
-from tests.engine.conftest import Rig
+from tests.engine.conftest import ROUTING, Rig
 
 pytestmark = pytest.mark.engine
-
-ROUTING = Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
 
 
 @pytest.mark.parametrize("masks", [False, True], ids=["without masks", "with masks"])

@@ -18,14 +18,14 @@ from asyncmoe.engines.types import Sampling
 from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
-from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_routes, validate
-from tests.engine.conftest import Rig
+from asyncmoe.trajectory import Recording, Trajectory, decode_routes, validate
+from tests import families
+from tests.engine.conftest import PROMPT, ROUTING, Rig
 from tests.engine.oracle import TIE, Oracle, perturbed
 
 pytestmark = pytest.mark.engine
-PROMPT = (30, 40, 50, 60, 70)
 TOKENS = 500
-RECORDING = Recording(Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8), vocabulary=VOCAB)
+RECORDING = Recording(ROUTING, vocabulary=VOCAB)
 SAMPLING = Sampling(1.0, TOKENS, (), recording=RECORDING)
 
 
@@ -83,14 +83,9 @@ def passes(
     logprobs, excess, past, start = [], [], None, 0
     for model, end in zip(models, ends, strict=True):
         seen: list[torch.Tensor] = []
-        hooks = [
-            layer.mlp.gate.register_forward_hook(partial(_route, experts[index, start:end], replay, seen))
-            for index, layer in enumerate(model.model.layers)
-        ]
-        with torch.no_grad():
+        route = partial(_route, experts[:, start:end], replay, seen)
+        with torch.no_grad(), families.hooked(families.routers(model).values(), route):
             out = model(ids[None, start if keep else 0 : end], past_key_values=past if keep else None, use_cache=True)
-        for hook in hooks:
-            hook.remove()
         past = out.past_key_values
         logits = out.logits[0, -(end - start) :]
         logprobs.append(logits.log_softmax(-1).gather(1, ids[start + 1 : end + 1, None])[:, 0])
@@ -100,9 +95,9 @@ def passes(
     return torch.cat(logprobs)[sampled].numpy(), torch.cat(excess).numpy()
 
 
-def _route(recorded: torch.Tensor, replay: bool, seen: list[torch.Tensor], gate: Any, _inputs: Any, out: Any) -> Any:
-    """A router's answer, with the recorded experts of its last tokens, [tokens, top_k], if `replay`."""
-    logits, scores, chosen = out[0], out[1].clone(), out[2].clone()
+def _route(every: torch.Tensor, replay: bool, seen: list[torch.Tensor], layer: int, gate: Any, out: Any) -> Any:
+    """A router's answer, with the recorded experts of its last tokens, `every` [layers, tokens, top_k], if `replay`."""
+    recorded, logits, scores, chosen = every[layer], out[0], out[1].clone(), out[2].clone()
     rows = slice(len(logits) - len(recorded), None)
     chosen[rows], scores[rows] = recorded, logits[rows].softmax(-1).gather(1, recorded)
     scores[rows] /= scores[rows].sum(-1, keepdim=True) if gate.norm_topk_prob else 1

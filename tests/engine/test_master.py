@@ -3,7 +3,6 @@ sampled from and through the experts it went through."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,9 @@ import pytest
 import torch
 
 from asyncmoe.engines.types import Sampling
-from asyncmoe.models.make import VOCAB
-from asyncmoe.rollout.episodes import episode
-from asyncmoe.rollout.episodes.episode import RolloutContext
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
-from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, encode, validate
-from tests.engine.conftest import Rig
+from asyncmoe.trajectory import Trajectory, decode_masks, encode, validate
+from tests.engine.conftest import RECORDING, Rig
 from tests.engine.oracle import Oracle, perturbed
 from tests.prompts import arithmetic
 from tests.ranks import launch
@@ -33,7 +27,6 @@ FEW = {("tp=1",): ("packed", "single"), ("tp=2",): ("packed",), ("cp=2",): ("pac
 """Otherwise; tests/ranks/test_kept.py compares recorded routes with transformers' in the other ways of splitting a model."""
 EVERY = {(layout,): ("packed", "single") for layouts in LAYOUTS.values() for layout in layouts}
 TEMPERATURE, TOP_P, TOP_K = 0.7, 0.9, 50
-RECORDING = Recording(Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8), masks=True, vocabulary=VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +34,16 @@ def recorded(rig: Rig, model: Path, tokenizer: Tokenizer, tmp_path_factory: pyte
     """Trajectories of one engine, sampled at a temperature by weights that were synced to it, and those weights as a checkpoint."""
     path = tmp_path_factory.mktemp("master")
     oracle = perturbed(Oracle(model), path / "hf", seed=3)
-    task, scorer = arithmetic(tokenizer, ("+", "-", "*"), 3, seed=2), Exact()
+    task = arithmetic(tokenizer, ("+", "-", "*"), 3, seed=2)
 
-    async def one(group: int) -> Trajectory:
-        sampling = Sampling(TEMPERATURE, 20 + 7 * (group % 6), (tokenizer.eos,), TOP_P, TOP_K, recording=RECORDING)
-        (record,) = await episode.run(RolloutContext(rig.pool, sampling, tokenizer, scorer), task.prompt(group), EpisodeId(group, 0, 0))
-        return record
+    def sampling(group: int) -> Sampling:
+        return Sampling(TEMPERATURE, 20 + 7 * (group % 6), (tokenizer.eos,), TOP_P, TOP_K, recording=RECORDING)
 
     version = rig.pool.version + 1
 
     async def play() -> list[Trajectory]:
         await rig.sender.publish(version, oracle.weights)
-        return await asyncio.gather(*(one(group) for group in range(24)))
+        return await rig.sampled(task, tokenizer, 24, sampling)
 
     trajectories = rig.run(play())
     assert all(t.is_pure and t.oldest_version == version for t in trajectories)

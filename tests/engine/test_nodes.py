@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,16 +14,14 @@ from asyncmoe.engines import backend
 from asyncmoe.engines.engine import EngineProcess
 from asyncmoe.engines.nodes import MeetingPlace, NodePlace
 from asyncmoe.engines.types import Sampling
-from tests.engine.conftest import make, settings
+from tests.engine.conftest import PROMPT, running, settings
 from tests.engine.oracle import Oracle, largest_difference, with_others
 from tests.engine.test_direct import Stage
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 ROOM = ["--mem-fraction-static", "0.9"]
 """SGLang takes for its weights what other programs take of the machine's memory while it loads them."""
-beside: list[EngineProcess] = []
-"""The other node of the engine."""
-PROMPTS = ((30, 40, 50, 60, 70), tuple(range(3, 90)))
+PROMPTS = (PROMPT, tuple(range(3, 90)))
 
 
 @pytest.fixture(scope="module")
@@ -34,31 +31,20 @@ def parted(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
     checkpoints = with_others(Oracle(model), folder)
     sizes = {"max_total_tokens": 8192, "tp": 2, "ep": 2, "nodes": 2, "start_timeout_s": 600}
     config = settings(model, folder / "run", **sizes, args=ROOM)
-    engines = list[EngineProcess]()
 
-    async def begin() -> Stage:
-        for node in range(2):
-            engines.append(backend.start("engine.0", config, 0, place=NodePlace(node, meeting.url)))
-        beside.append(engines[1])
-        rig = await make(config, engines[:1], runner.run)
-        await engines[0].wait_ready()
-        rig.coordinator.engines_started()
-        return Stage(rig, checkpoints, folder, await engines[0].client.checksums(30.0))
-
-    async def stop() -> None:
-        await asyncio.gather(*(engine.stop() for engine in engines))
-        meeting.close()
+    def start() -> list[EngineProcess]:
+        return [backend.start("engine.0", config, 0, place=NodePlace(node, meeting.url)) for node in range(2)]
 
     try:
-        yield runner.run(begin())
+        with running(config, runner, start=start) as rig:
+            yield Stage(rig, checkpoints, folder, runner.run(rig.engine.client.checksums(30.0)))
     finally:
-        runner.run(stop())
+        meeting.close()
 
 
 def servers(stage: Stage) -> list[psutil.Process]:
     """The servers of an engine's nodes, node 0 first."""
-    nodes: list[Any] = [stage.rig.engine, *beside]
-    return [psutil.Process(node._child.pid) for node in nodes]
+    return [psutil.Process(node._child.pid) for node in stage.rig.engines]
 
 
 def check_greedy(stage: Stage, oracle: Oracle) -> None:
@@ -75,7 +61,7 @@ def check_greedy(stage: Stage, oracle: Oracle) -> None:
 
 
 def test_two_nodes_say_what_transformers_says(parted: Stage) -> None:
-    assert parted.loaded == parted.expected(parted.checkpoints[0])
+    assert parted.loaded == parted.rig.expected(parted.checkpoints[0])
     check_greedy(parted, parted.checkpoints[0])
 
 

@@ -19,8 +19,8 @@ from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
 from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
-from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
-from tests.engine.conftest import Rig
+from asyncmoe.trajectory import Trajectory, decode_masks, decode_routes, validate
+from tests.engine.conftest import RECORDING, Rig
 from tests.engine.openai_agent import LETTERS
 from tests.engine.oracle import Oracle, comparable, routes
 
@@ -82,8 +82,7 @@ def test_sglangs_parsers_read_tool_calls_of_model_families(untouched: Rig) -> No
 
 
 def play(rig: Rig, tokenizer: Tokenizer, agent: str, episodes: int) -> list[tuple[Trajectory, ...]]:
-    recording = Recording(Routing(4, (0, 1, 2, 3), 2, 8), masks=True, vocabulary=tokenizer.vocabulary)
-    sampling = Sampling(0.7, 16, (tokenizer.eos,), top_p=0.9, top_k=40, recording=recording)
+    sampling = Sampling(0.7, 16, (tokenizer.eos,), top_p=0.9, top_k=40, recording=RECORDING)
     agents = OpenAIEnvironment(f"tests.engine.openai_agent:{agent}")
     stage = RolloutContext(rig.pool, sampling, tokenizer, Exact(), agents)
 
@@ -99,7 +98,7 @@ def play(rig: Rig, tokenizer: Tokenizer, agent: str, episodes: int) -> list[tupl
 
     made = rig.run(run())
     for record in (record for records in made for record in records):
-        validate(record, recording)
+        validate(record, RECORDING)
     return made
 
 

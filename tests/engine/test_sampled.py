@@ -11,17 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncmoe.engines.types import Sampling
-from asyncmoe.models.make import VOCAB
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
-from asyncmoe.trajectory import Recording, Routing, Trajectory, decode_masks, decode_routes, validate
+from asyncmoe.trajectory import Trajectory, decode_masks, decode_routes, validate
 from asyncmoe.trajectory.sent_routes import from_bytes
-from tests.engine.conftest import Rig
+from tests.engine.conftest import RECORDING, Rig
 from tests.engine.oracle import routes
 
 pytestmark = pytest.mark.engine
 
-ROUTING = Routing(all_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
-RECORDING = Recording(ROUTING, masks=True, vocabulary=VOCAB)
 PROMPT = (20, 30, 40, 50, 60)
 OBSERVATION = (7, 8, 9)
 # A random model is nearly uniform: with this top-p either of the two cuts some supports.

@@ -9,19 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncmoe import models
 from asyncmoe.engines.pool import PooledGeneration
-from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn, assemble
 from asyncmoe.rpc.messages import WeightsAbort, WeightsCommit
 from asyncmoe.trajectory import Recording, Trajectory
-from tests.checksums import engine_checksums
-from tests.engine.conftest import Rig, ended, family
-from tests.engine.oracle import Oracle, largest_difference, with_others
+from tests.engine.conftest import PROMPT, Rig, difference, ended, family
+from tests.engine.oracle import Oracle, with_others
 
 pytestmark = pytest.mark.engine
-PROMPT = (30, 40, 50, 60, 70)
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +25,12 @@ def checkpoints(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[O
     return with_others(Oracle(model), tmp_path_factory.mktemp("checkpoints"))
 
 
-def expected(rig: Rig, oracle: Oracle) -> tuple[dict[str, str], ...]:
-    return engine_checksums(models.load_hf_config(oracle.path), rig.config.engines, oracle.weights)
-
-
 def next_version(rig: Rig) -> int:
     return rig.pool.version + 1
 
 
-async def generate(rig: Rig, tokens: int = 8) -> PooledGeneration:
-    return await rig.pool.generate(PROMPT, Sampling(1.0, tokens, ()))
-
-
 def record(answer: PooledGeneration) -> Trajectory:
     return assemble([Turn(PROMPT, answer.generation, answer.salt)], EpisodeId(0, 0, 0), Recording(), 0.0, {})
-
-
-def difference(answer: PooledGeneration, oracle: Oracle) -> float:
-    return largest_difference(answer.generation.logprobs, oracle.logprobs(PROMPT, answer.generation.tokens, 1.0))
 
 
 async def load_from_disk(rig: Rig, path: Path) -> dict[str, str]:
@@ -59,7 +43,7 @@ async def load_from_disk(rig: Rig, path: Path) -> dict[str, str]:
 def test_what_arrives_is_what_sglangs_own_loader_would_have_read(rig: Rig, checkpoints: list[Oracle]) -> None:
     before, sent = checkpoints[:2]
     version = next_version(rig)
-    committed = rig.run(rig.sender.publish(version, sent.weights, expected(rig, sent)))
+    committed = rig.run(rig.sender.publish(version, sent.weights, rig.expected(sent)))
     arrived = rig.run(rig.engine.client.checksums(30.0))[0]
     old = rig.run(load_from_disk(rig, before.path))
     assert rig.run(load_from_disk(rig, sent.path)) == arrived
@@ -74,10 +58,10 @@ def test_what_arrives_is_what_sglangs_own_loader_would_have_read(rig: Rig, check
 def test_keys_and_values_of_another_version_are_never_used(rig: Rig, checkpoints: list[Oracle]) -> None:
     _, old, new = checkpoints
     rig.run(rig.sender.publish(next_version(rig), old.weights))
-    rig.run(generate(rig))
-    assert rig.run(generate(rig)).generation.cached_tokens > 0
+    rig.run(rig.generate())
+    assert rig.run(rig.generate()).generation.cached_tokens > 0
     rig.run(rig.sender.publish(next_version(rig), new.weights))
-    answer = rig.run(generate(rig))
+    answer = rig.run(rig.generate())
     assert answer.generation.cached_tokens == 0
     assert difference(answer, new) < 1e-4
     assert record(answer).is_pure
@@ -88,7 +72,7 @@ def test_a_request_during_an_update_waits_for_the_new_version(rig: Rig, checkpoi
 
     async def during() -> PooledGeneration:
         await rig.sender.begin(version)
-        asking = asyncio.create_task(generate(rig))
+        asking = asyncio.create_task(rig.generate())
         await asyncio.sleep(0.3)
         assert not asking.done()
         assert rig.pool.members[0].in_flight == 0
@@ -107,7 +91,7 @@ def test_a_sender_that_fails_before_the_first_bucket_costs_nothing(rig: Rig, che
     version = rig.pool.version
 
     async def give_up() -> PooledGeneration:
-        asking = asyncio.create_task(generate(rig, 400))
+        asking = asyncio.create_task(rig.generate(400))
         await asyncio.sleep(0.2)
         await rig.sender.begin(version + 1)
         await rig.coordinator.handle(WeightsAbort(version + 1, "out of memory"))
@@ -115,7 +99,7 @@ def test_a_sender_that_fails_before_the_first_bucket_costs_nothing(rig: Rig, che
 
     assert [span.version for span in rig.run(give_up()).generation.spans] == [str(version)]
     assert rig.pool.version == version
-    assert difference(rig.run(generate(rig)), checkpoints[1]) < 1e-4
+    assert difference(rig.run(rig.generate()), checkpoints[1]) < 1e-4
     rig.run(rig.sender.publish(version + 1, checkpoints[1].weights))
 
 
@@ -132,4 +116,4 @@ def test_a_sender_that_fails_after_a_bucket_leaves_no_mixed_engine(rig: Rig, che
     rig.run(fail())
     assert ended(server), "the fenced engine's processes are killed without a wait"
     with pytest.raises(EngineError, match=f"it may hold part of version {version}: the sender failed: the trainer lost a rank"):
-        rig.run(generate(rig))
+        rig.run(rig.generate())

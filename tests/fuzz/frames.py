@@ -157,15 +157,11 @@ class Member:
             return self.send(frames)
         self.sent, self._open = self.sent + 1, self._open + 1
 
-    def finish(self) -> None:
-        """Read the answers that are still to come."""
+    def close(self) -> None:
+        """Read the answers that are still to come, and leave."""
         while self._socket is not None and self._open:
             self._receive()
         self._again()
-
-    def close(self) -> None:
-        """Leave."""
-        self.finish()
         self._context.term()
 
     def _receive(self) -> None:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import EngineError, WeightSyncError
 from asyncmoe.models.make import make_model
@@ -25,6 +25,7 @@ from asyncmoe.process import die_with_parent
 from asyncmoe.rollout import controller, parts
 from asyncmoe.rollout.workers.process import WorkerProcesses
 from asyncmoe.rpc import keys
+from tests.configs import minimal
 from tests.unit.fake_engine import FakeHandle
 from tests.unit.worker_fleet import lent
 
@@ -35,21 +36,17 @@ END = "end"
 
 def config(folder: Path) -> Config:
     """Return the configuration of the run, whose parts are all small."""
-    return parse(
-        {
-            "run": {"dir": str(folder / "run"), "steps": 1_000_000},
-            "model": {"path": str(folder / "model")},
-            "task": {"kind": "arithmetic"},
-            "warmup": {"steps": 2, "batch": 4},
-            "rollout": {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 4, "max_concurrent": 8, "max_rejected_share": 1.0},
-            "queue": {"staleness": {"max_staleness": 4}},
-            "keep": {"routing": "off"},
-            "engines": {"count": 2},
-            "cluster": {"network": "127.0.0.0/8"},  # with loopback the controller listens on no port
-            "sync": {"timeout_s": 5.0},
-            "telemetry": {"samples": {"groups": 0}},
-        }
-    )
+    sections: dict[str, Any] = {
+        "warmup": {"steps": 2, "batch": 4},
+        "rollout": {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 4, "max_concurrent": 8, "max_rejected_share": 1.0},
+        "queue": {"staleness": {"max_staleness": 4}},
+        "keep": {"routing": "off"},
+        "engines": {"count": 2},
+        "cluster": {"network": "127.0.0.0/8"},  # with loopback the controller listens on no port
+        "sync": {"timeout_s": 5.0},
+        "telemetry": {"samples": {"groups": 0}},
+    }
+    return minimal(folder / "run", folder / "model", 1_000_000, **sections)
 
 
 class Vitals:

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
 from asyncmoe import installed  # noqa: E402
-from asyncmoe.config import Config, parse  # noqa: E402
+from asyncmoe.config import Config  # noqa: E402
 from asyncmoe.config.model import MadeModel  # noqa: E402
 from asyncmoe.models import load_hf_config  # noqa: E402
 from asyncmoe.models.make import make_model  # noqa: E402
@@ -26,6 +26,7 @@ from asyncmoe.trainer.model import (  # noqa: E402
     mesh,
     optimizer,
 )
+from tests.configs import minimal  # noqa: E402
 
 ENGINE = kernels.detect().transformer_engine
 BOUNDS = [0, 7, 40, 64]
@@ -48,8 +49,7 @@ def place(path: Path) -> Any:
 
 
 def configured(path: Path, **trainer: Any) -> Config:
-    values = {"run": {"dir": str(path), "steps": 1}, "model": {"path": str(path / "hf")}, "task": {"kind": "arithmetic"}}
-    return parse({**values, "trainer": trainer})
+    return minimal(path, path / "hf", trainer=trainer)
 
 
 def build(path: Path, place: Any, **trainer: Any) -> tuple[gpt.Model, Any]:

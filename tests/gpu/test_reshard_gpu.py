@@ -17,14 +17,14 @@ import pytest
 torch = pytest.importorskip("torch")
 sys.path += [str(Path(__file__).parents[1] / "unit"), str(Path(__file__).parents[1] / "native")]
 
-from reshard_ranks import filled, numbered  # noqa: E402
+from reshard_ranks import Stripes, blank  # noqa: E402
 from test_reshard_copy import check_box  # noqa: E402
 from test_reshard_delta_cuda_emulated import message_of  # noqa: E402
 from test_reshard_program import casts, message_rows, rounded, swapped  # noqa: E402
 
 import asyncmoe.reshard._C as _C  # noqa: E402
 from asyncmoe.errors import TransferError  # noqa: E402
-from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, Plan, RankLayout, digest, plan  # noqa: E402
+from asyncmoe.reshard import Exchanger, digest  # noqa: E402
 from asyncmoe.reshard.ipc_transport import IpcTransport  # noqa: E402
 from asyncmoe.reshard.nccl import make_unique_id  # noqa: E402
 from asyncmoe.reshard.nccl_transport import NcclTransport  # noqa: E402
@@ -180,38 +180,23 @@ def test_a_box_of_more_than_4_gib() -> None:
 
 # ---------------------------------------------------------------- transports
 
-SHAPES = {"w": (1200, 900), "v": (9,)}
 WORLD = 2
-
-
-def striped(rank: int, by_column: bool) -> RankLayout:
-    builder = LayoutBuilder(rank, "int32")
-    builder.stack("w", [("w", Box((0, 450 * rank), (1200, 450)) if by_column else Box((600 * rank, 0), (600, 900)))])
-    if by_column or rank == 1:
-        builder.stack("v", [("v", Box((0,), (9,)))])
-    return builder.build()
-
-
-def made_plan() -> Plan:
-    return plan(SHAPES, [striped(r, False) for r in range(WORLD)], [striped(r, True) for r in range(WORLD)])
+STRIPES = Stripes(WORLD, (1200, 900))
 
 
 def _through_ipc(rank: int, session: str, into: str, damage: bool) -> None:
-    made, values = made_plan(), numbered(SHAPES)
-    mine = {name: torch.from_numpy(array).cuda() for name, array in filled(striped(rank, False), values).items()}
-    got = {name: torch.full_like(torch.from_numpy(a), -1).cuda() for name, a in filled(striped(rank, True), values).items()}
-    with Exchanger(made, IpcTransport(rank, session, 0), bucket_bytes=200_000, timeout_s=60) as exchanger:
+    mine, got = ({name: gpu(array) for name, array in side.items()} for side in (STRIPES.sent(rank), blank(STRIPES.destination[rank])))
+    with Exchanger(STRIPES.plan, IpcTransport(rank, session, 0), bucket_bytes=200_000, timeout_s=60) as exchanger:
         exchanger.bind(mine, got)
         if damage and rank == 0:
             exchanger._runs = 5  # what it sends is sealed as if of another run
         try:
             for number in range(4):
-                for name, array in filled(striped(rank, False), values).items():
-                    mine[name].copy_(torch.from_numpy(array + 1000 * number))
+                for name, array in STRIPES.sent(rank, number).items():
+                    mine[name].copy_(torch.from_numpy(array))
                 torch.cuda.synchronize()
                 exchanger.run()
-                for name, expected in filled(striped(rank, True), values).items():
-                    np.testing.assert_array_equal(got[name].cpu().numpy(), expected + 1000 * number)
+                STRIPES.check(rank, {name: one.cpu().numpy() for name, one in got.items()}, number)
         except TransferError as error:
             Path(into, str(rank)).write_text(str(error))
             return

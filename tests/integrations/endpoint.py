@@ -18,7 +18,8 @@ BOUNDS = Bounds(turns=64, tokens=1 << 22, agents=16)
 MAX_NEW_TOKENS = 4000
 
 Client = Callable[[str, str], Awaitable[None]]
-"""Gets a base URL and a key."""
+Agent = Callable[[str, str], Awaitable[float]]
+"""Both get a base URL and a key; an agent returns its reward."""
 
 
 def served(policy: Policy, known: Tokenizer, client: Client, timeout_s: float = 60) -> Episode:
@@ -38,6 +39,17 @@ def served(policy: Policy, known: Tokenizer, client: Client, timeout_s: float = 
 
     asyncio.run(run())
     return episode
+
+
+def rewarded(policy: Policy, known: Tokenizer, agent: Agent, timeout_s: float = 60) -> tuple[float, Episode]:
+    """Let an agent play an episode; its reward, and the episode."""
+    rewards: list[float] = []
+
+    async def client(url: str, key: str) -> None:
+        rewards.append(await agent(url, key))
+
+    episode = served(policy, known, client, timeout_s)
+    return rewards[0], episode
 
 
 def call(name: str, arguments: str) -> str:

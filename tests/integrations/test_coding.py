@@ -21,7 +21,7 @@ import pytest
 
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.tokenizer import Tokenizer
-from tests.integrations.endpoint import call, served
+from tests.integrations.endpoint import call, rewarded, served
 from tests.unit import doc_pages
 from tests.unit.openai_policy import IM_END, Policy
 
@@ -192,11 +192,7 @@ def test_the_coding_agent_of_the_page_is_rewarded(known: Tokenizer, monkeypatch:
     page: dict[str, Any] = {}
     exec(doc_pages.files(doc_pages.read("guides/agents.md"))["my_coder.py"], page)
     policy = scripted(known, [call("exec_command", '{"cmd": "echo 42 > answer.txt"}'), "done"])
-    rewards: list[float] = []
-
-    async def client(url: str, key: str) -> None:
-        rewards.append(await page["codex"](url, key, "Write the answer into answer.txt.", "42"))
-
-    served(policy, known, client, timeout_s=CLIENT_S)
-    assert rewards == [1.0]
+    asked = ("Write the answer into answer.txt.", "42")
+    reward, _ = rewarded(policy, known, lambda url, key: page["codex"](url, key, *asked), timeout_s=CLIENT_S)
+    assert reward == 1.0
     assert {name for name, _, _ in policy.asked} == {"policy"}

@@ -18,13 +18,14 @@ import datasets
 import pyarrow
 from pyarrow import csv, parquet
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.tasks.order import EVALUATION
 from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.configs import minimal
 
 ROWS = [{"question": f"q{n}", "answer": str(n), "level": ("easy", "hard")[n % 2], "tests": [n, n + 1]} for n in range(20)]
 
@@ -42,14 +43,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def config(path: Path | str, evaluation: dict[str, object] | None = None, **task: object) -> Config:
-    return parse(
-        {
-            "run": {"dir": "run", "steps": 1},
-            "model": {"path": "model"},
-            "task": {"kind": "dataset", "path": str(path), "chat_template": False, **task},
-            "evaluation": {"every": 1, **evaluation} if evaluation else {},
-        }
-    )
+    source = {"kind": "dataset", "path": str(path), "chat_template": False, **task}
+    return minimal(task=source, evaluation={"every": 1, **evaluation} if evaluation else {})
 
 
 def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:

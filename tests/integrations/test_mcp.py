@@ -6,23 +6,26 @@ make test-integrations ONLY=mcp
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError, TrajectoryRejected
+from asyncmoe.launch.torchrun import free_port
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.episodes.tools.mcp import McpTools
 from asyncmoe.rollout.episodes.tools.runner import Runner
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.integrations.servers import serving
+from tests.system.runs import wait_for
 from tests.unit.test_environment_tools import parts
 from tests.unit.test_environment_tools import play as play_episode
 
@@ -61,21 +64,14 @@ async def told(runner: Runner, argument: str) -> str:
 def living(file: Path) -> list[int]:
     """Processes noted in the file that have not ended."""
     found = []
-    for line in file.read_text().splitlines():
-        try:
-            state = Path(f"/proc/{line}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            found.append(int(line))
+    for pid in map(int, file.read_text().splitlines()):
+        with suppress(psutil.NoSuchProcess):
+            found += [pid] if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE else []
     return found
 
 
 def gone(file: Path) -> bool:
-    until = time.monotonic() + 10
-    while living(file) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not living(file)
+    return wait_for(lambda: not living(file), 10, 0.02)
 
 
 def test_a_published_server_answers_in_a_session(tmp_path: Path) -> None:
@@ -290,25 +286,15 @@ server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
 
 
 @pytest.fixture
-def http(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def http(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "server.py").write_text(HTTP)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with subprocess.Popen([sys.executable, str(tmp_path / "server.py"), str(port)], stderr=subprocess.DEVNULL) as server:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}/mcp", server
-        server.kill()
+    port = free_port("127.0.0.1")
+    url = f"http://127.0.0.1:{port}/mcp"
+    with serving([sys.executable, str(tmp_path / "server.py"), str(port)], url, 60):
+        yield url
 
 
-def test_a_server_behind_a_url(http: tuple[str, subprocess.Popen[bytes]]) -> None:
-    url, _ = http
-
+def test_a_server_behind_a_url(http: str) -> None:
     async def then(runners: dict[str, Runner]) -> None:
         assert await runners["long"].call('{"size": 3}') == "xxx"
         assert (await told(runners["long"], '{"size": "many"}')).startswith("tool_error: ")
@@ -319,7 +305,7 @@ def test_a_server_behind_a_url(http: tuple[str, subprocess.Popen[bytes]]) -> Non
         assert [await runners["count"].call("{}") for _ in range(2)] == ["1", "2"]
         assert (await told(runners["die"], "{}")).startswith("tool_crash: error: the MCP server counter did not ")
 
-    servers = {"counter": McpServer(url=url, timeout_s=2.0)}
+    servers = {"counter": McpServer(url=http, timeout_s=2.0)}
     play(servers, then)
     play(servers, last)
     with pytest.raises(ConfigError, match=r"mcp\.counter: got the MCP server counter did not begin a session: "):

@@ -3,58 +3,30 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import pytest
 from rich.console import Console
 
 mlflow = pytest.importorskip("mlflow", reason="run: make test-integrations ONLY=mlflow")
 
+from asyncmoe.launch.torchrun import free_port  # noqa: E402
 from asyncmoe.telemetry.live import LiveView  # noqa: E402
 from asyncmoe.telemetry.loggers.mlflow_client import metric_name  # noqa: E402
 from asyncmoe.telemetry.loggers.sink import FOLDER, read  # noqa: E402
 from tests.integrations.logged_run import config_of, figures, sent, write_run  # noqa: E402
+from tests.integrations.servers import serving  # noqa: E402
 
 
-@contextmanager
-def _server(folder: Path, port: int) -> Iterator[str]:
+def _server(folder: Path, port: int) -> AbstractContextManager[None]:
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder}/store.db", "--artifacts-destination", str(folder / "artifacts")]
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, cwd=folder, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
-    try:
-        until = time.monotonic() + 240
-        while True:
-            assert process.poll() is None
-            assert time.monotonic() < until
-            try:
-                urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except (URLError, TimeoutError):
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # the workers too, which may not heed a mere request under load
-        process.wait(60)
-
-
-@pytest.fixture(scope="module")
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return serving(command, f"http://127.0.0.1:{port}/health", 240, folder)
 
 
 def _read(uri: str, id: str) -> tuple[dict[tuple[str, int], float], Counter[tuple[str, int]], mlflow.entities.Run]:
@@ -69,10 +41,11 @@ def _of_records(run_dir: Path) -> dict[tuple[str, int], float]:
 
 
 def test_a_server_that_comes_late_and_goes_away_ends_up_with_the_figures_of_the_records(
-    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir, out = tmp_path / "run", io.StringIO()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    run_dir, out, port = tmp_path / "run", io.StringIO(), free_port("127.0.0.1")
+    uri = f"http://127.0.0.1:{port}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     config = config_of(run_dir, mlflow={"experiment": "e"}, tensorboard=False)
     write_run(run_dir, warmup=2, rl=8)
     total = max(step for _, step in figures(run_dir))
@@ -87,7 +60,7 @@ def test_a_server_that_comes_late_and_goes_away_ends_up_with_the_figures_of_the_
     assert state.id is not None
     assert f"/runs/{state.id}" in out.getvalue()
 
-    with _server(tmp_path / "server", port) as uri:
+    with _server(tmp_path / "server", port):
         values, counts, run = _read(uri, state.id)
         assert {key: value for key, value in values.items() if not key[0].startswith("rollout/")} == pytest.approx(_of_records(run_dir))
         assert set(counts.values()) == {1}, "each figure once"

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +17,11 @@ if find_spec("s3fs") is None or find_spec("moto") is None:
 from asyncmoe import checkpoints
 from asyncmoe.checkpoints import copier, copies, directories, intact
 from asyncmoe.checkpoints.copier import Copier
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.errors import UserError
+from asyncmoe.launch.torchrun import free_port
+from tests.configs import minimal
+from tests.integrations.servers import serving
 
 URL = "s3://backups/asyncmoe"
 BIG = os.urandom(12 << 20)
@@ -31,36 +30,15 @@ BIG = os.urandom(12 << 20)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port("127.0.0.1")
     at = f"http://127.0.0.1:{port}"
     given = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": at}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
     command = [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _wait(at, process)
+    with pytest.MonkeyPatch.context() as patch, serving(command, f"{at}/moto-api/", 60):
+        for name, value in given.items():
+            patch.setenv(name, value)
         bucket().create_bucket(Bucket="backups")
         yield at
-    finally:
-        process.kill()
-        process.wait(10)
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _wait(at: str, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 60
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            urllib.request.urlopen(f"{at}/moto-api/", timeout=2)
-        except OSError:
-            time.sleep(0.2)
-        else:
-            return
-    pytest.fail("moto's server did not answer")
 
 
 def bucket() -> Any:
@@ -88,8 +66,7 @@ def saved(run: Path, step: int, keep: int = 2) -> Path:
 
 
 def config(run: Path, **more: Any) -> Config:
-    values = {"run": {"dir": str(run), "steps": 9}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    return parse({**values, "trainer": {"checkpoint_copy": URL, "keep_checkpoints": 2, **more}})
+    return minimal(run, steps=9, trainer={"checkpoint_copy": URL, "keep_checkpoints": 2, **more})
 
 
 @pytest.mark.usefixtures("server")

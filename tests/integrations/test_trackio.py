@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ if find_spec("trackio") is None:
     pytest.skip("run: make test-integrations ONLY=trackio", allow_module_level=True)
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")  # read when the package is imported
 
-from tests.integrations.logged_run import config_of, figures, sent, write_run
+from tests.integrations.logged_run import by_step, config_of, figures, sent, write_run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,21 +26,14 @@ def _home() -> Iterator[None]:
     shutil.rmtree(os.environ.pop("TRACKIO_DIR"))
 
 
-def _rows(id: str) -> list[dict[str, object]]:
+def _rows(id: str) -> list[dict[str, Any]]:
     from trackio.sqlite_storage import SQLiteStorage
 
     return SQLiteStorage.get_logs("p", id)
 
 
-def _by_step(rows: list[dict[str, object]]) -> dict[tuple[str, int], object]:
-    found: dict[tuple[str, int], object] = {}
-    for row in rows:
-        step = row["step"]
-        assert isinstance(step, int)
-        names = [name for name in row if name not in ("step", "timestamp") and not name.startswith("rollout/")]
-        assert not [name for name in names if (name, step) in found], "each figure once"
-        found |= {(name, step): row[name] for name in names}
-    return found
+def _by_step(rows: list[dict[str, Any]]) -> dict[tuple[str, int], Any]:
+    return by_step((row["step"], {name: value for name, value in row.items() if name not in ("step", "timestamp")}) for row in rows)
 
 
 def test_a_run_and_its_resume_are_one_run_with_the_figures_of_the_records(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ import pytest
 if find_spec("verifiers") is None:
     pytest.skip("run: make test-integrations ONLY=verifiers", allow_module_level=True)
 
-from asyncmoe.config import parse
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.adapters import verifiers as adapter
 from asyncmoe.rollout.tokenizer import Tokenizer
-from tests.integrations.endpoint import call, in_turn, one_conversation, served
+from tests.configs import minimal
+from tests.integrations.endpoint import call, in_turn, one_conversation, rewarded
 from tests.unit.openai_policy import Policy
 
 HERE = Path(__file__).parent
@@ -38,21 +38,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def played(policy: Policy, known: Tokenizer, columns: Any) -> float:
-    rewards = []
+    return rewarded(policy, known, lambda url, key: adapter.rollout(url, key, "", "", columns), timeout_s=240)[0]
 
-    async def client(url: str, key: str) -> None:
-        rewards.append(await adapter.rollout(url, key, "", "", columns))
 
-    served(policy, known, client, timeout_s=240)
-    return rewards[0]
+def loaded(known: Tokenizer, **options: Any) -> tasks.Tasks:
+    task = {"kind": "asyncmoe.rollout.adapters.verifiers:Examples", "options": options}
+    environment = {"kind": "openai", "agent": "asyncmoe.rollout.adapters.verifiers:rollout"}
+    return tasks.load(minimal(task=task, environment=environment), known)
 
 
 def test_tasks_are_a_task(known: Tokenizer) -> None:
-    options = {"environment": "doubling", "arguments": {"agent": AGENT}}
-    task = {"kind": "asyncmoe.rollout.adapters.verifiers:Examples", "options": options}
-    environment = {"kind": "openai", "agent": "asyncmoe.rollout.adapters.verifiers:rollout"}
-    config = parse({"run": {"dir": "run", "steps": 1}, "model": {"path": "model"}, "task": task, "environment": environment})
-    made = tasks.load(config, known).training
+    made = loaded(known, environment="doubling", arguments={"agent": AGENT}).training
     prompts = [made.prompt(n) for n in range(3)]
     assert {(prompt.text, prompt.answer) for prompt in prompts} == {(f"twice {n}?", str(2 * n)) for n in (21, 22, 23)}
     assert [message["role"] for message in prompts[0].messages] == ["system", "user"]
@@ -67,11 +63,8 @@ def test_tasks_are_a_task(known: Tokenizer) -> None:
     ],
 )
 def test_what_cannot_be_trained_is_refused(known: Tokenizer, options: dict[str, Any], said: str) -> None:
-    task = {"kind": "asyncmoe.rollout.adapters.verifiers:Examples", "options": {"environment": "doubling", **options}}
-    environment = {"kind": "openai", "agent": "asyncmoe.rollout.adapters.verifiers:rollout"}
-    config = parse({"run": {"dir": "run", "steps": 1}, "model": {"path": "model"}, "task": task, "environment": environment})
     with pytest.raises(AsyncmoeError, match=said) as caught:
-        tasks.load(config, known)
+        loaded(known, **{"environment": "doubling", **options})
     assert "\n" not in str(caught.value)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 wandb = pytest.importorskip("wandb", reason="run: make test-integrations ONLY=wandb")
 
-from tests.integrations.logged_run import config_of, figures, sent, write_run  # noqa: E402
+from tests.integrations.logged_run import by_step, config_of, figures, sent, write_run  # noqa: E402
 
 
 def _records(run_dir: Path, kind: str) -> list[Any]:
@@ -38,14 +38,10 @@ def _rows(run_dir: Path) -> list[dict[str, Any]]:
     return [_values(record.item) for record in _records(run_dir, "history")]
 
 
-def _by_step(rows: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
-    found: dict[tuple[str, int], float] = {}
-    for row in rows:
-        axis = "evaluation/version" if "evaluation/version" in row else "step"
-        names = [name for name in row if not name.startswith(("_", "rollout/")) and name != "step"]
-        assert not [name for name in names if (name, row[axis]) in found], "each figure once"
-        found |= {(name, row[axis]): row[name] for name in names}
-    return found
+def _by_step(rows: list[dict[str, Any]]) -> dict[tuple[str, int], Any]:
+    axes = ("evaluation/version" if "evaluation/version" in row else "step" for row in rows)
+    figures = ({name: value for name, value in row.items() if name != "step" and not name.startswith("_")} for row in rows)
+    return by_step((row[axis], kept) for row, axis, kept in zip(rows, axes, figures, strict=True))
 
 
 @pytest.fixture(autouse=True)

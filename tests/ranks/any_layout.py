@@ -7,7 +7,6 @@ A job is "SAVED" or, after that, "SAVED > LOADED", perhaps on another number of 
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,8 @@ FIRST = 2
 STEPS = 4
 
 
-def main(result: Path, path: Path, jobs: list[str]) -> None:
-    group.begin()
-    found = {job: worst(tried(path, job)) for job in jobs}
-    group.end(result, found)
+def main(path: str, *jobs: str) -> dict[str, Any]:
+    return {job: worst(tried(Path(path), job)) for job in jobs}
 
 
 def tried(path: Path, job: str) -> dict[str, Any]:
@@ -92,4 +89,4 @@ def gathered(job: Job, built: gpt.Model) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    group.run(main)

@@ -4,44 +4,42 @@ from __future__ import annotations
 
 import logging
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from asyncmoe import checkpoints, models
-from asyncmoe.config import parse
+from asyncmoe import checkpoints
 from asyncmoe.errors import AsyncmoeError, DataError
 from asyncmoe.platform.megatron.writer import Planned
-from asyncmoe.trainer.model import checkpoint, checkpoint_choice, gpt, mesh, optimizer
+from asyncmoe.trainer.model import checkpoint, checkpoint_choice, optimizer
 from asyncmoe.trainer.model.checkpoint_saver import Saver
+from tests import saving
+from tests.configs import minimal
 from tests.ranks import group
 
 BYTES = 64 << 10
 _write = Planned.write
 
 
-def main(result: Path, path: Path) -> None:
-    group.begin()
+def main(path: str) -> dict[str, Any]:
     logging.disable(logging.ERROR)
-    run = result.parent / "run"
+    run = group.result().parent / "run"
     trainer = {"ranks": 2, "ep": 2, "dtype": "float32", "optimizer": {"distributed": True}, "keep_checkpoints": 2, "async_save": True}
-    config = parse({"run": {"dir": str(run), "steps": 9}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}, "trainer": trainer})
-    place = mesh.start(config.trainer)
-    built = gpt.build(models.load_hf_config(path), config, place)
+    config = minimal(run, path, 9, trainer=trainer)
+    built = saving.built(config)
     adam = optimizer.build(config, built)
     saver = Saver(config, built, adam)
     saver.save(1)
     saver.settle()
-    if place.rank == 0:
+    if built.mesh.rank == 0:
         (run / "checkpoints" / "step-00000007.writing").mkdir()  # as a killed save leaves it
     failures: dict[str, Any] = {}
     trainer_section = config.trainer.model_copy(update={"async_save": False})
     standing = Saver(config.model_copy(update={"trainer": trainer_section}), built, adam)
     for step, rank, by in ((2, 1, saver), (3, 0, standing)):
         failures[str(step)] = group.everyone(limited(by, step, rank))
-    Planned.write = broken if place.rank == 1 else _write  # type: ignore[method-assign]
+    Planned.write = broken if built.mesh.rank == 1 else _write  # type: ignore[method-assign]
     failures["bug"] = group.everyone(failed(saver, 4))
     Planned.write = _write  # type: ignore[method-assign]
     kept = names(run)
@@ -56,17 +54,17 @@ def main(result: Path, path: Path) -> None:
     saved = names(run)
     found = {"failures": failures, "kept": kept, "loaded": loaded, "saved": saved, "told": told, "waited": waited}
     flip(checkpoints.directory(run, 6) / "__1_0.distcp")
-    chosen = checkpoint_choice.choose(run, place)
+    chosen = checkpoint_choice.choose(run, built.mesh)
     assert chosen is not None
     step = checkpoint.load(chosen, config, built, adam)
     values = sorted({float(value) for parameter in built.weights().values() for value in parameter.unique()})
     found["resumed"] = group.everyone([step, values, names(run)])
     flip(checkpoints.directory(run, 5) / "__0_0.distcp")
     try:
-        checkpoint_choice.choose(run, place)
+        checkpoint_choice.choose(run, built.mesh)
     except DataError as error:
         found["refused"] = group.everyone(str(error))
-    group.end(result, found)
+    return found
 
 
 def flip(path: Path) -> None:
@@ -112,4 +110,4 @@ def names(run: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    group.run(main)

@@ -6,7 +6,6 @@ A layout is a list of the trainer's settings, such as "tp=2,dtype=bfloat16,distr
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,9 @@ from tests.ranks import case, group, lora, parity
 from tests.ranks.leaving import leave
 
 
-def main(result: Path, path: Path, layouts: list[str]) -> None:
-    group.begin()
-    runs = result.with_suffix("")  # another world's run of the same layout would have later checkpoints
-    found = {layout: parity.worst(compared(path, runs / layout, layout)) for layout in layouts}
-    group.end(result, found)
+def main(path: str, *layouts: str) -> dict[str, Any]:
+    runs = group.result().with_suffix("")  # another world's run of the same layout would have later checkpoints
+    return {layout: parity.worst(compared(Path(path), runs / layout, layout)) for layout in layouts}
 
 
 def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
@@ -140,4 +137,4 @@ def loaded(job: Any, plain: Path, run: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    group.run(main)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from tests import families
+from tests.configs import minimal
 
 VERSION = 5
 TEMPERATURE = 0.8
@@ -75,9 +76,10 @@ def variants(sizes: Mapping[str, int]) -> list[str]:
     return [name for name, model in VARIANTS.items() if sizes.get("ep", 1) == 1 or model["model_type"] not in families.DENSE]
 
 
-def sizes_of(layout: str) -> dict[str, int]:
-    """ "tp=2,pp=2" -> {"tp": 2, "pp": 2}"""
-    return {key: int(value) for key, _, value in (part.partition("=") for part in layout.split(","))}
+def settings_of(layout: str) -> dict[str, Any]:
+    """ "tp=2,recompute=full" -> {"tp": 2, "recompute": "full"}"""
+    parts = (part.partition("=") for part in layout.split(","))
+    return {key: int(value) if value.isdecimal() else value for key, _, value in parts}
 
 
 def hf_config(variant: str) -> Any:
@@ -121,17 +123,10 @@ def trajectories(behaviour: Sequence[np.ndarray]) -> dict[int, Trajectory]:
     return made
 
 
-def config(path: Path, **trainer: Any) -> Config:
-    """The configuration of a trainer; `optimizer` in `trainer` is merged into the case's own, which has whole gradients on every rank."""
+def config(path: Path, run: Path | None = None, **trainer: Any) -> Config:
+    """The configuration of a trainer; `optimizer` in `trainer` is merged into the case's own, which has whole gradients on every rank.
+    run: the run's directory, if not "run" beside the model."""
     adam = {"lr": LR, "eps": EPS, "betas": [0.9, 0.95], "clip_grad": CLIP_GRAD, "weight_decay": WEIGHT_DECAY, "distributed": False}
     adam |= trainer.pop("optimizer", {})
-    return parse(
-        {
-            "run": {"dir": str(path / "run"), "steps": STEPS},
-            "model": {"path": str(path / "hf")},
-            "task": {"kind": "arithmetic"},
-            "rollout": {"temperature": TEMPERATURE},
-            "objective": OBJECTIVE,
-            "trainer": {"tokens_per_microbatch": 32, "timeout_s": 60, "optimizer": adam} | trainer,
-        }
-    )
+    trainer = {"tokens_per_microbatch": 32, "timeout_s": 60, "optimizer": adam} | trainer
+    return minimal(run or path / "run", path / "hf", STEPS, rollout={"temperature": TEMPERATURE}, objective=OBJECTIVE, trainer=trainer)

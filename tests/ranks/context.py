@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,13 +17,8 @@ megatron.prepare()
 from asyncmoe.platform.megatron.context_attention import attend  # noqa: E402
 
 
-def main(result: Path, cases: int) -> None:
-    group.begin()
-    errors = [one(seed) for seed in range(cases)]
-    everyones = group.everyone(errors)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps([case for errors in everyones for case in errors]))
-    dist.destroy_process_group()
+def main(cases: str) -> list[dict[str, float]]:
+    return [case for errors in group.everyone([one(seed) for seed in range(int(cases))]) for case in errors]
 
 
 def one(seed: int) -> dict[str, float]:
@@ -61,4 +53,4 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    group.run(main)

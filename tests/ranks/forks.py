@@ -117,22 +117,18 @@ def _first_failure(ranks: set[int]) -> int:
 
 
 def _run(job: Job, rank: int, port: int, parent: int) -> NoReturn:
-    """Be a rank. Ends as a trainer's does."""
+    """Be a rank."""
     die_with_parent(parent)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks}
     met = {"MASTER_ADDR": _HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({name: str(value) for name, value in (places | met).items()})
     sys.argv = [job.script, *job.arguments]
-    status = 1
     try:
-        runpy.run_path(job.script, run_name="__main__")
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
+        runpy.run_path(job.script, run_name="__main__")  # which leaves by itself (`group.run`)
     except BaseException:  # noqa: BLE001  a forked process must not go on as if it were its parent
         print(f"rank {rank}:", file=sys.stderr)
         traceback.print_exc()
-    leave(status)
+    leave(1)
 
 
 if __name__ == "__main__":

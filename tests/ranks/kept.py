@@ -5,7 +5,6 @@ A layout is a list of the trainer's settings with the ways to pack, such as "tp=
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe.config.objective import ObjectiveSection
-from asyncmoe.models import family_of, load_hf_config
+from asyncmoe.models import family_of
 from asyncmoe.platform import collectives
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.telemetry.samples.records import digest_of
@@ -33,48 +32,27 @@ from tests.ranks.leaving import leave
 KEPT = 10
 
 
-def main(result: Path, path: Path, layouts: list[str]) -> None:
-    group.begin()
+def main(path: str, *layouts: str) -> dict[str, Any]:
     found = {}
     for layout, _, ways in (one.partition(":") for one in layouts):
-        found[layout] = {how: parity.worst(kept(path, layout, how == "packed")) for how in ways.split("+")}
-    group.end(result, found)
-
-
-def settings_of(layout: str) -> dict[str, Any]:
-    parts = (part.partition("=") for part in layout.split(","))
-    return {key: int(value) if value.isdecimal() else value for key, _, value in parts}
+        found[layout] = {how: parity.worst(kept(Path(path), layout, how == "packed")) for how in ways.split("+")}
+    return found
 
 
 def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
     """Errors against the references; maxima, of gradients relative to the tensor's largest element."""
     if mesh.groups.is_initialized():
         leave()
-    config = case.config(path, ranks=dist.get_world_size(), pack=packed, optimizer={"clip_grad": 1e9}, **settings_of(layout))
+    config = case.config(path, ranks=dist.get_world_size(), pack=packed, optimizer={"clip_grad": 1e9}, **case.settings_of(layout))
     place = mesh.start(config.trainer)
-    hf = load_hf_config(path / "hf")
-    built = gpt.build(hf, config, place)
-    gpt.load_hf(built, path / "hf")
-    routing = family_of(hf).routing(hf)
+    job = parity.Job(path, config, place, torch.load(path / "kept.pt", weights_only=False))
+    built = job.model()
+    routing = family_of(built.hf).routing(built.hf)
     assert routing is not None
     replay = Replay(built.chunks, built.config, routing, (place.tp_rank, place.tp))
-    job = parity.Job(path, config, place, torch.load(path / "kept.pt", weights_only=False))
     known = dict(enumerate(decode(frames) for frames in msgspec.msgpack.decode((path / "kept.msgpack").read_bytes())))
     weights = objective.token_weights([int(t.loss_mask.sum()) for t in known.values()], "token_mean")
-    batches = [
-        batch.pack(
-            known,
-            indices,
-            advantages=np.zeros(len(known)),
-            weights=weights,
-            grid=place.grid,
-            packed=packed,
-            rows=job.schedule.rows,
-            cp_rank=place.cp_rank,
-            routing=replay.routing,
-        )
-        for indices in job.schedule.ranks[place.dp_rank]
-    ]
+    batches = parity.packed(known, job.schedule, config, place, weights, routing=replay.routing)
     logprobs = step.logprobs_only(built, batches, case.LENGTHS, case.TEMPERATURE, replay)
     adam = optimizer.build(config, built)
     stepped = step.train_step(built, adam, batches, losses.SupervisedLoss(case.TEMPERATURE), lr=0.0, replay=replay)
@@ -141,4 +119,4 @@ def ends(values: np.ndarray) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    group.run(main)

@@ -37,7 +37,7 @@ def write(path: Path, variant: str) -> None:
             parameter.add_(0.05 * torch.randn_like(parameter))
     recorded = [routes(model, ids) for ids in case.tokens()]
     with torch.no_grad():
-        for gate in gates(model):
+        for gate in families.routers(model).values():
             gate.weight.add_(0.05 * torch.randn_like(gate.weight))
             if hasattr(gate, "e_score_correction_bias"):
                 gate.e_score_correction_bias.normal_(std=0.1)
@@ -71,19 +71,11 @@ def write(path: Path, variant: str) -> None:
     torch.save(reference, path / "kept.pt")
 
 
-def gates(model: Any) -> list[Any]:
-    """Of the layers that have one, in order."""
-    return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-
-
 def routes(model: Any, ids: np.ndarray) -> torch.Tensor:
     """int64[len(ids) - 1, gates, top_k]: of all tokens that have been through the model when the last is sampled."""
     chosen: list[torch.Tensor] = []
-    hooks = [gate.register_forward_hook(lambda _gate, _inputs, out: chosen.append(out[2])) for gate in gates(model)]
-    with torch.no_grad():
+    with torch.no_grad(), families.hooked(families.routers(model).values(), lambda _number, _gate, out: chosen.append(out[2])):
         _logits(model, ids[:-1])
-    for hook in hooks:
-        hook.remove()
     return torch.stack(chosen, dim=1)
 
 
@@ -97,21 +89,16 @@ def forced(model: Any, chosen: torch.Tensor, differ: torch.Tensor, by_row: torch
         by_row: int64[rows]; the gates that would have chosen others are added.
     """
 
-    def force(number: int) -> Any:
-        def hook(gate: Any, _inputs: Any, out: Any) -> Any:
-            logits, _, own = out
-            ids = chosen[:, number]
-            others = (own.sort(1).values != ids.sort(1).values).any(1)
-            differ[number] += others.sum()
-            by_row.add_(others)
-            return logits, shares(gate, logits.gather(1, ids)), ids
+    def force(number: int, gate: Any, out: Any) -> Any:
+        logits, _, own = out
+        ids = chosen[:, number]
+        others = (own.sort(1).values != ids.sort(1).values).any(1)
+        differ[number] += others.sum()
+        by_row.add_(others)
+        return logits, shares(gate, logits.gather(1, ids)), ids
 
-        return hook
-
-    hooks = [gate.register_forward_hook(force(i)) for i, gate in enumerate(gates(model))]
-    yield
-    for hook in hooks:
-        hook.remove()
+    with families.hooked(families.routers(model).values(), force):
+        yield
 
 
 def shares(gate: Any, logits: torch.Tensor) -> torch.Tensor:

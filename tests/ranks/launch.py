@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,33 @@ def run(worker: str, ranks: int, out: Path, *arguments: str, timeout_s: float = 
     if code != 0:
         pytest.fail(f"{worker} on {ranks} ranks: {code}\n{log.read_text()[-6000:]}", pytrace=False)
     return json.loads(result.read_text())
+
+
+def by_layout(
+    worker: str, layouts: Mapping[str, tuple[int, str]], wanted: Checks, references: Path, timeout_s: float, alone: bool = False
+) -> Callable[[str], Any]:
+    """Results of a worker by layout, computed when a test asks: one launch a world size, with all of its layouts that are wanted.
+
+    Args:
+        layouts: by name: ranks and settings.
+        wanted: by a layout's name and what is tried in it.
+        alone: each layout gets a launch of its own: groups over which a model has trained keep their threads, and at hundreds of groups
+            the threads take all the time.
+    """
+
+    @functools.cache
+    def launched(ranks: int, *names: str) -> dict[str, Any]:
+        given = {name: "+".join("/".join((what, *how)) for (at, what), how in wanted.items() if at == name) for name in names}
+        words = [f"{layouts[name][1]}:{tried}" for name, tried in given.items()]
+        results = run(worker, ranks, references, str(references), *words, timeout_s=timeout_s)
+        return {name: results[layouts[name][1]] for name in names}
+
+    def of(layout: str) -> Any:
+        ranks = layouts[layout][0]
+        together = dict.fromkeys(name for name, _ in wanted if layouts[name][0] == ranks)
+        return launched(ranks, *([layout] if alone else together))[layout]
+
+    return of
 
 
 def _environment() -> dict[str, str]:
@@ -98,7 +125,7 @@ def _torchrun(script: str, arguments: list[str], ranks: int, log: Path, timeout_
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with log.open("w") as sink:
         process = subprocess.Popen(
-            [*command, "-m", "tests.ranks.worker", script, *arguments],
+            [*command, "-m", f"tests.ranks.{Path(script).stem}", *arguments],
             stdout=sink,
             stderr=subprocess.STDOUT,
             env=_environment(),

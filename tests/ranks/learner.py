@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from asyncmoe import models
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, WaitTimeout
 from asyncmoe.log.log import Place
 from asyncmoe.queue.group_buffer import describe
@@ -21,12 +20,13 @@ from asyncmoe.rpc.messages import Fetched, FindWorker, Leased, WorkerFound
 from asyncmoe.trainer import loop
 from asyncmoe.trainer.batch_trainer import Learner
 from asyncmoe.trainer.data import held, shared_fetch
-from asyncmoe.trainer.model import gpt, mesh, optimizer
+from asyncmoe.trainer.model import mesh, optimizer
 from asyncmoe.trainer.objective import NO_PLUGINS
 from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trajectory import Trajectory, encode
+from tests.configs import minimal
 from tests.ranks import case, group
-from tests.ranks.parity import snapshot
+from tests.ranks.parity import Job, snapshot
 from tests.unit.kept_trajectory import trajectory
 
 VERSION = 3
@@ -62,14 +62,13 @@ class Controller:
         return Leased(VERSION, items, 0, {}, replayed=replayed)
 
 
-def main(result: Path, path: Path, layout: str) -> None:
-    group.begin()
+def main(folder: str, layout: str) -> list[Any]:
     controller: Any = Controller()
+    path = Path(folder)
     shared_fetch.PART_BYTES = 100  # many parts
     held._AGAIN_S, held._TRIES = 0.0, 1
     config = configuration(path, layout, {"anomalies": {"skips": 1}})
-    built = gpt.build(models.load_hf_config(path / "hf"), config, mesh.start(config.trainer))
-    gpt.load_hf(built, path / "hf")
+    built = Job(path, config, mesh.start(config.trainer), {}).model()
     adam, routing = optimizer.build(config, built), models.kept_routing(config, built.hf)
 
     def learned(learner: Learner, logprob: float, replayed: bool = False) -> list[Any]:
@@ -96,23 +95,19 @@ def main(result: Path, path: Path, layout: str) -> None:
     }
     controller.gone = True
     gone = learned(first, -1.0)[0]
-    group.end(result, group.everyone([found, built.mesh.tp_rank, controller.asked > 0, gone]))
+    return group.everyone([found, built.mesh.tp_rank, controller.asked > 0, gone])
 
 
 def configuration(path: Path, layout: str, verify: dict[str, Any]) -> Config:
-    return parse(
-        {
-            "run": {"dir": str(path / "run"), "steps": 9},
-            "model": {"path": str(path / "hf")},
-            "task": {"kind": "arithmetic"},
-            "warmup": {"steps": 0},
-            "rollout": {"groups_per_step": 2, "group_size": 2},
-            "objective": {"updates_per_batch": 2, "kl": {"coefficient": 0.1}},
-            "verify": verify,
-            "trainer": {"tokens_per_microbatch": 32, "timeout_s": 60, "ranks": dist.get_world_size(), **case.sizes_of(layout)},
-        }
-    )
+    sections: dict[str, Any] = {
+        "warmup": {"steps": 0},
+        "rollout": {"groups_per_step": 2, "group_size": 2},
+        "objective": {"updates_per_batch": 2, "kl": {"coefficient": 0.1}},
+        "verify": verify,
+        "trainer": {"tokens_per_microbatch": 32, "timeout_s": 60, "ranks": dist.get_world_size(), **case.settings_of(layout)},
+    }
+    return minimal(path / "run", path / "hf", 9, **sections)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    group.run(main)

@@ -6,7 +6,6 @@ Errors are maxima over all ranks; of gradients and halves, relative to the large
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asyncmoe.config import Config
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.models import MegatronParallel, family_of, load_hf_config
 from asyncmoe.models.lora.adapter import kind_of
@@ -55,6 +55,10 @@ class Job(parity.Job):
             canonical.write(built, self.oracle["halves"])
         return built
 
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        return list(self.oracle["steps"])
+
     def expected(self, built: model.Model, halves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The part of whole halves that this rank has."""
         shape = family_of(built.hf).shape_of(built.hf)
@@ -64,29 +68,30 @@ class Job(parity.Job):
 def job_of(path: Path, run: Path, layout: str, **trainer: Any) -> parity.Job:
     """A job of a layout with settings of the trainer, such as "tp=2,dtype=bfloat16,distributed=1"; lora=NAME trains an adapter, from its
     first values, and model=NAME another variant than the plain one. The run's directory is `run`."""
-    settings: dict[str, Any] = {}
-    for key, _, value in (part.partition("=") for part in layout.split(",")):
-        settings[key] = int(value) if value.isdecimal() else value
+    settings = case.settings_of(layout)
     name, variant, distributed = settings.pop("lora", None), settings.pop("model", "plain"), settings.pop("distributed", 0)
     folder = path / (lora_case.ADAPTERS[name][0] if name else variant)
     settings = {"ranks": dist.get_world_size(), "pack": True, "optimizer": {"distributed": bool(distributed)}, **settings, **trainer}
-    config = case.config(folder, **settings)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run})})
-    reference = torch.load(folder / "reference.pt", weights_only=False)
+    config = case.config(folder, run, **settings)
     place = mesh.start(config.trainer)
-    if name is None:
-        return parity.Job(folder, config, place, reference)
-    return Job(folder, config, place, reference, lora_case.section(name), torch.load(folder / f"{name}.pt", weights_only=False), True)
+    if name is not None:
+        return adapter_job(folder, config, place, name, start=True)
+    return parity.Job(folder, config, place, torch.load(folder / "reference.pt", weights_only=False))
 
 
-def main(result: Path, path: Path, wanted: list[str]) -> None:
-    group.begin()
-    found = {layout: try_layout(path, layout, adapters.split("+")) for layout, _, adapters in (one.partition(":") for one in wanted)}
-    group.end(result, found)
+def adapter_job(path: Path, config: Config, place: mesh.Mesh, name: str, start: bool = False) -> Job:
+    """A job with an adapter of lora_case.py, in the folder of its model's references."""
+    reference, oracle = (torch.load(path / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
+    return Job(path, config, place, reference, lora_case.section(name), oracle, start)
+
+
+def main(path: str, *wanted: str) -> dict[str, Any]:
+    words = (one.partition(":") for one in wanted)
+    return {layout: try_layout(Path(path), layout, adapters.split("+")) for layout, _, adapters in words}
 
 
 def try_layout(path: Path, layout: str, adapters: list[str]) -> dict[str, Any]:
-    sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
+    sizes = {"ranks": dist.get_world_size(), **case.settings_of(layout)}
     place = mesh.start(case.config(path, **sizes).trainer, SEED)
     found = {}
     for name, *checks in (each.split("/") for each in adapters):
@@ -96,10 +101,8 @@ def try_layout(path: Path, layout: str, adapters: list[str]) -> dict[str, Any]:
 
 
 def try_adapter(path: Path, place: mesh.Mesh, sizes: dict[str, int], name: str, chosen: list[str]) -> dict[str, Any]:
-    reference, oracle = (torch.load(path / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
-
     def job(start: bool = False, **trainer: Any) -> Job:
-        return Job(path, case.config(path, **sizes, **trainer), place, reference, lora_case.section(name), oracle, start)
+        return adapter_job(path, case.config(path, **sizes, **trainer), place, name, start)
 
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "packed": lambda: forward_and_gradients(job(pack=True)),
@@ -108,7 +111,7 @@ def try_adapter(path: Path, place: mesh.Mesh, sizes: dict[str, int], name: str, 
         "distributed": lambda: three_steps(job(pack=True, optimizer={"distributed": True}, megatron=OVERLAPPED)),
         "start": lambda: start(job(pack=True, start=True)),
         "gathered": lambda: gathered(job(pack=True)),
-        "bfloat16": lambda: half_precision(job),
+        "bfloat16": lambda: parity.half_precision(job, weights=lambda built: attach.parameters(built.chunks)),
     }
     return {check: parity.worst(checks[check]()) for check in chosen}
 
@@ -140,8 +143,7 @@ def three_steps(job: Job) -> dict[str, Any]:
     built = job.model()
     adam = optimizer.build(job.config, built)
     before = parity.snapshot(built)
-    batches = job.microbatches("token_mean")
-    seen = [step.train_step(built, adam, batches, losses.SupervisedLoss(), lr=case.LR) for _ in range(case.STEPS)]
+    errors = parity.step_errors(job, built, adam)
     mine = {name: parameter.data for name, parameter in attach.parameters(built.chunks).items()}
     wanted = job.expected(built, job.oracle["trained"])
     assert mine.keys() == wanted.keys()
@@ -149,8 +151,7 @@ def three_steps(job: Job) -> dict[str, Any]:
     state = sum(s["exp_avg"].numel() for o in adam.chained_optimizers for s in ({} if o.optimizer is None else o.optimizer.state).values())
     found = {
         "halves": max(float((mine[name] - want).abs().max()) for name, want in wanted.items()),
-        "losses": max(abs(one.loss - want["loss"]) for one, want in zip(seen, job.oracle["steps"], strict=True)),
-        "norms": max(abs(one.grad_norm / want["grad_norm"] - 1) for one, want in zip(seen, job.oracle["steps"], strict=True)),
+        **errors,
         "frozen": all(torch.equal(a, b) for a, b in zip(before, parity.snapshot(built), strict=True)),
     }
     if not job.config.trainer.distributed_optimizer and len(built.ddp) == 1:
@@ -193,24 +194,6 @@ def gathered(job: Job) -> dict[str, Any]:
     return {"right": right, "buckets": len(gatherer.buckets), "bytes": total == sum(half.numel() * 4 for half in wanted.values())}
 
 
-def half_precision(job: Callable[..., Job]) -> dict[str, Any]:
-    """bfloat16 halves with float32 masters, under both optimizers."""
-    found: dict[str, Any] = {}
-    for name in ("plain", "distributed"):
-        here = job(pack=True, dtype="bfloat16", optimizer={"distributed": name == "distributed"})
-        built = here.model()
-        adam = optimizer.build(here.config, built)
-        batches = here.microbatches("token_mean")
-        seen = [step.train_step(built, adam, batches, losses.SupervisedLoss(), lr=case.LR).loss for _ in range(case.STEPS)]
-        found[name] = max(abs(value - want["loss"]) for value, want in zip(seen, here.oracle["steps"], strict=True))
-        masters = {
-            p.dtype for o in adam.chained_optimizers if o.optimizer is not None for g in o.optimizer.param_groups for p in g["params"]
-        }
-        assert masters == {torch.float32}, masters
-        assert {p.dtype for p in attach.parameters(built.chunks).values()} == {torch.bfloat16}
-    return found
-
-
 def logits_error(job: Job, built: model.Model, wanted: list[torch.Tensor]) -> float:
     known = job.reference
     job.reference = {**known, "logits": wanted}
@@ -229,4 +212,4 @@ def gradient_error(job: Job, built: model.Model, wanted: dict[str, torch.Tensor]
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    group.run(main)

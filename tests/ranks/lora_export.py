@@ -6,11 +6,9 @@ and what a merge into bfloat16 loses.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from asyncmoe.trainer import export
@@ -20,29 +18,27 @@ from asyncmoe.weights.sender.gather import Gatherer
 from asyncmoe.weights.sender.hf_files import SHARD_BYTES, write_hf
 from tests.ranks import case, group, lora_case, parity
 from tests.ranks.leaving import leave
-from tests.ranks.lora import SEED, Job, logits_error
+from tests.ranks.lora import SEED, adapter_job, logits_error
 
 
-def main(result: Path, references: Path, out: Path, layout: str) -> None:
-    group.begin()
-    found = {}
+def main(references: str, folder: str, layout: str) -> dict[str, float]:
+    out, found = Path(folder), {}
     for name in lora_case.BOTH:
-        path = references / lora_case.ADAPTERS[name][0]
-        config = case.config(path, ranks=dist.get_world_size(), **case.sizes_of(layout), pack=True)
-        reference, oracle = (torch.load(path / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
-        job = Job(path, config, mesh.start(config.trainer, SEED), reference, lora_case.section(name), oracle)
+        path = Path(references) / lora_case.ADAPTERS[name][0]
+        config = case.config(path, ranks=dist.get_world_size(), **case.settings_of(layout), pack=True)
+        job = adapter_job(path, config, mesh.start(config.trainer, SEED), name)
         built = job.model()
         export.write_adapter(built, path / "hf", out / name / "adapter", Gatherer(built, SHARD_BYTES, 60.0, adapter=True))
         merge(built.chunks)
         built = replace(built, hf={**built.hf, "dtype": "bfloat16", "torch_dtype": "bfloat16"})  # as the original may have been
         write_hf(built, path / "hf", out / name / "merged", Gatherer(built, SHARD_BYTES, 60.0))
-        found[name] = parity.worst({"logits": logits_error(job, built, oracle["logits"])})["logits"]
+        found[name] = parity.worst({"logits": logits_error(job, built, job.oracle["logits"])})["logits"]
         halved = config.trainer.model_copy(update={"dtype": "bfloat16"})
         job = replace(job, config=config.model_copy(update={"trainer": halved}))
         found[f"{name} lost"] = merge(job.model().chunks)
         leave()
-    group.end(result, found)
+    return found
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    group.run(main)

@@ -4,7 +4,6 @@ inside the linear layers, and Megatron's own TEGroupedMLP. `lora_grouped.py RESU
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from asyncmoe.trainer.model import gpt, layers, mesh
 from asyncmoe.trainer.model.switches import Switches
 from tests.ranks import case, group, lora_case, parity
 from tests.ranks.leaving import leave
-from tests.ranks.lora import SEED, Job, forward_and_gradients
+from tests.ranks.lora import SEED, Job, adapter_job, forward_and_gradients
 
 megatron.prepare()
 
@@ -91,22 +90,19 @@ layers.spec = spec
 layers.switches = lambda *_: ON
 
 
-def main(result: Path, path: Path, layouts: list[str]) -> None:
-    group.begin()
+def main(folder: str, *layouts: str) -> dict[str, Any]:
     found: dict[str, Any] = {layout: {} for layout in layouts}
     for layout in layouts:
-        sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
-        place = mesh.start(case.config(path, **sizes).trainer, SEED)
+        sizes = {"ranks": dist.get_world_size(), **case.settings_of(layout)}
+        place = mesh.start(case.config(Path(folder), **sizes).trainer, SEED)
         for name in ("per-expert", "shared-outer", "tied"):
-            folder = path / lora_case.ADAPTERS[name][0]
-            reference, oracle = (torch.load(folder / file, weights_only=False) for file in ("reference.pt", f"{name}.pt"))
+            path = Path(folder) / lora_case.ADAPTERS[name][0]
             for recompute in ("none", "full"):
-                config = case.config(folder, **sizes, pack=True, recompute=recompute)
-                job = Job(folder, config, place, reference, lora_case.section(name), oracle)
+                job = adapter_job(path, case.config(path, **sizes, pack=True, recompute=recompute), place, name)
                 found[layout][f"{name} {recompute}"] = parity.worst(forward_and_gradients(job))
         refused(job)
         leave()
-    group.end(result, found)
+    return found
 
 
 def refused(job: Job) -> None:
@@ -129,4 +125,4 @@ def refused(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    group.run(main)

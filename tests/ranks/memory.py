@@ -7,17 +7,14 @@ the model is qwen3_moe where none is named.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.models import family_of, trainer_parallel
 from asyncmoe.models.latent import Latent
 from asyncmoe.plan import activations, budget, memory
@@ -26,6 +23,7 @@ from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh, optimizer
 from tests import families
+from tests.configs import minimal
 
 megatron.prepare()
 
@@ -49,13 +47,9 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["qwen3_moe"]["mlp_only_layers"] = [1]
 
 
-def main(result: Path, layouts: list[str]) -> None:
-    group.begin()
-    mine = {layout: compare(*configured(layout, dist.get_world_size())) for layout in layouts}
-    every = group.everyone(mine)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps({layout: [one[layout] for one in every] for layout in layouts}))
-    dist.destroy_process_group()
+def main(*layouts: str) -> dict[str, list[Any]]:
+    every = group.everyone({layout: compare(*configured(layout, dist.get_world_size())) for layout in layouts})
+    return {layout: [one[layout] for one in every] for layout in layouts}
 
 
 def configured(layout: str, ranks: int) -> tuple[Config, dict[str, Any]]:
@@ -64,16 +58,7 @@ def configured(layout: str, ranks: int) -> tuple[Config, dict[str, Any]]:
         given["recompute_modules"] = given["recompute_modules"].split("+")
     special = {key: given.pop(key, False) for key in SPECIAL}
     trainer = {"ranks": ranks, "tokens_per_microbatch": ROWS, "optimizer": {"distributed": special["distributed"]}, **given}
-    config = parse(
-        {
-            "run": {"dir": "unused", "steps": 1},
-            "model": {"path": "unused"},
-            "task": {"kind": "arithmetic"},
-            "train": "lora" if special["lora"] else "full",
-            "lora": {"rank": 8},
-            "trainer": trainer,
-        }
-    )
+    config = minimal(train="lora" if special["lora"] else "full", lora={"rank": 8}, trainer=trainer)
     return config, MODELS[special["model"] or "qwen3_moe"]
 
 
@@ -141,4 +126,4 @@ def kept(built: model.Model, angles: torch.Tensor | None) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    group.run(main)

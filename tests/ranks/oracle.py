@@ -60,22 +60,15 @@ def write(path: Path, variant: str, trained: bool = True) -> None:
 @contextmanager
 def _counted(model: Any) -> Iterator[dict[int, torch.Tensor]]:
     """By layer, the tokens that go to each expert, float64[experts], of layers whose routers have a selection bias."""
-    counts: dict[int, torch.Tensor] = {}
-    gates = {i: layer.mlp.gate for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
-    gates = {i: gate for i, gate in gates.items() if hasattr(gate, "e_score_correction_bias")}
+    gates = {i: gate for i, gate in families.routers(model).items() if hasattr(gate, "e_score_correction_bias")}
+    counts = {i: torch.zeros(len(gate.e_score_correction_bias), dtype=torch.float64) for i, gate in gates.items()}
 
-    def count(layer: int, experts: int) -> Any:
-        counts[layer] = torch.zeros(experts, dtype=torch.float64)
+    def count(number: int, _: Any, out: Any) -> None:
+        found = [*counts.values()][number]
+        found += out[2].flatten().bincount(minlength=len(found))
 
-        def hook(_gate: Any, _inputs: Any, out: Any) -> None:
-            counts[layer] += out[2].flatten().bincount(minlength=experts)
-
-        return hook
-
-    hooks = [gate.register_forward_hook(count(i, len(gate.e_score_correction_bias))) for i, gate in gates.items()]
-    yield counts
-    for hook in hooks:
-        hook.remove()
+    with families.hooked(gates.values(), count):
+        yield counts
 
 
 def _logits(model: Any, ids: np.ndarray) -> torch.Tensor:

@@ -9,7 +9,6 @@ Errors are maxima over all ranks; of gradients and weights, relative to the tens
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +35,7 @@ from asyncmoe.trainer.data.schedule import Schedule, schedule
 from asyncmoe.trainer.model import gpt as model
 from asyncmoe.trainer.model import mesh, optimizer
 from asyncmoe.trainer.model.output_head import OutputHead
+from asyncmoe.trajectory import Trajectory
 from tests.ranks import case, group
 from tests.ranks.leaving import leave
 
@@ -61,6 +61,11 @@ class Job:
         return built
 
     @property
+    def steps(self) -> list[dict[str, float]]:
+        """Loss and norm of each of the oracle's steps."""
+        return list(self.reference["steps"])
+
+    @property
     def schedule(self) -> Schedule:
         trainer = self.config.trainer
         return schedule(case.LENGTHS, self.mesh.dp, trainer.tokens_per_microbatch, trainer.pack, self.mesh.grid)
@@ -75,35 +80,33 @@ class Job:
         known = case.trajectories(self.reference["behaviour"])
         planned = objective.token_weights([int(t.loss_mask.sum()) for t in known.values()], aggregation)  # type: ignore[arg-type]
         plain = objective.group_advantages(case.REWARDS, case.GROUPS, "grpo")
-        return [
-            batch.pack(
-                known,
-                indices,
-                advantages=plain if advantages is None else advantages,
-                weights=planned if weights is None else weights,
-                grid=self.mesh.grid,
-                packed=self.config.trainer.pack,
-                rows=self.schedule.rows,
-                cp_rank=self.mesh.cp_rank,
-                proximal=dict(enumerate(self.reference["proximal"])) if proximal else None,
-            )
-            for indices in self.schedule.ranks[self.mesh.dp_rank]
-        ]
+        each = {
+            "advantages": plain if advantages is None else advantages,
+            "proximal": dict(enumerate(self.reference["proximal"])) if proximal else None,
+        }
+        return packed(known, self.schedule, self.config, self.mesh, planned if weights is None else weights, **each)
 
 
-def main(result: Path, path: Path, wanted: list[str]) -> None:
-    group.begin()
-    found = {}
+def packed(
+    known: dict[int, Trajectory], planned: Schedule, config: Config, place: mesh.Mesh, weights: np.ndarray, **each: Any
+) -> list[MicroBatch]:
+    """The micro-batches of this rank; advantages are 0 if there are none in `each`, further arguments of `batch.pack`."""
+    given = {"advantages": np.zeros(len(known)), "grid": place.grid, "packed": config.trainer.pack, "cp_rank": place.cp_rank, **each}
+    return [batch.pack(known, indices, weights=weights, rows=planned.rows, **given) for indices in planned.ranks[place.dp_rank]]
+
+
+def main(path: str, *wanted: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for layout, _, variants in (one.partition(":") for one in wanted):
         found[layout] = {}
         for variant, *checks in (each.split("/") for each in variants.split("+")):
-            found[layout][variant] = try_layout(path / variant, layout, checks)
-    group.end(result, found)
+            found[layout][variant] = try_layout(Path(path, variant), layout, checks)
+    return found
 
 
 def try_layout(path: Path, layout: str, chosen: list[str]) -> dict[str, Any]:
     reference = torch.load(path / "reference.pt", weights_only=False)
-    sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
+    sizes = {"ranks": dist.get_world_size(), **case.settings_of(layout)}
     place = mesh.start(case.config(path, **sizes).trainer)
     with pytest.raises(ConfigError, match=r"trainer\.ranks: got 8, expected"):
         mesh.start(case.config(path, ranks=8).trainer)
@@ -180,14 +183,19 @@ def forward_and_gradients(job: Job) -> dict[str, Any]:
 def three_steps(job: Job) -> dict[str, Any]:
     built = job.model()
     adam = optimizer.build(job.config, built)
+    errors = step_errors(job, built, adam)
+    model.gather_weights(built)
+    weights = max(float((value - built.weights()[name]).abs().max()) for name, value in expected(built, job.path / "trained"))
+    return {"weights": weights, **errors}
+
+
+def step_errors(job: Job, built: model.Model, adam: Any) -> dict[str, float]:
+    """Take the steps of the oracle; errors of their losses and norms."""
     batches = job.microbatches("token_mean")
     seen = [step.train_step(built, adam, batches, losses.SupervisedLoss(), lr=case.LR) for _ in range(case.STEPS)]
-    wanted = job.reference["steps"]
-    model.gather_weights(built)
     return {
-        "weights": max(float((value - built.weights()[name]).abs().max()) for name, value in expected(built, job.path / "trained")),
-        "losses": max(abs(one.loss - want["loss"]) for one, want in zip(seen, wanted, strict=True)),
-        "norms": max(abs(one.grad_norm / want["grad_norm"] - 1) for one, want in zip(seen, wanted, strict=True)),
+        "losses": max(abs(one.loss - want["loss"]) for one, want in zip(seen, job.steps, strict=True)),
+        "norms": max(abs(one.grad_norm / want["grad_norm"] - 1) for one, want in zip(seen, job.steps, strict=True)),
     }
 
 
@@ -310,17 +318,20 @@ class PoisonedGradient(losses.SupervisedLoss):
         return logprobs.sum(), dict.fromkeys(self.sums, rows.mask.sum())
 
 
-def half_precision(job: Callable[..., Job]) -> dict[str, Any]:
+def half_precision(
+    job: Callable[..., Job], weights: Callable[[model.Model], dict[str, torch.Tensor]] = lambda built: built.weights()
+) -> dict[str, Any]:
     """bfloat16 weights with float32 masters, under both optimizers."""
     seen = {}
     for name in ("plain", "distributed"):
         here = job(pack=True, dtype="bfloat16", optimizer={"distributed": name == "distributed"})
         built = here.model()
         adam = optimizer.build(here.config, built)
-        batches, loss = here.microbatches("token_mean"), losses.SupervisedLoss()
-        values = [step.train_step(built, adam, batches, loss, lr=case.LR).loss for _ in range(case.STEPS)]
-        seen[name] = max(abs(value - want["loss"]) for value, want in zip(values, here.reference["steps"], strict=True))
-        assert {value.dtype for value in built.weights().values()} == {torch.bfloat16}
+        seen[name] = step_errors(here, built, adam)["losses"]
+        inner = [one.optimizer for one in getattr(adam, "chained_optimizers", [adam]) if one.optimizer is not None]
+        masters = {parameter.dtype for one in inner for group in one.param_groups for parameter in group["params"]}
+        assert masters == {torch.float32}, masters
+        assert {value.dtype for value in weights(built).values()} == {torch.bfloat16}
     return seen
 
 
@@ -398,4 +409,4 @@ def snapshot(built: model.Model) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    group.run(main)

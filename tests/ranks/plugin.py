@@ -32,14 +32,12 @@ PLUGINS: dict[str, Any] = {
 }
 
 
-def main(result: Path, path: Path, layouts: list[str]) -> None:
-    group.begin()
-    mine = {layout: try_layout(path, layout) for layout in layouts}
-    group.end(result, group.everyone(mine))
+def main(path: str, *layouts: str) -> list[Any]:
+    return group.everyone({layout: try_layout(Path(path), layout) for layout in layouts})
 
 
 def try_layout(path: Path, layout: str) -> dict[str, Any]:
-    config = case.config(path, ranks=dist.get_world_size(), **case.sizes_of(layout))
+    config = case.config(path, ranks=dist.get_world_size(), **case.settings_of(layout))
     place, noise = mesh.start(config.trainer), np.random.default_rng(5)
     sampled = [-np.abs(noise.normal(4, 0.2, n)).astype(np.float32) for n in case.LENGTHS]
     job = Job(path, config, place, {"proximal": sampled, "behaviour": [one + np.float32(0.1) for one in sampled]})
@@ -88,4 +86,4 @@ def stale_copy(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    group.run(main)

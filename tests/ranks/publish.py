@@ -2,8 +2,7 @@
 
 `publish.py RESULT JOB`. JOB is JSON:
     config          values of a configuration but for the trainer's section
-    layouts         as in kept.py
-    publications    [directory of a checkpoint, version], all of them under every layout in turn
+    publications    by layout, as in kept.py, in turn: [directory of a checkpoint, version] of each
     halves          optional: by version, a file of an adapter's halves, which are published instead; what the engines sampled with the
                     version is in RESULT's folder, in VERSION.msgpack, once it is published
     in_place        optional: engines pause and receive into their parameters, as on a GPU without room for staging memory
@@ -17,7 +16,6 @@ import ctypes
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,8 +37,7 @@ from asyncmoe.weights.sender import hf_files, reshard
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 from asyncmoe.weights.sender.publisher import Publisher
 from asyncmoe.weights.sender.sender import Sender
-from tests.ranks import group
-from tests.ranks.kept import settings_of
+from tests.ranks import case, group
 from tests.ranks.leaving import leave
 from tests.ranks.replay import compare, read
 
@@ -109,20 +106,20 @@ class Faulty(Sender):
             DeltaEncoder.put = real  # type: ignore[method-assign]
 
 
-def main(result: Path, job: dict[str, Any]) -> None:
-    group.begin()
+def main(file: str) -> list[dict[str, Any]]:
+    job, result = json.loads(Path(file).read_text()), group.result()
     reshard.Sender = Faulty  # type: ignore[misc]
     if job.get("in_place"):
         cards.in_place = lambda _: True
     rank, world = dist.get_rank(), dist.get_world_size()
     found: list[dict[str, Any]] = []
-    for layout in job["layouts"]:
-        config = configuration.parse({**job["config"], "trainer": {"ranks": world, "dtype": "float32", **settings_of(layout)}})
+    for layout, several in job["publications"].items():
+        config = configuration.parse({**job["config"], "trainer": {"ranks": world, "dtype": "float32", **case.settings_of(layout)}})
         hf = load_hf_config(config.model.path)
         built = gpt.build(hf, config, mesh.start(config.trainer))
         with Client(keys.read(config.run.dir, wait_s=10), f"trainer.{rank}") as client:
             sender = publisher(config, built, client, ExpectedChecksums(config, built))
-            for path, version in job["publications"][layout]:
+            for path, version in several:
                 faulty, kind = job.get("faults", {}).get(str(len(found)), (None, None))
                 Faulty.fault = kind if faulty == rank else None
                 if Faulty.fault == "killed" and config.sync.method == "disk":
@@ -139,9 +136,7 @@ def main(result: Path, job: dict[str, Any]) -> None:
                 written.replace(f"{result}.{rank}")
             sender.close()
         leave()
-    if rank == 0:
-        result.write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def publish(sender: Publisher, version: int) -> dict[str, Any]:
@@ -158,4 +153,4 @@ def publish(sender: Publisher, version: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()))
+    group.run(main)

@@ -5,7 +5,6 @@ DIRECTORY holds `hf` (the weights that sampled them, at temperature T) and `traj
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,23 @@ import numpy as np
 import torch.distributed as dist
 
 from asyncmoe.config import Config
-from asyncmoe.models import load_hf_config
 from asyncmoe.trainer import loop, step
-from asyncmoe.trainer.data import batch
 from asyncmoe.trainer.data.schedule import schedule
 from asyncmoe.trainer.model import gpt, mesh
 from asyncmoe.trajectory import Trajectory, decode
-from tests.ranks import case, group
-from tests.ranks.kept import settings_of
+from tests.ranks import case, group, parity
 from tests.ranks.leaving import leave
 
 
-def main(result: Path, path: Path, temperature: float, layouts: list[str]) -> None:
-    group.begin()
+def main(folder: str, temperature: str, *layouts: str) -> dict[str, dict[str, float]]:
+    path, found = Path(folder), {}
     recorded = read(path / "trajectories.msgpack")
-    found = {}
     for layout in layouts:
         sizes, _, ways = layout.partition(":")
         for how in ways.split("+"):
-            found[f"{sizes} {how}"] = differences(path, recorded, temperature, settings_of(sizes) | {"pack": how == "packed"})
-    group.end(result, found)
+            settings = case.settings_of(sizes) | {"pack": how == "packed"}
+            found[f"{sizes} {how}"] = differences(path, recorded, float(temperature), settings)
+    return found
 
 
 def read(file: Path) -> list[Trajectory]:
@@ -46,10 +42,7 @@ def differences(path: Path, recorded: list[Trajectory], temperature: float, trai
     if mesh.groups.is_initialized():
         leave()
     config = case.config(path, ranks=dist.get_world_size(), tokens_per_microbatch=256, **trainer)
-    place = mesh.start(config.trainer)
-    built = gpt.build(load_hf_config(path / "hf"), config, place)
-    gpt.load_hf(built, path / "hf")
-    return compare(config, built, recorded, temperature)
+    return compare(config, parity.Job(path, config, mesh.start(config.trainer), {}).model(), recorded, temperature)
 
 
 def compare(config: Config, built: gpt.Model, recorded: list[Trajectory], temperature: float) -> dict[str, float]:
@@ -62,21 +55,7 @@ def compare(config: Config, built: gpt.Model, recorded: list[Trajectory], temper
     planned = schedule(lengths, place.dp, 256, config.trainer.pack, place.grid)
     replay = loop.replay(config, built)
     assert replay is not None
-    nothing = np.zeros(len(recorded))
-    batches = [
-        batch.pack(
-            dict(enumerate(recorded)),
-            indices,
-            advantages=nothing,
-            weights=nothing,
-            grid=place.grid,
-            packed=config.trainer.pack,
-            rows=planned.rows,
-            cp_rank=place.cp_rank,
-            routing=replay.routing,
-        )
-        for indices in planned.ranks[place.dp_rank]
-    ]
+    batches = parity.packed(dict(enumerate(recorded)), planned, config, place, np.zeros(len(recorded)), routing=replay.routing)
     ours = step.logprobs_only(built, batches, lengths, temperature, replay)
     bare = step.logprobs_only(built, [replace(b, support=None) for b in batches], lengths, temperature, replay)
     bias = np.concatenate([(bare[i] - t.logprobs)[t.loss_mask] for i, t in enumerate(recorded)])
@@ -88,4 +67,4 @@ def compare(config: Config, built: gpt.Model, recorded: list[Trajectory], temper
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+    group.run(main)

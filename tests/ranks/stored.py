@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +32,17 @@ from tests.saving import save
 RATE = 0.01
 
 
-def main(result: Path, path: Path, wanted: str) -> None:
-    group.begin()
+def main(path: str, wanted: str) -> dict[str, Any]:
     layout, _, variants = wanted.partition(":")
     found = {}
     for variant in variants.split("+"):
-        sizes = {"ranks": dist.get_world_size(), **case.sizes_of(layout)}
-        out = result.parent / f"stored-{variant}-{layout.replace(',', '-')}"
-        trainer = {"dtype": "bfloat16", "router_bias_rate": RATE, "recompute": "full"}
-        config = case.config(path / variant, **sizes, **trainer)
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": out / "run"})})
-        place = mesh.start(config.trainer)
-        job = parity.Job(path / variant, config, place, torch.load(path / variant / "reference.pt", weights_only=False))
+        sizes = {"ranks": dist.get_world_size(), **case.settings_of(layout)}
+        out, folder = group.result().parent / f"stored-{variant}-{layout.replace(',', '-')}", Path(path, variant)
+        config = case.config(folder, run=out / "run", **sizes, dtype="bfloat16", router_bias_rate=RATE, recompute="full")
+        job = parity.Job(folder, config, mesh.start(config.trainer), torch.load(folder / "reference.pt", weights_only=False))
         found[variant] = parity.worst(stored(job, out))
         leave()
-    group.end(result, found)
+    return found
 
 
 def stored(job: parity.Job, out: Path) -> dict[str, Any]:
@@ -108,4 +103,4 @@ def engine(job: parity.Job, built: gpt.Model, exported: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    group.run(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ FEW = {
 }
 """By layout and adapter, where each is something else; all others in a thorough test."""
 EVERY = {
-    (layout, adapter): lora_case.checks(adapter) for layout in LAYOUTS for adapter in lora_case.tried(case.sizes_of(LAYOUTS[layout][1]))
+    (layout, adapter): lora_case.checks(adapter) for layout in LAYOUTS for adapter in lora_case.tried(case.settings_of(LAYOUTS[layout][1]))
 }
 
 
@@ -66,19 +65,7 @@ def references(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path
 
 @pytest.fixture(scope="session")
 def found(references: Path, thorough: bool) -> Callable[[str], dict[str, Any]]:
-    """Results by layout, adapter and check, computed when a test asks: one launch a world size, with all of its layouts."""
-    wanted = EVERY if thorough else FEW
-
-    @functools.cache
-    def launched(ranks: int) -> dict[str, Any]:
-        words = []
-        for layout in dict.fromkeys(layout for layout, _ in wanted if LAYOUTS[layout][0] == ranks):
-            given = ["/".join((adapter, *how)) for (at, adapter), how in wanted.items() if at == layout]
-            words.append(f"{LAYOUTS[layout][1]}:{'+'.join(given)}")
-        made: dict[str, Any] = launch.run("lora", ranks, references, str(references), *words, timeout_s=1800.0 if thorough else 600.0)
-        return made
-
-    return lambda layout: launched(LAYOUTS[layout][0])[LAYOUTS[layout][1]]
+    return launch.by_layout("lora", LAYOUTS, EVERY if thorough else FEW, references, 1800.0 if thorough else 600.0)
 
 
 @pytest.mark.parametrize(("layout", "adapter", "how"), launch.marked(EVERY, FEW))

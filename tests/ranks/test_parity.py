@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ FEW = {
 tokens on other ranks: guard, rejected, credited; other stages: recompute; other shards: bfloat16), and each variant where it is something
 else."""
 EVERY = {
-    (layout, variant): every_check(layout, variant) for layout in LAYOUTS for variant in case.variants(case.sizes_of(LAYOUTS[layout][1]))
+    (layout, variant): every_check(layout, variant) for layout in LAYOUTS for variant in case.variants(case.settings_of(LAYOUTS[layout][1]))
 }
 
 
@@ -84,26 +83,7 @@ def references(tmp_path_factory: pytest.TempPathFactory, thorough: bool) -> Path
 
 @pytest.fixture(scope="session")
 def found(references: Path, thorough: bool) -> Callable[[str], Found]:
-    """Results by layout, computed when a test asks: one launch a world size, with all of its layouts.
-
-    A thorough test has so many variants that each layout gets a launch of its own: groups over which a model has trained keep their
-    threads, and at hundreds of groups the threads take all the time.
-    """
-    wanted = EVERY if thorough else FEW
-
-    @functools.cache
-    def launched(ranks: int, *layouts: str) -> dict[str, Found]:
-        given = {name: "+".join("/".join((variant, *how)) for (at, variant), how in wanted.items() if at == name) for name in layouts}
-        words = [f"{LAYOUTS[name][1]}:{variants}" for name, variants in given.items()]
-        results = launch.run("parity", ranks, references, str(references), *words, timeout_s=900.0)
-        return {name: results[LAYOUTS[name][1]] for name in layouts}
-
-    def of(layout: str) -> Found:
-        ranks = LAYOUTS[layout][0]
-        together = dict.fromkeys(name for name, _ in wanted if LAYOUTS[name][0] == ranks)
-        return launched(ranks, *([layout] if thorough else together))[layout]
-
-    return of
+    return launch.by_layout("parity", LAYOUTS, EVERY if thorough else FEW, references, 900.0, alone=thorough)
 
 
 @pytest.mark.parametrize(("layout", "variant", "how"), launch.marked(EVERY, FEW))
@@ -196,7 +176,7 @@ STORED = {1: "tp=1", 2: "tp=2", 4: "pp=2,ep=2"}
 def test_float32_weights_among_others_are_kept(references: Path, thorough: bool, ranks: int) -> None:
     """Loaded, moved by a step, saved, exported, and sent to an engine, bit by bit."""
     layout = STORED[ranks]
-    tried = sorted(FAMILIES.intersection(case.variants(case.sizes_of(layout)))) if thorough else ["glm"]
+    tried = sorted(FAMILIES.intersection(case.variants(case.settings_of(layout)))) if thorough else ["glm"]
     for variant, found in launch.run("stored", ranks, references, str(references), f"{layout}:{'+'.join(tried)}").items():
         for what in ("loaded", "resumed", "exported", "engine"):
             assert found[what] == [], (variant, what)

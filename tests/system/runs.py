@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -67,6 +67,13 @@ class Command:
             raise AssertionError(f"still running after {timeout_s} s\n{out[-2000:]}\n{error[-2000:]}") from None
         return self.process.returncode, out, error
 
+    def succeed(self, timeout_s: float = 240.0, directory: Path | None = None) -> tuple[str, str]:
+        """What it prints, on standard output and standard error, when it ends well and leaves nothing running. directory: of its run."""
+        status, out, error = self.finish(timeout_s)
+        assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}\n{logs(directory) if directory else ''}"
+        assert self.gone(), self.alive()
+        return out, error
+
     def alive(self) -> list[str]:
         """Command lines of marked processes that still run."""
         return marked(self.mark)
@@ -89,11 +96,18 @@ def marked_pids(mark: str, words: str = "") -> list[int]:
 def _marked(mark: str) -> dict[int, str]:
     """Ids and command lines of the other processes that inherited a mark. Whoever gives itself a title has none any more."""
     found = {}
-    for entry in Path("/proc").iterdir():
+    for entry in marked_entries(mark):
         with suppress(OSError):  # it has ended
-            if entry.name.isdigit() and int(entry.name) != os.getpid() and mark.encode() in (entry / "environ").read_bytes():
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return found
+
+
+def marked_entries(mark: str) -> Iterator[Path]:
+    """The folders in /proc of the other processes that inherited a mark."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and int(entry.name) != os.getpid() and mark.encode() in (entry / "environ").read_bytes():
+                yield entry
 
 
 def nccl_settings(directory: Path, mark: str) -> dict[str, str]:
@@ -118,21 +132,28 @@ def wait_for(condition: Callable[[], bool], seconds: float, poll_s: float = 0.1)
 
 def run(directory: Path, *overrides: str, timeout_s: float = 240.0) -> dict[str, Any]:
     """A whole small run of the demo's configuration; returns its summary."""
-    command = start(directory, *overrides)
-    status, out, error = command.finish(timeout_s)
-    assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}\n{logs(directory)}"
-    assert command.gone(), command.alive()
+    start(directory, *overrides).succeed(timeout_s, directory)
+    return summary_of(directory)
+
+
+def summary_of(directory: Path) -> dict[str, Any]:
+    """What a run that has ended says of itself."""
     summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
     return summary
 
 
 def start(directory: Path, *overrides: str) -> Command:
-    """Start a run of the demo's configuration with `SMALL` sizes in `directory`; beside it lies the model, the demo's own if none does. A
-    run whose overrides say how the model is made has it inside `directory`."""
+    """Start a run of the demo's configuration; see `demo`."""
+    return Command(*demo(directory, *overrides))
+
+
+def demo(directory: Path, *overrides: str) -> tuple[str, ...]:
+    """The arguments of a run of the demo's configuration with `SMALL` sizes in `directory`; beside it lies the model, the demo's own if
+    none does. A run whose overrides say how the model is made has it inside `directory`."""
     model = directory.parent / "model"
     if not model.exists():
         model = directory / "model" if any(override.startswith("model.") for override in overrides) else provide(model)
-    return Command("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, *overrides)
+    return ("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, *overrides)
 
 
 def provide(path: Path) -> Path:
@@ -145,8 +166,7 @@ def provide(path: Path) -> Path:
 def _made() -> tempfile.TemporaryDirectory[str]:
     """Once for all runs that do not try how a model is made: it takes as long as all else before a process starts."""
     folder = tempfile.TemporaryDirectory(prefix="asyncmoe-model-")
-    status, _, error = Command("make-model", folder.name + "/model").finish()
-    assert status == 0, error
+    Command("make-model", folder.name + "/model").succeed()
     return folder
 
 
@@ -183,6 +203,12 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """The step records written so far."""
     return [record for record in json_lines(directory / "metrics.jsonl") if "step" in record]
+
+
+def further(directory: Path, count: int) -> Callable[[], bool]:
+    """The condition that so many more steps than now are recorded."""
+    before = len(metrics(directory))
+    return lambda: len(metrics(directory)) >= before + count
 
 
 def generated(directory: Path) -> set[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.system.runs import AGREES, Command, json_lines, logs, run
+from tests.system.runs import AGREES, Command, json_lines, run, summary_of
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 
@@ -16,11 +15,8 @@ pytestmark = [pytest.mark.system, pytest.mark.thorough]
 def learn(example: str, directory: Path, *overrides: str) -> dict[str, Any]:
     """Run an example of `examples/agents`; its summary."""
     where = (f"run.dir={directory}", f"model.path={directory / 'model'}")
-    command = Command("run", f"examples/agents/{example}.yaml", *where, *overrides)
-    status, out, error = command.finish(560.0)
-    assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}\n{logs(directory)}"
-    assert command.gone(), command.alive()
-    summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    Command("run", f"examples/agents/{example}.yaml", *where, *overrides).succeed(560.0, directory)
+    summary = summary_of(directory)
     assert summary["max_staleness_seen"] <= 1
     return summary
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.runs import AGREES, ONE_RANK, REPOSITORY, json_lines, metrics, provide, refused, run
+from tests.system.runs import AGREES, ONE_RANK, REPOSITORY, demo, json_lines, metrics, refused, run
 from tests.unit.report_pages import data_of
 
 pytestmark = pytest.mark.system
@@ -77,10 +77,7 @@ def test_keeping_routes_closes_most_of_the_gap_between_half_and_full_precision(t
 
 def test_too_large_a_mismatch_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    model = f"model.path={provide(tmp_path / 'model')}"
-    verify = AGREES.replace("1.0e-3", "1.0e-12")
-    small = ("rollout.groups_per_step=4", "rollout.group_size=4")
-    line = refused("run", "examples/demo.yaml", f"run.dir={run_dir}", model, *small, *ONE_RANK, *STILL, "engines.dtype=bfloat16", verify)
+    line = refused(*demo(run_dir, *ONE_RANK, *STILL, "engines.dtype=bfloat16", AGREES.replace("1.0e-3", "1.0e-12")))
     assert "max_logprob_diff is" in line
     assert not metrics(run_dir)
     assert not json_lines(run_dir / "rollout.jsonl")[-1]["dropped"]

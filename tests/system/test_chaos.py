@@ -18,7 +18,7 @@ def test_draws_are_the_same_in_every_run_and_meet_every_part() -> None:
 
 
 SHORT = (
-    Fault(0, "kill", "controller", "segment", 0.0, 0.0, 0.5),
+    Fault(0, "kill", "controller", "change", 0.0, 0.0, 0.5),
     Fault(1, "kill", "rank.1", "checkpoint", 0.0, 0.0, 0.5),
     Fault(2, "kill", "engine.0", "staging", 0.0, 0.0, 0.5),
     Fault(3, "stop", "controller", "commit", 0.0, 1.0, 0.5),

@@ -27,8 +27,7 @@ def test_a_model_of_float8_is_trained_resumed_exported_and_trained_again(kind: s
     fresh = [step["train_infer_kl"] for step in metrics(directory) if step["phase"] == "rl" and not step["staleness_mean"]]
     assert 0 < min(fresh) <= max(fresh) < 0.1
     for form, out in ((), tmp_path / "weights"), (("--float8",), tmp_path / "model-again"):
-        status, _, error = Command("export", str(directory), str(out), *form).finish()
-        assert status == 0, error
+        Command("export", str(directory), str(out), *form).succeed()
     wanted = float8.quantised_weights(load_hf_config(model), float8.read(tmp_path / "weights"))
     found = float8.read(tmp_path / "model-again")
     assert found.keys() == wanted.keys()

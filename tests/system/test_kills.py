@@ -85,10 +85,7 @@ def test_a_run_outlives_each_of_its_processes(
     command.process.kill()
     command.process.wait()
     assert metrics(directory)[-1]["step"] < WARM + STEPS, "the run was over before its supervisor was lost"
-    again = start(directory, *shape)
-    status, _, error = again.finish()
-    assert status == 0, error[-3000:] + logs(directory)
-    assert again.gone(), again.alive()
+    start(directory, *shape).succeed(directory=directory)
     assert command.gone(), command.alive()
     out, _ = command.process.communicate()
     for what in ("trainer", "controller"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.system.runs import ENGINES, ONE_RANK, SMALL, engine_python, provide, refused
+from tests.system.runs import ENGINES, ONE_RANK, demo, engine_python, provide, refused
 
 pytestmark = pytest.mark.system
 HOW = [("sync.verify_every=1",), *(pytest.param(one, marks=pytest.mark.thorough) for one in (("train=lora",), ("sync.method=disk",)))]
@@ -29,8 +29,7 @@ def other_weights(folder: Path, model: Path) -> str:
 @pytest.mark.parametrize("how", HOW, ids=" ".join)
 def test_an_element_that_differs_ends_the_run_before_it_samples(tmp_path: Path, how: tuple[str, ...]) -> None:
     model, directory = provide(tmp_path / "model"), tmp_path / "run"
-    start = ("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, *ONE_RANK, "warmup.steps=0")
-    line = refused(*start, other_weights(tmp_path, model), *how)
+    line = refused(*demo(directory, *ONE_RANK, "warmup.steps=0", other_weights(tmp_path, model), *how))
     assert "engine.0 has loaded other weights from the model's files than the trainer: checksums differ: " in line
     assert line.endswith("model.layers.1.mlp.experts.w13_weight of rank 0")
     assert '"generated_tokens":0,' in (directory / "rollout.jsonl").read_text().splitlines()[-1]

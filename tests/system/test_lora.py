@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncmoe import checkpoints
-from tests.system.runs import SMALL, Command, json_lines, logs, metrics, refused, run, silent_engines, start, wait_for
+from tests.system.runs import Command, demo, json_lines, logs, metrics, refused, run, silent_engines, start, summary_of, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 
@@ -24,20 +23,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that knows the format of sums and little else."""
     folder = tmp_path_factory.mktemp("base")
     where = (f"run.dir={folder / 'run'}", f"model.path={folder / 'run' / 'model'}")
-    status, _, error = Command("run", "examples/demo.yaml", *where, "run.steps=1").finish(300.0)
-    assert status == 0, error[-3000:]
-    status, _, error = Command("export", str(folder / "run"), str(folder / "base")).finish()
-    assert status == 0, error[-3000:]
+    Command("run", "examples/demo.yaml", *where, "run.steps=1").succeed(300.0)
+    Command("export", str(folder / "run"), str(folder / "base")).succeed()
     return folder / "base"
 
 
 def learn(base: Path, directory: Path, *overrides: str) -> dict[str, Any]:
-    command = Command("run", "examples/lora.yaml", f"run.dir={directory}", f"model.path={base}", *overrides)
-    status, out, error = command.finish(300.0)
-    assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}"
-    assert command.gone(), command.alive()
-    summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
-    return summary
+    Command("run", "examples/lora.yaml", f"run.dir={directory}", f"model.path={base}", *overrides).succeed(300.0, directory)
+    return summary_of(directory)
 
 
 def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_path: Path) -> None:
@@ -51,8 +44,7 @@ def test_adapters_learn_the_task_and_leave_the_weights_alone(base: Path, tmp_pat
     assert summary["max_staleness_seen"] <= 1
     merged, adapter = tmp_path / "merged", tmp_path / "adapter"
     for arguments in ((str(merged),), (str(adapter), "--adapter")):
-        status, _, error = Command("export", str(directory), *arguments).finish()
-        assert status == 0, error[-3000:]
+        Command("export", str(directory), *arguments).succeed()
     # The adapter has 22 % of this small model's parameters; both checkpoints also have moments and main parameters.
     whole, adapters = (sum(file.stat().st_size for file in one.glob("checkpoints/*/*")) for one in (base.parent / "run", directory))
     assert adapters < whole / 3
@@ -99,6 +91,5 @@ def test_a_run_of_adapters_resumes_and_is_not_mistaken_for_another(tmp_path: Pat
     (found,) = re.findall(r"engine\.0 and trainer at version 0: .* divergence (.*), 256 probe tokens", said)
     assert float(found) < 1e-8, "of what the engine has loaded, to which neither adds the adapters"
     assert [step["step"] for step in metrics(directory)] == list(range(1, 8))
-    model = directory.parent / "model"
-    line = refused("run", "examples/demo.yaml", f"run.dir={directory}", f"model.path={model}", *SMALL, "run.steps=6")
+    line = refused(*demo(directory, "run.steps=6"))
     assert "train: got full, expected lora, as step-" in line

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe.launch.torchrun import free_port, trainer_environment
-from tests.system.runs import SMALL, Command, generated, logs, marked_pids, metrics, provide, wait_for
+from tests.system.runs import SMALL, Command, further, generated, logs, marked_pids, metrics, provide, wait_for
 
 pytestmark = pytest.mark.system
 ROOM = 'engines.args=["--mem-fraction-static","0.9"]'
@@ -82,8 +82,7 @@ def test_two_agents_train_with_engines_that_join_die_and_leave(nodes: Nodes) -> 
     # It waits for its first version, and the one that generates dies: with it its server ends; nobody says so.
     first.process.send_signal(signal.SIGKILL)
     nodes.wait("the end of the first engine", 60, lambda: "engine.a is fenced" in nodes.said("controller"))
-    steps = len(metrics(nodes.run))
-    nodes.wait("steps with the second engine alone", 60, lambda: len(metrics(nodes.run)) > steps + 5)
+    nodes.wait("steps with the second engine alone", 60, further(nodes.run, 6))
     controller.process.send_signal(signal.SIGINT)
     for command in (controller, *agents, second):
         assert command.process.wait(60) == 0, logs(nodes.run)
@@ -111,16 +110,13 @@ def test_an_engine_over_two_nodes_is_lost_with_one_of_them_and_comes_again(nodes
     (server,) = marked_pids(other.mark, "-m asyncmoe.platform.sglang")[:1]
     os.kill(server, signal.SIGKILL)
     nodes.wait("the loss of the engine", 60, lambda: "engine.a is fenced" in nodes.said("controller"))
-    steps = len(metrics(nodes.run))
-    nodes.wait("steps without it", 120, lambda: len(metrics(nodes.run)) > steps + 3)
+    nodes.wait("steps without it", 120, further(nodes.run, 4))
     nodes.wait("its return", 600, lambda: nodes.said("controller").count("engine.a has joined") == 2)
-    steps = len(metrics(nodes.run))
-    nodes.wait("steps with it", 300, lambda: len(metrics(nodes.run)) > steps + 3)
+    nodes.wait("steps with it", 300, further(nodes.run, 4))
 
     other.process.send_signal(signal.SIGKILL)  # with its server, and nothing starts it again
     nodes.wait("the loss of the engine", 60, lambda: nodes.said("controller").count("engine.a is fenced") == 2)
-    steps = len(metrics(nodes.run))
-    nodes.wait("steps without it", 120, lambda: len(metrics(nodes.run)) > steps + 3)
+    nodes.wait("steps without it", 120, further(nodes.run, 4))
     # So that it hears of the run's end: one that comes later waits for another controller.
     nodes.wait("node 0, to begin anew", 120, lambda: nodes.said("controller").count("node 0 of engine.a has come") == 3)
     controller.process.send_signal(signal.SIGINT)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.runs import SMALL, Command, logs, marked_pids, metrics, nccl_settings, provide, refused, silent_engines, start, wait_for
+from tests.system.runs import Command, demo, further, logs, marked_pids, metrics, nccl_settings, refused, silent_engines, start, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.thorough]
 HEAD, *OTHERS = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -85,9 +85,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 def test_too_few_nodes_are_counted(cluster: Nodes, tmp_path: Path) -> None:
-    model = provide(tmp_path / "model")
-    arguments = ("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={model}", *SMALL, "launch=ray")
-    line = refused(*arguments, "trainer.ranks=4", "cluster.trainer_nodes=4", "engines.start_timeout_s=0.1")
+    line = refused(*demo(tmp_path / "run", "launch=ray", "trainer.ranks=4", "cluster.trainer_nodes=4", "engines.start_timeout_s=0.1"))
     assert line.startswith("Ray cluster: got nodes with 2 CPUs, 1 CPU, 1 CPU; free: 4 CPUs, expected 5 nodes: 1 CPU for controller")
 
 
@@ -101,9 +99,7 @@ def test_a_run_on_three_nodes_is_the_run_on_one(cluster: Nodes, tmp_path: Path) 
     command = start(tmp_path / "ray", *ON_RAY)
     assert wait_for(lambda: len(metrics(tmp_path / "ray")) > 4 or command.process.poll() is not None, 180)
     assert nccl_settings(tmp_path / "ray", command.mark) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_P2P_LEVEL": "LOC"}
-    status, out, error = command.finish()
-    assert status == 0, out + error + logs(tmp_path / "ray")
-    assert command.gone(), command.alive()
+    out, _ = command.succeed(directory=tmp_path / "ray")
     assert all(f"trainer rank {rank} on 127.0.0." in out for rank in (0, 1)), out
     assert all(f" on {address} (" in out for address in (HEAD, *OTHERS)), out
     here, there = metrics(tmp_path / "here"), metrics(tmp_path / "ray")
@@ -131,13 +127,11 @@ def test_a_trainer_and_a_controller_start_again_on_their_nodes_and_ctrl_c_reache
     command, directory = start(tmp_path / "run", *ON_RAY, "run.steps=2000"), tmp_path / "run"
     assert wait_for(lambda: len(metrics(directory)) > 6, 240), logs(directory)
     os.kill(rank(1, command), signal.SIGKILL)
-    done = len(metrics(directory))
-    assert wait_for(lambda: len(metrics(directory)) > done + 2, 240), logs(directory)
+    assert wait_for(further(directory, 3), 240), logs(directory)
     engines = marked_pids(command.mark, "sglang::")
     (controller,) = marked_pids(command.mark, "asyncmoe rollout")
     os.kill(controller, signal.SIGKILL)
-    done = len(metrics(directory))
-    assert wait_for(lambda: len(metrics(directory)) > done + 2, 240), logs(directory)
+    assert wait_for(further(directory, 3), 240), logs(directory)
     assert marked_pids(command.mark, "sglang::") == engines, "they were left alone"
     command.process.send_signal(signal.SIGINT)
     status, out, error = command.finish()
@@ -164,6 +158,6 @@ def test_a_head_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytes
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        line = refused("run", "examples/demo.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'run' / 'model'}", "launch=ray")
+        line = refused(*demo(tmp_path / "run", "launch=ray"))
     assert line.startswith(f"Ray's head at {address}: got no answer (Connection refused), expected one that listens; ray start --head")
     assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.system.runs import REPOSITORY, Command
+from tests.system.runs import REPOSITORY, Command, summary_of
 
 MODEL = REPOSITORY / "runs" / "models" / "smollm2"
 pytestmark = [
@@ -29,13 +29,12 @@ _SETTINGS = (
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp("real") / "run"
-    status, out, error = Command("run", "examples/real/sums.yaml", f"run.dir={made}", *_SETTINGS).finish(900)
-    assert status == 0, f"{out[-1500:]}\n{error[-3000:]}"
+    Command("run", "examples/real/sums.yaml", f"run.dir={made}", *_SETTINGS).succeed(900)
     return made
 
 
 def test_trainer_and_engine_agree(run_dir: Path) -> None:
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = summary_of(run_dir)
     print(f"largest difference at the same version: {summary['max_abs_logprob_diff_same_version']:.2e} nats")
     assert summary["max_abs_logprob_diff_same_version"] <= CLOSE
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import uuid
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncmoe import checkpoints
+from tests.system import runs
 from tests.system.runs import MARK, REPOSITORY, SMALL, generated, json_lines, logs, marked, metrics, nccl_settings, provide, wait_for
 from tests.system.slurm_cluster import Cluster, cluster, missing
 
@@ -124,13 +124,11 @@ def test_a_run_over_three_nodes_outlives_its_trainer_and_its_controller_in_the_s
     jobs.slurm.call("scancel", "--signal=KILL", jobs.slurm.steps(job)["trainer.0"])
     jobs.wait(job, "another start", START_S, lambda: len(jobs.sessions()) == 2)
     assert {step: number for step, number in jobs.slurm.steps(job).items() if not step.startswith("trainer")} == before
-    done = len(metrics(jobs.run))
-    jobs.wait(job, "a step", START_S, lambda: len(metrics(jobs.run)) > done)
+    jobs.wait(job, "a step", START_S, runs.further(jobs.run, 1))
     before = {step: number for step, number in jobs.slurm.steps(job).items() if step.startswith("engine")}
     jobs.slurm.call("scancel", "--signal=KILL", jobs.slurm.steps(job)["controller"])
     jobs.wait(job, "a third start", START_S, lambda: len(jobs.sessions()) == 3)
-    done = len(metrics(jobs.run))
-    jobs.wait(job, "a step with the next controller", START_S, lambda: len(metrics(jobs.run)) > done + 2)
+    jobs.wait(job, "a step with the next controller", START_S, runs.further(jobs.run, 3))
     assert {step: number for step, number in jobs.slurm.steps(job).items() if step.startswith("engine")} == before
     assert jobs.ended(job) == "COMPLETED", jobs.everything()
     assert jobs.slurm.fact(job, "Restarts") == "0"
@@ -138,7 +136,7 @@ def test_a_run_over_three_nodes_outlives_its_trainer_and_its_controller_in_the_s
     assert "the controller starts again, restart 1 of 2 without a new step: controller on n" in jobs.story(job)
     *_, (again, after) = jobs.sessions()
     assert after == list(range(again + 1, steps + 5))
-    assert json.loads((jobs.run / "summary.json").read_text())["trainer_restarts"] == 2
+    assert runs.summary_of(jobs.run)["trainer_restarts"] == 2
     assert (jobs.run / "report.html").exists()
     assert generated(jobs.run) == {"engine.0"}
     found = {path.name for path in (jobs.run / "logs").glob("*.n?.log")}
@@ -156,8 +154,7 @@ def test_engines_of_another_job_join_and_leave_and_time_limit_and_preemption_req
     jobs.slurm.call("scancel", "--signal=URG", str(more))
     assert jobs.slurm.ended(more, 60) == "COMPLETED", jobs.everything()
     assert f"{name} has left" in (jobs.run / "logs" / "controller.n1.log").read_text()
-    steps = len(metrics(jobs.run))
-    jobs.wait(job, "steps without it", 60, lambda: len(metrics(jobs.run)) > steps + 5)
+    jobs.wait(job, "steps without it", 60, runs.further(jobs.run, 6))
     # What SLURM sends to the script before the time limit.
     jobs.slurm.call("scancel", "--batch", "--signal=USR1", str(job))
     jobs.wait(job, "a second start", START_S, lambda: jobs.story(job).count(f"job {job} ") > 2)
@@ -202,4 +199,4 @@ def test_steps_have_what_the_batch_script_has_and_nothing_else_changes_them(jobs
     assert all(any(re.search(part, line) for line in lines) for part in parts), lines
     assert nccl_settings(jobs.run, jobs.mark) == {"NCCL_CUMEM_ENABLE": "1"}
     assert jobs.ended(job) == "COMPLETED", jobs.everything()
-    assert json.loads((jobs.run / "summary.json").read_text())["steps"] == 20
+    assert runs.summary_of(jobs.run)["steps"] == 20

@@ -3,7 +3,6 @@ task and a scorer of their own."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.runs import ENGINES, MARK, REPOSITORY, SMALL, logs, marked, wait_for
+from tests.system.runs import ENGINES, MARK, REPOSITORY, SMALL, logs, marked, summary_of, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")]
 UID = 54321
@@ -52,6 +51,6 @@ def test_a_run_needs_no_privilege_no_name_no_home_and_no_proxy() -> None:
         told: Any = {"cwd": REPOSITORY, "env": environment, "stdout": full, "stderr": subprocess.PIPE, "text": True}
         done = subprocess.run(words, timeout=300.0, check=False, **told)
         assert done.returncode == 0, f"{done.stderr[-3000:]}\n{logs(Path(place, 'run'))}"
-        assert json.loads(Path(place, "run/summary.json").read_text())["steps"] == 3
+        assert summary_of(Path(place, "run"))["steps"] == 3
         assert "ProxyError" not in Path(place, "run/logs/engine-0.log").read_text()
     assert wait_for(lambda: not marked(mark), 20.0), marked(mark)

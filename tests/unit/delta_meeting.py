@@ -83,10 +83,10 @@ class Rig:
     asked: list[Request] = field(default_factory=list)
     before_commit: Callable[[], None] = lambda: None
 
-    def change(self, share: float, seed: int = 0, but: str = "") -> None:
-        """Change the bits of a share of the elements, at least one of each tensor but one, on all trainer ranks."""
+    def change(self, share: float, seed: int = 0) -> None:
+        """Change the bits of a share of the elements, at least one of each tensor, on all trainer ranks."""
         generator = np.random.default_rng(seed)
-        for tensor in (tensor for name, tensor in self.values.items() if name != but):
+        for tensor in self.values.values():
             flat = tensor.reshape(-1)
             chosen = generator.choice(flat.size, max(1, round(share * flat.size)), replace=False)
             flat[chosen] ^= generator.integers(1, 1 << 15, len(chosen), np.int16)

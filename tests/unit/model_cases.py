@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import pytest
-
-from asyncmoe.models import EngineParallel, MegatronParallel
 from tests import families
 
 _SIZES: dict[str, Any] = {
@@ -34,15 +30,3 @@ MODELS: dict[str, dict[str, Any]] = {
         **families.sized(_SIZES, "glm"), "use_qk_norm": False, "attention_bias": False, "n_shared_experts": 2, "first_k_dense_replace": 0,
     },
 }  # fmt: skip
-
-
-def of_every_family(grids: Mapping[str, tuple[MegatronParallel, EngineParallel]], richest: str) -> pytest.MarkDecorator:
-    """A test of `hf`, `trainer` and `engine`: every model in the richest grid, one in all; with --thorough all in all."""
-    return pytest.mark.parametrize(
-        ("hf", "trainer", "engine"),
-        [
-            pytest.param(hf, *sizes, id=f"{name}, {grid}", marks=[] if grid == richest or name == "qwen3_moe" else pytest.mark.thorough)
-            for name, hf in MODELS.items()
-            for grid, sizes in grids.items()
-        ],
-    )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from asyncmoe.reshard import PADDING, Box, Piece, Plan, RankLayout, Transport, exchange
+from asyncmoe.reshard import PADDING, Box, Exchanger, LayoutBuilder, Piece, Plan, RankLayout, Transport, exchange, plan
 
 Arrays = dict[str, np.ndarray]
 
@@ -55,12 +55,12 @@ class ThreadTransport:
             buffer[:] = self._wires.box(rank, self.rank).get(timeout=timeout_s)
 
 
-def run_ranks(plan: Plan | Callable[[int], Plan], sources: Mapping[int, Arrays], destinations: Mapping[int, Arrays], **how: int) -> None:
+def run_ranks(made: Plan | Callable[[int], Plan], sources: Mapping[int, Arrays], destinations: Mapping[int, Arrays], **how: int) -> None:
     """Carry out a plan, of which every rank may make its own part, each in its own thread; raises the first error of any of them."""
     wires = Wires()
 
     def run(rank: int) -> None:
-        mine = plan if isinstance(plan, Plan) else plan(rank)
+        mine = made if isinstance(made, Plan) else made(rank)
         exchange(mine, ThreadTransport(rank, wires), sources.get(rank), destinations.get(rank), timeout_s=20, threads=1, **how)
 
     if failures := on_ranks({*sources, *destinations}, run):
@@ -123,3 +123,51 @@ def wired_transports(ranks: int) -> list[Transport]:
     """One transport for each of some threads."""
     wires = Wires()
     return [ThreadTransport(rank, wires) for rank in range(ranks)]
+
+
+def single(rank: int, storage: str, tensor: str, box: Box, dtype: str = "int32") -> RankLayout:
+    """The layout of a rank with one storage, which has one box of one tensor."""
+    builder = LayoutBuilder(rank, dtype)
+    builder.stack(storage, [(tensor, box)])
+    return builder.build()
+
+
+class Stripes:
+    """An exchange of every rank with every other: the rows of one tensor become its columns, and all of another goes from rank 1 to all.
+
+    Attributes:
+        source, destination: layouts by rank.
+    """
+
+    def __init__(self, world: int, shape: tuple[int, int] = (120, 90)) -> None:
+        self.shapes = {"w": shape, "v": (9,)}
+        self.values = numbered(self.shapes)
+        self.source, self.destination = ([_striped(rank, world, shape, by_column) for rank in range(world)] for by_column in (False, True))
+        self.plan = plan(self.shapes, self.source, self.destination)
+
+    def sent(self, rank: int, number: int = 0) -> Arrays:
+        """What a rank holds in an exchange of this number: other values each time, so that messages must not be mixed up."""
+        return {name: array + 1000 * number for name, array in filled(self.source[rank], self.values).items()}
+
+    def check(self, rank: int, got: Mapping[str, np.ndarray], number: int) -> None:
+        for name, expected in filled(self.destination[rank], self.values).items():
+            np.testing.assert_array_equal(got[name], expected + 1000 * number)
+
+    def run(self, rank: int, exchanger: Exchanger, times: int) -> None:
+        """Exchange again and again, in host memory."""
+        mine, got = self.sent(rank), blank(self.destination[rank])
+        exchanger.bind(mine, got)
+        for number in range(times):
+            for name, array in self.sent(rank, number).items():
+                mine[name][...] = array
+            exchanger.run()
+            self.check(rank, got, number)
+
+
+def _striped(rank: int, world: int, shape: tuple[int, int], by_column: bool) -> RankLayout:
+    builder, (height, width) = LayoutBuilder(rank, "int32"), shape
+    rows, columns = height // world, width // world
+    builder.stack("w", [("w", Box((0, columns * rank), (height, columns)) if by_column else Box((rows * rank, 0), (rows, width)))])
+    if by_column or rank == 1:
+        builder.stack("v", [("v", Box((0,), (9,)))])
+    return builder.build()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from delta_meeting import Rig, bits, fine, meetings
 
-from asyncmoe.config import parse
 from asyncmoe.errors import WeightSyncError
 from asyncmoe.reshard import DeltaDecoder, DeltaEncoder, Plan
 from asyncmoe.weights import protocol
@@ -19,10 +18,9 @@ from asyncmoe.weights.protocol import Offer, Portion
 from asyncmoe.weights.receiver import worker
 from asyncmoe.weights.sender import deltas
 from asyncmoe.weights.sender.deltas import common_base, unsupported
+from tests.configs import minimal
 
 Meet = Callable[..., Rig]
-NORM = "final_norm"
-"""A tensor of 32 elements; in engines model.norm.weight."""
 
 
 @pytest.fixture
@@ -216,8 +214,7 @@ def test_an_update_is_a_delta_of_what_all_have_and_where_it_is_small(offers: lis
     assert common_base(dict(enumerate(offers))) == base
 
 
-@pytest.mark.parametrize(("values", "supported"), [({}, True), ({"train": "lora"}, False), ({"method": "broadcast"}, False)])
-def test_where_updates_stay_full_the_reason_is_known(values: dict[str, Any], supported: bool) -> None:
-    sync = {"delta": "auto", **{key: value for key, value in values.items() if key == "method"}}
-    asked = {"run": {"dir": "r", "steps": 3}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "train": values.get("train", "full")}
-    assert (unsupported(parse({**asked, "sync": sync})) == "") == supported
+@pytest.mark.parametrize(("train", "method"), [("full", "reshard"), ("lora", "reshard"), ("full", "broadcast")])
+def test_where_updates_stay_full_the_reason_is_known(train: str, method: str) -> None:
+    reason = unsupported(minimal(train=train, sync={"delta": "auto", "method": method}))
+    assert (reason == "") == ((train, method) == ("full", "reshard"))

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reshard_ranks import Arrays, filled, run_ranks
+from reshard_ranks import Arrays, filled, run_ranks, single
 from test_reshard_plan import Case
+from test_reshard_program import rounded
 from test_reshard_random import cases
 
 from asyncmoe.errors import LayoutError
-from asyncmoe.reshard import PADDING, LayoutBuilder, RankLayout, plan
+from asyncmoe.reshard import PADDING, RankLayout, plan
 from asyncmoe.reshard.layout import whole
 from tests.unit.example_counts import examples
 
@@ -36,10 +36,6 @@ def bits(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Arrays:
     return values
 
 
-def rounded(values: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(values.view(np.float32).copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-
-
 def with_dtypes(layout: RankLayout, dtypes: Mapping[str, str]) -> RankLayout:
     return replace(layout, storages={name: replace(s, dtype=dtypes[name]) for name, s in layout.storages.items()})
 
@@ -47,7 +43,7 @@ def with_dtypes(layout: RankLayout, dtypes: Mapping[str, str]) -> RankLayout:
 def contents(layout: RankLayout, values: Arrays) -> Arrays:
     """What the storages must hold, in the dtype of each."""
     exact = filled(with_dtypes(layout, dict.fromkeys(layout.storages, "int32")), values)
-    cast = filled(layout, {n: rounded(v) for n, v in values.items()}, np.int16)
+    cast = filled(layout, {n: rounded(v.view(np.float32)) for n, v in values.items()}, np.int16)
     return {name: (exact if s.dtype == "float32" else cast)[name].view(RAW[s.dtype]) for name, s in layout.storages.items()}
 
 
@@ -91,18 +87,12 @@ def test_every_destination_element_is_what_torch_rounds_it_to(case: Case, seed: 
             assert_same(got[layout.rank][name], expected)
 
 
-def one_tensor(rank: int, dtype: str) -> RankLayout:
-    builder = LayoutBuilder(rank, dtype)
-    builder.stack("s", [("w", whole((4, 6)))])
-    return builder.build()
-
-
 @pytest.mark.parametrize(
     ("held", "wanted"),
     [("bfloat16", "float32"), ("float32", "float16"), ("float16", "bfloat16")],
 )
 def test_any_other_difference_is_refused(held: str, wanted: str) -> None:
     with pytest.raises(LayoutError) as caught:
-        plan({"w": (4, 6)}, [one_tensor(3, held)], [one_tensor(7, wanted)])
+        plan({"w": (4, 6)}, [single(3, "s", "w", whole((4, 6)), held)], [single(7, "s", "w", whole((4, 6)), wanted)])
     for part in ("rank 7: tensor w box [0:4, 0:6]", f"got {wanted}, but {held} in rank 3: tensor w box [0:4, 0:6]", "float32"):
         assert part in str(caught.value)

@@ -13,11 +13,12 @@ import pytest
 from delta_ranks import Ranks, change
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reshard_ranks import Arrays, blank, filled, numbered, wired_transports
+from reshard_ranks import Arrays, blank, filled, numbered, single, wired_transports
 from test_reshard_random import Shapes, cases
 
 from asyncmoe.errors import InvariantBroken, LayoutError, TransferError
 from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, RankLayout, plan
+from asyncmoe.reshard.layout import whole
 from asyncmoe.reshard.shm_transport import ShmTransport
 from tests.unit.example_counts import examples
 
@@ -67,9 +68,7 @@ def test_versions_in_a_row_are_what_dense_updates_bring(case: Case, seed: int, d
 
 
 def matrix(rank: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> RankLayout:
-    builder = LayoutBuilder(rank, dtype)
-    builder.place("s", shape, [("w", Box((0,) * len(shape), shape), (0,) * len(shape))])
-    return builder.build()
+    return single(rank, "s", "w", whole(shape), dtype)
 
 
 def large(dtype: str, item: int, rows: int = 700, columns: int = 1000, **how: Any) -> tuple[Ranks, Shapes, RankLayout]:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reshard_ranks import run_ranks
-from test_reshard_program import address, casts
+from reshard_ranks import run_ranks, single
+from test_reshard_copy import address
+from test_reshard_program import casts
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import LayoutError
@@ -77,10 +78,8 @@ def sent(
     return [got[layout.rank] for layout in wanted]
 
 
-def one(rank: int, dtype: str, shape: tuple[int, ...], name: str = "w") -> RankLayout:
-    builder = LayoutBuilder(rank, dtype)
-    builder.place("weight", shape, [(name, whole(shape), (0, 0))])
-    return builder.build()
+def one(rank: int, dtype: str, shape: tuple[int, ...]) -> RankLayout:
+    return single(rank, "weight", "w", whole(shape), dtype)
 
 
 # ---------------------------------------------------------------- elements

@@ -5,25 +5,17 @@ from __future__ import annotations
 import secrets
 import time
 
-import numpy as np
 import pytest
 from reshard_gpu_fakes import FakeGpu
-from reshard_ranks import blank, filled, numbered, on_ranks
+from reshard_ranks import Stripes, on_ranks
 
 from asyncmoe.errors import LayoutError, TransferError, WaitTimeout
-from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, RankLayout, ipc_transport, plan
+from asyncmoe.reshard import Exchanger, ipc_transport, plan
 from asyncmoe.reshard.ipc_transport import IpcTransport
 from asyncmoe.reshard.shm_transport import ShmTransport
 from asyncmoe.reshard.transport import Lane
 
-WORLD = 3
-SHAPES = {"w": (120, 90)}
-
-
-def striped(rank: int, by_column: bool) -> RankLayout:
-    builder = LayoutBuilder(rank, "int32")
-    builder.stack("w", [("w", Box((0, 30 * rank), (120, 30)) if by_column else Box((40 * rank, 0), (40, 90)))])
-    return builder.build()
+STRIPES = Stripes(3)
 
 
 @pytest.fixture
@@ -34,22 +26,13 @@ def session() -> str:
 @pytest.mark.parametrize(("looks", "buffers"), [(0, 1), (1, 3), (5, 2)])
 def test_all_to_all_again_and_again(session: str, buffers: int, looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_transport, "_kept", kept := [])
-    made = plan(SHAPES, [striped(r, False) for r in range(WORLD)], [striped(r, True) for r in range(WORLD)])
-    values = numbered(SHAPES)
 
     def part(rank: int) -> None:
-        mine, got = filled(striped(rank, False), values), blank(striped(rank, True))
         transport = IpcTransport(rank, session, 0, gpu=FakeGpu(looks))
-        with Exchanger(made, transport, bucket_bytes=3000, buffers=buffers, timeout_s=30, threads=1) as exchanger:
-            exchanger.bind(mine, got)
-            for number in range(3):
-                for name, array in filled(striped(rank, False), values).items():
-                    mine[name][...] = array + 1000 * number
-                exchanger.run()
-                for name, expected in filled(striped(rank, True), values).items():
-                    np.testing.assert_array_equal(got[name], expected + 1000 * number)
+        with Exchanger(STRIPES.plan, transport, bucket_bytes=3000, buffers=buffers, timeout_s=30, threads=1) as exchanger:
+            STRIPES.run(rank, exchanger, 3)
 
-    assert on_ranks(range(WORLD), part) == {}
+    assert on_ranks(range(3), part) == {}
     assert not kept  # every receiver has let go before its sender has lost patience
 
 
@@ -106,8 +89,8 @@ def test_a_receiver_that_leaves_is_missed(session: str) -> None:
 
 
 def test_arrays_of_a_gpu_do_not_go_through_messages_of_the_host(session: str) -> None:
-    made = plan(SHAPES, [striped(0, False), striped(1, False), striped(2, False)], [striped(0, True)])
+    made = plan(STRIPES.shapes, STRIPES.source, STRIPES.destination[:1])
     exchanger = Exchanger(made, ShmTransport(1, session), timeout_s=5)
     exchanger._link.device = "cuda:0"
     with pytest.raises(LayoutError, match="got cpu and cuda:0, expected all on one device"):
-        exchanger.bind(blank(striped(1, False)), None)
+        exchanger.bind(STRIPES.sent(1), None)

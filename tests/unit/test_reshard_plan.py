@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reshard_ranks import single
 from test_reshard_random import Shapes, cases
 
 from asyncmoe.errors import LayoutError
@@ -173,14 +174,8 @@ def test_sources_cut_across_each_other() -> None:
     """Rows on one rank, columns on another, the whole on a third: every holder of a cell may send it."""
     shape = (1 << 10, 1 << 10)
     parts = {0: rows(shape, 0, 512), 1: columns(shape, 256, 512), 2: whole(shape)}
-    source = []
-    for rank, box in parts.items():
-        builder = LayoutBuilder(rank, "bfloat16")
-        builder.stack("s", [("t", box)])
-        source.append(builder.build())
-    wanted = LayoutBuilder(3, "bfloat16")
-    wanted.stack("s", [("t", whole(shape))])
-    made = plan({"t": shape}, source, [wanted.build()])
+    source = [single(rank, "s", "t", box, "bfloat16") for rank, box in parts.items()]
+    made = plan({"t": shape}, source, [single(3, "s", "t", whole(shape), "bfloat16")])
     assert made.wire_bytes == 2 << 20
     assert max(made.egress.values()) <= 1.05 * (2 << 20) / 3
 

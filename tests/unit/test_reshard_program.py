@@ -7,18 +7,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reshard_ranks import single
+from test_reshard_copy import address
 
 import asyncmoe.reshard._C as _C
-from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, digest, plan
+from asyncmoe.reshard import RankLayout, digest, plan
 from asyncmoe.reshard.chunks import TRAILER_BYTES, cut_boxes, cut_transfer, cuts_of
-from asyncmoe.reshard.layout import contiguous_strides
+from asyncmoe.reshard.layout import columns, contiguous_strides
+from asyncmoe.reshard.layout import rows as part_of_rows
 from tests.unit.example_counts import examples
 
 Extent = tuple[int, int, int, int]
-
-
-def address(array: np.ndarray) -> np.ndarray:
-    return np.array([array.ctypes.data], np.int64)
 
 
 def message_rows(boxes: list[tuple[int, Extent]], item: int) -> tuple[np.ndarray, int]:
@@ -121,18 +120,9 @@ def test_cast_rounds_as_torch_does(how: str) -> None:
 
 
 def rows_to_columns(sources: int, destinations: int, shape: tuple[int, int]) -> tuple[list[RankLayout], list[RankLayout]]:
-    held, wanted = [], []
-    for r in range(sources):
-        builder = LayoutBuilder(r, "int32")
-        count = shape[0] // sources
-        builder.place("s", (count, shape[1]), [("w", Box((r * count, 0), (count, shape[1])), (0, 0))])
-        held.append(builder.build())
-    for r in range(destinations):
-        builder = LayoutBuilder(sources + r, "int32")
-        count = shape[1] // destinations
-        builder.place("d", (shape[0], count), [("w", Box((0, r * count), (shape[0], count)), (0, 0))])
-        wanted.append(builder.build())
-    return held, wanted
+    high, wide = shape[0] // sources, shape[1] // destinations
+    held = [single(r, "s", "w", part_of_rows(shape, r * high, high)) for r in range(sources)]
+    return held, [single(sources + r, "d", "w", columns(shape, r * wide, wide)) for r in range(destinations)]
 
 
 @pytest.mark.parametrize("limit", [4, 12, 100, 4096])

@@ -13,28 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reshard_ranks import blank, filled, numbered
+from reshard_ranks import Stripes, single
 
 import asyncmoe.reshard._C as _C
 from asyncmoe.errors import TransferError, WaitTimeout
-from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, Moved, Plan, RankLayout, exchange, plan
+from asyncmoe.reshard import Box, Exchanger, Moved, Plan, exchange, plan
 from asyncmoe.reshard.shm_transport import ShmTransport
 
-SHAPES = {"w": (120, 90), "v": (9,)}
 WORLD = 3
-
-
-def striped(rank: int, by_column: bool) -> RankLayout:
-    builder = LayoutBuilder(rank, "int32")
-    box = Box((0, 30 * rank), (120, 30)) if by_column else Box((40 * rank, 0), (40, 90))
-    builder.stack("w", [("w", box)])
-    if by_column or rank == 1:
-        builder.stack("v", [("v", Box((0,), (9,)))])
-    return builder.build()
-
-
-def made_plan() -> Plan:
-    return plan(SHAPES, [striped(r, False) for r in range(WORLD)], [striped(r, True) for r in range(WORLD)])
+STRIPES = Stripes(WORLD)
 
 
 def segments(session: str) -> list[str]:
@@ -53,16 +40,8 @@ def start(play: Callable[..., None], *arguments: Any) -> multiprocessing.Process
 
 
 def _all_to_all(rank: int, session: str, into: str) -> None:
-    values, made = numbered(SHAPES), made_plan()
-    mine, got = filled(striped(rank, False), values), blank(striped(rank, True))
-    with Exchanger(made, ShmTransport(rank, session), bucket_bytes=3000, timeout_s=30, threads=1) as exchanger:
-        exchanger.bind(mine, got)
-        for number in range(4):
-            for name, array in filled(striped(rank, False), values).items():
-                mine[name][...] = array + 1000 * number
-            exchanger.run()
-            for name, expected in filled(striped(rank, True), values).items():
-                np.testing.assert_array_equal(got[name], expected + 1000 * number)
+    with Exchanger(STRIPES.plan, ShmTransport(rank, session), bucket_bytes=3000, timeout_s=30, threads=1) as exchanger:
+        STRIPES.run(rank, exchanger, 4)
     Path(into, str(rank)).write_text("done")
 
 
@@ -75,12 +54,8 @@ def test_all_to_all_again_and_again(session: str, tmp_path: Path) -> None:
 
 
 def pair() -> Plan:
-    layouts = []
-    for rank in range(2):
-        builder = LayoutBuilder(rank, "int32")
-        builder.place("s", (1000,), [("t", Box((0,), (1000,)), (0,))])
-        layouts.append(builder.build())
-    return plan({"t": (1000,)}, layouts[:1], layouts[1:])
+    source, destination = (single(rank, "s", "t", Box((0,), (1000,))) for rank in range(2))
+    return plan({"t": (1000,)}, [source], [destination])
 
 
 def _send_once(session: str, delay_s: float, signal_name: str) -> None:

@@ -9,52 +9,44 @@ import weakref
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from reshard_ranks import blank, filled, numbered
+from reshard_ranks import Stripes, blank
 
 from asyncmoe.errors import WaitTimeout
-from asyncmoe.reshard import Box, LayoutBuilder, RankLayout, exchange, plan
+from asyncmoe.reshard import exchange
 from asyncmoe.reshard.torch_transport import TorchTransport
 from asyncmoe.reshard.transport import Lane, MessageLink
 
-SHAPES = {"w": (12, 10), "v": (9,)}
+STRIPES = Stripes(2, (12, 10))
 
 
-def striped(rank: int, world: int, by_column: bool) -> RankLayout:
-    """A shard of every tensor on every rank: rows of w, or columns of w."""
-    builder = LayoutBuilder(rank, "int32")
-    first = [10 * r // world for r in range(world + 1)] if by_column else [12 * r // world for r in range(world + 1)]
-    start, count = first[rank], first[rank + 1] - first[rank]
-    box = Box((0, start), (12, count)) if by_column else Box((start, 0), (count, 10))
-    builder.stack("w", [("w", box)])
-    if by_column or rank == 1:
-        builder.stack("v", [("v", Box((0,), (9,)))])
-    return builder.build()
+def _join(rank: int, world: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=30))
 
 
 def _all_to_all(rank: int, world: int, store: str, into: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=30))
-    values = numbered(SHAPES)
-    source = [striped(r, world, False) for r in range(world)]
-    destination = [striped(r, world, True) for r in range(world)]
-    made = plan(SHAPES, source, destination)
+    _join(rank, world, store)
     transport = TorchTransport()
-    for round_number in range(3):  # again and again over the same group: messages must not be mixed up
-        mine = {name: torch.from_numpy(array + 1000 * round_number) for name, array in filled(source[rank], values).items()}
-        got = {name: torch.from_numpy(array) for name, array in blank(destination[rank]).items()}
-        exchange(made, transport, mine, got, timeout_s=30)
-        for name, expected in filled(destination[rank], values).items():
-            np.testing.assert_array_equal(got[name].numpy(), expected + 1000 * round_number)
+    for number in range(3):  # over the same group
+        mine = {name: torch.from_numpy(array) for name, array in STRIPES.sent(rank, number).items()}
+        got = {name: torch.from_numpy(array) for name, array in blank(STRIPES.destination[rank]).items()}
+        exchange(STRIPES.plan, transport, mine, got, timeout_s=30)
+        STRIPES.check(rank, {name: tensor.numpy() for name, tensor in got.items()}, number)
     dist.destroy_process_group()
     Path(into, str(rank)).write_text("done")
 
 
+def _await(file: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def _alone(rank: int, world: int, store: str, into: str) -> None:
     """Rank 0 waits for a message that rank 1 never sends."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    _join(rank, world, store)
     if rank == 0:
         transport = TorchTransport()
         started = time.monotonic()
@@ -67,15 +59,13 @@ def _alone(rank: int, world: int, store: str, into: str) -> None:
         assert time.monotonic() - started < 10
         Path(into, "0").write_text("done")
     else:
-        deadline = time.monotonic() + 30
-        while not Path(into, "0").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _await(Path(into, "0"))
         Path(into, "1").write_text("done")
 
 
 def _between(rank: int, world: int, store: str, into: str) -> None:
     """Rank 2 waits for a message that rank 1 never sends, and posts the next round only then. Gloo has closed all its pairs by then."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    _join(rank, world, store)
     if rank == 2:
         transport = TorchTransport()
         buffer = _failed_round(transport)
@@ -85,9 +75,7 @@ def _between(rank: int, world: int, store: str, into: str) -> None:
         return
     if rank == 0:
         TorchTransport().exchange([(2, torch.zeros(8, dtype=torch.uint8))], [], 10.0)
-    deadline = time.monotonic() + 30
-    while not Path(into, "2").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    _await(Path(into, "2"))
     Path(into, str(rank)).write_text("done")
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from reshard_ranks import single
 
 from asyncmoe.config.transports import TRANSPORTS, TransportEntry, transport_for
 from asyncmoe.errors import AsyncmoeError, ConfigError
 from asyncmoe.models import MegatronParallel
-from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, Plan, plan
+from asyncmoe.reshard import Exchanger, Plan, plan
+from asyncmoe.reshard.layout import rows, whole
 from asyncmoe.weights.protocol import EngineRanks, Terms
 from asyncmoe.weights.receiver import channel, hosting
 from asyncmoe.weights.receiver.control_store import Store
@@ -91,13 +93,8 @@ def meeting(transport: str) -> tuple[Terms, list[Store]]:
 
 
 def one_to_two() -> Plan:
-    whole, halves = LayoutBuilder(0, "int32"), []
-    whole.place("w", (8, 16), [("w", Box((0, 0), (8, 16)), (0, 0))])
-    for rank in (1, 2):
-        builder = LayoutBuilder(rank, "int32")
-        builder.place("w", (4, 16), [("w", Box((4 * rank - 4, 0), (4, 16)), (0, 0))])
-        halves.append(builder.build())
-    return plan({"w": (8, 16)}, [whole.build()], halves)
+    shape = (8, 16)
+    return plan({"w": shape}, [single(0, "w", "w", whole(shape))], [single(r, "w", "w", rows(shape, 4 * r - 4, 4)) for r in (1, 2)])
 
 
 @pytest.mark.usefixtures("unix")

@@ -24,11 +24,11 @@ class Publisher:
 
     Args:
         client: not shared.
-        ports: at which the ranks serve their parts.
+        ranks: of the trainer.
     """
 
-    def __init__(self, config: Config, client: Client, ports: list[int]) -> None:
-        self._config, self._client, self._ports = config, client, ports
+    def __init__(self, config: Config, client: Client, ranks: int) -> None:
+        self._config, self._client, self._ranks = config, client, ranks
         self._meeting: Meeting | None = None
         self._roster, self._updates = 0, 0
         self._settling, self._running = threading.Event(), None
@@ -36,7 +36,7 @@ class Publisher:
     _running: Future[None] | None
 
     def begin(self, version: int, parts: list[str]) -> None:
-        """Start to publish a version, which all ranks serve by now."""
+        """Start to publish a version, of which this is every rank's part."""
         self._settling.clear()
         result: Future[None] = Future()
         self._running = result
@@ -95,7 +95,7 @@ class Publisher:
         self._roster, self._updates = engines.roster, 0
         self._meeting = Meeting()
         group = f"weights-{engines.roster}"
-        self._ask(WeightsJoin("127.0.0.1", self._meeting.port, group, "gloo", "reshard", len(self._ports)))
+        self._ask(WeightsJoin("127.0.0.1", self._meeting.port, group, "gloo", "reshard", self._ranks))
         self._meeting.wait(sum(engine.tp for engine in engines.engines), self._config.sync.timeout_s)
 
     def _send(self, version: int, parts: list[str]) -> None:
@@ -103,7 +103,7 @@ class Publisher:
         self._updates += 1
         self._ask(WeightsStage(version))
         try:
-            self._meeting.send(self._updates, version, self._ports)
+            self._meeting.send(self._updates, version, parts)
             expected = ({f"part.{index}": part for index, part in enumerate(parts)},) if self._verifies(version) else ()
             self._ask(WeightsCommit(version, expected, self._updates))
         except (AsyncmoeError, OSError, ValueError) as error:

@@ -34,7 +34,6 @@ from asyncmoe.trainer.data import held
 from asyncmoe.trajectory import Trajectory, decode, frames_in
 from tests.chaos.stand import weights
 from tests.chaos.stand.collective import Collective
-from tests.chaos.stand.exchange import PartServer
 from tests.chaos.stand.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -50,15 +49,13 @@ class Rank:
     def __init__(self, config: Config, rank: int, world: int, folder: Path) -> None:
         self._config, self._rank, self._world, self._folder = config, rank, world, folder
         self._everyones = Collective(folder, rank, world, config.trainer.timeout_s)
-        self._parts = PartServer()
-        ports = self._everyones(self._parts.port)
         self._step, self._part = self._loaded()
         rendezvous = keys.read(config.run.dir, config.engines.start_timeout_s)
         epoch = trainer_epoch()
         client, weights_client = (Client(rendezvous, f"trainer.{rank}{suffix}", epoch) for suffix in ("", ".weights"))
         self._client = client
         self._start = f"{os.environ['CHAOS_START']}.{epoch}"
-        self._publisher = Publisher(config, weights_client, ports) if rank == 0 else None
+        self._publisher = Publisher(config, weights_client, world) if rank == 0 else None
         self._total, self._saved, self._served, self._behind = config.warmup.steps + config.run.steps, self._step, 0, True
 
     def run(self) -> None:
@@ -159,7 +156,6 @@ class Rank:
         """As `asyncmoe.trainer.loop`: nothing is published until the trainer has reached the version that the engines serve."""
         if self._step < self._served or self._step == self._total:
             return
-        self._parts.offer(self._step, self._part)
         parts = self._everyones(self._part)
         self._settle()
         if self._publisher is not None:

@@ -36,10 +36,10 @@ def packed(part: str, size: int) -> bytes:
     return (part.encode() + b"\0") * (size // (len(part) + 1))
 
 
-def unpacked(data: bytes) -> str:
-    """Return the part that bytes carry; ValueError if they carry none, or pieces of several."""
+def unpacked(data: bytes, size: int) -> str:
+    """Return the part that so many bytes carry; ValueError if they carry none, or pieces of several."""
     part, _, _ = data.partition(b"\0")
-    if not part or (part + b"\0") * (len(data) // (len(part) + 1)) != data:
+    if not part or len(data) != size or packed(part.decode(), size) != data:
         raise ValueError(f"{len(data)} bytes, and {data[:40]!r} does not make all of them")
     return part.decode()
 

@@ -83,27 +83,19 @@ def step(spec: str, dtype: str, target: str) -> None:
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    from asyncmoe.config import parse
     from asyncmoe.config.model import MadeModel
-    from asyncmoe.models import load_hf_config
-    from asyncmoe.models.make import make_model
     from asyncmoe.trainer import loop, objective
     from asyncmoe.trainer.data import batch
     from asyncmoe.trainer.data.schedule import BatchGrid
     from asyncmoe.trainer.losses import SupervisedLoss
-    from asyncmoe.trainer.model import gpt, mesh, optimizer
+    from asyncmoe.trainer.model import mesh, optimizer
     from asyncmoe.trainer.step import logprobs_only, train_step
     from benchmarks.trajectories import demonstrations
+    from tests import saving
 
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, "model")
-        make_model(made, MadeModel(**SHAPE), seed=0)
-        trainer = {"dtype": dtype}
-        values = {"run": {"dir": folder, "steps": 1}, "model": {"path": str(made)}, "task": {"kind": "arithmetic"}, "trainer": trainer}
-        config = parse(values)
-        place = mesh.start(config.trainer)
-        built = gpt.build(load_hf_config(made), config, place)
-        gpt.load_hf(built, made)
+        config = saving.small(Path(folder), MadeModel(**SHAPE), dtype=dtype)
+        built = saving.built(config)
     adam, replay = optimizer.build(config, built), loop.replay(config, built)
     assert replay is not None
     known = dict(enumerate(demonstrations(TRAJECTORIES, TOKENS, built.hf["vocab_size"], replay.routing)))

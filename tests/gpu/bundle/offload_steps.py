@@ -58,33 +58,26 @@ def steps(share: float, target: str) -> None:
     """Make the model, take the steps with this share of the state offloaded, and write the float32 weights."""
     import torch
 
-    from asyncmoe.config import parse
     from asyncmoe.config.model import MadeModel
-    from asyncmoe.models import load_hf_config
-    from asyncmoe.models.make import make_model
-    from asyncmoe.trainer.model import gpt, mesh, optimizer
+    from asyncmoe.trainer.model import mesh, optimizer
+    from tests import saving
 
     cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, "model")
-        make_model(made, MadeModel(**SHAPE), seed=0)
         trainer: dict[str, Any] = {"dtype": "bfloat16", "optimizer": {"lr": RATE, "distributed": True}}
         if cuda:
             trainer["memory"] = {"optimizer_offload": share}
-        values = {"run": {"dir": folder, "steps": 1}, "model": {"path": str(made)}, "task": {"kind": "arithmetic"}, "trainer": trainer}
-        config = parse(values)
-        place = mesh.start(config.trainer)
-        built = gpt.build(load_hf_config(made), config, place)
-        gpt.load_hf(built, made)
+        config = saving.small(Path(folder), MadeModel(**SHAPE), **trainer)
+        built = saving.built(config)
     before = torch.cuda.memory_allocated() if cuda else 0
     adam = optimizer.build(config, built)
     parameters = sum(parameter.numel() for chunk in built.chunks for parameter in chunk.parameters())
-    draws = torch.Generator(place.device).manual_seed(1)
+    draws = torch.Generator(built.mesh.device).manual_seed(1)
     for _ in range(STEPS):
         for chunk in built.ddp:
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():
-                parameter.main_grad.copy_(torch.randn(parameter.shape, generator=draws, device=place.device))
+                parameter.main_grad.copy_(torch.randn(parameter.shape, generator=draws, device=built.mesh.device))
         optimizer.step(adam, lambda _: True)
     after = torch.cuda.memory_allocated() if cuda else 0
     device = torch.cuda.get_device_name(0) if cuda else "cpu"

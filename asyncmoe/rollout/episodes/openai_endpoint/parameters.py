@@ -13,7 +13,15 @@ from typing import Any, Protocol
 from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes.listening import wrong_stop
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message, PolicyRequest
-from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, for_template, in_order, wrong
+from asyncmoe.rollout.episodes.openai_endpoint.request import (
+    MODEL,
+    Completion,
+    CompletionRequest,
+    RequestRefused,
+    for_template,
+    in_order,
+    wrong,
+)
 from asyncmoe.rollout.episodes.tools.tool import read_json
 
 _CACHE = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")

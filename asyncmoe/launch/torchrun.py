@@ -106,7 +106,6 @@ def first(failed: Sequence[FailedRank]) -> FailedRank:
     to the remaining ranks.
     """
 
-
     def order(one: FailedRank) -> tuple[object, ...]:
         recurs = [*RECURRING, one.exitcode].index(one.exitcode)
         return recurs, one.exitcode == -signal.SIGTERM, one.time, one.exitcode > 0, one.rank

@@ -71,8 +71,8 @@ def _posts(ray: Any, group: Any, wanted: Sequence[Bundle], config: Config) -> li
     posts = []
     for bundle, actor, place in zip(wanted, actors, asked, strict=True):
         waited = time.monotonic() - begin
-        found = cluster.result(ray, place, f"Ray's worker for {bundle.title}", "start", waited, limit - waited)
-        posts.append(Post(ray, actor, bundle, *found, config.cluster.heartbeat_timeout_s))
+        address, host = cluster.result(ray, place, f"Ray's worker for {bundle.title}", "start", waited, limit - waited)
+        posts.append(Post(ray, actor, bundle, address, host, config.cluster.heartbeat_timeout_s))
     return posts
 
 

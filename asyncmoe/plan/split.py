@@ -150,7 +150,7 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
     m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     sizes = [p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room]
     choices = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in _context_ranks(p, cluster))
-    for parallel, recompute, cp in sorted(choices, key=lambda choice: _preference(*choice, cluster)):
+    for parallel, recompute, cp in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], choice[2], cluster)):
         try:
             stages = memory.trainer(hf, parallel, _training(cluster, recompute, cp))
         except LayoutError:  # these sizes split blocks of float8

@@ -90,7 +90,7 @@ class Tail:
 
     def poll_steps(self) -> list[Step | Resume]:
         """Like `poll_as`, for metrics.jsonl."""
-        return [decoded(where, line, Resume if b'"resumed_at"' in line else Step) for where, line in self.lines()]
+        return [decoded(where, line, Resume) if b'"resumed_at"' in line else decoded(where, line, Step) for where, line in self.lines()]
 
     def lines(self) -> Iterator[tuple[str, bytes]]:
         """Return the new lines and where each is, without a look at what they hold."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from asyncmoe import checkpoints
 from asyncmoe.checkpoints import manifest
-from asyncmoe.plan import budget, memory
+from asyncmoe.plan import budget
 from asyncmoe.platform import collectives
 from asyncmoe.platform.megatron import any_layout
 from asyncmoe.trainer import losses, step
@@ -61,7 +61,7 @@ def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
     differ += loaded(job, plain, run)
     settings = budget.training(job.config, built.hf, cpu=True)
     settings = replace(settings, microbatch=replace(settings.microbatch, dtype=str(built.dtype).removeprefix("torch.")))
-    planned = max(stage.host["trainer.async_save"] for stage in memory.trainer(built.hf, built.parallel, settings))
+    planned = max(stage.host["trainer.async_save"] for stage in budget.memory.trainer(built.hf, built.parallel, settings))
     leave()
     return {
         "differ": differ,

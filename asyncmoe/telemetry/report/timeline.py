@@ -58,6 +58,6 @@ def _figure(name: str, run: RunRecords) -> Iterator[Figure]:
     title = f"{name}Last {len(steps)} steps"
     title += "" if share is None else f"; an engine generates during {percent(share)} of all RL training"
     axes = axis("seconds"), axis(autorange="reversed", type="category", categoryarray=lanes)
-    drawn = {"barmode": "overlay", "hovermode": "closest", "shapes": lines, "annotations": marks}
-    look = layout(160 + 26 * len(lanes), *axes, **drawn, legend={"orientation": "h", "y": -0.2})
+    legend = {"orientation": "h", "y": -0.2}
+    look = layout(160 + 26 * len(lanes), *axes, barmode="overlay", hovermode="closest", shapes=lines, annotations=marks, legend=legend)
     yield Figure(title, _NOTE, "seconds", traces, look)

@@ -80,7 +80,7 @@ class MicroBatch:
     def part(self, rows: torch.Tensor) -> MicroBatch:
         """Return the given rows, int64, ascending within each sequence: what one context-parallel rank holds."""
         by_row: dict[str, Any] = {name: value for name in _BY_ROW if (value := getattr(self, name)) is not None}
-        taken = {name: value[..., rows] if isinstance(value, torch.Tensor) else value.take(rows) for name, value in by_row.items()}
+        taken: dict[str, Any] = {name: value[..., rows] if isinstance(value, torch.Tensor) else value.take(rows) for name, value in by_row.items()}
         return replace(self, **taken, held=rows)
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from asyncmoe.telemetry.clock import unix
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.schema import METRICS, TRAINER_SPANS, Resume, Span
 from asyncmoe.trainer import loaded_weights, objective
-from asyncmoe.trainer.batch_trainer import Learner
+from asyncmoe.trainer.batch_trainer import Learned, Learner
 from asyncmoe.trainer.checks import SKIPPED
 from asyncmoe.trainer.data import batch_client
 from asyncmoe.trainer.lora import canonical
@@ -213,9 +213,7 @@ class Trainer:
             with self._waiting_for_sync(), mark("publish"):
                 published = self._sync.settle()
                 self._begin_sync()
-        if self._metrics is not None:
-            waited, times = sum(end - begin for begin, end in self._waits), (begin, got, trained)
-            self._metrics.write(step_record(self._step, leased, phase, learned, published, waited, times, self._saver.stood()))
+        self._record(leased, phase, learned, published, (begin, got, trained))
         every = self._config.trainer.checkpoint_every
         if warm or (every and self._step % every == 0):
             self._save()
@@ -270,6 +268,13 @@ class Trainer:
     def _span(self, what: str, begin: float, end: float) -> None:
         if self._spans is not None:
             self._spans.write(Span("trainer.0", what, begin, end))  # type: ignore[arg-type]  # one of the schema's names
+
+    def _record(
+        self, leased: Leased, phase: Phase, learned: Learned, published: Published | None, times: tuple[float, float, float]
+    ) -> None:
+        if self._metrics is not None:
+            waited = sum(end - begin for begin, end in self._waits)
+            self._metrics.write(step_record(self._step, leased, phase, learned, published, waited, times, self._saver.stood()))
 
 
 def agree(plugins: Plugins) -> None:

@@ -88,7 +88,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("telemetry.profile", {"steps": [4]}, ".steps", "4", "at most warmup.steps + run.steps = 3"),
         ("telemetry.profile", {"steps": [1], "ranks": [1]}, ".ranks", "1", "less than trainer.ranks = 1"),
         ("telemetry.profile", {"steps": []}, ".steps", "[]", "at least 1 item"),
-        ("telemetry.profile", {"steps": [0]}, ".steps.0", "0", "greater than 0"),
+        ("telemetry.profile", {"steps": [0, 1]}, ".steps.0", "0", "greater than 0"),
         ("lora.targets", ["q_proj", "linear_qkv"], ".1", "'linear_qkv'", "'q_proj', "),
         ("lora.targets", [], "", "none", "at least one of them"),
         ("lora.targets", "q_proj", "", "'q_proj'", "a list"),

@@ -80,8 +80,9 @@ class MicroBatch:
     def part(self, rows: torch.Tensor) -> MicroBatch:
         """Return the given rows, int64, ascending within each sequence: what one context-parallel rank holds."""
         by_row: dict[str, Any] = {name: value for name in _BY_ROW if (value := getattr(self, name)) is not None}
-        taken = {name: value[..., rows] if isinstance(value, torch.Tensor) else value.take(rows) for name, value in by_row.items()}
-        return replace(self, **taken, held=rows)
+        for name, value in by_row.items():
+            by_row[name] = value[..., rows] if isinstance(value, torch.Tensor) else value.take(rows)
+        return replace(self, **by_row, held=rows)
 
     def everywhere(self, values: torch.Tensor) -> torch.Tensor:
         """Return values [T, ...] of this rank's rows among those of all context-parallel ranks, [whole, ...]; 0 for other ranks' rows."""

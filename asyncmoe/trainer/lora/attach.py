@@ -63,7 +63,7 @@ def attach(
         chunk.add_module("adapters", adapters)
         made.append(adapters)
 
-    copies = [parameter for adapters in made for _, _, half, parameter in adapters.halves() if half.partial == "etp"]
+    copies: list[Any] = [parameter for adapters in made for _, _, half, parameter in adapters.halves() if half.partial == "etp"]
     reduce = config.finalize_model_grads_func
 
     def finalize(model: list[Any], *arguments: Any, **keywords: Any) -> None:

@@ -15,7 +15,7 @@ from asyncmoe.errors import DataError
 from asyncmoe.log.log import Log, Place
 from asyncmoe.queue import payload, records
 from asyncmoe.queue.accounts import Accounts
-from asyncmoe.queue.fold import LogState, RecordedGroup, Recovered, fold, recover
+from asyncmoe.queue.fold import RecordedGroup, Recovered, fold, recover
 from asyncmoe.queue.group_buffer import Group
 from asyncmoe.queue.leases import LeaseTerms
 from asyncmoe.queue.records import Start

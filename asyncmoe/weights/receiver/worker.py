@@ -210,9 +210,7 @@ class Receiver:
         try:
             if self._exchanger is None:
                 arrays = functools.partial(self._arrays, terms)
-                self._exchanger = channel.connect(
-                    store, terms, plan, header.epoch, self._side, arrays=arrays, update=lambda: self._number
-                )
+                self._exchanger = channel.connect(store, terms, plan, header.epoch, self._side, arrays=arrays, update=lambda: self._number)
             elif header.base is None:
                 self._exchanger.bind(*self._arrays(terms))
             staged = self._receive(store, terms, header, self._exchanger)

@@ -125,7 +125,7 @@ class Waiting:
     def __init__(self, order: Order, patience: int, lengths: Lengths) -> None:
         self._order, self._patience, self._lengths = order, patience, lengths
         self._all: OrderedDict[int, tuple[int, str]] = OrderedDict()
-        """The line in which each ticket waits: of those that continue, of probes, or of new requests to a prompt; with order fifo, to any."""
+        """The line in which each ticket waits: of those that continue, of probes, or of new requests to a prompt; fifo: to any."""
         self._lines: dict[tuple[int, str], OrderedDict[int, None]] = {}
         self._probed = Recent[None](KEPT_PROMPTS)
         self._came = 0

@@ -39,8 +39,8 @@ class Taken:
 
 
 def judge(weights: EngineWeights, reported: int) -> Taken | None:
-    """Judge an engine by what the last controller said of all engines before it was lost. None: it holds one of two sets of weights with one
-    number, or parts of two, and must start again.
+    """Judge an engine by what the last controller said of all engines before it was lost. None: it must start again, because it holds one
+    of two sets of weights with one number, or parts of two.
 
     Args:
         reported: version that the engine reports once whatever the last controller asked of it has ended. A rank that cannot take a version

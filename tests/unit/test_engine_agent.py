@@ -191,9 +191,7 @@ def test_a_controller_that_hangs_is_found_again_and_again_but_renews_no_deadline
 
 
 @pytest.mark.parametrize("orphaned_at", [0.0, 5.0, 7.0])
-def test_an_engine_that_its_lost_supervisor_stopped_leaves_a_controller_that_hangs(
-    monkeypatch: pytest.MonkeyPatch, orphaned_at: float
-) -> None:
+def test_one_that_its_lost_supervisor_stopped_leaves_a_controller_that_hangs(monkeypatch: pytest.MonkeyPatch, orphaned_at: float) -> None:
     """It may hear that it is to stop before or after the supervisor has ended; from then on it waits `engines.orphan_s` at most."""
     left_at, why = leaves(monkeypatch, 5.0, orphaned_at)
     assert left_at == pytest.approx(max(5.0, orphaned_at) + 40, abs=1.0)

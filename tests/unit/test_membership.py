@@ -75,13 +75,8 @@ class Rig:
 def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """What `scene` makes a rig of, once there is a loop."""
     monkeypatch.setattr(membership, "connect", lambda name, url, key: FakeEngine(name))
-    settings = (
-        "engines.join=true",
-        "engines.count=2",
-        f"run.dir={tmp_path}",
-        "cluster.heartbeat_timeout_s=0.4",
-        "rollout.request_timeout_s=5",
-    )
+    limits = "cluster.heartbeat_timeout_s=0.4", "rollout.request_timeout_s=5"
+    settings = "engines.join=true", "engines.count=2", f"run.dir={tmp_path}", *limits
     return configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", settings)
 
 

@@ -178,9 +178,7 @@ async def test_engines_whose_parameters_were_being_written_start_again(it: Site,
 
 
 @scene
-async def test_an_engine_of_an_earlier_controller_and_one_that_comes_too_late_start_again(
-    it: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_of_an_earlier_controller_and_one_that_comes_too_late_start_again(it: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         it.agent(name)
     find = engine_stay.controller

@@ -48,9 +48,7 @@ class Scripted:
         return PooledGeneration(Generation.of(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), "stop", 0), 0)
 
 
-def play(
-    environment: WithTools, known: Tokenizer, *lines: str, pool: Scripted | None = None, prompt: Prompt | None = None
-) -> Trajectory:
+def play(environment: WithTools, known: Tokenizer, *lines: str, pool: Scripted | None = None, prompt: Prompt | None = None) -> Trajectory:
     async def run() -> Trajectory:
         engines: Any = pool or Scripted(known, *lines)
         stage = RolloutContext(engines, Sampling(1.0, 64, (known.eos,)), known, Exact(), environment, BOUNDS)

@@ -13,15 +13,7 @@ from typing import Any, Protocol
 from asyncmoe.engines.types import Sampling
 from asyncmoe.rollout.episodes.listening import wrong_stop
 from asyncmoe.rollout.episodes.openai_endpoint.conversation import Message, PolicyRequest
-from asyncmoe.rollout.episodes.openai_endpoint.request import (
-    MODEL,
-    Completion,
-    CompletionRequest,
-    RequestRefused,
-    for_template,
-    in_order,
-    wrong,
-)
+from asyncmoe.rollout.episodes.openai_endpoint.request import MODEL, Completion, CompletionRequest, RequestRefused, for_template, wrong
 from asyncmoe.rollout.episodes.tools.tool import read_json
 
 _CACHE = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
@@ -106,8 +98,7 @@ class Fields:
             self.anything(name)
         if self._left:
             raise wrong(str(min(self._left))[:100], "is not supported. Leave it out")
-        rendered = tuple(map(for_template, in_order(messages)))
-        asked = PolicyRequest(tuple(messages), rendered, tuple(tools if calls else ()), variables)
+        asked = PolicyRequest(tuple(messages), tuple(for_template(messages)), tuple(tools if calls else ()), variables)
         return CompletionRequest(model, asked, stream=stream, calls=calls, fields=self.given, **more)
 
     def _check_sampling(self) -> None:

@@ -108,7 +108,7 @@ def _number(text: str) -> float | int:
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
-def for_template(message: Message) -> Message:
+def _for_template(message: Message) -> Message:
     """Return a message in the form chat templates accept: call arguments are objects, and a developer is whom they call the system."""
     message = {**message, "role": "system"} if message["role"] == "developer" else message
     if "tool_calls" not in message:
@@ -123,8 +123,10 @@ def for_template(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def in_order(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield the messages, results of tools in the order of their calls: few templates show the ids that clients tell them apart by."""
+def for_template(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield messages in the form chat templates accept, results of tools in the order of their calls: few templates show the ids that
+    clients tell them apart by."""
     order = {call["id"]: number for message in messages for number, call in enumerate(message.get("tool_calls", ()))}
     for _, group in groupby(messages, key=lambda message: message["role"] == "tool"):
-        yield from sorted(group, key=lambda message: order.get(message.get("tool_call_id", ""), len(order)))
+        ordered = sorted(group, key=lambda message: order.get(message.get("tool_call_id", ""), len(order)))
+        yield from map(_for_template, ordered)

@@ -104,7 +104,7 @@ def run(job: BatchJob) -> RankTook:
         yield time.monotonic()
         updates = planned(leased.items)
         wanted = batch_client.shares(updates, place)
-        trajectories = batch_client.fetch(client, place, leased, wanted, layers)
+        trajectories = batch_client.fetch(client, place, leased, wanted, layers, place.last_stage)
         yield time.monotonic()
         nothing = {i: np.zeros(len(one), np.float32) for i, one in trajectories.items()}
         made = batch_client.microbatches(updates[0], trajectories, nothing, config, place, QWEN3_30B)

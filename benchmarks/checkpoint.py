@@ -80,7 +80,7 @@ def measure(folder: Path) -> dict[str, Any]:
     standing = Saver(config.model_copy(update={"trainer": config.trainer.model_copy(update={"async_save": False})}), built, adam)
     first = seconds(lambda: saver.save(1))
     assert saver._under_way is not None
-    copied = saver._under_way.planned.nbytes
+    copied = sum(tensor.nbytes for _, _, (_, tensors) in saver._under_way.planned._buckets for _, tensor in tensors)
     saver.settle()
     dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
     parts = dicts.nested_values(checkpoint.sharded_state(built, adam, loading=False))

@@ -18,6 +18,7 @@ from asyncmoe.rpc import keys  # noqa: E402
 from asyncmoe.rpc.client import Client  # noqa: E402
 from asyncmoe.trainer.loop import publisher  # noqa: E402
 from asyncmoe.trainer.model import gpt, mesh  # noqa: E402
+from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums  # noqa: E402
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
     gpt.load_hf(built, config.model.path)
     costs = []
     with Client(keys.read(config.run.dir, wait_s=config.engines.start_timeout_s), f"trainer.{place.rank}.weights") as client:
-        sync = publisher(config, built, client)
+        sync = publisher(config, built, client, ExpectedChecksums(config, built))
         for version in range(1, updates + 1):
             time.sleep(rest_s)
             sync.begin(version)

@@ -29,9 +29,14 @@ def test_a_real_engine_packs_its_answer(rig: Rig, routing: Routing | None, masks
     client: Any = rig.engine.client
     recording = Recording(routing, masks=masks, vocabulary=VOCAB)
     body = request_body((20, 30, 40), Sampling(1.0, 6, (), top_k=1, recording=recording), f"packed {routing} {masks}", 0, None)
-    reply = rig.run(client._ask("/generate", body, 60.0, MEDIA_TYPE))
-    assert reply.kind == MEDIA_TYPE
-    made = response("engine", packed_answer(reply.body), recording)
+
+    async def packed() -> tuple[str, bytes]:
+        async with client._requested("/generate", body, 60.0, MEDIA_TYPE) as reply:
+            return reply.content_type, await reply.read()
+
+    kind, content = rig.run(packed())
+    assert kind == MEDIA_TYPE
+    made = response("engine", packed_answer(content), recording)
     shown = response("engine", answer("engine", rig.run(client._send("/generate", body, 60.0))), recording)
     assert made.tokens.tolist() == shown.tokens.tolist()
     assert np.allclose(made.logprobs, shown.logprobs, atol=1e-4)

@@ -21,6 +21,7 @@ import yaml
 
 from asyncmoe import scratch
 from asyncmoe.config.model import MadeModel
+from asyncmoe.doctor import python_probe
 from asyncmoe.log.files import scan
 from asyncmoe.models.make import make_model
 from asyncmoe.queue import records
@@ -34,7 +35,7 @@ STAND = Path(__file__).parent / "stand"
 ENGINE_PARTS = ("scheduler", "detokenizer")
 _PYTHON = """#!/bin/sh
 # The engines' Python: it has SGLang, as far as anybody asks, and runs the stand-in for it.
-[ "$1" = -c ] && {{ echo answer:; exit 0; }}
+[ "$1" = - ] && {{ {python} "$@"; echo '{mark}{{"packages":{{"sglang":"0"}}}}'; exit 0; }}
 exec {python} -m tests.chaos.stand.engine "$@"
 """
 
@@ -104,7 +105,7 @@ class World:
 
     def __enter__(self) -> World:
         make_model(self.folder / "model", MadeModel(), seed=0)
-        (self.folder / "python").write_text(_PYTHON.format(python=sys.executable))
+        (self.folder / "python").write_text(_PYTHON.format(python=sys.executable, mark=python_probe.MARK))
         (self.folder / "python").chmod(0o755)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(self.configuration()))
         (self.notes / "published.jsonl").touch()

@@ -10,8 +10,8 @@ as its format. A weight's path in the worker:
 3. `channel.py`: at `header(N)` with a new channel E, all ranks connect (`channel(E, stage, rank)`): `channel_end.py` opens the transport
    that the terms name.
 4. `worker.py`: the thread receives the worker's shards into staging memory (`weight_buffers.py`) while the worker generates, checks their
-   digests and sets `staged(N, rank)`. No parameter is written. Of a delta it keeps the coded bytes, and proves that they make the version
-   of what lies in the parameters (`deltas.py`).
+   digests and sets `staged(N, rank)`. No parameter is written. For a delta it stores the encoded bytes, and verifies that they turn the
+   current parameters into the version (`deltas.py`).
 5. The controller sends a `CommitCommand`, which the engine executes between two forward passes: `worker.py`, in the worker's main thread,
    makes the staged tensors the parameters (`weight_buffers.py`), or writes the delta into them, and the engine serves the version.
 

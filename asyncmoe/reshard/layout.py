@@ -208,7 +208,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class LayoutBuilder:
-    """Collects the storages and pieces of one rank. A storage has the builder's dtype unless a call names another."""
+    """Collects one rank's storages and pieces. A storage has the builder's dtype unless a call names another."""
 
     rank: int
     dtype: str
@@ -230,10 +230,10 @@ class LayoutBuilder:
         self._storages[storage] = Storage(tuple(shape), dtype or self.dtype)
 
     def stack(self, storage: str, parts: Sequence[tuple[str, Box]], dtype: str | None = None) -> None:
-        """Add a storage that holds the boxes stacked along the first dimension.
+        """Add a storage with the boxes stacked along the first dimension.
 
         Raises:
-            LayoutError: there is no box, they differ in another dimension, or as `place`.
+            LayoutError: there is no box, the boxes differ in another dimension, or as `place`.
         """
         where, placed, row = f"rank {self.rank}: storage {storage}", [], 0
         rests = {tuple(box.extent[1:]) for _, box in parts}

@@ -6,5 +6,5 @@
 - `membership.py`, `engine_agent.py`, `engine_stay.py`: engines on other machines, from the controller's side and their own.
   `engine_python.py`: the Python interpreter they run in.
 - `nodes.py`: engines over several machines. `gathering.py`, `engine_node.py`: how their nodes start and end together, from the controller's
-    side and their own.
+  side and their own.
 """

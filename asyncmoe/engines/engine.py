@@ -82,8 +82,7 @@ class Engine(Protocol):
         """
 
     async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
-        """Return the log-probabilities of two tokens or more, computed without cached prefixes, without an adapter, and under one
-        version."""
+        """Return the log-probabilities of two or more tokens, computed without cached prefixes or an adapter, and under one version."""
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         """Return the tool calls in a response's text.

@@ -75,7 +75,7 @@ class NodeGathering:
 
 
 def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s: float) -> NodeGathering:
-    """Return an engine's nodes, updated with a request of one of them.
+    """Return an engine's nodes, updated with a request from one of them.
 
     Args:
         found: the engine's nodes so far; None: none has arrived.

@@ -140,8 +140,7 @@ class Membership:
                 return self._gatherings.order(request.name, request.start)
 
     async def wait_returned(self, most_s: float) -> None:
-        """Wait until `engines.count` engines have come from the previous controller, or some have and `_RETURN_S` is over, or `most_s`
-        is."""
+        """Wait until `engines.count` engines of the previous controller have come, or `_RETURN_S` if some have, or else `most_s`."""
         begin = time.monotonic()
         while len(self._pool.present) < self._config.engines.count:
             if (waited := time.monotonic() - begin) > most_s or (self._pool.present and waited > _RETURN_S):

@@ -158,8 +158,7 @@ class Pool:
     async def _answered(
         self, tokens: Tokens, sampling: Sampling, routed: int, request: ScheduledRequest, listener: Listener | None
     ) -> tuple[PooledGeneration, Member]:
-        """Ask engines until one answers, so that neither a lost engine nor a standstill of this process costs an episode its earlier
-        answers.
+        """Ask engines until one answers, so that no lost engine or standstill of this process costs an episode its earlier answers.
 
         Losing the last engine does not cost them either: the request waits for an engine that comes back, or the run ends and the
         unfinished group continues from them when the run does; a group that starts over would not.

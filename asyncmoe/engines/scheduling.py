@@ -113,8 +113,7 @@ class Waiting:
 
     A request is *overtaken* by a request that arrived later and leaves earlier. Let s be the number of requests that arrived before the
     oldest waiting request. The oldest goes next, whatever its rank, once s + `patience` requests have left (taken or given up). So each
-    request is overtaken at most `patience` times, and a request that finds n others waiting is taken after at most n + `patience` others.
-    Proof:
+    request is overtaken at most `patience` times, and a request that finds n others waiting is taken after at most n + `patience`. Proof:
     when a request x is overtaken, fewer than s + `patience` requests have left. Among them are the s requests, and the requests that
     overtook x earlier. These arrived after x, so none of them is among the s: there are fewer than `patience` of them.
 

@@ -124,8 +124,7 @@ class PromptLogprobs:
     """An engine's log-probabilities of a given text.
 
     Attributes:
-        logprobs: log-probability of each token given those before it, in nats, at temperature 1 over the whole vocabulary; 0 for the first
-        token.
+        logprobs: each token's log-probability given those before it, in nats, at temperature 1 over the whole vocabulary; 0 for the first.
         version: the weights' version string.
     """
 

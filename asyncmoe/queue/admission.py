@@ -2,8 +2,7 @@ r"""Which trajectories may start and which may still be trained on: pure functio
 
 The capacity law is AReaL's (Fu et al., arXiv 2505.24298, section 5.1): with N trajectories started, B of them in a training step and
 version i being served, another may start iff floor((N - 1) / B) <= i + eta, where eta is `queue.staleness.max_staleness`. Here the law
-applies to whole groups, counts only trajectories that may still be trained (a rejected or dropped trajectory frees its capacity), and
-counts
+applies to whole groups, counts only trajectories that may still be trained (a rejected or dropped one frees its capacity), and counts
 versions from `base_version`, where reinforcement learning began.
 
 Theorem. Let every training step take the B trajectories with the oldest first-sampled token. If each trajectory is in the queue when the
@@ -14,8 +13,8 @@ served. At the last such start the law held, so at most C(v) = (eta + v - base +
 those already trained, have an oldest token <= v. Oldest-first training takes all of them before any newer trajectory: the trajectory is
 among the first C(v) trained, so in a step that begins at trainer version <= base + C(v)/B - 1 = v + eta. []
 
-A trajectory that finishes too late for the theorem is subject to the consumption rule, so the age of trained tokens is always bounded;
-because of
+A trajectory that finishes too late for the theorem falls under the consumption rule, so the age of trained tokens is always bounded; because
+of the law, the rule is rarely needed. Lemma: under every rule, no trained token is more than `Admission.age_bound` versions old: eta for
 drop and requeue, `drop_above` for downweight. Proof. When a step is leased at trainer version i, every queued group with a token older
 than i - age_bound leaves the queue (`oldest_allowed`); only queued groups are leased; the step trains at version i. []
 
@@ -118,8 +117,7 @@ class Admission:
         base_version: version at which reinforcement learning began; nothing starts before it is served.
         rule: what happens to a group whose oldest token is more than max_staleness versions old.
         downweight: with rule downweight, the factor on a group's weight for each version beyond max_staleness.
-        drop_above: with rule downweight, the age in versions above which a group is dropped; greater than max_staleness. None: another
-        rule.
+        drop_above: with rule downweight, the age in versions above which a group is dropped, > max_staleness; None: another rule.
     """
 
     batch: int

@@ -43,7 +43,7 @@ class BoundedQueue:
 
     Args:
         admission: its batch is a multiple of `group_size`.
-        capacity: number of episodes in the queue, including leased ones, from which on `put` waits; at least a batch.
+        capacity: maximum number of episodes, including leased ones, beyond which `put` waits; at least a batch.
         group_size: episodes in a group.
         trained_steps: optimizer steps taken before this queue was created, warm-up included.
         demonstrations: capacity of the warm-up lane; 0: no warm-up.

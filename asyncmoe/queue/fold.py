@@ -3,8 +3,8 @@
 Let k be the step of the checkpoint, at least the step at which reinforcement learning began. Leases of steps before k are over: the
 checkpoint's weights include those that were trained, and those that the trainer skipped stay skipped. Leases of steps from k on are
 replayed: the same groups, weights and order; skipped ones are no longer skipped, because the trainer decides anew. Queued groups stay
-queued, in their order of arrival. Groups that were begun, or were to start again, start before any new group. Dropped
-and rejected groups stay so, whatever the checkpoint: a group ends once.
+queued, in their order of arrival. Groups that were begun, or were to start again, start before any new group. Dropped and rejected groups
+stay so, whatever the checkpoint: a group ends once.
 
 The ledger continues. Started episodes that are in none of these states were running: they count as requeued, with reason "restart".
 
@@ -243,8 +243,7 @@ def _replays(state: LogState, first: int, reached: int, name: str, lost: Collect
 
 
 def _accounts(state: LogState, reached: int, over: int, leased: int, queued: int, lost: int, exact: str) -> Accounts:
-    """Return the ledger with which a queue begins: the recorded one with the current leased and queued counts; all other episodes were
-    running.
+    """Return the ledger with which a queue begins: the recorded one with the leased and queued counts of now; all others were running.
 
     Args:
         over: episodes of steps that are over; lost: episodes of groups given up because of damage.

@@ -77,8 +77,7 @@ class QueueLog:
     def lost(self, step: int) -> frozenset[int]:
         """Return the groups that cannot be given to a trainer that has taken `step` steps. Blocks.
 
-        Their payload is unreadable; or they were sampled by weights that the trainer will not reach again, because an earlier lease is
-        lost.
+        Their payload is unreadable; or they were sampled by weights that the trainer will not reach again, as an earlier lease is lost.
         """
         needed = [one for one in self.state.groups.values() if one.place is not None and (one.step is None or one.step >= step)]
         newest: dict[int, float] = {}
@@ -120,8 +119,7 @@ class QueueLog:
         self._add(group)
 
     async def finished(self, group: Group) -> None:
-        """Return once the record of a complete group, whose payload is durable, is durable too: it may be queued then. Raises
-        StorageError."""
+        """Wait until the record of a complete group, whose payload is durable, is durable too, so it may be queued. Raises StorageError."""
         assert group.place is not None
         await self._durable(self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), group.place)))
 

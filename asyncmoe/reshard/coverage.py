@@ -27,8 +27,7 @@ def check_destination(tensors: Tensors, table: Table) -> None:
     """Reject a layout whose pieces do not cover each element of each storage exactly once.
 
     Raises:
-        LayoutError: names the rank, the storage, its first element covered by no piece or by more than one, and the tensors of these
-        pieces.
+        LayoutError: names the rank, the storage, its first element not covered exactly once, and the tensors of the pieces there.
     """
     _check(tensors, table, covered=True)
 

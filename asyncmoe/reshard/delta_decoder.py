@@ -125,7 +125,7 @@ class DeltaDecoder:
         return tuple(nbytes for _, nbytes in self._sources[source].coded)
 
     def take(self, source: int, number: int, address: int) -> int:
-        """Copy a message from an address on the same device, without waiting; return its size in bytes."""
+        """Store a copy of a message from an address on the same device, without waiting; return its size in bytes."""
         kept, nbytes = self._sources[source].coded[number]
         self._there.copy(kept, address, nbytes)
         return nbytes

@@ -101,7 +101,7 @@ class DeltaEncoder:
     def bind(self, source_arrays: Mapping[str, Array]) -> None:
         """Set the arrays of the storages, as for `Exchanger.bind`. They are kept alive until the next `bind`.
 
-        Allocates the base on the first call and when the arrays are on another device: the base is then empty.
+        Allocates memory for the base on the first call, and for arrays on another device: there is no base yet then.
 
         Raises:
             LayoutError: an array is missing, or does not match its storage; they are not all on one device; or as `GpuWork`.

@@ -23,8 +23,7 @@ _PATIENCE_S = 300.0
 
 
 class HostWork:
-    """Memory and work of one sender or receiver in host memory. `sources` and `places` are int64 arrays of storage addresses; others are
-    int.
+    """Memory and work of one sender or receiver in host memory. `sources` and `places` are int64 storage addresses; others are int.
 
     A table describes elements; a program packs their messages (`asyncmoe.reshard.programs.message_program`).
 

@@ -145,8 +145,7 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
 
 
 def _torch_memory(array: Array, what: str) -> Memory:
-    """Return a tensor's memory without DLPack, which exports only tensors on the thread's current device (torch/_tensor.py,
-    `Tensor.__dlpack__`)."""
+    """Avoid DLPack, with which torch exports only tensors on the thread's current device (torch/_tensor.py, `Tensor.__dlpack__`)."""
     if str(array.layout) != "torch.strided" or not array.is_contiguous():
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if array.device.type not in ("cpu", "cuda"):

@@ -111,8 +111,8 @@ def plan(
         LayoutError: an unknown tensor or storage, a box out of bounds, destination pieces that overlap in their storage or leave
             holes, an element that no source holds, or a tensor with different dtypes; names rank, tensor and box.
             The only differences allowed are float32 in the source with bfloat16 in the destination, and either of them in the source with
-                float8 in the destination (`asyncmoe.reshard.float8`): elements are rounded to nearest (ties to even) as they are packed or
-                copied, and all bytes are counted in the destination's dtype.
+            float8 in the destination (`asyncmoe.reshard.float8`): elements are rounded to nearest (ties to even) as they are packed or
+            copied, and all bytes are counted in the destination's dtype.
     """
     return plan_each(tensors, source, [destination], ranks=ranks)[0]
 

@@ -38,8 +38,7 @@ class TorchTransport:
         found: Any = group or torch.distributed.group.WORLD
         self._group = found
         self.rank: int = found.rank()
-        # Makes the error of the first failed round; a new one each time, because a raised error keeps its frames' buffers and weights
-        # alive.
+        # Makes the error of the first failed round, anew each time, because a raised error keeps its frames' buffers and weights alive.
         self._failure: Callable[[], TransferError | WaitTimeout] | None = None
 
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -87,8 +87,7 @@ class PostingTransport(Transport, Protocol):
         """Start an `exchange`; messages of a pair of ranks arrive in the order in which they were posted.
 
         Returns:
-            A function of `timeout_s` that completes it, and returns or raises as `exchange` does; called in another thread, in posting
-            order.
+            A function of `timeout_s` that completes it, and returns or raises as `exchange`; called in another thread, in posting order.
 
         Raises:
             asyncmoe.errors.TransferError: a rank is gone.

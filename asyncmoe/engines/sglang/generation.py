@@ -27,8 +27,7 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 def scoring_body(tokens: Sequence[int], salt: str) -> dict[str, Any]:
-    """Return the request for a prompt's log-probabilities, without an adapter. One token is sampled, which reports the forward pass's
-    version."""
+    """Return the request for a prompt's log-probabilities, without an adapter. One token is sampled, to learn the version."""
     return {
         "input_ids": list(tokens),
         "return_logprob": True,

@@ -286,6 +286,5 @@ _CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFE
 
 
 def _cores(available: Sequence[int], first: int, ranks: int) -> str:
-    """Return one core per rank in SGLang's form "0|1", starting at index `first`; ranks share cores in turn if there are fewer than
-    ranks."""
+    """Return one core per rank in SGLang's form "0|1", from index `first` on; ranks share cores in turn if there are fewer than ranks."""
     return "|".join(str(available[(first + rank) % len(available)]) for rank in range(ranks))

@@ -72,7 +72,7 @@ class WeightUpdateCoordinator:
             self._started.exception()
 
     def stop(self) -> None:
-        """Report that the run is stopping: a trainer that waits for engines gets `RunStopping`. Idempotent."""
+        """Report that the run is stopping: a trainer that waits for engines, the first or new ones, gets `RunStopping`. Idempotent."""
         if not self._stopping.done():
             self._stopping.set_result(None)
 

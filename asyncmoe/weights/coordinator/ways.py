@@ -88,8 +88,8 @@ async def pause_for_writing(driver: UpdateDriver, update: OpenUpdate) -> None:
 async def swap(driver: UpdateDriver, update: OpenUpdate, number: int) -> Failures:
     """Have each rank of the paused engines swap in the weights it received.
 
-    number: update number under which all receivers reported the version as received.
-        number: the number under which all receivers reported the version as received.
+    Args:
+        number: the update number under which all receivers reported the version as received.
 
     Returns:
         The engines that failed; they are fenced.

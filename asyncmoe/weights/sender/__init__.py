@@ -8,8 +8,8 @@ A version's path from the optimizer step to serving, with `sync.method: reshard`
 3. `rendezvous.py`: for the first version, and if the set of engines has changed, the controller starts receivers in the engines; all
    trainer and engine ranks meet and compare plans (`TERMS`, `ready(rank)`, `VERDICT`).
 4. `sender.py`: with `sync.delta`, every rank encodes its changes, and rank 0 decides whether to send a delta (`deltas.py`). Rank 0 asks the
-    controller to stage the version and sets `header(N)`; every rank connects channel E if it has none and sends its shards (`sent(N,
-    rank)`) while the next step computes. `trainer/loop.py` calls `wait_sent` before it changes the weights.
+   controller to stage the version and sets `header(N)`; every rank connects channel E if it has none and sends its shards (`sent(N, rank)`)
+   while the next step computes. `trainer/loop.py` calls `wait_sent` before it changes the weights.
 5. `sender.py`: when all ranks have reported `sent` and `staged`, rank 0 asks the controller to commit. `weights/coordinator/`
    pauses the engines (`driver.py`), has them swap (`ways.py`), compares their checksums with the expected ones
    (`expected_checksums.py`) and resumes them (`coordinator.py`); rank 0 sets `end(N)`.

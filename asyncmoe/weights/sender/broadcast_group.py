@@ -48,7 +48,7 @@ def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float)
 
 
 def leave(group: dist.ProcessGroup, backend: str) -> None:
-    """Free a group that `join` returned without waiting for its other ranks, which may be gone."""
+    """Free a group that `join` returned, without waiting for its other ranks, which may be gone."""
     if backend == "nccl":
         c10d: Any = distributed_c10d
         c10d._abort_process_group(group)  # `destroy_process_group` waits for messages under way

@@ -1,5 +1,4 @@
-"""Publish a weight version through a directory that trainer and engines share: works with any engine, and without another path between
-them.
+"""Publish a weight version through a directory that trainer and engines share: works with any engine, without any other path.
 
 While the engines generate, rank 0 gathers the version and writes it as a checkpoint in Hugging Face's layout. Then the controller has every
 engine pause, load it with SGLang's own loader, and resume. The previous version stays until all engines serve the new one.

@@ -14,8 +14,7 @@ class Traffic:
 
     Attributes:
         nbytes: bytes that all trainer ranks sent to all engine ranks.
-        changed: share of the elements whose stored bits changed since the previous version; None: not measured, because the update was
-        full.
+        changed: share of the elements whose stored bits changed since the previous version; None: not measured in a full update.
     """
 
     nbytes: int

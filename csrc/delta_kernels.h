@@ -92,7 +92,7 @@ ASYNCMOE_BOTH inline void for_changed(const CompareScratch& scratch, const Delta
             if (bits & 1) visit(static_cast<uint32_t>(group * kGroup) + k);
 }
 
-// Finds the changes from a block's `old` to its current bytes, and how to encode them. For all threads.
+// Finds the changes from a block's bytes `old` to `now`, and how to encode them. For all threads.
 ASYNCMOE_BOTH inline DeltaEntry compare_block(const DeltaBlock& block, const std::byte* now, const std::byte* old,
                                               CompareScratch& scratch) {
     const auto item = static_cast<int>(block.item);

@@ -1,4 +1,4 @@
-"""An engine's side of its membership in a run: it joins, sends heartbeats, and leaves or is ordered to end."""
+"""An engine's side of its membership in a run (`asyncmoe engine`): it joins, sends heartbeats, and leaves or is ordered to end."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ served. At the last such start the law held, so at most C(v) = (eta + v - base +
 those already trained, have an oldest token <= v. Oldest-first training takes all of them before any newer trajectory: the trajectory is
 among the first C(v) trained, so in a step that begins at trainer version <= base + C(v)/B - 1 = v + eta. []
 
-A trajectory that finishes too late for the theorem falls under the consumption rule, so the age of trained tokens is always bounded; because
+A trajectory that finishes too late for the theorem faces the consumption rule, so the age of trained tokens is always bounded; because
 of the law, the rule is rarely needed. Lemma: under every rule, no trained token is more than `Admission.age_bound` versions old: eta for
 drop and requeue, `drop_above` for downweight. Proof. When a step is leased at trainer version i, every queued group with a token older
 than i - age_bound leaves the queue (`oldest_allowed`); only queued groups are leased; the step trains at version i. []

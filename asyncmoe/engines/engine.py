@@ -72,7 +72,7 @@ class Engine(Protocol):
             salt: cached prefixes are shared only between requests with the same salt.
             routed: number of leading tokens whose routes are omitted, because earlier turns have them; 0 without recorded routes.
             adapter: name of the adapter to sample with; None: the model without an adapter.
-            listener: hears every token once and in order, before this call returns. Once it ends the response, it hears no more, and the
+            listener: receives every token once and in order, before this call returns. Once it ends the response, it gets no more, and the
                 engine ends the request soon; tokens sampled until then are part of the result, which `decode.cut` shortens.
 
         Raises:

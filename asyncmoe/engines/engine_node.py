@@ -175,7 +175,7 @@ class Seat:
                 log.info("%s: all %d nodes have come", self.title, len(reply.hosts))
                 return reply
             if (waited := time.monotonic() - begin) > limit_s:
-                await self.end("it has waited long enough")
+                await self.end("it waited too long for the others")
                 absent = ", ".join(map(str, reply.missing))
                 words = f"start asyncmoe engine --name {self._here.name} --node {absent} there, or see its log"
                 raise WaitTimeout(f"node {absent} of {self._here.name}", f"it has not come; {words}", waited)

@@ -156,7 +156,7 @@ class Gatherings:
         """Return why an engine of several nodes cannot join, or an empty string."""
         found = self._now.get(request.name)
         if found is None or not found.has_met or found.meeting != request.met:
-            return f"{request.name}: a node of it was lost before it could join"
+            return f"{request.name}: one of its nodes was lost before it could join"
         return ""
 
     def joined(self, name: str) -> None:
@@ -172,7 +172,7 @@ class Gatherings:
         """Return why an engine whose ranks met at `met` is lost with one of its nodes, or an empty string. Call at least twice a second."""
         self._look()
         if (found := self._now.get(name)) is None or found.meeting != met:
-            return self._over[name][1].why if name in self._over else "a node of it is lost"
+            return self._over[name][1].why if name in self._over else "one of its nodes is lost"
         return silent(found, time.monotonic(), self._limit_s)
 
     def end(self, name: str, met: str, order: EngineOrder) -> None:

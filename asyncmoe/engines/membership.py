@@ -180,7 +180,7 @@ class Membership:
         before = [member for member in self._pool.members if member.engine.name == request.name]
         for member in before:
             if member.fenced is None and (request.served or not await member.engine.client.ready()):
-                self._pool.fence(member, "it has come anew")
+                self._pool.fence(member, "it has rejoined")
             elif member.fenced is None:
                 raise UserError(f"engine {request.name}", got="a name already taken", expected="a unique name", hint="set another --name")
         gatherings = self._gatherings if request.nodes > 1 else None

@@ -84,7 +84,7 @@ class Prober:
                 self._pool.fence(member, "it did not answer the first probe")
             elif self._most is not None and not found.divergence <= self._most:
                 got = f"got {found.divergence:.3g} nats a token over {found.tokens} tokens, expected at most {self._most:g}"
-                raise Disagreement(f"verify.anomalies.kl_engine.above: {found.engine} with what it has loaded, and the trainer: {got}")
+                raise Disagreement(f"verify.anomalies.kl_engine.above: weights loaded by {found.engine}, and the trainer's: {got}")
             else:
                 member.compared = True
                 log.info(

@@ -75,7 +75,7 @@ class Succession:
         left = self._read()
         if left is not None and left.controller != self.controller:
             after, ours = left.epoch, self.epoch
-            raise ProtocolError(f"controller {after} has taken the place of controller {ours}: this process is left over and must end")
+            raise ProtocolError(f"controller {after} has replaced controller {ours}: this process is left over and must end")
         self._write(weights)
 
     def _read(self) -> _Left | None:
@@ -84,5 +84,5 @@ class Succession:
         return None
 
     def _write(self, weights: EngineWeights) -> None:
-        with writing("what the engines hold", self._path):
+        with writing("the versions of the engines", self._path):
             replace(self._path, msgspec.json.encode(_Left(self.controller, self.epoch, weights)))

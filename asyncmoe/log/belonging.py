@@ -15,7 +15,7 @@ MARKER, FOLDER = "log.json", "log"
 FORM: Final = 2
 """Version of all record formats: raise it when one changes."""
 _FORMER = ("journal.json", "journal")
-_AGAIN = "what was queued or under way is then sampled again"
+_AGAIN = "queued and unfinished episodes are then sampled again"
 
 
 class Belonging(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ def read(run_dir: Path) -> Belonging | None:
     """Return what a run's log belongs to, or None if it has none. Raises DataError if the file is damaged or of another form."""
     if former := [run_dir / name for name in _FORMER if (run_dir / name).exists()]:
         hint = f"finish the run with the version that began it, or delete {' and '.join(map(str, former))}: {_AGAIN}"
-        raise DataError("run.dir", got=f"{run_dir} with a journal, the form before", expected="a log", hint=hint)
+        raise DataError("run.dir", got=f"{run_dir} with a journal, the former format", expected="a log", hint=hint)
     try:
         return msgspec.json.decode((run_dir / MARKER).read_bytes(), type=Belonging)
     except FileNotFoundError:

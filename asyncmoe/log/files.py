@@ -233,7 +233,7 @@ def _end(path: Path, first: int, identity: bytes) -> int:
         said, data = file.read(HEADER_BYTES), file.read()
     ours = said == header(identity, first)
     if not ours and said[-_CRC.size :] == _CRC.pack(checksum([said[: -_CRC.size]])):
-        hint = f"use the version that wrote it, name another log.folder, or delete {path.parent.parent}, which samples its queue again"
+        hint = f"use the version that wrote it, name another log.folder, or delete {path.parent.parent}: its queue is then sampled again"
         raise DataError(f"log {path.parent.parent}", got="the log of another run or version", expected="this run's", hint=hint)
     whole = [end for _, end, payload in records_in(data, first, identity) if payload is not None]
     return max(whole, default=first) if whole or ours else first + len(data)

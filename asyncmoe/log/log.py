@@ -25,7 +25,7 @@ from asyncmoe.trajectory.native import crc32c
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LOST = "bring back a copy of the whole log from after the run's stop, or delete it: what was queued is then sampled again"
+LOST = "restore a copy of the whole log from after the run's stop, or delete it: queued groups are then sampled again"
 HEAD_BYTES = 16
 """Bytes of a record besides its payload."""
 _SYNC_S, _CLOSE_S = 1.0, 300.0
@@ -139,7 +139,7 @@ class Log(ABC):
             last = self._turns.submit(self._acted, self._settle, self.end - 1)
             self._ticking.join()
             if wait([last], _CLOSE_S).not_done:
-                raise WaitTimeout(self.name, "what was appended to be written", _CLOSE_S)
+                raise WaitTimeout(self.name, "its appended records to be written", _CLOSE_S)
             log.info("%s: %d bytes are kept, %.2f s of CPU time", self.name, self.size, self.cpu_s)
             self._let_go()
 

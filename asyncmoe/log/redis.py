@@ -86,8 +86,8 @@ class RedisServer:
         """Convert an error to one for the user."""
         said = " ".join(str(error).split())[:300].rstrip(".")
         if isinstance(error, AuthenticationError | NoPermissionError):
-            hint = f"set {PASSWORD}, and name a user as in redis://user@host; docs/guides/log.md has what it must be allowed"
-            return UserError(KEY, got=f"{said} at {self.name}", expected="a user who may do it", hint=hint)
+            hint = f"set {PASSWORD}, and name a user as in redis://user@host; docs/guides/log.md lists the permissions it needs"
+            return UserError(KEY, got=f"{said} at {self.name}", expected="a user with permission", hint=hint)
         cure = "does not answer: bring it back, or name another one" if isinstance(error, _BROKEN) else "refuses a request: see its log"
         if "maxmemory" in said:
             cure = "is full: raise its maxmemory, or save checkpoints more often (trainer.checkpoint_every), which frees what they cover"

@@ -80,7 +80,7 @@ class Turns:
         data = _encode(Answered(key, request, answer))
         if full := self._log.is_full(len(data)):
             if not self._told_full:
-                log.warning("turns under way take a quarter of log.max_bytes: further ones are not recorded until groups end")
+                log.warning("recorded turns take a quarter of log.max_bytes: no more are recorded until groups end")
         else:
             self._since.setdefault(key.group, self._log.append([data]))
         self._told_full = full

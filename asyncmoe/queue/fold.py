@@ -229,7 +229,7 @@ def _replays(state: LogState, first: int, reached: int, name: str, lost: Collect
     if not state.damaged and (gaps := set(range(first, end)) - state.leases.keys()):
         raise InvariantBroken(f"{name}: no lease of steps {sorted(gaps)[:5]}, expected all from {first} on")
     if not first <= reached <= end:
-        hint = f"delete {name}: what was queued or under way is then sampled again; or bring back the checkpoint that belongs to it"
+        hint = f"delete {name}: queued and unfinished episodes are then sampled again; or restore the checkpoint that belongs to it"
         raise DataError(name, got=f"a log of steps {first} to {end}", expected=f"step {reached}, where the checkpoint is", hint=hint)
     replays: dict[int, records.StepLeased] = {}
     for step in range(reached, end):
@@ -237,7 +237,7 @@ def _replays(state: LogState, first: int, reached: int, name: str, lost: Collect
         if lease is None or lease.terms is None or any(number in lost for number in lease.numbers):
             break
         if not state.damaged and {one.number for one in state.groups.values() if one.step == step} != {*lease.numbers}:
-            raise InvariantBroken(f"{name}: not all groups of the lease of step {step} are recorded so: {lease.numbers}")
+            raise InvariantBroken(f"{name}: not all groups of the lease of step {step} are recorded as leased: {lease.numbers}")
         replays[step] = lease.terms
     return replays
 

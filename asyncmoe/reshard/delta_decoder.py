@@ -102,7 +102,7 @@ class DeltaDecoder:
         for source, one in self._sources.items():
             one.digest = sum(self._there.read(one.lane.table, i, self._places) for i in range(len(one.lane))) & WORD
             if one.digest != digests.get(source):
-                raise self._lost(source, f"version {version} has other bits than rank {source} has")
+                raise self._lost(source, f"the bits of version {version} differ from those of rank {source}")
         self.version = version
 
     def expect(self, sizes: Mapping[int, Sequence[int]]) -> None:
@@ -142,7 +142,7 @@ class DeltaDecoder:
         for source, one in self._sources.items():
             one.proved = (one.digest + self._apply(source, write=False)) & WORD
             if one.proved != digests.get(source):
-                raise self._lost(source, "the delta does not make the new version of what lies in memory")
+                raise self._lost(source, "the delta does not turn the current memory into the new version")
 
     def commit(self, version: int) -> None:
         """Write the verified delta into the destination.
@@ -157,7 +157,7 @@ class DeltaDecoder:
         for source, one in self._sources.items():
             one.digest = (one.digest + self._apply(source, write=True)) & WORD
             if one.digest != one.proved:
-                raise self._lost(source, "a delta, or what lies in memory, changed while it was written")
+                raise self._lost(source, "a delta, or the memory, changed while it was written")
         self._let_go(all_=False)
         self.version = version
 
@@ -182,4 +182,4 @@ class DeltaDecoder:
 
     def _lost(self, source: int, what: str) -> TransferError:
         self.forget()
-        return TransferError(source, self.rank, f"{what}; the next update of this rank must be everything")
+        return TransferError(source, self.rank, f"{what}; the next update of this rank must be full")

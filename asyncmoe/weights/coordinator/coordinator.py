@@ -126,7 +126,7 @@ class WeightUpdateCoordinator:
         """
         late = (await asyncio.wait(self._under_way, timeout=self._timeout_s))[1] if self._under_way else ()
         if late:
-            raise WaitTimeout("the engines", "the end of what a trainer that is lost had asked them for", self._timeout_s)
+            raise WaitTimeout("the engines", "the end of a lost trainer's requests", self._timeout_s)
         self._listen(False)
         if self._ending is not None:
             await self._ending
@@ -195,7 +195,7 @@ class WeightUpdateCoordinator:
         silent = request.probe and any(await asyncio.gather(*map(self._pool.silent, self.driver.roster.members)))
         self._pool.fence_dead()
         for member, error in await self._compare_new(self._kept) if self._kept else ():
-            self._pool.fence(member, f"what it has loaded: {error}")
+            self._pool.fence(member, f"its loaded weights: {error}")
         driver = self.driver
         concerned = driver.roster.members if driver.current is None else driver.current.members
         lost = tuple(member.engine.name for member in concerned if member.fenced is not None)

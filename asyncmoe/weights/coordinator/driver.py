@@ -313,4 +313,4 @@ async def _told(note: Awaitable[None]) -> None:
     try:
         await note
     except AsyncmoeError as error:
-        log.warning("what the engines hold is not kept: %s", error)
+        log.warning("the engines' weights are not recorded: %s", error)

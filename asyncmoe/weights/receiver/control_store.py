@@ -69,7 +69,7 @@ class Store:
                 store = open_store(self._file)
                 store.set_timeout(timedelta(seconds=_FILE_S))
             else:
-                raise WeightSyncError(f"{self._peer}: nobody keeps the store {host}")
+                raise WeightSyncError(f"{self._peer}: no process hosts the store {host}")
         except RuntimeError as error:
             raise WeightSyncError(f"{self._peer}: {_first_line(error)}") from error
         self._store: Any = _c10d.PrefixStore(group, store)

@@ -41,8 +41,8 @@ def receive(held: DeltaDecoder, exchanger: Exchanger, header: Header, coming: Co
         TransferError, WaitTimeout: as `Exchanger.run`.
     """
     if header.base != held.version:
-        whose = "no version that it has proved" if held.version is None else f"version {held.version}"
-        raise DeltaRefused(f"a delta of version {header.base} came, but this rank holds {whose}")
+        whose = "no verified version" if held.version is None else f"version {held.version}"
+        raise DeltaRefused(f"got a delta of version {header.base}, but this rank has {whose}")
     with _refusing(terms):
         held.expect(coming.sizes)
     exchanger.run(terms.timeout_s, decoder=held)

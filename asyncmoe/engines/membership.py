@@ -1,7 +1,7 @@
 """Engines, as the controller sees them: joining, heartbeats and leaving.
 
-`asyncmoe engine` (`asyncmoe.engines.engine_agent`) starts and ends each of them, and sends its requests here. An engine that has
-joined is an engine like any other from its first version on. An engine that leaves gets no new requests and finishes its current ones; an
+`asyncmoe engine` (`asyncmoe.engines.engine_agent`) starts and ends each of them, and sends its requests here. From its
+first version on, an engine that has joined is like any other. An engine that leaves gets no new requests and finishes its current ones; an
 engine without heartbeats is fenced.
 """
 
@@ -40,7 +40,7 @@ class RemoteEngine:
 
     Args:
         heartbeat_timeout_s: seconds without a heartbeat after which it counts as dead.
-        gatherings: knows its nodes, if it has several; they end with it.
+        gatherings: tracks its nodes, if it has several; they end with it.
     """
 
     def __init__(self, joined: EngineJoin, heartbeat_timeout_s: float, gatherings: Gatherings | None = None) -> None:

@@ -26,7 +26,7 @@ FORMAT = 1
 SEGMENT_BYTES = 64 << 20
 """Size at which a new segment begins; a larger record gets its own."""
 _LEAST_SEGMENTS = 8
-"""Number of segments that fit into the size bound: only whole segments are deleted, and never the newest."""
+"""Least number of segments that fit into the size bound: only whole segments are deleted, and never the newest."""
 _MAGIC, _RECORD_MAGIC = b"AMOElog\0", b"AMrc"
 _HEADER, _CRC, _HEAD, _PLACE = struct.Struct("<8sI4xQ32s"), struct.Struct("<I"), struct.Struct("<4sIQ"), struct.Struct("<QQ")
 HEADER_BYTES = _HEADER.size + _CRC.size

@@ -5,7 +5,7 @@ each agent that spoke, kept or discarded together. Every started episode ends as
 last three under a reason, and the counts add up after every call (`asyncmoe.queue.admission.Ledger`).
 
 Guarantees to the trainer. The answer to `lease(step)` is decided once: every rank gets the same answer, whenever it asks. A leased
-trajectory keeps its arrays until `commit(step)` or `release(step)`. No trajectory is trained twice. No trained trajectory has a token more
+trajectory keeps its arrays until `commit(step)` or `reopen`. No trajectory is trained twice. No trained trajectory has a token more
 than `Admission.age_bound` versions (max_staleness, unless old groups are downweighted) older than the trainer's weights.
 
 After a resume at step k (`trained_steps=k`) the versions and the capacity law continue from k, as if everything up to k had passed through

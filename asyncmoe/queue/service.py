@@ -28,7 +28,7 @@ class QueueService:
         self.left = False
 
     async def __call__(self, request: QueueRequest) -> Reply:
-        """Answer a request. Raises the queue's errors, `ConfigError` for a different configuration, `ProtocolError` out of turn."""
+        """Answer a request. Raises the queue's errors, `ConfigError` for a different configuration, `ProtocolError` for one out of turn."""
         match request:
             case Hello():
                 return self._welcome(request)

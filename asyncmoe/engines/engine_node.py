@@ -178,7 +178,7 @@ class Seat:
                 await self.end("it waited too long for the others")
                 absent = ", ".join(map(str, reply.missing))
                 words = f"start asyncmoe engine --name {self._here.name} --node {absent} there, or see its log"
-                raise WaitTimeout(f"node {absent} of {self._here.name}", f"it has not come; {words}", waited)
+                raise WaitTimeout(f"node {absent} of {self._here.name}", f"it has not arrived; {words}", waited)
 
     async def follow(self) -> EngineNodes:
         """Send heartbeats until the reply is an order, and return it. Raises as `meet` does if the controller is gone."""

@@ -214,7 +214,7 @@ def _claim(lock: int, folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        got = f"{folder}, in use by another process ({os.pread(lock, 256, 0).decode() or 'it says no more'})"
+        got = f"{folder}, in use by another process ({os.pread(lock, 256, 0).decode() or 'unknown'})"
         raise UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it") from None
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())

@@ -104,7 +104,7 @@ class Log(ABC):
         with self._changing:
             self._check()
             if self.is_full(nbytes):
-                hint = "raise it, or lower trainer.checkpoint_every: what a checkpoint covers is deleted"
+                hint = "raise it, or lower trainer.checkpoint_every: records that a checkpoint covers are deleted"
                 got = f"{gibibytes(self.size)} in {self.name} and {gibibytes(nbytes)} more"
                 raise StorageError(f"log.max_bytes: got {got}, expected at most {gibibytes(self._max_bytes or 0)}; {hint}")
             if not self._queue:

@@ -323,7 +323,7 @@ def _trailer(message: np.ndarray, nbytes: int) -> ctypes.c_uint64:
 
 
 def _damaged(chunks: Chunks, number: int) -> TransferError:
-    what = f"message {number + 1} of {len(chunks)} arrived with a different digest than it was sent with, or is of another plan"
+    what = f"message {number + 1} of {len(chunks)} arrived with another digest than it was sent with, or is of another plan"
     return TransferError(chunks.source, chunks.destination, what)
 
 

@@ -250,7 +250,7 @@ def test_what_goes_wrong_while_staging_costs_one_update_and_says_the_same_on_eve
     fine, stall, corrupt, again = [outcome["error"] for outcome in zero]
     assert fine is None
     assert re.fullmatch(
-        r"from trainer rank 1 to engine\.0 rank 0: message 1 of \d+ arrived with a different digest than it was sent with, "
+        r"from trainer rank 1 to engine\.0 rank 0: message 1 of \d+ arrived with another digest than it was sent with, "
         r"or is of another plan \(engine\.0 rank 0 on .+, cpu\)",
         corrupt,
     )

@@ -1,4 +1,4 @@
-// Strided box copies, of which every plan consists.
+// Strided box copies, the building blocks of every plan.
 #pragma once
 
 #include <array>

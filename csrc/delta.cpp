@@ -25,7 +25,7 @@ template <typename Bits>
 uint64_t scatter(const DeltaView& view, const DeltaBlock& block, const std::vector<uint32_t>& positions,
                  const std::byte* values, bool write) {
     constexpr auto kSize = static_cast<int64_t>(sizeof(Bits));
-    constexpr size_t kAhead = 24;  // elements, which are spread over as many lines of memory
+    constexpr size_t kAhead = 24;  // elements, spread over as many cache lines
     std::vector<Target> targets(positions.size());
     DeltaWalk walk(view, block);
     for (size_t k = 0; k < positions.size(); ++k) {

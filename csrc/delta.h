@@ -1,4 +1,4 @@
-// The delta codec in host memory: of a message that was sent before and would be sent now, only what changed.
+// The delta codec in host memory: encodes only what changed in a message since it was last sent.
 #pragma once
 
 #include <memory>
@@ -9,9 +9,9 @@
 
 namespace asyncmoe {
 
-// What the elements of messages are (which element of which canonical tensor) and where they lie at the receiver. Rows
-// are those of copy.h: the source is a tensor, with offset and strides in elements times item bytes; the destination is
-// the place. In a chunk (a message) elements follow each other row by row, row-major.
+// Maps the elements of messages to elements of canonical tensors, and to their locations at the receiver. Rows are
+// those of copy.h: the source is a tensor, with offset and strides in elements times item bytes; the destination is the
+// location. In a chunk (a message) elements follow each other row by row, row-major.
 class DeltaTable {
   public:
     // Chunk c consists of the rows firsts[c] <= i < firsts[c + 1]; seeds are those of the tensors (element_digest.h).
@@ -22,26 +22,26 @@ class DeltaTable {
     int64_t chunks() const { return static_cast<int64_t>(firsts_.size()) - 1; }
     const std::vector<DeltaRow>& rows() const { return rows_; }
     const std::vector<DeltaBlock>& blocks() const { return blocks_; }
-    // Blocks of the largest chunk.
+    // Number of blocks in the largest chunk.
     int64_t most_blocks() const;
     // Number of storages that the rows need.
     int64_t bases() const { return bases_; }
-    // Bytes of a chunk's elements. This and all that follows throw std::invalid_argument if the chunk does not exist.
+    // Size of a chunk's elements in bytes. Throws std::invalid_argument if the chunk does not exist, as do all below.
     int64_t bytes(int64_t chunk) const;
-    // The most bytes that a payload of the chunk takes.
+    // Maximum size of a payload of the chunk in bytes.
     int64_t bound(int64_t chunk) const;
-    // The elements in storages, whose addresses must live as long, or, unless it is null, in a message. Throws
-    // std::invalid_argument for too few or null addresses of storages.
+    // The elements in storages at `bases`, which must outlive the view, or, if `message` is not null, in a message.
+    // Throws std::invalid_argument for too few or null addresses of storages.
     DeltaView view(int64_t chunk, const std::vector<int64_t>& bases, std::byte* message) const;
-    // Throws std::invalid_argument unless `pack` packs messages of as many bytes, row by row.
+    // Throws std::invalid_argument unless `pack` packs messages of the same size, row by row.
     void check(int64_t chunk, const Program& pack) const;
 
-    // The sum of the terms of a chunk's elements as they lie in memory. Throws as `view`.
+    // The sum of the terms of a chunk's elements, read from memory. Throws as `view`.
     uint64_t read(int64_t chunk, const std::vector<int64_t>& bases, std::byte* message, int threads) const;
 
-    // Returns the new terms less the old ones of the elements in a payload, the old ones as they lie in memory; with
-    // `write`, writes the elements, too. Throws std::invalid_argument as `view`, and for a payload of which a length,
-    // number or position does not fit (with `write` it may be partly written then). Reads and writes nothing outside
+    // Returns the new terms minus the old ones of the elements in a payload, with the old ones read from memory; with
+    // `write`, also writes the elements. Throws std::invalid_argument as `view`, and for a payload with a length,
+    // number or position that does not fit (with `write` it may then be partly written). Never reads or writes outside
     // payload and rows, whatever the payload.
     uint64_t apply(int64_t chunk, const std::byte* payload, int64_t nbytes, const std::vector<int64_t>& bases,
                    bool write, int threads) const;
@@ -58,17 +58,17 @@ class DeltaTable {
     int64_t bases_ = 0;
 };
 
-// What was found in all blocks of a chunk together.
+// Totals over all blocks of a chunk.
 struct DeltaFound {
     uint64_t nbytes;   // of the payload
-    uint64_t sum;      // of terms; or the new ones less the old ones
+    uint64_t sum;      // of terms; or the new ones minus the old ones
     uint64_t changed;  // elements
-    uint64_t faults;   // blocks whose code does not fit
+    uint64_t faults;   // blocks with an invalid encoding
 };
 
-// Compares a chunk's message, as `pack` would make it now, with what was sent before (`base`), and codes what changed
-// into `payload`, which has room for `bound` bytes; then `base` is the message as it is now. Takes less than 1 MiB a
-// thread. Throws as DeltaTable::check and Program::check.
+// Compares a chunk's current message, as made by `pack`, with the last one sent (`base`), and encodes the changes into
+// `payload`, which has room for `bound` bytes; `base` becomes the current message. Needs less than 1 MiB per thread.
+// Throws as DeltaTable::check and Program::check.
 DeltaFound encode_delta(const DeltaTable& table, const Program& pack, int64_t chunk,
                         const std::vector<int64_t>& sources, std::byte* base, std::byte* payload, int threads);
 

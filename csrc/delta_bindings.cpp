@@ -17,7 +17,7 @@ namespace {
 
 std::byte* bytes_at(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
-// (bytes of the payload, new terms less old ones or sum of terms, changed elements).
+// (bytes of the payload, new terms minus old ones or sum of terms, changed elements).
 py::tuple as_tuple(const DeltaFound& found) { return py::make_tuple(found.nbytes, found.sum, found.changed); }
 
 DeltaTable make_table(const Int64Array& rows, const Int64Array& firsts, const Int64Array& seeds) {

@@ -1,4 +1,4 @@
-// The sender's half of the delta codec: compare, and code what changed.
+// The sender's half of the delta codec: compare, and encode the changes.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -10,14 +10,14 @@
 namespace asyncmoe {
 namespace {
 
-// Memory of one thread, of which only what is used is touched.
+// Memory of one thread; only the used part is touched.
 struct Scratch {
     std::unique_ptr<std::byte[]> fresh{new std::byte[kDeltaBlock]};
     std::unique_ptr<std::byte[]> gaps{new std::byte[kDeltaBlock + kEntry]};
     std::unique_ptr<uint32_t[]> positions{new uint32_t[kDeltaBlock + kSlack]};
 };
 
-// Packs a box; its bytes follow each other in the message.
+// Packs a box, whose bytes are consecutive in the message.
 void pack_box(const BoxCopy& copy) {
     constexpr int64_t kShortest = 64, kAhead = 4096, kLine = 64;  // bytes
     if (copy.cast != Cast::kNone || !copy.source || copy.count != 1 || copy.run < kShortest) {
@@ -35,7 +35,7 @@ void pack_box(const BoxCopy& copy) {
     }
 }
 
-// The bytes of a block as they would be sent now; packed into `room` unless they lie in one place.
+// The current bytes of a block; packed into `room` unless they are contiguous and need no cast.
 const std::byte* packed(const DeltaBlock& block, const Program& pack, const std::vector<int64_t>& sources,
                         std::byte* room) {
     const int64_t message = static_cast<int64_t>(reinterpret_cast<intptr_t>(room)) - block.at;
@@ -48,7 +48,7 @@ const std::byte* packed(const DeltaBlock& block, const Program& pack, const std:
     return room;
 }
 
-// Writes the changed values to `values` and to where they were before, and returns their terms less the old ones.
+// Writes the changed values to `values` and over the old ones, and returns the new terms minus the old ones.
 template <typename Bits>
 uint64_t move_changed(const DeltaView& view, const DeltaBlock& block, const uint32_t* positions, int64_t count,
                       const std::byte* now, std::byte* old, std::byte* values) {
@@ -66,13 +66,13 @@ uint64_t move_changed(const DeltaView& view, const DeltaBlock& block, const uint
     return sum;
 }
 
-// Codes a block into `body`, which has room for all of its elements; returns its entry, and adds to what is found.
+// Encodes a block into `body`, which has room for all of its elements; returns its entry, and adds to the totals.
 DeltaEntry encode_block(const DeltaView& view, const DeltaBlock& block, const std::byte* now, std::byte* body,
                         Scratch& scratch, std::atomic<uint64_t>& sum, std::atomic<uint64_t>& changed) {
     std::byte* old = view.message + block.at;
     const int64_t whole = block.elements * block.item;
     const int64_t count = differing(now, old, block.item, block.elements, scratch.positions.get());
-    const int64_t room = whole - count * block.item - 1;  // else all elements take no more
+    const int64_t room = whole - count * block.item - 1;  // else a dense body is no larger
     const int64_t gaps = room < 0 ? -1 : write_gaps(scratch.positions.get(), count, scratch.gaps.get(), room);
     changed += static_cast<uint64_t>(count);
     if (gaps >= 0) std::memcpy(body, scratch.gaps.get(), static_cast<size_t>(gaps));

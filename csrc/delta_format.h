@@ -10,11 +10,11 @@
 
 namespace asyncmoe {
 
-// Elements are compared and coded in blocks of at most so many bytes; block and positions then stay in a core's cache.
+// Maximum bytes of the blocks in which elements are compared and encoded: block and positions fit in a core's cache.
 constexpr int64_t kDeltaBlock = int64_t{1} << 17;
 
 // A payload begins with an entry for each block. The bodies of the blocks follow: the gaps, then the values of the
-// changed elements; or, if kDense, all elements, and the bytes of gaps are 0.
+// changed elements; or, if kDense, all elements, with 0 bytes of gaps.
 struct DeltaEntry {
     uint32_t changed;  // elements, or kDense
     uint32_t gaps;     // bytes
@@ -25,7 +25,7 @@ constexpr uint32_t kDense = 0xffffffffu;
 // A gap is the number of unchanged elements before a changed one, counted from the previous changed one. Bytes:
 //   gap                                       below kOneByte
 //   kOneByte + h, l                           gap = kOneByte + 256 h + l, for h below kLong - kOneByte
-//   kLong, and 3 bytes, little-endian         anything from there on
+//   kLong, and 3 bytes, little-endian         any larger gap
 // With one element in a hundred changed at random, a gap takes 1.1 bytes on average; at 0.3 %, 1.5.
 constexpr uint32_t kOneByte = 224, kLong = 255, kTwoBytes = kOneByte + 256 * (kLong - kOneByte);
 
@@ -64,8 +64,8 @@ ASYNCMOE_BOTH inline std::byte* put_gap(std::byte* to, uint32_t gap) {
     return to;
 }
 
-// Decodes the gap at byte `at`, moves `at` behind it and `next`, the first position that may come, to the changed
-// element. Returns false for a gap that is cut off or longer than it needs to be, or a position that is not below
+// Decodes the gap at byte `at`, and advances `at` past it and `next`, the lowest position still possible, to the
+// changed element. Returns false for a gap that is cut off or longer than necessary, or a position that is not below
 // `elements`.
 ASYNCMOE_BOTH inline bool take_gap(const std::byte* gaps, int64_t nbytes, int64_t elements, int64_t& at,
                                    int64_t& next) {
@@ -91,12 +91,12 @@ ASYNCMOE_BOTH inline bool take_gap(const std::byte* gaps, int64_t nbytes, int64_
 // ---------------------------------------------------------------- in host memory (delta_code.cpp)
 
 // Writes the ascending positions at which two arrays differ and returns their number. `item` is 1, 2, 4 or 8 bytes;
-// `positions` has room for `count` and kSlack more.
+// `positions` has room for `count` + kSlack.
 constexpr int64_t kSlack = 16;
 int64_t differing(const std::byte* a, const std::byte* b, int64_t item, int64_t count, uint32_t* positions);
 
-// Writes the gaps of ascending positions and returns their bytes; -1 if they take more than `room`. `out` has room for
-// 4 bytes more.
+// Writes the gaps of ascending positions and returns their size in bytes, or -1 if that exceeds `room`. `out` has room
+// for 4 more bytes.
 int64_t write_gaps(const uint32_t* positions, int64_t count, std::byte* out, int64_t room);
 
 // Reads `count` positions. Returns false unless the gaps take exactly `nbytes` in their shortest form and every

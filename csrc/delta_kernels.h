@@ -1,5 +1,5 @@
-// The bodies of the delta kernels. A thread block takes a block of a table at a time; the functions also run on the
-// host, and give what the CPU's give, bit for bit.
+// The bodies of the delta kernels. A thread block handles one block of a table at a time; the functions also run on the
+// host, with the same results as the CPU codec, bit for bit.
 #pragma once
 
 #include "delta.h"
@@ -7,7 +7,7 @@
 
 namespace asyncmoe {
 
-// Elements that a thread takes at a time, next to those of the threads beside it.
+// Number of elements that a thread handles at a time; adjacent threads handle adjacent groups.
 constexpr int64_t kGroup = 8;
 constexpr int kBatch = 4096;  // positions that are decoded at a time
 
@@ -30,7 +30,7 @@ ASYNCMOE_BOTH inline void for_elements(const DeltaView& view, const DeltaBlock& 
     }
 }
 
-// Finds where in a payload the body of each block begins; returns the payload's bytes. For all threads.
+// Finds where each block's body begins in a payload; returns the payload's size in bytes. For all threads.
 ASYNCMOE_BOTH inline uint64_t place_bodies(const DeltaView& view, const std::byte* payload, int64_t* bodies,
                                            OfTeam<uint64_t>& sums) {
     const int64_t share = (view.count + kTeam - 1) / kTeam;
@@ -53,7 +53,7 @@ ASYNCMOE_BOTH inline uint64_t place_bodies(const DeltaView& view, const std::byt
     return entries + sums.total();
 }
 
-// ---------------------------------------------------------------- the sender: compare, and code what changed
+// ---------------------------------------------------------------- the sender: compare, and encode the changes
 
 // Memory that the threads of a block share.
 struct CompareScratch {
@@ -92,7 +92,7 @@ ASYNCMOE_BOTH inline void for_changed(const CompareScratch& scratch, const Delta
             if (bits & 1) visit(static_cast<uint32_t>(group * kGroup) + k);
 }
 
-// Finds what changed in a block, of which `now` and `old` are the bytes, and how it is coded. For all threads.
+// Finds the changes from a block's bytes `old` to `now`, and how to encode them. For all threads.
 ASYNCMOE_BOTH inline DeltaEntry compare_block(const DeltaBlock& block, const std::byte* now, const std::byte* old,
                                               CompareScratch& scratch) {
     const auto item = static_cast<int>(block.item);
@@ -123,7 +123,7 @@ ASYNCMOE_BOTH inline DeltaEntry compare_block(const DeltaBlock& block, const std
     return coded < block.elements * item ? DeltaEntry{changed, gaps} : DeltaEntry{kDense, 0};
 }
 
-// Compares a block, and writes its entry; returns what it adds to what is found. For all threads.
+// Compares a block, and writes its entry; returns its part of the totals. For all threads.
 ASYNCMOE_BOTH inline DeltaFound survey(const DeltaView& view, int64_t number, const std::byte* now, std::byte* payload,
                                        CompareScratch& scratch) {
     const DeltaBlock& block = view.blocks[number];
@@ -144,8 +144,8 @@ ASYNCMOE_BOTH inline DeltaFound survey(const DeltaView& view, int64_t number, co
     return {0, sum_of_team(scratch.sums), changed, 0};
 }
 
-// Writes a block's body, once its entry is written and its place is known, and the block as it is now over what was
-// sent before. For all threads.
+// Writes a block's body, once its entry is written and its place is known, and overwrites the message last sent with
+// the current block. For all threads.
 ASYNCMOE_BOTH inline void code_block(const DeltaView& view, int64_t number, const std::byte* now, std::byte* payload,
                                      int64_t place, CompareScratch& scratch) {
     const DeltaBlock& block = view.blocks[number];
@@ -182,22 +182,22 @@ ASYNCMOE_BOTH inline void code_block(const DeltaView& view, int64_t number, cons
     });
 }
 
-// ---------------------------------------------------------------- the receiver: prove, scatter, and read what is held
+// ---------------------------------------------------------------- the receiver: verify, scatter, and read elements
 
 struct ApplyScratch {
     uint32_t positions[kBatch];
-    int count;         // of them
-    int64_t at, next;  // bytes of gaps that are decoded, and the first position that may come
+    int count;         // of positions
+    int64_t at, next;  // bytes of gaps decoded so far, and the lowest position still possible
     OfTeam<uint64_t> sums;
 };
 
-// As DeltaTable::apply for one block, whose body lies within the payload. A body of which a position does not fit is a
-// fault; it may then be partly written. For all threads.
+// DeltaTable::apply for one block, whose body lies within the payload. A body with a position that does not fit is a
+// fault, and may be partly written. For all threads.
 ASYNCMOE_BOTH inline DeltaFound apply_coded(const DeltaView& view, const DeltaBlock& block, DeltaEntry entry,
                                             const std::byte* body, bool write, ApplyScratch& scratch) {
     const bool dense = entry.changed == kDense;
     if (dense ? entry.gaps != 0 : entry.changed > block.elements) return {0, 0, 0, 1};
-    // Computes the new term less the old one of an element, and writes the element if asked.
+    // Computes the new term minus the old one of an element, and writes the element if asked.
     const auto change = [&](const DeltaWalk::Spot& spot, const std::byte* value) {
         const uint64_t before = load_element(spot.place, block.item), after = load_element(value, block.item);
         if (write) store_element(spot.place, block.item, after);

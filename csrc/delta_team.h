@@ -21,13 +21,13 @@ ASYNCMOE_BOTH inline void step(const Part& part) {
 #endif
 }
 
-// Values of the threads, and room for a scan of them.
+// One value per thread, and room for a scan of them.
 template <typename T>
 struct OfTeam {
     T now[kTeam];
     T next[kTeam];
 
-    // Of the threads before one, after `scan`.
+    // The combined value of the threads before `thread`, after `scan`.
     ASYNCMOE_BOTH T before(int thread) const { return thread ? now[thread - 1] : T{0}; }
     ASYNCMOE_BOTH T total() const { return now[kTeam - 1]; }
 };
@@ -57,7 +57,7 @@ ASYNCMOE_BOTH inline void scan_largest(OfTeam<T>& values) {
     scan(values, [](T a, T b) { return a > b ? a : b; });
 }
 
-// The sum of the threads' values, for all threads, which may write new ones at once.
+// Returns the sum of the threads' values to all threads, which may write new ones at once.
 ASYNCMOE_BOTH inline uint64_t sum_of_team(OfTeam<uint64_t>& values) {
     scan_sums(values);
     const uint64_t sum = values.total();

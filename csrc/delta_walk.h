@@ -8,8 +8,8 @@
 
 namespace asyncmoe {
 
-// A box of a tensor's elements, with dimensions that follow each other both in the tensor and in memory merged into
-// `run` elements. All numbers of elements are at most kDeltaBlock.
+// A box of a tensor's elements; dimensions that are contiguous both in the tensor and in memory are merged into `run`
+// elements. All numbers of elements are at most kDeltaBlock.
 struct DeltaRow {
     int64_t begin;  // number of its first element in its block
     int64_t place;  // of the first element, bytes from the base

@@ -9,9 +9,9 @@
 
 namespace asyncmoe {
 
-// Copies from pageable memory to the current device and waits. Not by cudaMemcpy, which returns before the last part of
-// such a copy has arrived, and which the default stream orders: kernels of other streams would not wait for it, and it
-// would wait for the step of a model that is enqueued there.
+// Copies from pageable memory to the current device and waits. Avoids cudaMemcpy, which returns before the last part of
+// such a copy has arrived, and is ordered by the default stream: kernels on other streams would not wait for it, and it
+// would wait for a model's step that is enqueued there.
 inline void copy_now(void* there, const void* here, size_t nbytes) {
     cudaStream_t stream = nullptr;
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");

@@ -1,4 +1,4 @@
-// The delta codec on a GPU (delta.h has the one in host memory, and says what it does).
+// The delta codec on a GPU; delta.h has the codec in host memory, and the contract of both.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace asyncmoe {
 
-// What a kernel found; throws std::invalid_argument, as DeltaTable::apply, if the payload had faults.
+// Returns a kernel's totals; throws std::invalid_argument, as DeltaTable::apply, if the payload had faults.
 DeltaFound checked(const DeltaFound& found);
 
 // Emulate the kernels for a chunk in host memory, on this thread. Slow. See DeviceDelta.
@@ -20,9 +20,9 @@ DeltaFound emulate_delta_read(const DeltaTable& table, int64_t chunk, const std:
                               std::byte* message);
 
 #ifdef ASYNCMOE_CUDA
-// A table on a GPU, where messages, payloads and storages are, too. Each call enqueues its kernels on a stream and
-// returns without waiting; after waiting for the stream, `take` says what the last call found. All calls are on one
-// stream.
+// A table on a GPU, in whose memory messages, payloads and storages lie too. Each call enqueues its kernels on a stream
+// and returns without waiting; after a wait for the stream, `take` returns the totals of the last call. All calls must
+// use one stream.
 class DeviceDelta {
   public:
     // `table` must outlive this object. Throws std::runtime_error with CUDA's message.
@@ -31,9 +31,9 @@ class DeviceDelta {
     DeviceDelta(const DeviceDelta&) = delete;
     DeviceDelta& operator=(const DeviceDelta&) = delete;
 
-    // As `encode_delta`, but of the packed message `now`.
+    // As `encode_delta`, for the packed message `now`.
     void encode(int64_t chunk, uintptr_t now, uintptr_t base, uintptr_t payload, uintptr_t stream);
-    // As DeltaTable::apply, except that a position that does not fit is found by `take`.
+    // As DeltaTable::apply, except that `take` reports positions that do not fit.
     void apply(int64_t chunk, uintptr_t payload, int64_t nbytes, const std::vector<int64_t>& bases, bool write,
                uintptr_t stream);
     // As DeltaTable::read.

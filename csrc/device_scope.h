@@ -28,8 +28,8 @@ inline void check(cudaError_t status, const std::string& what) {
     throw std::runtime_error(text);
 }
 
-// Drops the error of an earlier call of this thread that nobody checked, as in a destructor, so that it is not taken
-// for one of the launch that follows.
+// Drops an unchecked error of an earlier call on this thread, as in a destructor, so that it is not attributed to the
+// next launch.
 inline void forget_errors() { cudaGetLastError(); }
 
 // Whether this process already uses a device, that is, whether its primary context is active. Creates no context. False

@@ -54,7 +54,7 @@ ASYNCMOE_AVX512 inline Line terms_of(Line line, Line places) {
     return z ^ (z >> 31);
 }
 
-// kStream: destination is a multiple of 64, and lines are written past the cache.
+// If kStream, `destination` is a multiple of 64, and lines are written past the cache.
 template <bool kStream>
 ASYNCMOE_AVX512 inline Line copy_line(const std::byte* source, std::byte* destination) {
     Line line;

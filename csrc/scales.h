@@ -46,7 +46,7 @@ ASYNCMOE_BOTH inline int64_t job_of_block(const ScaleJob* jobs, int64_t count, i
     return last_from<&ScaleJob::first>(jobs, int64_t{0}, count - 1, block);
 }
 
-// The bits of the larger of two magnitudes. As integers they have the order of the numbers, with NaNs the largest.
+// The bits of the larger of two magnitudes. As integers, bits are ordered like the numbers, with NaNs the largest.
 ASYNCMOE_BOTH inline uint32_t larger(uint32_t magnitude, uint32_t bits) {
     bits &= 0x7fffffffu;
     return bits > magnitude ? bits : magnitude;

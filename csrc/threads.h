@@ -19,9 +19,9 @@ inline int threads_for(int asked, int64_t bytes) {
     return static_cast<int>(std::clamp<int64_t>(bytes / kWorthAThread, 1, asked));
 }
 
-// Calls task(0) ... task(tasks - 1) on up to `threads` threads, including the caller's: on fewer where the system
-// starts no more. The first exception of a task is thrown when all threads have ended; tasks that had not begun are
-// left out.
+// Calls task(0) ... task(tasks - 1) on up to `threads` threads, including the caller's, or on fewer if the system
+// cannot start more. The first exception of a task is rethrown when all threads have ended; tasks that had not begun
+// are skipped.
 template <typename Task>
 void run_on_threads(int threads, int64_t tasks, const Task& task) {
     std::atomic<int64_t> next{0};

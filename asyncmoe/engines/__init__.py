@@ -1,10 +1,10 @@
-"""The engines of a run: their processes, the pool that dispatches requests, and the adapter they hold.
+"""The engines of a run: their processes, the pool that dispatches requests to them, and the adapter they serve.
 
-- `engine.py`, `types.py`: what the code needs of an engine. `sglang/` implements it, and only `backend.py` imports that.
+- `engine.py`, `types.py`: the interface of an engine. `sglang/` implements it; only `backend.py` imports `sglang/`.
 - `pool.py`: dispatches requests, with `gate.py` (how many at a time) and `scheduling.py` (which next, and where).
 - `decode.py`: what an engine records with a response. `adapters.py`: its adapter.
-- `membership.py`, `engine_agent.py`, `engine_stay.py`: engines of other machines, as the controller and they themselves see it.
-  `engine_python.py`: the Python that they run in.
-- `nodes.py`: engines over several machines. `gathering.py`, `engine_node.py`: how their nodes come and end together, as the controller and
-  they themselves see it.
+- `membership.py`, `engine_agent.py`, `engine_stay.py`: engines on other machines, from the controller's side and their own.
+  `engine_python.py`: the Python interpreter they run in.
+- `nodes.py`: engines over several machines. `gathering.py`, `engine_node.py`: how their nodes start and end together, from the controller's
+  side and their own.
 """

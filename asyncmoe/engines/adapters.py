@@ -1,4 +1,4 @@
-"""The adapter that the engines of a run serve: one, installed at their start, whose memory the receivers write."""
+"""The one adapter that a run's engines serve: installed when they start; the receivers write its weights in place."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from asyncmoe.config import Config
 
 NAME = "policy"
 SLOTS = 2
-"""Adapters that an engine holds at a time: requests without one occupy a slot too."""
+"""Adapter slots of an engine: requests without an adapter occupy one too."""
 
 
 def asked(config: Config) -> str | None:
-    """Return the name of the adapter that requests are sampled with, if any."""
+    """Return the name of the adapter to sample requests with, if any."""
     return None if config.adapter is None else NAME

@@ -1,4 +1,4 @@
-"""Decodes the routes and sampling masks of a `Generation` into what is recorded.
+"""Decodes the routes and sampling masks of a `Generation` into their recorded form.
 
 Routes: `meta_info.routed_experts` has rows for the tokens from `start` to seqlen - 1: seqlen counts prompt and response, the last token has
 not passed through the model, and `start` is the request's `routed_experts_start_len`, at most the length of its prompt and capped at
@@ -22,13 +22,13 @@ from asyncmoe.trajectory.sent_routes import MAGIC, first_rows, from_bytes, to_by
 
 
 def cut(generation: Generation, keep: int, before: int) -> Generation:
-    """Return a response that ends with its token number `keep`, as if no token had been sampled after that one.
+    """Truncate a response to its first `keep` tokens, as if no token had been sampled after them.
 
     A token depends only on the tokens before it, so the kept tokens have the distribution and the log-probabilities of a response that
     ends by this rule.
 
     Args:
-        keep: at least 1, at most the response's tokens.
+        keep: number of tokens, from 1 to the response's length.
         before: number of prompt tokens whose routes the answer contains.
     """
     size = len(generation.tokens)
@@ -49,7 +49,7 @@ def cut(generation: Generation, keep: int, before: int) -> Generation:
 
 
 def _first_rows(sent: Buffer, keep: int, rows: int) -> Buffer:
-    """Return the first of `rows` rows; bytes that do not hold them are returned unchanged, and rejected later."""
+    """Return the first `keep` of `rows` rows; bytes of any other number of rows are returned unchanged and rejected later."""
     if not _is_packed(sent):
         return sent if len(sent) % rows else sent[: len(sent) // rows * keep]
     try:
@@ -64,9 +64,9 @@ def _is_packed(sent: Buffer) -> bool:
 
 
 def with_packed_routes(generation: Generation, routing: Routing | None, rows: int) -> Generation:
-    """Return a response whose routes take little memory: those of an engine that does not pack them, packed.
+    """Return a response with its routes packed, to save memory, if the engine did not pack them.
 
-    Routes that are not `rows` valid rows are left as they are, and rejected by `routed_experts` with the trajectory's name.
+    Routes that are not `rows` valid rows stay unchanged; `routed_experts` rejects them and names the trajectory.
     """
     sent = generation.routes
     if routing is None or sent is None or _is_packed(sent) or len(sent) != rows * routing.all_layers * routing.top_k * 4:
@@ -100,7 +100,7 @@ def routed_experts(sent: Buffer | None, routing: Routing, *, tokens: int, routed
         return encode_routes(_plain(sent, routing, rows, key), routing, key)
     try:
         routes = from_bytes(sent, key)
-        expect_valid(routes, key)  # an expert that there is not, or twice, would stop the trainer
+        expect_valid(routes, key)  # a nonexistent or repeated expert would stop the trainer
     except ProtocolError as error:
         raise TrajectoryRejected("routes_malformed", str(error)) from error
     if (routes.layers, routes.top_k, routes.experts) != (routing.layers, routing.top_k, routing.experts):

@@ -1,7 +1,7 @@
-"""What a run needs of an inference engine: the only description of it that the rest of the code imports.
+"""The interface of an inference engine; the rest of the code imports nothing else of one.
 
-`Engine` is the interface of a running server, `EngineHandle` adds its process as the pool sees it, and `EngineProcess` adds what starts
-and ends a process of this machine. SGLang (`asyncmoe.engines.sglang`) implements all three, and `asyncmoe.engines.backend`
+`Engine` is the interface of a running server, `EngineHandle` adds its process as the pool sees it, and `EngineProcess` adds starting and
+ending a process on this machine. SGLang (`asyncmoe.engines.sglang`) implements all three, and `asyncmoe.engines.backend`
 alone chooses the implementation; docs/guides/engine.md says how to add another.
 
 Every coroutine of `Engine` waits a bounded time, and either succeeds or raises:
@@ -24,10 +24,10 @@ from asyncmoe.rpc.messages import WeightsBucket, WeightsJoin
 
 
 class Engine(Protocol):
-    """A running server that samples responses, records what trained them, and changes its weights while requests wait.
+    """A running server that samples responses, records what training on them needs, and changes its weights while requests wait.
 
-    A weight update is one call of `command_receivers`, if the weights wait in the engine, or a sequence of calls. The coordinator makes
-    them for all engines at the same time:
+    A weight update is one call of `command_receivers`, if the engine already has the weights, or a sequence of calls, which the coordinator
+    makes for all engines at the same time:
 
         pause, begin_update, then any number of load_bucket or command_receivers, end_update, checksums, set_version, resume
 
@@ -45,7 +45,7 @@ class Engine(Protocol):
         """Return True if the engine accepts requests; False also while nothing listens yet. Never raises."""
 
     async def alive(self, timeout_s: float) -> bool:
-        """Return True as soon as the engine produces a token, of any request; an idle engine is made to sample one. Never raises.
+        """Return True as soon as the engine produces a token for any request; an idle engine is made to sample one. Never raises.
 
         Call it while the engine is not paused.
         """
@@ -71,8 +71,8 @@ class Engine(Protocol):
             tokens: the prompt; no text passes through an engine.
             salt: cached prefixes are shared only between requests with the same salt.
             routed: number of leading tokens whose routes are omitted, because earlier turns have them; 0 without recorded routes.
-            adapter: name of its adapter; None: the model without an adapter.
-            listener: hears every token once and in order, before this call returns. Once it ends the response, it hears no more, and the
+            adapter: name of the adapter to sample with; None: the model without an adapter.
+            listener: receives every token once and in order, before this call returns. Once it ends the response, it gets no more, and the
                 engine ends the request soon; tokens sampled until then are part of the result, which `decode.cut` shortens.
 
         Raises:
@@ -82,7 +82,7 @@ class Engine(Protocol):
         """
 
     async def prompt_logprobs(self, tokens: Sequence[int], timeout_s: float) -> PromptLogprobs:
-        """Return the log-probabilities of two tokens or more, computed without cached prefixes, without an adapter, and by one version."""
+        """Return the log-probabilities of two or more tokens, computed without cached prefixes or an adapter, and under one version."""
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
         """Return the tool calls in a response's text.
@@ -90,14 +90,14 @@ class Engine(Protocol):
         Args:
             text: the response with its special tokens, without the token that ended it.
             parser: name of one of the engine's parsers.
-            tools: OpenAI's function schemas of the tools there are.
+            tools: OpenAI function schemas of the available tools.
         """
 
     async def abort(self) -> None:
         """End all requests; each is answered with the tokens sampled so far and finish `ABORTED`."""
 
     async def pause(self, retract: bool = False) -> None:
-        """Stop between two forward passes; returns when no token of the weights so far is still to come.
+        """Stop between two forward passes; returns when no more tokens of the current weights will arrive.
 
         Args:
             retract: drop the keys and values of running requests, which `resume` recomputes; False: keep them.
@@ -135,14 +135,14 @@ class Engine(Protocol):
         The bucket is one uint8 tensor: the bytes of whole tensors of the checkpoint, in C order, one after another.
 
         Args:
-            bucket: their names in the Hugging Face checkpoint, dtypes and shapes.
+            bucket: the tensors' names in the Hugging Face checkpoint, dtypes and shapes.
         """
 
     async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
         """Have `asyncmoe.weights.receiver.worker.obey` execute one command in each rank's main thread.
 
-        Called of a paused engine between `begin_update` and `end_update`; or of one that generates, which executes the commands of all
-        ranks between the same two forward passes, requests in progress staying as they are. Returns when all ranks have executed theirs.
+        The engine is either paused, between `begin_update` and `end_update`, or generating: then all ranks execute their commands between
+        the same two forward passes, without disturbing requests in progress. Returns when all ranks have executed theirs.
 
         Args:
             commands: one per rank.
@@ -150,7 +150,7 @@ class Engine(Protocol):
         """
 
     async def weights_version(self) -> int:
-        """Return the version of the weights, which `command_receivers` or `set_version` has set; 0 before."""
+        """Return the weights' version, as `command_receivers` or `set_version` last set it; 0 initially."""
 
     async def set_version(self, version: int) -> None:
         """Set the version of the weights from the next sampled token on; the checkpoint's weights are version 0."""
@@ -185,11 +185,11 @@ class EngineHandle(Protocol):
         """Why the process ended, or None while it runs."""
 
     def kill(self) -> None:
-        """End the process, at once or as soon as its machine hears of it; its requests in progress fail with `EngineLost`."""
+        """End the process, at once or when its machine receives the order; its requests in progress fail with `EngineLost`."""
 
 
 class EngineProcess(EngineHandle, Protocol):
-    """An engine of this machine, started by this process.
+    """An engine on this machine, started by this process.
 
     Attributes:
         url: "http://host:port", from which `asyncmoe.engines.backend.connect` makes a client in another process.

@@ -1,8 +1,8 @@
 """`asyncmoe engine`: one SGLang server on this machine that joins a run and serves until the run ends or a signal stops it.
 
-Every engine of a run exists in this way, whoever starts it: the controller owns no process of an engine. A server that dies or is fenced
-starts again, so that the loss of one ends neither a job nor a run. If the controller is lost, the server waits `engines.orphan_s` for the
-next one of the run, and joins it with the weights that it holds.
+Every engine of a run runs this way, whoever starts it: the controller owns no engine process. A server that dies or is fenced restarts, so
+the loss of one ends neither a job nor a run. If the controller is lost, the server waits `engines.orphan_s` for the run's next controller,
+and joins it with its current weights.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def default_name(index: int) -> str:
 
 
 def run(config: Config, name: str, index: int, memory: Sequence[str] = (), node: int = 0) -> None:
-    """Serve until the run ends, or until SIGTERM or SIGINT. A server that is lost starts again and joins again (`engines.restarts`).
+    """Serve until the run ends, or until SIGTERM or SIGINT. A lost server restarts and rejoins (`engines.restarts`).
 
     Args:
         index: index of this engine on its machine.
         memory: arguments that limit its GPU memory.
-        node: which one of the engine's `engines.nodes` this machine is.
+        node: index of this machine among the engine's `engines.nodes`.
 
     Raises:
         UserError: this machine has no address in `cluster.network`, or a port is taken.
@@ -59,11 +59,11 @@ def run(config: Config, name: str, index: int, memory: Sequence[str] = (), node:
 
 
 def check_node(nodes: int, name: str | None, node: int) -> None:
-    """Check which node of an engine a machine is to be.
+    """Check which node of an engine a machine is to run.
 
     Args:
         nodes: `engines.nodes`.
-        name: of the engine; None: not given.
+        name: the engine's name; None: not given.
 
     Raises:
         UserError: the engine has no such node, or several but no name.
@@ -102,7 +102,7 @@ async def _serve_once(config: Config, name: str, index: int, memory: Sequence[st
     """Start the server, and serve until the run ends or `stop` is set.
 
     Raises:
-        ServerLost: the server has joined and is lost, or did not start again; the run goes on without it.
+        ServerLost: the server was lost after it joined, or did not restart; the run goes on without it.
         AsyncmoeError: as `run`.
     """
     host, key, again = address.reachable(config.cluster.network), secrets.token_urlsafe(32), restart > 0
@@ -121,5 +121,5 @@ async def _serve_once(config: Config, name: str, index: int, memory: Sequence[st
 
 
 def _seed(name: str, restart: int) -> int:
-    """A restarted engine must not draw the samples of its start again."""
+    """A restarted engine must not repeat the samples of its earlier start."""
     return (zlib.crc32(name.encode()) >> 1) + restart

@@ -1,7 +1,7 @@
-"""One node of an engine over several machines, as `asyncmoe engine --node` keeps it.
+"""One node of an engine over several machines, as `asyncmoe engine --node` runs it.
 
-It says at the controller that it is there, starts its server once all nodes are (`asyncmoe.engines.gathering`), and ends it with
-any of the others. Node 0 joins the run for all of them.
+It reports to the controller, starts its server once all nodes have reported (`asyncmoe.engines.gathering`), and ends it when any other node
+ends. Node 0 joins the run for all of them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ async def serve_node(
 
     Args:
         seed: as for `asyncmoe.engines.backend.start`.
-        again: whether the run has had this engine before.
+        again: whether this engine was in the run before.
 
     Raises:
-        ServerLost: the engine has joined and is lost with any of its nodes, but the run goes on without it.
-        WaitTimeout: the controller or another node has not come, or is gone.
+        ServerLost: the engine was lost with one of its nodes after it joined; the run goes on without it.
+        WaitTimeout: the controller or another node did not come in time, or is gone.
         AsyncmoeError: the engine did not start, or the run has failed.
     """
     rendezvous = await unless(stop, controller(config.run.dir, config.engines.start_timeout_s))
@@ -84,13 +84,13 @@ async def serve_node(
 
 
 async def _hold(seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNodes], stop: asyncio.Event) -> None:
-    """Hold the ranks of a node that is not the first."""
+    """Run the ranks of a node other than the first."""
     async with first_of(orders, watch(engine), stop.wait()) as (_, health, _):
         if orders.done():
             _obey(seat, orders.result())
         elif health.done():
             order = await seat.end(health.result())
-            # Without an answer the next controller decides.
+            # If the controller did not answer, the next one decides.
             raise (EngineError if order.why and not order.again else ServerLost)(f"{seat.title} died: {health.result()}")
         else:
             log.info("%s leaves", seat.title)
@@ -110,13 +110,13 @@ async def _lead(
                 return
             with coming(again=again):
                 starting.result()
-            # Ranks on several machines share memory with none that is on one of them.
+            # An engine on several machines shares memory with no process that is on just one.
             place, parallel = (engine.url, key, "+".join(sorted(set(met.hosts)))), (engine.tp, engine.ep)
             own, nodes = facts(engine.name), seat.config.engines.nodes
             request = EngineJoin(engine.name, *place, *parallel, seat.config.digest, own, nodes=nodes, met=met.meeting)
             await stay(seat.config, engine, seat.rendezvous, request, stop, again=again)
         except ControllerLost as error:
-            raise ServerLost(str(error)) from error  # it comes anew, with all nodes, at the next controller
+            raise ServerLost(str(error)) from error  # it joins the next controller anew, with all nodes
         except AsyncmoeError as error:
             if not orders.done():
                 await seat.end(str(error))
@@ -135,15 +135,15 @@ def _obey(seat: Seat, order: EngineNodes) -> None:
 
 
 class Seat:
-    """A node's place among the nodes of its engine, at the controller.
+    """A node's registration with the controller, among the nodes of its engine.
 
     Attributes:
-        config: of the run.
-        title: of the node in messages.
-        rendezvous: of the controller.
+        config: the run's configuration.
+        title: the node's name in messages.
+        rendezvous: the controller's rendezvous.
 
     Args:
-        meeting: where the ranks can meet; empty but for node 0.
+        meeting: where the ranks can meet; empty except on node 0.
     """
 
     def __init__(self, config: Config, rendezvous: Rendezvous, name: str, node: int, meeting: str) -> None:
@@ -159,8 +159,8 @@ class Seat:
         """Wait for the other nodes; return where their ranks meet, or None if the run is over.
 
         Raises:
-            ServerLost: the controller is gone, and another may take its place.
-            WaitTimeout: one has not come within `engines.start_timeout_s`, or the controller is gone.
+            ServerLost: the controller is gone, and another may replace it.
+            WaitTimeout: a node did not come within `engines.start_timeout_s`, or the controller is gone.
             EngineError: the run has failed.
         """
         limit_s, begin = self.config.engines.start_timeout_s, time.monotonic()
@@ -175,21 +175,21 @@ class Seat:
                 log.info("%s: all %d nodes have come", self.title, len(reply.hosts))
                 return reply
             if (waited := time.monotonic() - begin) > limit_s:
-                await self.end("it has waited long enough")
+                await self.end("it waited too long for the others")
                 absent = ", ".join(map(str, reply.missing))
                 words = f"start asyncmoe engine --name {self._here.name} --node {absent} there, or see its log"
-                raise WaitTimeout(f"node {absent} of {self._here.name}", f"it has not come; {words}", waited)
+                raise WaitTimeout(f"node {absent} of {self._here.name}", f"it has not arrived; {words}", waited)
 
     async def follow(self) -> EngineNodes:
-        """Say that the node lives until an answer is an order; return it. Raises as `meet` does for a controller that is gone."""
+        """Send heartbeats until the reply is an order, and return it. Raises as `meet` does if the controller is gone."""
         while True:
             heartbeats.beat("looks after its server")
             if (reply := await self._ask()).is_order:
                 return reply
 
     async def end(self, why: str) -> EngineNodes:
-        """Tell the controller that the node ends: with `why`, its server is lost; without, the engine leaves in order. Return how all nodes
-        end, once the controller has heard it or is gone."""
+        """Report the node's end to the controller: with `why`, its server is lost; without, the engine leaves in order. Return the order
+        for all nodes, once the controller has answered or is gone."""
         end = EngineNodeEnd(self._here.name, self._here.node, self._here.start, why)
         limit_s, reply = GRACE_S if why else self.config.rollout.request_timeout_s + GRACE_S, EngineNodes(finished=True)
         with contextlib.suppress(AsyncmoeError):

@@ -1,4 +1,4 @@
-"""An engine's membership in a run, as `asyncmoe engine` keeps it: it joins, says that it lives, and leaves or is told to end."""
+"""An engine's side of its membership in a run (`asyncmoe engine`): it joins, sends heartbeats, and leaves or is ordered to end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 _POLL_S = 0.5
 _PARENT = os.getppid()
 GRACE_S = 10.0
-"""Seconds for an answer beyond what the question itself takes."""
+"""Seconds to wait for a reply beyond the time its request may take."""
 
 
 class ServerLost(EngineError):
@@ -40,7 +40,7 @@ class RunFailed(EngineError):
 
 
 class ControllerLost(AsyncmoeError):
-    """The controller is gone, and the server goes on. `controller`: its name; empty: it was gone before the server had joined."""
+    """The controller is gone; the server goes on. `controller`: its name, or empty if it was gone before the server joined."""
 
     def __init__(self, why: str, controller: str) -> None:
         super().__init__(why)
@@ -49,10 +49,10 @@ class ControllerLost(AsyncmoeError):
 
 @contextlib.contextmanager
 def coming(*, again: bool) -> Iterator[None]:
-    """Within the block an engine starts or joins. Whatever keeps one from it that the run has had before is the loss of that engine alone.
+    """Start or join an engine within the block. If the run had this engine before, a failure is the loss of that engine alone.
 
     Raises:
-        ServerLost: with `again`, whatever went wrong, unless the controller is gone or has ended the engine.
+        ServerLost: with `again`, on any error, unless the controller is gone or has ended the engine.
     """
     try:
         yield
@@ -65,16 +65,16 @@ def coming(*, again: bool) -> Iterator[None]:
 async def stay(
     config: Config, engine: EngineProcess, rendezvous: Rendezvous, request: EngineJoin, stop: asyncio.Event, *, again: bool
 ) -> None:
-    """Stay in the run to its end, with one controller after the other.
+    """Stay in the run to its end, under one controller after another.
 
     Args:
-        again: whether the run has had this engine before.
+        again: whether this engine was in the run before.
 
     Raises:
         ServerLost: the server is lost, or must start again to serve another controller.
         RunFailed: the run has failed.
-        ControllerLost: of an engine over several nodes.
-        WaitTimeout: the controller is lost, and no other came within `engines.orphan_s`.
+        ControllerLost: the controller is lost, and the engine spans several nodes.
+        WaitTimeout: the controller is lost, and none replaced it within `engines.orphan_s`.
     """
     lost: ControllerLost | None = None
     now = asyncio.get_running_loop().time
@@ -88,7 +88,7 @@ async def stay(
                 lost, until = error, now() + config.engines.orphan_s
             log.warning("%s; waiting for the next controller", error)
         nobody = WaitTimeout("the next controller", str(lost), config.engines.orphan_s)
-        if (left := until - now()) < 0:  # one that hangs is found again and again
+        if (left := until - now()) < 0:  # a hanging controller is found again and again
             raise nobody
         try:
             successor = await unless(stop, controller(config.run.dir, left, engine))
@@ -104,11 +104,11 @@ async def controller(run_dir: Path, wait_s: float, engine: EngineProcess | None 
     """Wait for a controller, which may start after this process, and return its rendezvous.
 
     Args:
-        engine: a server that serves meanwhile.
+        engine: a server that keeps serving meanwhile.
 
     Raises:
-        WaitTimeout: there was none in time.
-        ServerLost: the server has died meanwhile.
+        WaitTimeout: none came in time.
+        ServerLost: the server died meanwhile.
     """
     now = asyncio.get_running_loop().time
     began = now()
@@ -126,7 +126,7 @@ async def controller(run_dir: Path, wait_s: float, engine: EngineProcess | None 
 
 
 async def watch(engine: EngineProcess) -> str:
-    """Wait for the end of a server, and return the reason."""
+    """Wait for a server to end, and return the reason."""
     while (why := engine.died) is None:
         heartbeats.beat("looks after its server")
         await asyncio.sleep(_POLL_S)
@@ -164,12 +164,12 @@ async def _stay_with(
 
 
 async def _orders(client: AsyncClient, name: str, limit_s: float, controller: str) -> EngineOrder:
-    """Send heartbeats until an answer is the last order.
+    """Send heartbeats until the reply is the last order, and return it.
 
     Raises:
-        ControllerLost: it is gone, and another may take its place.
-        WaitTimeout: it is gone.
-        ServerLost: it does not know the engine any more.
+        ControllerLost: the controller is gone, and another may replace it.
+        WaitTimeout: it is gone, and none will replace it.
+        ServerLost: it no longer knows the engine.
     """
     alive = EngineAlive(name, limit_s / 3)
     while True:
@@ -187,7 +187,7 @@ async def _orders(client: AsyncClient, name: str, limit_s: float, controller: st
 
 
 async def _leave(config: Config, name: str, client: AsyncClient) -> None:
-    """Leave in order; with a supervisor that is lost, whose controller may hang, not for as long as a response may take."""
+    """Leave in order; once the supervisor is lost, wait only `engines.orphan_s`, because the controller may hang."""
     log.info("%s leaves", name)
     asked, orphan_s = client.ask(EngineLeave(name), config.rollout.request_timeout_s + GRACE_S), config.engines.orphan_s
     async with first_of(asked, _orphaned(orphan_s)) as (reply, _):
@@ -197,7 +197,7 @@ async def _leave(config: Config, name: str, client: AsyncClient) -> None:
 
 
 async def _orphaned(seconds: float) -> None:
-    """Return so long after the supervisor was lost. A thread of it may end, and have this process told, before it does."""
+    """Return `seconds` after the supervisor was lost. The signal of its death may come when only one of its threads ends."""
     while os.getppid() == _PARENT:
         await asyncio.sleep(_POLL_S)
     await asyncio.sleep(seconds)
@@ -212,7 +212,7 @@ async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
 
 @contextlib.asynccontextmanager
 async def first_of(*work: Awaitable[Any]) -> AsyncIterator[tuple[asyncio.Future[Any], ...]]:
-    """Do several things at once; begin the block with their futures once one is over, and cancel the others at its end."""
+    """Run awaitables concurrently; enter the block with their futures once one is done, and cancel the others at its end."""
     futures = tuple(map(asyncio.ensure_future, work))
     try:
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

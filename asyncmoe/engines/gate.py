@@ -1,4 +1,4 @@
-"""The gate in front of the engines: limits the requests inside, admits none while closed, and follows the order of `Waiting`."""
+"""The gate in front of the engines: limits the requests inside, admits none while closed, and admits in the order of `Waiting`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from asyncmoe.engines.scheduling import ScheduledRequest, Waiting
 
 
 class Gate:
-    """Admits requests; open at first.
+    """Admits requests; initially open.
 
-    A request that is cancelled while it waits, or at the moment of its admission, takes no place. Places that become free while the gate
-    is closed are assigned when it opens: by then, responses that the closing cut short wait again, and go first.
+    A request that is cancelled while it waits, or at the moment of its admission, takes no slot. Slots freed while the gate is closed are
+    assigned when it opens: by then, the responses that the closing cut short wait again, and go first.
 
     Attributes:
         inside: number of admitted requests that have not left; at most `limit`.

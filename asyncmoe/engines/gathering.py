@@ -1,8 +1,8 @@
-"""The nodes of engines over several machines, as the controller sees them: they come, meet, and end together.
+"""The nodes of engines over several machines, as the controller sees them: they arrive, meet, and end together.
 
-A node asks continuously (`asyncmoe.rpc.node_messages.EngineNode`). When all nodes of an engine have come, each hears where their ranks meet
-and starts its server; node 0 then joins as any engine does (`membership.py`). A node that ends, or sends nothing for
-`cluster.heartbeat_timeout_s`, is the end of all: the others are told to end their servers, and come again if the engine had joined.
+A node polls continuously (`asyncmoe.rpc.node_messages.EngineNode`). Once all nodes of an engine have arrived, each learns where their ranks
+meet and starts its server; node 0 then joins like any engine (`membership.py`). If one node ends, or is silent for
+`cluster.heartbeat_timeout_s`, all end: the others are ordered to end their servers, and arrive anew if the engine had joined.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from asyncmoe.rpc.node_messages import EngineNode, EngineNodes
 log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _MOST_ENDED = 1024
-"""Starts of nodes that have ended, which may still wait for an answer."""
+"""Number of ended node starts to remember, which may still wait for an answer."""
 
 
 @dataclass(frozen=True)
 class NodeSeat:
-    """A node that has come.
+    """A node that has arrived.
 
     Attributes:
         start, host, who: as in `EngineNode`.
-        heard: monotonic time at which it was last heard of.
+        heard: monotonic time of its last request.
     """
 
     start: str
@@ -42,14 +42,14 @@ class NodeSeat:
 
 @dataclass(frozen=True)
 class NodeGathering:
-    """The nodes of an engine, from the first that comes to the end of all.
+    """The nodes of an engine, from the first arrival until all have ended.
 
     Attributes:
-        name: of the engine.
-        nodes: their number.
-        seats: by number.
-        meeting: where the ranks meet; empty until node 0 has said it.
-        joined: the engine has joined the run.
+        name: the engine's name.
+        nodes: number of nodes.
+        seats: arrived nodes, by number.
+        meeting: where the ranks meet; empty until node 0 has sent it.
+        joined: whether the engine has joined the run.
     """
 
     name: str
@@ -60,12 +60,12 @@ class NodeGathering:
 
     @property
     def starts(self) -> frozenset[str]:
-        """The starts of the nodes that have come."""
+        """The starts of the nodes that have arrived."""
         return frozenset(seat.start for seat in self.seats.values())
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Nodes that have not come."""
+        """Nodes that have not arrived."""
         return tuple(node for node in range(self.nodes) if node not in self.seats)
 
     @property
@@ -75,14 +75,14 @@ class NodeGathering:
 
 
 def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s: float) -> NodeGathering:
-    """Return an engine's nodes with one that is there.
+    """Return an engine's nodes, updated with a request from one of them.
 
     Args:
-        found: the engine's nodes so far; None: none is there.
-        limit_s: seconds without a word after which a node's place is free, unless all have met.
+        found: the engine's nodes so far; None: none has arrived.
+        limit_s: seconds of silence after which a node's seat is free, unless all have met.
 
     Raises:
-        UserError: the node's place is taken, or it is a node of another number of nodes.
+        UserError: the node's seat is taken, or the nodes disagree on their number.
     """
     name, node = request.name, request.node
     if node >= request.nodes:
@@ -103,16 +103,16 @@ def arrive(found: NodeGathering | None, request: EngineNode, now: float, limit_s
 
 
 def staying(found: NodeGathering, now: float, limit_s: float) -> NodeGathering:
-    """Return an engine's nodes without those that have gone before all had come."""
+    """Return an engine's nodes without those that fell silent before all had arrived."""
     if found.has_met:
         return found
     return replace(found, seats={node: seat for node, seat in found.seats.items() if now - seat.heard <= limit_s})
 
 
 def silent(found: NodeGathering, now: float, limit_s: float) -> str:
-    """Return why the engine is lost if one of its nodes is not heard of any more after they met; empty if none is.
+    """Return why the engine is lost if a node fell silent after all met, else an empty string.
 
-    Node 0 of an engine that has joined is heard of as an engine (`membership.RemoteEngine`).
+    Node 0 of an engine that has joined is watched as an engine (`membership.RemoteEngine`).
     """
     for node, seat in sorted(found.seats.items() if found.has_met else ()):
         if not (node == 0 and found.joined) and now - seat.heard > limit_s:
@@ -132,13 +132,13 @@ class Gatherings:
         self._limit_s, self._controller = limit_s, controller
         self._now: dict[str, NodeGathering] = {}
         self._over: dict[str, tuple[frozenset[str], EngineOrder]] = {}
-        """The nodes of each engine that were told last how they all end, by their starts."""
+        """By engine: the starts of its last nodes that were ordered to end, and that order."""
         self._last: EngineOrder | None = None
         self._ended: deque[str] = deque(maxlen=_MOST_ENDED)
         self._standstill = Standstill()
 
     async def ask(self, request: EngineNode) -> EngineNodes:
-        """Note that a node is there; answer at once if it is to do something else, or after its `wait_s`.
+        """Record a node's heartbeat; reply at once if there is news for it, else after its `wait_s`.
 
         Raises:
             UserError: as `arrive`.
@@ -153,10 +153,10 @@ class Gatherings:
             await asyncio.sleep(_POLL_S)
 
     def join(self, request: EngineJoin) -> str:
-        """Return why an engine of several nodes cannot join, or nothing."""
+        """Return why an engine of several nodes cannot join, or an empty string."""
         found = self._now.get(request.name)
         if found is None or not found.has_met or found.meeting != request.met:
-            return f"{request.name}: a node of it was lost before it could join"
+            return f"{request.name}: one of its nodes was lost before it could join"
         return ""
 
     def joined(self, name: str) -> None:
@@ -165,24 +165,24 @@ class Gatherings:
             self._now[name] = replace(found, joined=True)
 
     def has(self, name: str, start: str) -> bool:
-        """Return whether a start of a node is one of those that an engine now has."""
+        """Return whether a node's start belongs to the engine's current nodes."""
         return (found := self._now.get(name)) is not None and start in found.starts
 
     def lost(self, name: str, met: str) -> str:
-        """Return why an engine whose ranks `met` is lost with one of its nodes; empty: it is not. Ask at least twice a second."""
+        """Return why an engine whose ranks met at `met` is lost with one of its nodes, or an empty string. Call at least twice a second."""
         self._look()
         if (found := self._now.get(name)) is None or found.meeting != met:
-            return self._over[name][1].why if name in self._over else "a node of it is lost"
+            return self._over[name][1].why if name in self._over else "one of its nodes is lost"
         return silent(found, time.monotonic(), self._limit_s)
 
     def end(self, name: str, met: str, order: EngineOrder) -> None:
-        """Have all nodes of an engine whose ranks `met` end; later orders are ignored."""
+        """Order all nodes of an engine whose ranks met at `met` to end; later orders are ignored."""
         if (found := self._now.get(name)) is not None and found.meeting == met:
             self._over[name] = self._now.pop(name).starts, order
             log.info("the %d nodes of %s end: %s", found.nodes, name, order.why or "it is over")
 
     def end_start(self, name: str, start: str, why: str) -> bool:
-        """Have all nodes of an engine end because one of them has; return whether that one was among them."""
+        """Order all nodes of an engine to end because one of them has; return whether that one was among them."""
         found = self._now.get(name)
         node = next((number for number, seat in found.seats.items() if seat.start == start), None) if found is not None else None
         if found is None or node is None:
@@ -195,11 +195,11 @@ class Gatherings:
         return True
 
     def order(self, name: str, start: str) -> EngineNodes:
-        """Return how all nodes end of which one has said so."""
+        """Return the order to end for all nodes of an engine, after one has reported its end."""
         return _ending(self._told(name, start) or EngineOrder(finished=True))
 
     def end_all(self, order: EngineOrder) -> None:
-        """Have the nodes of all engines end, those that come later too."""
+        """Order the nodes of all engines to end, including any that arrive later."""
         self._last = order
 
     def _hear(self, request: EngineNode) -> None:
@@ -228,12 +228,12 @@ class Gatherings:
         return EngineNodes(meeting, hosts, found.missing, self._controller)
 
     def _told(self, name: str, start: str) -> EngineOrder | None:
-        """Return how an engine's nodes end of which this start was one; None: they go on."""
+        """Return the order to end for the nodes of an engine that this start belongs to; None: they go on."""
         starts, order = self._over.get(name, (frozenset[str](), None))
         return order if start in starts else None
 
     def _look(self) -> None:
-        """If this process stood still, what nodes have sent meanwhile is still to be read."""
+        """Extend the limits if this process stood still: what nodes sent meanwhile is yet to be read."""
         if gap := self._standstill.look():
             for name, found in self._now.items():
                 later = {node: replace(seat, heard=seat.heard + gap) for node, seat in found.seats.items()}

@@ -1,9 +1,9 @@
-"""Whether engines generate. A process that runs and accepts requests may still answer none: its scheduler or detokenizer hangs or is gone.
+"""Checks that engines generate. One that runs and accepts requests may still answer none: its scheduler or detokenizer hangs or is gone.
 
-Each engine is probed: a probe succeeds once the engine produces any token, of whichever request, and generates one itself if the engine is
-idle. An engine that fails a probe, or lets a request time out, is a suspect: it gets requests only if all others are suspects too. An
-engine that stays silent is fenced. An engine that is paused for a weight update is not probed: those calls have limits of their own. An
-engine that does not pause, or take a version, within `PAUSE_SHARE` of `hang_timeout_s` is fenced; the others wait for it only at first
+Each engine is probed: a probe succeeds once the engine produces a token for any request, and samples one itself if the engine is idle. An
+engine that fails a probe, or lets a request time out, is a suspect: it gets requests only if all others are suspects too. An engine that
+stays silent is fenced. An engine that is paused for a weight update is not probed: the update's calls have their own limits. An engine that
+does not pause, or take a version, within `PAUSE_SHARE` of `hang_timeout_s` is fenced; the others wait for it only at first
 (`asyncmoe.weights.coordinator`).
 """
 
@@ -17,9 +17,9 @@ from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 
 _PROBES = 6
-"""Probes in `hang_timeout_s`. The first that fails may begin a probe's time after the last sign of life, so all but one must fail."""
+"""Probes per `hang_timeout_s`. The first failed one may begin an interval after the last sign of life, so all but one must fail."""
 PAUSE_SHARE = 1 / 3
-"""Share of `hang_timeout_s` in which a running engine pauses, or swaps weights in."""
+"""Share of `hang_timeout_s` within which a running engine pauses, or swaps weights in."""
 _POLL_S = 0.2
 
 
@@ -28,7 +28,7 @@ class Liveness:
 
     Args:
         hang_timeout_s: seconds after its last token within which a silent engine is fenced.
-        paused: returns True if an engine cannot sample at the moment, which is no silence.
+        paused: returns True while an engine cannot sample, which does not count as silence.
     """
 
     def __init__(self, pool: Pool, hang_timeout_s: float, paused: Callable[[Member], bool]) -> None:
@@ -37,7 +37,7 @@ class Liveness:
         self._probes: dict[Member, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Probe engines, those that join included; never returns."""
+        """Probe all engines, including those that join later; never returns."""
         try:
             while True:
                 for member in self._pool.serving:
@@ -74,5 +74,5 @@ class Liveness:
 
     async def _fence(self, member: Member, silent: float) -> None:
         self._pool.fence(member, f"no token for {silent:.0f} s (engines.hang_timeout_s {self._limit_s:g})")
-        # Its machine may hang too and never hear that it is to end; its requests must not wait for that.
+        # Its machine may hang too and never receive the order to end; the requests must not wait for that.
         await member.engine.client.close()

@@ -21,15 +21,15 @@ class Member:
     Attributes:
         version, lineage: version the engine serves.
         in_flight: number of requests sent but not answered.
-        elsewhere: the number of all rollout workers' requests.
+        elsewhere: number of requests in flight from rollout workers.
         fenced: why it takes no more requests, or None.
         waiting: True if it has joined but not received a version.
-        leaving: True if it only finishes the requests it has.
+        leaving: True if it only finishes its current requests.
         busy_since: Unix time at which its unrecorded generation began, or None if idle.
         heard: monotonic time at which it last answered.
-        suspect: True if a request or a probe has timed out since.
-        compared: True once what it has loaded from the model's files was found to be what the trainer has.
-        serial: of this start of the engine; no other member of this process has it.
+        suspect: True if a request or a probe has timed out since then.
+        compared: True once the weights it loaded from the model's files were found to match the trainer's.
+        serial: identifies this start of the engine; unique within this process.
     """
 
     engine: EngineHandle
@@ -48,7 +48,7 @@ class Member:
 
     @property
     def salt(self) -> str:
-        """The salt of prefixes that it computes: one version of two lineages has other weights in each."""
+        """Salt of its cached prefixes: the same version has different weights in different lineages."""
         return str(self.version) if not self.lineage else f"{self.version}.{self.lineage}"
 
     def serve(self, version: int, lineage: int) -> None:
@@ -62,7 +62,7 @@ class Member:
             self.generates()
 
     def left(self, record: RecordBusy) -> None:
-        """Note that a request was answered or has failed; without another one the engine is idle."""
+        """Note that a request was answered or has failed; after the last one the engine is idle."""
         self.in_flight -= 1
         if self.in_flight == 0:
             self.idle(record)
@@ -73,7 +73,7 @@ class Member:
             self.busy_since = unix()
 
     def idle(self, record: RecordBusy) -> None:
-        """Record the generation up to now; the time from now on is none."""
+        """Record the generation up to now; time from now on does not count."""
         self.note_busy(record)
         self.busy_since = None
 

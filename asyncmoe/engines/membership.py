@@ -1,7 +1,7 @@
 """Engines, as the controller sees them: joining, heartbeats and leaving.
 
-`asyncmoe engine` (`asyncmoe.engines.engine_agent`) starts and ends each of them, and sends its requests here. An engine that has
-joined is an engine like any other from its first version on. An engine that leaves gets no new requests and finishes its current ones; an
+`asyncmoe engine` (`asyncmoe.engines.engine_agent`) starts and ends each of them, and sends its requests here. From its
+first version on, an engine that has joined is like any other. An engine that leaves gets no new requests and finishes its current ones; an
 engine without heartbeats is fenced.
 """
 
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 MembershipRequest = EngineJoin | EngineAlive | EngineLeave | EngineNode | EngineNodeEnd
 _POLL_S = 0.1
 _RETURN_S = 10.0
-"""Seconds for all engines to find the next controller of their run; it goes on without those that take longer."""
+"""Seconds for all engines to find the run's next controller, which goes on without slower ones."""
 _REACH_S = 5.0
-"""Seconds for the server of an engine that joins to answer: its machine may be busy with other starts, its network bad for a moment."""
+"""Seconds for a joining engine's server to answer: its machine may be busy with other starts, or its network bad for a moment."""
 _FAREWELL_S = 3.0
-"""Maximum wait, in seconds, for engines that have not fetched their last order yet."""
+"""Maximum seconds to wait for engines that have not fetched their last order yet."""
 LEFT = "it has left"
 
 
@@ -40,7 +40,7 @@ class RemoteEngine:
 
     Args:
         heartbeat_timeout_s: seconds without a heartbeat after which it counts as dead.
-        gatherings: knows its nodes, if it has several; they end with it.
+        gatherings: tracks its nodes, if it has several; they end with it.
     """
 
     def __init__(self, joined: EngineJoin, heartbeat_timeout_s: float, gatherings: Gatherings | None = None) -> None:
@@ -88,13 +88,13 @@ class RemoteEngine:
 
 
 class Membership:
-    """Answers engines.
+    """Handles the requests of engines.
 
     Args:
         pool: the pool that engines join.
         updating: returns True if an open weight update goes to the engine.
         controller: name of this controller to the engines.
-        returned: has an engine that served the controller of a name go on with what it holds; returns why it cannot, or nothing.
+        returned: lets an engine that served the named controller continue with its weights; returns why it cannot, or an empty string.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Membership:
             case EngineJoin():
                 await self._join(request)
                 return EngineJoined(self._controller)
-            case EngineAlive() | EngineLeave() if request.name in self._left:  # with another of its nodes, before it could hear of it
+            case EngineAlive() | EngineLeave() if request.name in self._left:  # it left through another node, unknown to this one
                 return EngineOrder(finished=True) if isinstance(request, EngineAlive) else Done()
             case EngineAlive():
                 return await self._joined(request.name)[1].ask(request.wait_s)
@@ -140,7 +140,7 @@ class Membership:
                 return self._gatherings.order(request.name, request.start)
 
     async def wait_returned(self, most_s: float) -> None:
-        """Return when `engines.count` engines have come from the controller before, or some have and `_RETURN_S` are over, or `most_s`."""
+        """Wait until `engines.count` engines of the previous controller have come, or `_RETURN_S` if some have, or else `most_s`."""
         begin = time.monotonic()
         while len(self._pool.present) < self._config.engines.count:
             if (waited := time.monotonic() - begin) > most_s or (self._pool.present and waited > _RETURN_S):
@@ -164,7 +164,7 @@ class Membership:
             await asyncio.sleep(_POLL_S)
 
     async def end(self, order: EngineOrder) -> None:
-        """Send all engines their last order, and wait briefly for the engines that are not polling at this moment."""
+        """Send all engines their last order, and wait briefly for those that are not polling at the moment."""
         self._ended = order
         self._gatherings.end_all(order)
         remote = [member.engine for member in self._pool.members if isinstance(member.engine, RemoteEngine)]
@@ -180,7 +180,7 @@ class Membership:
         before = [member for member in self._pool.members if member.engine.name == request.name]
         for member in before:
             if member.fenced is None and (request.served or not await member.engine.client.ready()):
-                self._pool.fence(member, "it has come anew")
+                self._pool.fence(member, "it has rejoined")
             elif member.fenced is None:
                 raise UserError(f"engine {request.name}", got="a name already taken", expected="a unique name", hint="set another --name")
         gatherings = self._gatherings if request.nodes > 1 else None
@@ -214,7 +214,7 @@ class Membership:
             remote.gone(why)
             self._pool.fence(member, why)
             return
-        # All nodes of an engine may ask for it at once.
+        # All nodes of an engine may ask to leave at once.
         if (draining := self._draining.get(member)) is None:
             draining = self._draining[member] = asyncio.create_task(self._drain(member, remote))
             draining.add_done_callback(lambda _: self._draining.pop(member))
@@ -238,12 +238,12 @@ class Membership:
         log.info("%s has left", member.engine.name)
 
     async def _used(self, member: Member) -> int:
-        """Return the requests at an engine that leaves; more than none while a rollout worker may not know yet that it does."""
+        """Return the number of requests at a leaving engine; above 0 while a rollout worker may not know yet that it leaves."""
         late = 0 if self._pool.elsewhere is None else await self._pool.elsewhere.late()
         return member.in_flight + member.elsewhere + late
 
     async def _node_ended(self, request: EngineNodeEnd) -> None:
-        """End the engine whose node ends: in order if the node was asked to, else at once."""
+        """End the engine whose node ends: in order if the node was asked to leave, else at once."""
         there = any(one.engine.name == request.name for one in self._pool.present)
         if there and not request.why and self._gatherings.has(request.name, request.start):
             await self._leave(request.name, "")

@@ -1,4 +1,4 @@
-"""An engine over several nodes: the place of each, and where the ranks of all meet.
+"""An engine over several nodes: the place of each node, and where all ranks meet.
 
 The server of node 0 answers HTTP; the servers of the others only hold ranks. A lost node is a lost engine: its ranks wait for each other in
 every forward pass.
@@ -17,11 +17,11 @@ from asyncmoe.scratch import Scratch
 
 @dataclass(frozen=True)
 class NodePlace:
-    """One node of an engine over several.
+    """One node of an engine over several nodes.
 
     Attributes:
         node: its number, from 0.
-        meeting: where the ranks of all nodes meet, as torch names it: "tcp://10.1.0.3:29500", or of nodes of one machine "file:///...".
+        meeting: where all ranks meet, as torch writes it: "tcp://10.1.0.3:29500", or "file:///..." for nodes on one machine.
     """
 
     node: int
@@ -29,18 +29,18 @@ class NodePlace:
 
 
 class MeetingPlace:
-    """Where the ranks of an engine meet: on one machine a file that only this user reaches, over several a port of this one.
+    """Where the ranks of an engine meet: a file that only this user can reach if all are on one machine, else a port of this machine.
 
     Attributes:
         url: as `NodePlace.meeting`.
-        close: gives it up, after the ranks have ended. Idempotent.
+        close: releases it, after the ranks have ended. Idempotent.
 
     Args:
         host: address of this machine at which the others reach it; None: all are on this machine.
 
     Raises:
         StorageError: the file's folder cannot be made.
-        UserError: the address is not of this machine.
+        UserError: the address is not this machine's.
     """
 
     def __init__(self, host: str | None) -> None:

@@ -35,9 +35,9 @@ from asyncmoe.errors import EngineError, TrajectoryRejected, WaitTimeout
 log = logging.getLogger(__name__)
 _WATCH_S, _PROBE_S = 0.5, 5.0
 _OTHERS = 2
-"""Times that a request goes to another engine after the loss of its own: one that kills every engine must not meet them all."""
+"""Times that a request moves to another engine after losing its own: one that kills engines must not reach them all."""
 _BROKEN, _AGAIN_S = 8, 0.1
-"""Times that a request is sent again after a connection to an engine that goes on broke off, and seconds before the first; they double."""
+"""Times that a request is resent after its connection to a live engine broke, and seconds before the first resend; they double."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class Gates(Protocol):
     """The gates of rollout workers, in front of the same engines."""
 
     async def close_gates(self) -> int:
-        """Have no worker send requests; return how many are in flight. More than none if a worker does not say."""
+        """Stop the workers from sending requests; return how many are in flight, above 0 if a worker does not answer."""
 
     def open_gates(self) -> None:
-        """Have the workers send requests again, with the versions that the engines serve now."""
+        """Let the workers send requests again, with the versions that the engines serve now."""
 
     def tell(self) -> None:
-        """Tell the workers what has changed of the engines."""
+        """Tell the workers what has changed about the engines."""
 
     async def late(self) -> int:
-        """Return how many workers do not say that they know what they were told; `Member.elsewhere` is as the others say."""
+        """Return how many workers have not acknowledged what they were told; `Member.elsewhere` counts the others' requests."""
 
 
 class Pool:
@@ -71,10 +71,10 @@ class Pool:
         generated_tokens: tokens sampled by all engines so far.
         lost_tokens: sampled tokens that were discarded because a response restarted.
         recomputed_tokens: prefix tokens that were sent again because a response was cut short.
-        recalled_tokens: tokens sampled before a restart with which unfinished episodes went on.
-        lineage: of the versions that land from now on: how often steps were trained again (`asyncmoe.queue.fold`).
+        recalled_tokens: tokens sampled before a restart that unfinished episodes reused.
+        lineage: lineage of the versions that land from now on: how often steps were trained again (`asyncmoe.queue.fold`).
         elsewhere: rollout workers that send requests to these engines; None: there are none.
-        returns: says whether an engine will come back, given the seconds since there was none; at first none will.
+        returns: given the seconds since the last engine was lost, returns whether one will come back; initially always False.
 
     Args:
         limit: maximum number of requests in flight over all engines.
@@ -158,10 +158,10 @@ class Pool:
     async def _answered(
         self, tokens: Tokens, sampling: Sampling, routed: int, request: ScheduledRequest, listener: Listener | None
     ) -> tuple[PooledGeneration, Member]:
-        """Ask engines until one answers: what earlier answers brought is not lost with an engine, or by a standstill of this process.
+        """Ask engines until one answers, so that no lost engine or standstill of this process costs an episode its earlier answers.
 
-        Nor is it with the last one: the request waits for an engine that comes back, or the run ends, and a group that is under way goes
-        on from them when the run does; one that was started over would not.
+        Losing the last engine does not cost them either: the request waits for an engine that comes back, or the run ends and the
+        unfinished group continues from them when the run does; a group that starts over would not.
         """
         lost = broken = 0
         while True:
@@ -188,7 +188,7 @@ class Pool:
             request = replace(request, continues=True)  # it has waited before
 
     async def parse_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ParsedCall, ...]:
-        """Return the tool calls in a response; any engine can say. See `Engine.parse_calls`. Raises as `generate`."""
+        """Return the tool calls in a response; any engine can parse them. See `Engine.parse_calls`. Raises as `generate`."""
         await self._some()
         member = min(self.serving, key=lambda member: (member.suspect, member.in_flight))
         async with self._asking(member):
@@ -224,7 +224,7 @@ class Pool:
             self.elsewhere.open_gates()
 
     async def held(self) -> int:
-        """Return the requests in flight at engines, once no rollout worker sends any more; follows `close` or `hold`."""
+        """Return the number of requests in flight at engines, once no rollout worker sends any more; call it after `close` or `hold`."""
         here = sum(member.in_flight for member in self.serving)
         return here if self.elsewhere is None else here + await self.elsewhere.close_gates()
 
@@ -249,7 +249,7 @@ class Pool:
             await asyncio.sleep(_WATCH_S)
 
     def look(self) -> None:
-        """Notice whether this process stands still, which lets requests time out that no engine is to blame for."""
+        """Notice standstills of this process, which let requests time out through no fault of an engine."""
         self._standstill.look()
 
     def fence_dead(self) -> None:
@@ -259,9 +259,9 @@ class Pool:
                 self.fence(member, why)
 
     async def silent(self, member: Member) -> bool:
-        """Return whether an engine does not show that it generates; fence it if nothing listens at its address any more.
+        """Return whether an engine shows no sign of generating; fence it if nothing listens at its address any more.
 
-        Nobody may be left to tell that a server has ended; of a machine that is lost, only missing heartbeats do.
+        Nobody may be left to report that a server has ended; the loss of a machine shows only in missing heartbeats.
         """
         if member.fenced is not None or await member.engine.client.alive(_PROBE_S):
             return False
@@ -276,7 +276,7 @@ class Pool:
             member.note_busy(self._record)
 
     async def _some(self) -> None:
-        """Return when an engine serves; all engines may be waiting for their first version, or start again.
+        """Wait until an engine serves; all engines may be waiting for their first version, or restarting.
 
         Raises:
             EngineError: no engine is left, and none will come back.

@@ -17,7 +17,7 @@ from asyncmoe.rpc.messages import MAX_PROBED, Probe
 
 log = logging.getLogger(__name__)
 _AT_ONCE = 32
-"""Texts at an engine at once."""
+"""Number of texts at an engine at once."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Compared:
 
 
 def compare(engine: str, scored: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Compared:
-    """Compare the trainer's and an engine's log-probabilities of texts; those of first tokens do not exist and do not count."""
+    """Compare the trainer's and an engine's log-probabilities of texts; first tokens have none and are skipped."""
     drift = np.concatenate([np.asarray(ours[1:], np.float64) - np.asarray(theirs[1:], np.float64) for ours, theirs in scored])
     apart = np.abs(drift)
     k3 = np.expm1(np.minimum(drift, 20.0)) - drift  # e^20 bounds it, as LOG_RATIO_LIMIT does in the trainer
@@ -71,7 +71,7 @@ class Prober:
         self._pool, self._timeout_s, self._most = pool, timeout_s, most
 
     async def require(self, probe: Probe) -> None:
-        """Compare what all engines have loaded, adapters aside; an engine that does not answer is fenced.
+        """Compare the weights that all engines have loaded, without adapters; fence an engine that does not answer.
 
         Raises:
             ProtocolError: see `check`.
@@ -84,7 +84,7 @@ class Prober:
                 self._pool.fence(member, "it did not answer the first probe")
             elif self._most is not None and not found.divergence <= self._most:
                 got = f"got {found.divergence:.3g} nats a token over {found.tokens} tokens, expected at most {self._most:g}"
-                raise Disagreement(f"verify.anomalies.kl_engine.above: {found.engine} with what it has loaded, and the trainer: {got}")
+                raise Disagreement(f"verify.anomalies.kl_engine.above: weights loaded by {found.engine}, and the trainer's: {got}")
             else:
                 member.compared = True
                 log.info(
@@ -93,7 +93,7 @@ class Prober:
                 )
 
     async def _asked(self, probe: Probe, member: Member) -> Compared | None:
-        """Return the comparison of the texts that the engine scored with what it has loaded; None if it failed."""
+        """Score the texts with the engine's loaded weights and return the comparison, or None if the engine failed."""
         places = asyncio.Semaphore(_AT_ONCE)
 
         async def ask(tokens: Sequence[int]) -> Sequence[float]:

@@ -1,15 +1,14 @@
 """Selects the next request and its engine. Decisions only: nothing here waits or communicates.
 
-Next request (`Waiting`): requests that continue an episode (a response that a weight update cut short, or a later turn), and those of an
-evaluation, go before new requests, so that the tail of an episode never waits for the head of another. With order "longest_first", new
-requests with the longest expected responses go first, because the end of the batch waits for a long response that starts last (longest
-processing time first; Graham, 1969). With order "probes_first", the first request to each unknown prompt goes before all others: responses
-to a prompt are of similar lengths, so it tells how long the others will be, before most of them start (Qin et al., Seer, arXiv 2511.14617,
-section 3.3). The others follow, longest first; what nothing is known of counts as longest. No request starves: each is overtaken at most
-`patience` times.
+Next request (`Waiting`): requests that continue an episode (a response cut short by a weight update, or a later turn), and those of an
+evaluation, go before new requests, so that the end of an episode never waits for the start of another. With order "longest_first", new
+requests with the longest expected responses go first, because a long response that starts last holds up the whole batch (longest processing
+time first; Graham, 1969). With order "probes_first", the first request to each unknown prompt goes before all others: responses to a prompt
+are of similar lengths, so it predicts the length of the others before most of them start (Qin et al., Seer, arXiv 2511.14617, section 3.3).
+The others follow, longest first; unknown lengths count as longest. No request starves: each is overtaken at most `patience` times.
 
-Engine (`choose`): the one with the fewest requests; but a request that continues a conversation goes to the engine that has it in its
-cache, as long as that is not much busier than the others.
+Engine (`choose`): the one with the fewest requests; but a request that continues a conversation goes to the engine that has it cached,
+unless that engine is much busier than the others.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from asyncmoe.config.rollout import Order
 
 T = TypeVar("T")
 PATIENCE = 4
-"""The pool lets a request be overtaken at most `PATIENCE * limit` times, so the order yields only after a wait of several responses."""
+"""The pool lets a request be overtaken at most `PATIENCE * limit` times, so the order yields only after several responses' time."""
 _CONTINUES, _PROBE, _NEW = range(3)
 KEPT_PROMPTS = 1024
 """Number of most recent prompts whose lengths `Lengths` remembers."""
@@ -41,7 +40,7 @@ class ScheduledRequest:
         continues: True if its episode has been at an engine before, or goes ahead as if it had.
         sampled: number of tokens of the same response that earlier requests sampled.
         conversation: name of the conversation it continues or begins: one agent's part in an episode. "": none.
-        partial: True if the response goes on should it reach the request's `max_new_tokens`.
+        partial: True if the response continues after it reaches the request's `max_new_tokens`.
     """
 
     prompt: str = ""
@@ -55,8 +54,8 @@ UNKNOWN = ScheduledRequest()
 
 
 def choose(loads: Mapping[str, int], last: str = "") -> str:
-    """Return the engine for a request: the one that last answered its conversation, unless that has more requests than the
-    least loaded engine and a quarter more, or 2 more; else the least loaded engine.
+    """Return the engine for a request: the one that last answered its conversation, unless that has more requests than the least loaded
+    engine by over a quarter and by more than 2; else the least loaded engine.
 
     Args:
         loads: requests in flight by engine; not empty.
@@ -67,7 +66,7 @@ def choose(loads: Mapping[str, int], last: str = "") -> str:
 
 
 class Recent(OrderedDict[str, T]):
-    """The entries that were set last, at most so many."""
+    """A mapping that keeps only the `most` entries set last."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -114,7 +113,7 @@ class Waiting:
 
     A request is *overtaken* by a request that arrived later and leaves earlier. Let s be the number of requests that arrived before the
     oldest waiting request. The oldest goes next, whatever its rank, once s + `patience` requests have left (taken or given up). So each
-    request is overtaken at most `patience` times, and a request that finds n waiting is taken after at most n + `patience` others. Proof:
+    request is overtaken at most `patience` times, and a request that finds n others waiting is taken after at most n + `patience`. Proof:
     when a request x is overtaken, fewer than s + `patience` requests have left. Among them are the s requests, and the requests that
     overtook x earlier. These arrived after x, so none of them is among the s: there are fewer than `patience` of them.
 
@@ -125,7 +124,7 @@ class Waiting:
     def __init__(self, order: Order, patience: int, lengths: Lengths) -> None:
         self._order, self._patience, self._lengths = order, patience, lengths
         self._all: OrderedDict[int, tuple[int, str]] = OrderedDict()
-        """The line in which each ticket waits: of those that continue, of probes, or of new requests to a prompt; fifo: to any."""
+        """Each ticket's line: the line for continuing requests, for probes, or for new requests to a prompt (with fifo, to any prompt)."""
         self._lines: dict[tuple[int, str], OrderedDict[int, None]] = {}
         self._probed = Recent[None](KEPT_PROMPTS)
         self._came = 0
@@ -167,7 +166,7 @@ class Waiting:
         return min((-length(prompt), next(iter(line))) for (_, prompt), line in self._lines.items())[1]
 
     def _is_probe(self, prompt: str) -> bool:
-        """Whether a new request is the first to a prompt of which nothing is known; the next one is none."""
+        """Return whether a new request is the first to a prompt without known lengths, and mark the prompt as probed."""
         if self._order != "probes_first" or not prompt or prompt in self._probed or self._lengths.longest(prompt) < math.inf:
             return False
         self._probed[prompt] = None

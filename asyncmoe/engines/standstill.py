@@ -1,6 +1,6 @@
-"""Notices that this process has stood still: it was stopped, or its machine had no time for it.
+"""Detects that this process stood still: it was stopped, or its machine gave it no CPU time.
 
-What others have sent meanwhile waits to be read, and a limit that ran out meanwhile says nothing of them.
+Messages that arrived meanwhile are still unread, so a limit that expired meanwhile proves nothing about their senders.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 
 _STILL_S = 2.0
-"""Looks are twice a second; a longer gap between two of them is a standstill."""
+"""Calls of `look` come twice a second; a longer gap between two of them is a standstill."""
 
 
 class Standstill:
-    """Call `look` at least twice a second."""
+    """Detects standstills; call `look` at least twice a second."""
 
     def __init__(self) -> None:
         self._looked = time.monotonic()
@@ -28,6 +28,6 @@ class Standstill:
         return gap
 
     def since(self, moment: float) -> bool:
-        """Return whether the process has stood still after `moment` of the monotonic clock; looks too."""
+        """Return whether the process stood still after `moment` of the monotonic clock; looks too."""
         self.look()
         return self._until >= moment

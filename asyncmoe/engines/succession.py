@@ -1,7 +1,7 @@
-"""What a controller leaves to the next one about its engines, in a file of the run.
+"""The state of its engines that a controller leaves to the next one, in a file of the run.
 
-Each engine runs on with its own agent (`asyncmoe.engines.engine_agent`), which says which controller it served. Only an engine of
-the controller directly before is taken over: the file tells what that one had its engines hold, before and after each change.
+Each engine keeps running under its own agent (`asyncmoe.engines.engine_agent`), which says which controller it served. Only engines of the
+immediate predecessor are taken over: the file records which weights that controller gave its engines, before and after each change.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class _Left(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Succession:
-    """The place of a controller among those of its run.
+    """A controller's position among the controllers of its run.
 
     Attributes:
-        controller: name of this controller, as engines are told it.
-        epoch: its number, from 1.
+        controller: name of this controller, as sent to engines.
+        epoch: its number, counted from 1.
         before: name of the controller before it; "" if there was none.
-        weights: what the engines of that one hold.
+        weights: the weights that the predecessor's engines have.
 
     Raises:
         StorageError: the file cannot be written.
@@ -50,39 +50,39 @@ class Succession:
 
     @property
     def is_first(self) -> bool:
-        """Whether no controller before this one has left engines."""
+        """Whether no earlier controller left engines."""
         return not self.before
 
     def forget(self) -> None:
-        """Take over no engine: what is left belongs to steps that nothing knows any more."""
+        """Take over no engine: those left belong to steps that no longer exist."""
         self.before, self.weights = "", EngineWeights()
         self._write(self.weights)
 
     async def note(self, weights: EngineWeights) -> None:
-        """Keep what the engines hold; return when it is kept. Notes are kept in the order of the calls.
+        """Write down the engines' weights; return when that is durable. Notes are written in the order of the calls.
 
         Raises:
-            ProtocolError: another controller has taken the place of this one.
+            ProtocolError: another controller has replaced this one.
             StorageError: the file cannot be written.
         """
         await asyncio.wrap_future(self._thread.submit(self._note, weights))
 
     def close(self) -> None:
-        """End the thread that writes, once all notes are kept."""
+        """End the writing thread, once all notes are written."""
         self._thread.shutdown()
 
     def _note(self, weights: EngineWeights) -> None:
         left = self._read()
         if left is not None and left.controller != self.controller:
             after, ours = left.epoch, self.epoch
-            raise ProtocolError(f"controller {after} has taken the place of controller {ours}: this process is left over and must end")
+            raise ProtocolError(f"controller {after} has replaced controller {ours}: this process is left over and must end")
         self._write(weights)
 
     def _read(self) -> _Left | None:
-        with suppress(OSError, ValueError):  # a file that is damaged tells nothing, and engines start again
+        with suppress(OSError, ValueError):  # a damaged file counts as none, and engines start again
             return msgspec.json.decode(self._path.read_bytes(), type=_Left)
         return None
 
     def _write(self, weights: EngineWeights) -> None:
-        with writing("what the engines hold", self._path):
+        with writing("the versions of the engines", self._path):
             replace(self._path, msgspec.json.encode(_Left(self.controller, self.epoch, weights)))

@@ -1,4 +1,4 @@
-"""What a controller does with an engine of the controller before it. Decisions only."""
+"""Decides what a controller does with an engine of its predecessor. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Changing = Literal["", "loading", "writing"]
 
 
 class EngineWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the engines of a run hold. A controller has it kept for the next one before each change of them, and after it."""
+    """The weights that a run's engines have. A controller saves this for its successor before and after each change."""
 
     version: Count = 0
-    """Version that the engines serve; `coming` if one of them serves weights of that number from another lineage."""
+    """Version that the engines serve; equals `coming` if one of them serves weights of that number from another lineage."""
     lineage: Count = 0
-    """Of `version`; see `asyncmoe.rpc.messages.Leased`."""
+    """Lineage of `version`; see `asyncmoe.rpc.messages.Leased`."""
     landed: bool = False
-    """Whether any version has landed; without one, engines hold the weights that they started with."""
+    """Whether any version has landed; until one has, engines have the weights that they started with."""
     changing: Changing = ""
-    """"loading": each engine may take `coming`, as a whole; "writing": their parameters are written in place, so that each may hold a part
-    of it."""
+    """"loading": each engine may switch to `coming` as a whole; "writing": parameters are written in place, so each engine may have part of
+    it."""
     coming: Count = 0
     """Version under way, if engines are loading."""
     coming_lineage: Count = 0
@@ -31,7 +31,7 @@ class EngineWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Taken:
-    """An engine that goes on with the whole weights that it holds: it serves them, or `waits`, because they are too old to sample with."""
+    """An engine that continues with the complete weights it has: it serves them, or `waits`, because they are too old to sample with."""
 
     version: int = 0
     lineage: int = 0
@@ -39,17 +39,17 @@ class Taken:
 
 
 def judge(weights: EngineWeights, reported: int) -> Taken | None:
-    """Judge an engine by what the last controller said of all engines before it was lost. None: it must start again, because it holds one
-    of two sets of weights with one number, or parts of two.
+    """Judge an engine by its last controller's record of all engines. None: it must start again, because its weights are one of two sets
+    with the same number, or parts of two.
 
     Args:
-        reported: version that the engine reports once whatever the last controller asked of it has ended. A rank that cannot take a version
-            ends its engine, so all ranks of one that answers have taken the version under way, or none has.
+        reported: version that the engine reports once all requests of the last controller have ended. A rank that cannot take a version
+            ends its engine, so in an engine that answers, either all ranks have taken the version under way, or none has.
     """
     if weights.changing == "writing":
         return None
     if weights.changing == "loading" and reported == weights.coming:
-        # Sent anew, in another lineage, its number tells nothing.
+        # If resent in another lineage, the number cannot tell the two apart.
         return None if weights.coming == weights.version else Taken(weights.coming, weights.coming_lineage)
     if reported == weights.version or not weights.landed:
         return Taken(weights.version, weights.lineage)

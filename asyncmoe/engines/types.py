@@ -1,4 +1,4 @@
-"""What a request asks of an engine, and what a response holds: plain data, the same for every engine."""
+"""The data of a request to an engine and of its response: plain, the same for every engine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class IdLists:
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> IdLists:
-        """Return the same lists. Raises OverflowError for an id of more than 32 bits."""
+        """Return the lists as arrays. Raises OverflowError for an id of more than 32 bits."""
         return cls(np.array([len(one) for one in lists], np.int32), np.array([id for one in lists for id in one], np.int32))
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class PromptLogprobs:
     """An engine's log-probabilities of a given text.
 
     Attributes:
-        logprobs: of each token given those before it, in nats, at temperature 1 over the whole vocabulary; 0 for the first token.
+        logprobs: each token's log-probability given those before it, in nats, at temperature 1 over the whole vocabulary; 0 for the first.
         version: the weights' version string.
     """
 
@@ -136,8 +136,8 @@ class ParsedCall(msgspec.Struct, frozen=True):
     """A tool call in a response, as the engine's parser reads it.
 
     Attributes:
-        parameters: its arguments as JSON text.
-        rest: the response's text without its calls, the same for all of them.
+        parameters: the call's arguments as JSON text.
+        rest: the response's text without its calls; the same for all of its calls.
     """
 
     name: str
@@ -146,12 +146,12 @@ class ParsedCall(msgspec.Struct, frozen=True):
 
 
 class Listener(Protocol):
-    """Hears a response while it is sampled, and may end it.
+    """Receives a response while it is sampled, and may end it.
 
     Attributes:
-        every: tokens sampled between two calls of `hear`; an engine may take it as a hint.
-        kept: number of tokens after which it ended the response; None: it did not.
-        live: False if tokens heard may still be taken back by `forget`.
+        every: number of tokens sampled between two calls of `hear`; a hint to the engine.
+        kept: number of tokens after which the listener ended the response; None: it did not.
+        live: False if `forget` may still take back the tokens heard.
     """
 
     every: int
@@ -159,7 +159,7 @@ class Listener(Protocol):
     live: bool
 
     def hear(self, tokens: Sequence[int]) -> bool:
-        """Take the next sampled tokens of the response; return True if it ends with one of them, which sets `kept`."""
+        """Receive the next sampled tokens; return True, and set `kept`, if the response ends with one of them."""
 
     def forget(self) -> None:
         """Forget all tokens: the response begins again."""

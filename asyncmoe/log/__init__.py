@@ -1,9 +1,9 @@
-"""The append-only log of a run: what was sampled, leased and trained, durable before it counts.
+"""The append-only log of a run: what was sampled, leased and trained, made durable before it counts.
 
-- `log`: one sequence of records of one writer; `files` and `redis` are its two backends.
-- `turns`: the answers to episodes under way; `belonging`: of which run a log is.
+- `log`: one writer's sequence of records; `files` and `redis` are its two backends.
+- `turns`: the answers to unfinished episodes; `belonging`: the run that a log belongs to.
 
-What a queue tells it is in `asyncmoe.queue`: `records`, `payload`, `fold`, `queue_log`.
+A queue's records are in `asyncmoe.queue`: `records`, `payload`, `fold`, `queue_log`.
 
-docs/log-format.md has the bytes.
+docs/log-format.md documents the bytes.
 """

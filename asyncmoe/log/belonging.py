@@ -1,4 +1,4 @@
-"""Which run a log is of: RUN/log.json has its random name, what it belongs to, and moves with the run."""
+"""The run that a log belongs to: RUN/log.json has the log's random name and its settings, and moves with the run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from asyncmoe.errors import ConfigError, DataError
 
 MARKER, FOLDER = "log.json", "log"
 FORM: Final = 2
-"""Of all records: whoever changes one raises it."""
+"""Version of all record formats: raise it when one changes."""
 _FORMER = ("journal.json", "journal")
-_AGAIN = "what was queued or under way is then sampled again"
+_AGAIN = "queued and unfinished episodes are then sampled again"
 
 
 class Belonging(msgspec.Struct, frozen=True):
-    """The run of a log.
+    """What a run's log belongs to.
 
     Attributes:
         form: `FORM`.
-        of: what else the log belongs to, in the user's terms: {"run.seed": "3"}.
-        redis: whether it is kept in Redis.
-        begun: groups were begun: the run has something to go on with.
+        of: settings that the log depends on, in the user's terms: {"run.seed": "3"}.
+        redis: whether the log is in Redis.
+        begun: whether any group was begun, so that the run has something to resume.
         folder: `log.folder`, if it is set.
-        run: random name, which is in every segment or key.
+        run: random name, contained in every segment or key.
     """
 
     form: Literal[2]
@@ -38,15 +38,15 @@ class Belonging(msgspec.Struct, frozen=True):
     run: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
 
     def where(self, run_dir: Path) -> Path:
-        """Return the folder of a log that is not in Redis."""
+        """Return the folder of a log in files."""
         return Path(self.folder) if self.folder else run_dir / FOLDER
 
 
 def read(run_dir: Path) -> Belonging | None:
-    """Return what a run's log belongs to; None: it has none. Raises DataError: it is damaged, or of another form."""
+    """Return what a run's log belongs to, or None if it has none. Raises DataError if the file is damaged or of another form."""
     if former := [run_dir / name for name in _FORMER if (run_dir / name).exists()]:
         hint = f"finish the run with the version that began it, or delete {' and '.join(map(str, former))}: {_AGAIN}"
-        raise DataError("run.dir", got=f"{run_dir} with a journal, the form before", expected="a log", hint=hint)
+        raise DataError("run.dir", got=f"{run_dir} with a journal, the former format", expected="a log", hint=hint)
     try:
         return msgspec.json.decode((run_dir / MARKER).read_bytes(), type=Belonging)
     except FileNotFoundError:
@@ -57,18 +57,18 @@ def read(run_dir: Path) -> Belonging | None:
 
 
 def write(run_dir: Path, now: Belonging) -> None:
-    """Note what a run's log belongs to. Raises StorageError."""
+    """Record what a run's log belongs to. Raises StorageError."""
     with storage.writing("the name of the run's log", run_dir / MARKER):
         storage.make_private(run_dir)
         storage.replace(run_dir / MARKER, msgspec.json.encode(now), durable=True)
 
 
 def check(known: Belonging, now: Belonging, run_dir: Path) -> None:
-    """Refuse a configuration that the log of a run, which has begun, does not belong to. A log that is deleted belongs to anything.
+    """Refuse a configuration that does not match the log of a run that has begun. A deleted log matches any configuration.
 
     Raises:
-        ConfigError: the log is in Redis and not in a folder, or the other way round, or in another folder.
-        DataError: it belongs to something else.
+        ConfigError: the log is in Redis and not in a folder, or vice versa, or in another folder.
+        DataError: the log belongs to something else.
     """
     former, place = known.where(run_dir), now.where(run_dir)
     if known.redis != now.redis or (former != place and former.exists() and not place.exists()):
@@ -84,5 +84,5 @@ def check(known: Belonging, now: Belonging, run_dir: Path) -> None:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether a run has a log with groups in it, so that its records must stay. Raises as `read`."""
+    """Return whether a run has a log with groups in it, so that its records must stay. Raises as `read`."""
     return (known := read(run_dir)) is not None and known.begun

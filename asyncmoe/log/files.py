@@ -1,5 +1,5 @@
-"""Logs in files. A segment begins with a header and is named by the position of its first record; a record at position p of a segment that
-begins at b lies at byte `HEADER_BYTES + p - b`. Only the newest segment can be torn: the one before is durable before it begins.
+"""Logs in files. A segment begins with a header and is named after the position of its first record; the record at position p of a segment
+that begins at b lies at byte `HEADER_BYTES + p - b`. Only the newest segment can be torn: the one before it is durable before it begins.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 SEGMENT_BYTES = 64 << 20
-"""Size from which a new segment is begun; a larger record has one of its own."""
+"""Size at which a new segment begins; a larger record gets its own."""
 _LEAST_SEGMENTS = 8
-"""Segments that the bound has room for: only whole ones are deleted, and not the newest."""
+"""Least number of segments that fit into the size bound: only whole segments are deleted, and never the newest."""
 _MAGIC, _RECORD_MAGIC = b"AMOElog\0", b"AMrc"
 _HEADER, _CRC, _HEAD, _PLACE = struct.Struct("<8sI4xQ32s"), struct.Struct("<I"), struct.Struct("<4sIQ"), struct.Struct("<QQ")
 HEADER_BYTES = _HEADER.size + _CRC.size
 
 
 def header(identity: bytes, first: int) -> bytes:
-    """Return what a segment begins with. `identity`: SHA-256 of the run's random name."""
+    """Return the header of a segment. `identity`: SHA-256 of the run's random name."""
     said = _HEADER.pack(_MAGIC, FORMAT, first, identity)
     return said + _CRC.pack(checksum([said]))
 
 
 def head(identity: bytes, position: int, parts: Sequence[Buffer]) -> bytes:
-    """Return what a record begins with. The checksum covers identity, position, length and bytes: no record is taken for another's."""
+    """Return the header of a record. Its checksum covers identity, position, length and bytes, so no record passes for another."""
     length = sum(map(len, parts))
     return _HEAD.pack(_RECORD_MAGIC, checksum([identity, _PLACE.pack(position, length), *parts]), length)
 
 
 def records_in(data: bytes, first: int, identity: bytes) -> Iterator[Found]:
-    """Yield all that is in a segment, in order. Pure.
+    """Yield everything in a segment, in order. Pure.
 
     Args:
-        data: without the header.
-        first: position of its first record.
+        data: the segment without its header.
+        first: position of the segment's first record.
     """
     view, at, end = memoryview(data), 0, 0
     while 0 <= at <= len(data) - HEAD_BYTES:
@@ -78,10 +78,10 @@ def path_of(folder: Path, first: int) -> Path:
 
 
 def scan(folder: Path, identity: bytes | None = None) -> Iterator[Found]:
-    """Yield all that is in a log, in order. Blocks. Changes nothing.
+    """Yield everything in a log, in order. Blocks; changes nothing.
 
     Args:
-        identity: of the log; None: what each segment says of itself.
+        identity: identity of the log; None: the one in each segment's header.
 
     Raises:
         DataError: a file cannot be read.
@@ -99,7 +99,7 @@ def scan(folder: Path, identity: bytes | None = None) -> Iterator[Found]:
 
 
 def examine(folder: Path) -> str:
-    """Verify the log of a writer, and describe it in a line; its end may be being written. Blocks. Raises DataError."""
+    """Verify a writer's log and describe it in one line; its end may be in the middle of a write. Blocks. Raises DataError."""
     found = list(scan(folder))
     sizes = [len(data) for _, _, data in found if data is not None]
     damage = ", ".join(f"{begin} to {end}" for begin, end, data in found[:-1] if data is None)
@@ -107,16 +107,16 @@ def examine(folder: Path) -> str:
 
 
 class FileLog(Log):
-    """The log of one folder. Opening it blocks for as long as it takes to read its newest segment.
+    """The log in one folder. Opening it blocks until its newest segment is read.
 
     Args:
-        folder: of the logs of a run, each in a subfolder named by its writer; made with mode 0700.
+        folder: folder of a run's logs, each in a subfolder named after its writer; made with mode 0700.
         run: the random name of the run.
-        segment_bytes: size from which a new segment is begun; a larger record has one of its own.
+        segment_bytes: size at which a new segment begins; a larger record gets its own.
 
     Raises:
-        DataError: it is another run's, or another version wrote it.
-        UserError: another process writes it.
+        DataError: the log is another run's, or another version wrote it.
+        UserError: another process is writing it.
         StorageError: it cannot be written.
     """
 
@@ -174,7 +174,7 @@ class FileLog(Log):
                     left, offset = left[written:], offset + written
 
     def _begin(self, first: int) -> None:
-        """Begin a segment. One of the same name holds no whole record."""
+        """Begin a segment, and overwrite one of the same name, which has no whole record."""
         file = os.open(path_of(self._folder, first), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         if self._file >= 0:
             os.close(self._file)
@@ -203,37 +203,37 @@ class FileLog(Log):
         return freed
 
     def _beat(self) -> None:
-        """Do nothing: a lock of a file lasts as long as its process."""
+        """Do nothing: a file lock lasts as long as its process."""
 
     def _let_go(self) -> None:
         self._held.close()
 
 
 def _claim(lock: int, folder: Path) -> None:
-    """Lock an open file, which then names this process. Raises UserError: another process has it."""
+    """Lock an open file and write this process's name into it. Raises UserError if another process has the lock."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        got = f"{folder}, in use by another process ({os.pread(lock, 256, 0).decode() or 'it says no more'})"
+        got = f"{folder}, in use by another process ({os.pread(lock, 256, 0).decode() or 'unknown'})"
         raise UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it") from None
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
 def _end(path: Path, first: int, identity: bytes) -> int:
-    """Return the position after the last whole record of the newest segment, where the next one begins: what follows is torn.
+    """Return the position after the last whole record of the newest segment, where the next one begins; anything after it is torn.
 
-    Without a header and a record nobody knows whose bytes they are: they stay.
+    Without a header and a record, the bytes' owner is unknown, so they stay.
 
     Raises:
         DataError: another run or version wrote it.
     """
     with path.open("rb") as file:
-        os.fsync(file.fileno())  # what a killed process has written, and nothing has synced
+        os.fsync(file.fileno())  # what a killed process wrote and never synced
         said, data = file.read(HEADER_BYTES), file.read()
     ours = said == header(identity, first)
     if not ours and said[-_CRC.size :] == _CRC.pack(checksum([said[: -_CRC.size]])):
-        hint = f"use the version that wrote it, name another log.folder, or delete {path.parent.parent}, which samples its queue again"
+        hint = f"use the version that wrote it, name another log.folder, or delete {path.parent.parent}: its queue is then sampled again"
         raise DataError(f"log {path.parent.parent}", got="the log of another run or version", expected="this run's", hint=hint)
     whole = [end for _, end, payload in records_in(data, first, identity) if payload is not None]
     return max(whole, default=first) if whole or ours else first + len(data)

@@ -1,7 +1,7 @@
-"""One sequence of records of one writer, at positions that ascend: appended without waiting, durable in order.
+"""One writer's sequence of records, at ascending positions: appended without waiting, made durable in order.
 
-A thread writes what was appended, in batches, and makes it durable once for all that wait. What nobody waits for is durable a second later.
-No decision depends on a clock.
+A thread writes appended records in batches, and syncs once for all callers that wait. A record that nobody waits for is durable a second
+later. No decision depends on a clock.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from asyncmoe.trajectory.native import crc32c
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LOST = "bring back a copy of the whole log from after the run's stop, or delete it: what was queued is then sampled again"
+LOST = "restore a copy of the whole log from after the run's stop, or delete it: queued groups are then sampled again"
 HEAD_BYTES = 16
-"""What a record takes besides its bytes."""
+"""Bytes of a record besides its payload."""
 _SYNC_S, _CLOSE_S = 1.0, 300.0
 
 Record = tuple[int, list[memoryview]]
-"""Position, and the parts of the bytes."""
+"""Position, and the parts of the payload."""
 Found = tuple[int, int, memoryview | None]
-"""Consecutive positions, and the bytes of the record there; None: no whole record is there."""
+"""Begin and end positions, and the bytes of the record between them; None: no whole record."""
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""Also a rollout worker's message has a place."""
+"""The bounds matter because a rollout worker's messages contain a place too."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a payload lies: number of the process that wrote it, and position in its log."""
+    """Where a payload lies: number of the process that wrote it, and position in that process's log."""
 
     writer: Number
     position: Number
 
 
 def checksum(parts: Sequence[Buffer]) -> int:
-    """Return the CRC-32C of parts, one after the other."""
+    """Return the CRC-32C of the concatenated parts."""
     return reduce(lambda crc, part: crc32c(part, crc), parts, 0)
 
 
@@ -54,15 +54,15 @@ class Log(ABC):
     """A log that this process writes. `append`, `read_at` and `forget` may be called from any thread.
 
     Args:
-        name: for messages.
+        name: the log's name, for messages.
         end: position of the next record.
-        size: bytes that are kept.
-        max_bytes: bound on them; None: none.
+        size: bytes stored.
+        max_bytes: bound on `size`; None: no bound.
 
     Attributes:
-        end, size: as above; what is not yet written counts.
-        cpu_s: CPU seconds of its threads.
-        damaged: `read` has found that records are lost.
+        end, size: as above, including what is not written yet.
+        cpu_s: CPU seconds used by its threads.
+        damaged: whether `read` found that records are lost.
     """
 
     def __init__(self, name: str, end: int, size: int, max_bytes: int | None) -> None:
@@ -77,11 +77,11 @@ class Log(ABC):
         self._ticking.start()
 
     def is_full(self, nbytes: int) -> bool:
-        """Whether a record of so many bytes would exceed the bound."""
+        """Return whether a record of `nbytes` bytes would exceed the bound."""
         return self._max_bytes is not None and self.size + nbytes + HEAD_BYTES > self._max_bytes
 
     def read(self) -> Iterator[tuple[int, Buffer]]:
-        """Yield position and bytes of each whole record that was there at the opening. What is damaged is logged in a line."""
+        """Yield position and bytes of each whole record present when the log was opened. Each damaged range is logged in one line."""
         for begin, end, data in self._found():
             if data is not None:
                 yield begin, data
@@ -90,10 +90,10 @@ class Log(ABC):
                 log.error("%s is damaged: no record from position %d to %d can be read", self.name, begin, end)
 
     def append(self, parts: Sequence[Buffer]) -> int:
-        """Hand over a record and return its position. Never waits.
+        """Append a record and return its position. Never waits.
 
         Args:
-            parts: joined, its bytes; nobody may change them before it is durable.
+            parts: parts of the payload, in order; nobody may change them before the record is durable.
 
         Raises:
             StorageError: the log is full, or has failed.
@@ -104,7 +104,7 @@ class Log(ABC):
         with self._changing:
             self._check()
             if self.is_full(nbytes):
-                hint = "raise it, or lower trainer.checkpoint_every: what a checkpoint covers is deleted"
+                hint = "raise it, or lower trainer.checkpoint_every: records that a checkpoint covers are deleted"
                 got = f"{gibibytes(self.size)} in {self.name} and {gibibytes(nbytes)} more"
                 raise StorageError(f"log.max_bytes: got {got}, expected at most {gibibytes(self._max_bytes or 0)}; {hint}")
             if not self._queue:
@@ -122,14 +122,14 @@ class Log(ABC):
             await asyncio.get_running_loop().run_in_executor(self._turns, self._acted, self._settle, position)
 
     def forget(self, below: int) -> Future[int]:
-        """Let go of the records before a position, as far as whole segments have no other; the future has the freed bytes.
+        """Free the records before a position, as far as they fill whole segments; the future returns the bytes freed.
 
-        If that cannot be done, the log has failed.
+        If that fails, the log has failed.
         """
         return self._turns.submit(self._acted, self._forget, below)
 
     def close(self) -> None:
-        """Make everything durable and let go of the log. Blocks; a second call does nothing.
+        """Make everything durable and release the log. Blocks; a second call does nothing.
 
         Raises:
             WaitTimeout: the disk or server did not answer.
@@ -139,39 +139,39 @@ class Log(ABC):
             last = self._turns.submit(self._acted, self._settle, self.end - 1)
             self._ticking.join()
             if wait([last], _CLOSE_S).not_done:
-                raise WaitTimeout(self.name, "what was appended to be written", _CLOSE_S)
+                raise WaitTimeout(self.name, "its appended records to be written", _CLOSE_S)
             log.info("%s: %d bytes are kept, %.2f s of CPU time", self.name, self.size, self.cpu_s)
             self._let_go()
 
-    # ------------------------------------------------------------ a backend's
+    # ------------------------------------------------------------ for backends
 
     @abstractmethod
     def read_at(self, position: int, writer: str | None = None) -> Buffer:
-        """Return the bytes of a durable record, perhaps of another writer. Blocks. Raises DataError if it is damaged or absent."""
+        """Return the bytes of a durable record, of any writer. Blocks. Raises DataError if it is damaged or absent."""
 
     @abstractmethod
     def _found(self) -> Iterator[Found]:
-        """Yield all that is there, in order."""
+        """Yield everything in the log, in order."""
 
     @abstractmethod
     def _write(self, batch: Sequence[Record]) -> None:
-        """Write records, in order. Raises StorageError, as the next two."""
+        """Write records, in order. Raises StorageError, as do the next two."""
 
     @abstractmethod
     def _sync(self) -> None:
-        """Make durable what is written."""
+        """Make written records durable."""
 
     @abstractmethod
     def _forget(self, below: int) -> int:
-        """See `forget`; return the freed bytes, without which `size` is then."""
+        """See `forget`; subtract the freed bytes from `size` and return them."""
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Let another process write the log."""
+        """Release the log to other processes."""
 
     @abstractmethod
     def _beat(self) -> None:
-        """Keep what needs to be kept alive; is called every second."""
+        """Renew what expires; called every second."""
 
     # ------------------------------------------------------------ internals
 
@@ -182,13 +182,13 @@ class Log(ABC):
             raise InvariantBroken(f"{self.name} was used after it was closed")
 
     def _tick(self) -> None:
-        with suppress(AsyncmoeError):  # why the log has failed
+        with suppress(AsyncmoeError):  # the log's failure, reported elsewhere
             while not self._over.wait(_SYNC_S):
                 self._acted(self._beat)
                 self._turns.submit(self._acted, self._settle, self.end - 1)
 
     def _acted(self, act: Callable[..., T], *arguments: int) -> T:
-        """Return what one of the log's acts returns; no other follows one that raises. Raises why the log has failed, now or before."""
+        """Run one of the log's operations, unless an earlier one failed. Raises the log's failure."""
         if self._failure is not None:
             raise self._failure
         began = time.thread_time()
@@ -204,7 +204,7 @@ class Log(ABC):
                 self.cpu_s += time.thread_time() - began
 
     def _settle(self, position: int) -> None:
-        """Write what was appended, and make it durable if the record at a position is not."""
+        """Write appended records, and sync if the record at a position is not durable yet."""
         with self._changing:
             batch, self._queue, end = self._queue, [], self.end
         if batch:

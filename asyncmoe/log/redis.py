@@ -1,8 +1,8 @@
-"""Logs in Redis Streams: a record is an entry whose id is its position. The server refuses an entry that is not above the newest.
+"""Logs in Redis Streams: a record is an entry whose ID is its position. The server refuses an entry unless its ID is above the newest.
 
-So a record that is sent again counts once, and of two controllers one can write: a log is opened by an entry at the next multiple of
-`_SESSION`, above all that the one before can send. A lock only keeps a second controller from taking the place of one that is alive: it
-expires some seconds after that has ended. Durable is what the server has acknowledged: it must sync its file before it answers.
+So a record that is sent twice counts once, and of two controllers only one can write: opening a log adds an entry at the next multiple of
+`_SESSION`, above all IDs that the previous writer can send. The lock only keeps a second controller from displacing a live one: it expires
+some seconds after its owner ended. An acknowledged record is durable: the server must sync its file before it answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 KEY, PASSWORD = "log.redis", "ASYNCMOE_LOG_PASSWORD"
 _LEAST = (6, 2)
-"""XTRIM MINID came with it."""
+"""XTRIM MINID needs this version."""
 _NEEDS = {
     "redis_mode": "standalone",
     "role": "master",
@@ -36,28 +36,28 @@ _NEEDS = {
     "no-appendfsync-on-rewrite": "no",
     "maxmemory-policy": "noeviction",
 }
-"""With anything else a server may lose or evict what it has acknowledged."""
+"""With any other settings, a server may lose or evict what it has acknowledged."""
 _ENTRY, _OPENED = b"r", b"o"
 _MOST_BYTES = (512 << 20) - 4
 _SESSION = 1 << 40
 _LOCK_S, _PAGE = 6.0, 16
 _PATIENCE_S, _ANSWER_S, _PAUSE_S = 60.0, 30.0, 0.5
 _BROKEN = (redis.ConnectionError, redis.TimeoutError, ReadOnlyError, BusyLoadingError, OSError)
-"""Errors after which a request is sent again. A server that became a replica is one: the address may soon be the new master's."""
+"""Errors after which a request is resent. They include a server that became a replica: the address may soon be the new master's."""
 _CRC_BYTES = 4
 
 
 class RedisServer:
-    """A server. Any thread may use it.
+    """A Redis server. Thread-safe.
 
     Args:
         url: redis://host:port/database, rediss:// (TLS) or unix:///path?db=database, without a password.
-        patience_s: seconds for which a request is sent again while the server does not answer.
+        patience_s: seconds for which a request is resent while the server does not answer.
     """
 
     def __init__(self, url: str, patience_s: float = _PATIENCE_S) -> None:
         self.name, self._patience_s = url.partition("?")[0], patience_s
-        limits = {"socket_timeout": _ANSWER_S, "socket_connect_timeout": 5.0, "retry": None}  # `call` asks again
+        limits = {"socket_timeout": _ANSWER_S, "socket_connect_timeout": 5.0, "retry": None}  # `call` retries
         self.client = redis.Redis.from_url(url, protocol=2, password=os.environ.get(PASSWORD), **limits)
 
     def check(self) -> None:
@@ -71,7 +71,7 @@ class RedisServer:
                 raise UserError(KEY, got=f"{self.name} with {setting} {got}", expected=f"{setting} {expected}", hint=hint)
 
     def call(self, request: Callable[[Any], T]) -> T:
-        """Return what a request answers, which may be sent again. Raises UserError, StorageError."""
+        """Return the result of a request, which is resent if the server does not answer. Raises UserError, StorageError."""
         until = time.monotonic() + self._patience_s
         while True:
             try:
@@ -83,11 +83,11 @@ class RedisServer:
                 time.sleep(_PAUSE_S)
 
     def explained(self, error: Exception) -> AsyncmoeError:
-        """Return the error for the user."""
+        """Convert an error to one for the user."""
         said = " ".join(str(error).split())[:300].rstrip(".")
         if isinstance(error, AuthenticationError | NoPermissionError):
-            hint = f"set {PASSWORD}, and name a user as in redis://user@host; docs/guides/log.md has what it must be allowed"
-            return UserError(KEY, got=f"{said} at {self.name}", expected="a user who may do it", hint=hint)
+            hint = f"set {PASSWORD}, and name a user as in redis://user@host; docs/guides/log.md lists the permissions it needs"
+            return UserError(KEY, got=f"{said} at {self.name}", expected="a user with permission", hint=hint)
         cure = "does not answer: bring it back, or name another one" if isinstance(error, _BROKEN) else "refuses a request: see its log"
         if "maxmemory" in said:
             cure = "is full: raise its maxmemory, or save checkpoints more often (trainer.checkpoint_every), which frees what they cover"
@@ -95,21 +95,21 @@ class RedisServer:
 
 
 def sealed(key: str, position: int, parts: Sequence[Buffer]) -> bytes:
-    """Return a record behind its checksum, which covers where it lies."""
+    """Prefix a record with its checksum, which also covers its key and position."""
     return b"".join([checksum([f"{key} {position}".encode(), *parts]).to_bytes(_CRC_BYTES, "little"), *parts])
 
 
 def opened(key: str, position: int, data: bytes | None) -> memoryview | None:
-    """Return what `sealed` joined; None if it is damaged."""
+    """Return the payload of a `sealed` record, or None if it is damaged."""
     payload = memoryview(data or b"")[_CRC_BYTES:]
     return payload if data is not None and sealed(key, position, [payload]) == data else None
 
 
 class RedisLog(Log):
-    """The log of one stream, asyncmoe:RUN:WRITER. Opening it blocks. Arguments as for `FileLog`.
+    """The log in one stream, asyncmoe:RUN:WRITER. Opening it blocks. Arguments as for `FileLog`.
 
     Raises:
-        UserError: the server cannot be used, or another process writes the log.
+        UserError: the server is unusable, or another process writes the log.
         StorageError: the server does not answer, or is full.
     """
 
@@ -120,7 +120,7 @@ class RedisLog(Log):
         server.check()
         until = time.monotonic() + _LOCK_S + 1.0
         while not self._call(self._hold):
-            if time.monotonic() >= until:  # else its controller may have ended
+            if time.monotonic() >= until:  # until then, the holder may have ended
                 raise self._taken()
             time.sleep(0.1)
         begin = self._last = (self._call(self._newest) // _SESSION + 1) * _SESSION
@@ -158,7 +158,7 @@ class RedisLog(Log):
                 raise self._taken()
             pipeline = client.pipeline(transaction=False)
             for position, parts in batch:
-                if position > newest:  # else it was sent before, and the answer was lost
+                if position > newest:  # else it was sent before, and the reply was lost
                     pipeline.xadd(self._key, {_ENTRY: sealed(self._key, position, parts)}, id=f"{position}-0")
             pipeline.execute()
 
@@ -186,7 +186,7 @@ class RedisLog(Log):
         return UserError("log", got=got, expected="one controller of a run, and one of each rollout worker", hint="end it")
 
     def _hold(self, client: Any) -> bool:
-        """Take or renew the lock; False: another process has it."""
+        """Take or renew the lock; return False if another process has it."""
         held = client.get(self._lock)
         return held in (None, self._mine) and bool(client.set(self._lock, self._mine, nx=held is None, px=int(_LOCK_S * 1000)))
 
@@ -194,7 +194,7 @@ class RedisLog(Log):
         return self._call(lambda client: client.xrange(self._key, after, f"{self._opened}-0", _PAGE))
 
     def _newest(self, client: Any) -> int:
-        """Position of the newest entry that there ever was; 0 if there is no such stream."""
+        """Return the position of the newest entry that ever existed, or 0 without a stream."""
         try:
             return int(client.xinfo_stream(self._key)["last-generated-id"].partition(b"-")[0])
         except ResponseError:
@@ -204,7 +204,7 @@ class RedisLog(Log):
         return int(self._call(lambda client: client.memory_usage(self._key, samples=0)) or 0)
 
     def _beat(self) -> None:
-        """Renew the lock, and look whether the server is still safe. Whoever writes waits for one that does not answer, and says so."""
+        """Renew the lock, and check that the server is still safe. If it does not answer, writers wait and report it."""
         try:
             if not self._hold(self._server.client):
                 raise self._taken()

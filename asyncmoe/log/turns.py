@@ -1,7 +1,7 @@
-"""What the engines answered to episodes that are under way: whole turns, and the pieces of long ones.
+"""The engines' answers in unfinished episodes: whole turns, and pieces of long ones.
 
-An episode that was interrupted with its run begins again, with the same random draws. As long as it asks what it asked before, it gets the
-recorded answers, in their order. They have a log of their own, which lets go of what no episode under way needs.
+An episode that was interrupted with its run starts again, with the same random draws. As long as its requests are the same as before, it
+gets the recorded answers, in order. These have their own log, whose records are freed when no unfinished episode needs them.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from asyncmoe.log.log import Log
 
 log = logging.getLogger(__name__)
 SHARE = 4
-"""Answers may take this fraction of the bound on payloads."""
+"""Answers may use 1/SHARE of the bound on payloads."""
 
 
 class EpisodeId(msgspec.Struct, frozen=True, array_like=True):
-    """Identifies an episode; `attempt` counts the restarts, of its group or of the episode alone."""
+    """Identifies an episode; `attempt` counts restarts of its group or of the episode alone."""
 
     group: int
     episode: int
     attempt: int
 
     def key(self, agent: int = 0, branch: int = 0) -> str:
-        """Return the name of the trajectory of one agent, or of one path of its tree."""
+        """Return the name of an agent's trajectory, or of one path of the agent's tree."""
         path = f".b{branch}" if branch else ""
         return f"g{self.group}.e{self.episode}.a{agent}{path}.t{self.attempt}"
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
-    """A turn of an episode under way, or a piece of a long one. `request`: digest of what was asked."""
+    """A turn of an unfinished episode, or a piece of a long turn. `request`: digest of the request."""
 
     key: EpisodeId
     request: bytes
@@ -50,11 +50,11 @@ def writer(number: int) -> str:
 
 
 class Turns:
-    """The recorded answers of episodes under way. For one event loop.
+    """The recorded answers of unfinished episodes. For use from one event loop.
 
     Args:
-        kept: their log, which this closes. Reading it blocks.
-        attempts: of the groups under way, by number; answers of others are let go of.
+        kept: their log, which `close` closes. Reading it blocks.
+        attempts: attempts of the unfinished groups, by number; answers of other groups or attempts are freed.
     """
 
     def __init__(self, kept: Log, attempts: Mapping[int, int]) -> None:
@@ -72,7 +72,7 @@ class Turns:
         """Record the answer to a request; it is durable soon after.
 
         Args:
-            request: its digest.
+            request: digest of the request.
 
         Raises:
             StorageError: the log failed.
@@ -80,13 +80,13 @@ class Turns:
         data = _encode(Answered(key, request, answer))
         if full := self._log.is_full(len(data)):
             if not self._told_full:
-                log.warning("turns under way take a quarter of log.max_bytes: further ones are not recorded until groups end")
+                log.warning("recorded turns take a quarter of log.max_bytes: no more are recorded until groups end")
         else:
             self._since.setdefault(key.group, self._log.append([data]))
         self._told_full = full
 
     async def recall(self, key: EpisodeId, request: bytes) -> bytes | None:
-        """Return the next recorded answer to a request, once; None if there is no more. Raises DataError: it was damaged meanwhile."""
+        """Return the next recorded answer to a request, once each; None if none is left. Raises DataError if it was damaged meanwhile."""
         positions = self._found.get((key, request))
         return await asyncio.to_thread(self._read, positions.popleft()) if positions else None
 
@@ -97,11 +97,11 @@ class Turns:
 
     @property
     def groups(self) -> frozenset[int]:
-        """Numbers of the groups of which answers were found."""
+        """Numbers of the groups that have recorded answers."""
         return frozenset(key.group for key, _ in self._found)
 
     def close(self) -> None:
-        """Make durable what was recorded, and close the log. Blocks."""
+        """Make all records durable, and close the log. Blocks."""
         self._log.close()
 
     def _forget(self) -> None:

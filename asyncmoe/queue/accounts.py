@@ -29,7 +29,7 @@ class QueueStats:
 
 @dataclass(frozen=True)
 class Accounts:
-    """A ledger, and the reasons of the episodes that it counts as dropped, rejected or requeued.
+    """A ledger, with counts by reason of its dropped, rejected, requeued and skipped episodes.
 
     Each transition returns new accounts. It raises InvariantBroken if the ledger refuses it.
     """
@@ -47,28 +47,28 @@ class Accounts:
                 raise InvariantBroken(f"ledger: the reasons {reasons} do not add up to {state} of {self.ledger}")
 
     def reject(self, count: int, reason: str) -> Accounts:
-        """`count` running episodes are unusable."""
+        """Reject `count` running episodes: they are unusable."""
         return replace(self, ledger=self.ledger.reject(count), rejected=_plus(self.rejected, reason, count))
 
     def discard(self, count: int, reason: str) -> Accounts:
-        """`count` running episodes are complete, but not worth queueing."""
+        """Drop `count` running episodes that are complete, but not worth queueing."""
         return replace(self, ledger=self.ledger.discard(count), dropped=_plus(self.dropped, reason, count))
 
     def drop(self, count: int, reason: str) -> Accounts:
-        """The consumption rule drops `count` queued episodes."""
+        """Drop `count` queued episodes by the consumption rule."""
         return replace(self, ledger=self.ledger.drop(count), dropped=_plus(self.dropped, reason, count))
 
     def skip(self, count: int, reason: str) -> Accounts:
-        """The trainer leaves `count` leased episodes untrained."""
+        """Skip `count` leased episodes, which the trainer leaves untrained."""
         return replace(self, ledger=self.ledger.skip(count), skipped=_plus(self.skipped, reason, count))
 
     def requeue(self, count: int, reason: str) -> Accounts:
-        """The consumption rule starts `count` queued episodes again."""
+        """Requeue `count` queued episodes by the consumption rule: they start again."""
         return replace(self, ledger=self.ledger.requeue(count), requeued=_plus(self.requeued, reason, count))
 
     @property
     def all_dropped(self) -> dict[str, int]:
-        """Dropped episodes by reason, those of skipped batches included."""
+        """Dropped episodes by reason, including those of skipped batches."""
         reasons = dict.fromkeys((*self.dropped, *self.skipped))
         return {reason: self.dropped.get(reason, 0) + self.skipped.get(reason, 0) for reason in reasons}
 

@@ -2,7 +2,7 @@ r"""Which trajectories may start and which may still be trained on: pure functio
 
 The capacity law is AReaL's (Fu et al., arXiv 2505.24298, section 5.1): with N trajectories started, B of them in a training step and
 version i being served, another may start iff floor((N - 1) / B) <= i + eta, where eta is `queue.staleness.max_staleness`. Here the law
-applies to whole groups, counts only trajectories that may still be trained (a rejected or dropped trajectory returns its place), and counts
+applies to whole groups, counts only trajectories that may still be trained (a rejected or dropped one frees its capacity), and counts
 versions from `base_version`, where reinforcement learning began.
 
 Theorem. Let every training step take the B trajectories with the oldest first-sampled token. If each trajectory is in the queue when the
@@ -13,12 +13,12 @@ served. At the last such start the law held, so at most C(v) = (eta + v - base +
 those already trained, have an oldest token <= v. Oldest-first training takes all of them before any newer trajectory: the trajectory is
 among the first C(v) trained, so in a step that begins at trainer version <= base + C(v)/B - 1 = v + eta. []
 
-A trajectory that finishes too late for the theorem meets the consumption rule, so the age of trained tokens is always bounded; because of
-the law, the rule is rarely needed. Lemma: under every rule, no trained token is more than `Admission.age_bound` versions old: eta for
+A trajectory that finishes too late for the theorem faces the consumption rule, so the age of trained tokens is always bounded; because
+of the law, the rule is rarely needed. Lemma: under every rule, no trained token is more than `Admission.age_bound` versions old: eta for
 drop and requeue, `drop_above` for downweight. Proof. When a step is leased at trainer version i, every queued group with a token older
 than i - age_bound leaves the queue (`oldest_allowed`); only queued groups are leased; the step trains at version i. []
 
-To the law, a requeued group is a new group: its places were returned, and its age counts from the versions that sample it again.
+To the law, a requeued group is a new group: its capacity was returned, and its age counts from the versions that sample it again.
 The law needs a new version at least every eta + 1 steps: once eta + 1 steps' worth of trajectories has started, no more start until the
 next version, which would then never come.
 """
@@ -33,12 +33,12 @@ from asyncmoe.errors import InvariantBroken
 
 @dataclass(frozen=True)
 class Ledger:
-    """Counts of all started trajectories by their current state, since `base_version`; of episodes if several agents speak.
+    """Counts of all started trajectories by their current state, since `base_version`; with several agents, counts of episodes.
 
     Invariant, checked at every change: started == running + queued + leased + trained + dropped + rejected + requeued + skipped,
     none negative. The last five are final, so every trajectory ends in exactly one of them; only the loss of the trainer's newest steps
-    takes trajectories out of trained and skipped. Running trajectories hold a place under the capacity law, as do those whose step is
-    over: trained ones, and skipped ones, which the trainer left untrained.
+    takes trajectories out of trained and skipped. Running trajectories use capacity under the law, as do those whose step is over: trained
+    ones, and skipped ones, which the trainer left untrained.
 
     Each transition returns the new ledger. It raises InvariantBroken if fewer than `count` trajectories are in the source state.
     """
@@ -64,41 +64,41 @@ class Ledger:
         return self.queued + self.leased + self.trained
 
     def start(self, count: int) -> Ledger:
-        """Sampling begins: started and running grow."""
+        """Start sampling: started and running grow."""
         if count <= 0:
             raise InvariantBroken(f"ledger: started {count}")
         return replace(self, started=self.started + count, running=self.running + count)
 
     def accept(self, count: int) -> Ledger:
-        """Complete and scored: running -> queued."""
+        """Accept complete and scored trajectories: running -> queued."""
         return self._move("running", "queued", count)
 
     def reject(self, count: int) -> Ledger:
-        """Unusable: running -> rejected."""
+        """Reject unusable trajectories: running -> rejected."""
         return self._move("running", "rejected", count)
 
     def discard(self, count: int) -> Ledger:
-        """Complete, but without a learning signal: running -> dropped."""
+        """Discard complete trajectories without a learning signal: running -> dropped."""
         return self._move("running", "dropped", count)
 
     def drop(self, count: int) -> Ledger:
-        """Refused by the consumption rule: queued -> dropped."""
+        """Drop trajectories that the consumption rule refuses: queued -> dropped."""
         return self._move("queued", "dropped", count)
 
     def requeue(self, count: int) -> Ledger:
-        """Refused by the consumption rule; their prompts start again: queued -> requeued."""
+        """Requeue trajectories that the consumption rule refuses, whose prompts start again: queued -> requeued."""
         return self._move("queued", "requeued", count)
 
     def lease(self, count: int) -> Ledger:
-        """Handed to the trainer: queued -> leased."""
+        """Lease trajectories to the trainer: queued -> leased."""
         return self._move("queued", "leased", count)
 
     def skip(self, count: int) -> Ledger:
-        """Left untrained by the step that leased them: leased -> skipped."""
+        """Skip trajectories that their step left untrained: leased -> skipped."""
         return self._move("leased", "skipped", count)
 
     def train(self, count: int) -> Ledger:
-        """Trained on: leased -> trained."""
+        """Count trajectories as trained: leased -> trained."""
         return self._move("leased", "trained", count)
 
     def _move(self, source: str, to: str, count: int) -> Ledger:
@@ -113,11 +113,11 @@ class Admission:
 
     Attributes:
         batch: trajectories in a training step.
-        max_staleness: versions a trained token may be behind the trainer under the capacity law.
+        max_staleness: number of versions that a trained token may lag behind the trainer under the capacity law.
         base_version: version at which reinforcement learning began; nothing starts before it is served.
         rule: what happens to a group whose oldest token is more than max_staleness versions old.
         downweight: with rule downweight, the factor on a group's weight for each version beyond max_staleness.
-        drop_above: with rule downweight, the age in versions beyond which a group is dropped, above max_staleness; None: another rule.
+        drop_above: with rule downweight, the age in versions above which a group is dropped, > max_staleness; None: another rule.
     """
 
     batch: int
@@ -129,11 +129,11 @@ class Admission:
 
     @property
     def age_bound(self) -> int:
-        """Hard bound on the number of versions that a trained token may be behind the trainer."""
+        """Hard bound on the number of versions that a trained token may lag behind the trainer."""
         return self.max_staleness if self.drop_above is None else self.drop_above
 
     def capacity(self, version: int) -> int:
-        """Number of trajectories that may have started while `version` is served, without rejected and dropped ones."""
+        """Number of trajectories that may have started while `version` is served, not counting rejected and dropped ones."""
         return (self.max_staleness + version - self.base_version + 1) * self.batch if version >= self.base_version else 0
 
     def may_start(self, ledger: Ledger, count: int, version: int) -> bool:

@@ -1,15 +1,15 @@
 """The queue between engines and trainer: bounded, oldest first, leased by step.
 
 One asyncio loop owns the queue; nothing here is thread-safe. Counts are of episodes. An episode is one trajectory, or one trajectory of
-each agent that spoke; they are kept or discarded together. Every started episode ends in exactly one of trained, dropped, rejected or
-requeued, the last three under a reason, and the counts add up after every call (`asyncmoe.queue.admission.Ledger`).
+each agent that spoke, kept or discarded together. Every started episode ends as exactly one of trained, dropped, rejected or requeued, the
+last three under a reason, and the counts add up after every call (`asyncmoe.queue.admission.Ledger`).
 
 Guarantees to the trainer. The answer to `lease(step)` is decided once: every rank gets the same answer, whenever it asks. A leased
-trajectory keeps its arrays until `commit(step)` or `release(step)`. No trajectory is trained twice. No trained trajectory has a token more
+trajectory keeps its arrays until `commit(step)` or `reopen`. No trajectory is trained twice. No trained trajectory has a token more
 than `Admission.age_bound` versions (max_staleness, unless old groups are downweighted) older than the trainer's weights.
 
-After a resume at step k (`trained_steps=k`) the versions and the capacity law continue from k, as if everything up to k had passed
-through this queue: what was leased from step k on is leased again, unchanged, what was queued is queued, and what was running starts again
+After a resume at step k (`trained_steps=k`) the versions and the capacity law continue from k, as if everything up to k had passed through
+this queue: leases from step k on are granted again, unchanged, queued groups are queued, and running ones start again
 (`asyncmoe.queue.fold`).
 """
 
@@ -35,7 +35,7 @@ from asyncmoe.rpc.messages import Leased, Phase
 
 MAX_LEASE_WAIT_S = 86_400.0
 MAX_REASON = 100
-"""Characters of the reason under which a trainer drops a batch."""
+"""Maximum length, in characters, of the reason under which a trainer drops a batch."""
 
 
 class BoundedQueue:
@@ -43,14 +43,14 @@ class BoundedQueue:
 
     Args:
         admission: its batch is a multiple of `group_size`.
-        capacity: episodes the queue holds, including leased episodes, before `put` waits; at least a batch.
+        capacity: maximum number of episodes, including leased ones, beyond which `put` waits; at least a batch.
         group_size: episodes in a group.
         trained_steps: optimizer steps taken before this queue was created, warm-up included.
         demonstrations: capacity of the warm-up lane; 0: no warm-up.
-        on_stale: called with groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
-        on_freed: called with groups of which nothing is kept any more.
-        log: learns of every change.
-        resumed: what an earlier process left in the log.
+        on_stale: called with the groups that the staleness rule refuses, whether they are requeued, and the trainer's version.
+        on_freed: called with groups that the queue no longer references.
+        log: records every change.
+        resumed: the state an earlier process left in the log.
 
     Attributes:
         log: as above.
@@ -90,12 +90,12 @@ class BoundedQueue:
 
     @property
     def version(self) -> int:
-        """Weight version that the engines serve."""
+        """Weight version that all engines serve."""
         return self._version
 
     @property
     def newest_version(self) -> int:
-        """Newest version that may have sampled a token of a group that is put now."""
+        """Newest version that may have sampled a token of a group put now."""
         # One engine serves the next version slightly before all do. Turns recorded before a restart can be ahead of the replay.
         return max(self._version, self._served) + 1
 
@@ -111,7 +111,7 @@ class BoundedQueue:
         return self.admission.may_start(self.ledger, count, self._version)
 
     async def wait_can_start(self, count: int) -> None:
-        """Wait until `count` more episodes may start. Call `started` before the next await, or another task may take the places.
+        """Wait until `count` more episodes may start. Call `started` before the next await, or another task may use the capacity.
 
         Raises:
             AsyncmoeError: the error passed to `fail`.
@@ -119,7 +119,7 @@ class BoundedQueue:
         await self._changes.until(lambda: self.can_start(count) or None)
 
     def started(self, count: int) -> None:
-        """Record the start of `count` episodes. Raises InvariantBroken against the capacity law."""
+        """Record the start of `count` episodes. Raises InvariantBroken if it violates the capacity law."""
         if not self.can_start(count):
             raise InvariantBroken(f"queue: starting {count} violates the capacity law at version {self._version}: {self.ledger}")
         self._count(self.ledger.start(count))
@@ -162,7 +162,7 @@ class BoundedQueue:
 
     @property
     def shown(self) -> list[Place]:
-        """Where the log has the demonstrations that are queued or leased, of which no record tells."""
+        """Places in the log of the queued or leased demonstrations, which no record mentions."""
         return [group.place for group in self._lanes["warmup"].all if group.place is not None]
 
     # ------------------------------------------------------------ trainer side
@@ -181,7 +181,7 @@ class BoundedQueue:
 
         Raises:
             ProtocolError: the step was already committed, ranks disagree on the other arguments, `count` is not whole groups, `version` is
-                older than the engines', or steps not yet committed hold too many episodes.
+                older than the engines', or uncommitted steps have leased too many episodes.
             ConfigError: `count` exceeds the capacity.
             StorageError, DataError: the log cannot be written or read.
             AsyncmoeError: the error passed to `fail`.
@@ -204,8 +204,8 @@ class BoundedQueue:
         """End the lease of a trained step and free its arrays. Idempotent; steps commit in order.
 
         Args:
-            dropped: why the step left its batch untrained; the batch counts as dropped under this reason, and keeps its places under the
-                capacity law, because the step it would have been is over.
+            dropped: why the step left its batch untrained; the batch counts as dropped under this reason, and keeps using capacity under
+                the law, because its step is over.
 
         Raises:
             ProtocolError: `step` was never leased, an earlier step is not committed yet, or the reason is too long.
@@ -229,24 +229,24 @@ class BoundedQueue:
     # ------------------------------------------------------------ controller side
 
     def trainer_lost(self) -> None:
-        """Record that the trainer is lost: nothing is leased to it any more, and what it still waits for is refused."""
+        """Record that the trainer is lost: grant it no more leases, and refuse its pending requests."""
         self._leases = self._leases.undecided_forgotten()
         self._changes.wake()
 
     def reopen(self, step: int, found: Recovered) -> None:
-        """Go back to a checkpoint with a trainer that was started again; follows `trainer_lost`.
+        """Return to a checkpoint with a restarted trainer; call it after `trainer_lost`.
 
-        The leases since the checkpoint are answered again, as they were. Everything else stays: what is queued or running, the versions
-        and the capacity law. Demonstrations are forgotten, those that are leased too: they are put again from the checkpoint's on.
+        Leases since the checkpoint are granted again as they were. Everything else stays: queued and running groups, the versions and the
+        capacity law. Demonstrations are dropped, including leased ones: the caller puts them again from the checkpoint's on.
 
         Raises:
-            InvariantBroken: the leases are not those of this queue.
+            InvariantBroken: the leases do not belong to this queue.
         """
         self._leases, ledger = self._leases.reopen(step), found.accounts.ledger
         ledger = replace(self.ledger, leased=ledger.leased, trained=ledger.trained, skipped=ledger.skipped)
         self._accounts = replace(self._accounts, ledger=ledger, skipped=found.accounts.skipped)
         self._lanes["rl"].forget_leases()
-        self._lanes["warmup"].clear()  # so that whoever waits for space puts what is forgotten with it
+        self._lanes["warmup"].clear()  # so that a waiting `put_demonstrations` adds to the discarded buffer
         self._lanes["warmup"] = GroupBuffer(self._lanes["warmup"].capacity)
         self.log.reopened(found)
         self._changes.wake()
@@ -257,7 +257,7 @@ class BoundedQueue:
         self._changes.wake()
 
     def fail(self, error: AsyncmoeError) -> None:
-        """Record that no more trajectories will come: current and future waits raise `error`. Calls that need no wait still succeed."""
+        """Record that no more trajectories will come: current and future waits raise `error`. Calls that need not wait still succeed."""
         self._changes.fail(error)
 
     @property
@@ -297,12 +297,12 @@ class BoundedQueue:
         self._decide(step, terms.phase, groups, weights)
 
     def _is_replay(self, step: int) -> bool:
-        """Whether a step is answered with an older trainer's lease, which has the version of then."""
+        """Return whether a step's lease was first granted to an earlier trainer, whose older version it has."""
         answer = self._leases.answers.get(step)
         return step in self.log.replays or (answer is not None and answer.replayed)
 
     async def _replay(self, step: int, terms: LeaseTerms) -> None:
-        """Answer a step with the lease that an earlier trainer was granted, if there is one; the ledger counts it as leased already."""
+        """Answer a step with the lease that an earlier trainer was granted, if any; the ledger counts it as leased already."""
         async with self._reading:
             found = await self.log.replayed(step, terms)
         if found is not None and step not in self._leases.answers:  # else the run is stopping, and a rank has been told so

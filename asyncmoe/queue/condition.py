@@ -1,4 +1,4 @@
-"""Wait for a condition on plain data that other tasks of the same asyncio loop change."""
+"""Waits for a condition on plain data that other tasks of the same asyncio loop change."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""From the records of a run and the step of the loaded checkpoint to the state in which its queue begins. Pure.
+"""Computes the state in which a run's queue begins, from the run's records and the step of the loaded checkpoint. Pure.
 
 Let k be the step of the checkpoint, at least the step at which reinforcement learning began. Leases of steps before k are over: the
-checkpoint's weights know those that were trained, and those that the trainer skipped stay skipped. Leases of steps from k on are replayed:
-the same groups, weights and order; those that were skipped no longer are, because the trainer decides anew. Groups that are queued stay
-queued, in their order of arrival. Groups that were begun, and those that were to start again, start before any new group. What was dropped
-or rejected stays so, whatever the checkpoint: a group ends once.
+checkpoint's weights include those that were trained, and those that the trainer skipped stay skipped. Leases of steps from k on are
+replayed: the same groups, weights and order; skipped ones are no longer skipped, because the trainer decides anew. Queued groups stay
+queued, in their order of arrival. Groups that were begun, or were to start again, start before any new group. Dropped and rejected groups
+stay so, whatever the checkpoint: a group ends once.
 
-The ledger goes on. Episodes that were started and are in none of these states were running: they count as requeued, "restart".
+The ledger continues. Started episodes that are in none of these states were running: they count as requeued, with reason "restart".
 
-A trainer that is lost alone, and started again while the queue goes on, changes only the leases (`reopen`): those from k on are replayed by
-the same rule, and what they had trained or skipped counts as leased again.
+If only the trainer is lost, and restarts while the queue lives on, just the leases change (`reopen`): those from k on are replayed by the
+same rule, and the episodes that they had trained or skipped count as leased again.
 
 Damage. A group whose payload is lost starts again. A lease from k on that cannot be replayed, because its record or a payload is lost, ends
-the replays: the groups of later leases are queued again. If nothing says which groups an older step had, every group that it may have had
-is dropped: none is trained twice.
+the replays: the groups of later leases are queued again. If no record says which groups an older step had, every group that it may have had
+is dropped, so that none is trained twice.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from asyncmoe.queue.admission import Ledger
 from asyncmoe.queue.records import Start
 
 RESTART = "restart"
-"""Reason of episodes that were running when the run stopped."""
+"""Reason for episodes that were running when the run stopped."""
 DAMAGED = "damaged"
-"""Reason of groups that may have been trained by a step whose record is lost."""
+"""Reason for groups that may have been trained by a step whose record is lost."""
 
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """A group that has not ended: one without a place is under way or waits to start, one with a step is leased, any other is queued.
+    """A group that has not ended: without a place it is under way or waits to start, with a step it is leased, otherwise it is queued.
 
     Attributes:
         number, attempt, failures: as in `Start`.
-        since: position of the oldest record that tells it.
-        order: place in the order of starts, ascending; of a finished group, of arrivals.
-        step: of its lease. The group is trained or skipped once that is committed.
+        since: position of the oldest record about it.
+        order: sort key in the order of starts, ascending; for a finished group, of arrivals.
+        step: step of its lease. The group is trained or skipped once the step is committed.
     """
 
     number: int
@@ -58,12 +58,12 @@ class RecordedGroup:
 
 @dataclass(frozen=True)
 class RecordedLease:
-    """A batch that was leased.
+    """A leased batch.
 
     Attributes:
-        numbers: of its groups.
+        numbers: numbers of its groups.
         terms: None if only its commit is known.
-        ended: None: it is not committed; empty: its step was trained; else why it was skipped.
+        ended: None: not committed; empty: its step was trained; else why it was skipped.
     """
 
     position: int
@@ -74,14 +74,14 @@ class RecordedLease:
 
 @dataclass
 class LogState:
-    """All that a log tells. `apply` is the fold's step.
+    """The state that a log describes. `apply` is the fold's step.
 
     Attributes:
-        groups: by number; those that ended or are forgotten are not in it.
+        groups: by number, without those that ended or are forgotten.
         leases: by step.
         first, next, history, since: as in `RunStands`; first None: no trainer has joined yet.
-        accounts: the queue's at the newest change; None: none.
-        damaged: some records are lost.
+        accounts: the queue's accounts at the newest change, if any.
+        damaged: whether some records are lost.
     """
 
     groups: dict[int, RecordedGroup] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class LogState:
     damaged: bool = False
 
     def apply(self, position: int, change: records.Change) -> None:
-        """Note a record."""
+        """Apply a record."""
         match change:
             case Start(number, attempt, failures):
                 known = self.groups.get(number)
@@ -133,44 +133,44 @@ class LogState:
 
     @property
     def under_way(self) -> dict[int, int]:
-        """Attempts of the groups that were begun or are to start again, by number."""
+        """Attempts of the groups that were begun or are to start again, by group number."""
         return {number: group.attempt for number, group in self.groups.items() if group.place is None}
 
     def needed(self, end: int) -> int:
-        """Return the position of the oldest record that is needed; `end`: none is."""
+        """Return the position of the oldest record still needed, or `end` if none is."""
         return min((*(one.since for one in self.groups.values()), *(one.position for one in self.leases.values())), default=end)
 
     @property
     def payloads(self) -> dict[int, int]:
-        """Position of the oldest payload that is needed, by writer."""
+        """Position of the oldest payload still needed, by writer."""
         places = [one.place for one in self.groups.values() if one.place is not None]
         return {place.writer: place.position for place in sorted(places, key=lambda place: place.position, reverse=True)}
 
 
 def fold(entries: Iterable[tuple[int, records.LogEntry]]) -> LogState:
-    """Return what records tell, the oldest of which may be forgotten."""
+    """Return the state that records describe; the oldest records may be forgotten."""
     state, oldest = LogState(), None
     for position, entry in entries:
         oldest = position if oldest is None else oldest
         state.apply(position, entry.change)
         state.accounts = entry.accounts or state.accounts
-    state.damaged = oldest is not None and oldest > state.since  # the beginning is gone
+    state.damaged = oldest is not None and oldest > state.since  # the beginning is lost
     return state
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """The state in which a queue begins.
+    """The initial state of a queue.
 
     Attributes:
-        accounts: none running.
-        replays: leases that are answered again, by step.
+        accounts: with no episode running.
+        replays: leases to grant again, by step.
         queued: groups to queue, in order of arrival.
         starts: groups to start before any new one, in order.
         arrivals: number of the newest arrival.
-        history: number of restarts that replayed, this one included.
+        history: number of restarts that replayed, including this one.
         first: step from which on all leases are known.
-        repairs: what to record, so that damage is dealt with once.
+        repairs: changes to record, so that damage is repaired once.
     """
 
     accounts: Accounts
@@ -184,12 +184,12 @@ class Recovered:
 
 
 def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: Collection[int] = frozenset()) -> Recovered:
-    """Return the state in which the queue of a trainer that has taken `step` steps begins.
+    """Return the initial state of the queue for a trainer that has taken `step` steps.
 
     Args:
         base: step at which reinforcement learning began.
         batch: episodes of a step.
-        name: of the log, for messages.
+        name: the log's name, for messages.
         lost: groups whose payload is damaged.
 
     Raises:
@@ -198,10 +198,10 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
     """
     reached = max(step, base)
     new = not (state.groups or state.leases)
-    first = state.first if state.first is not None else reached if new else base  # of a log without its beginning, the first there is
+    first = state.first if state.first is not None else reached if new else base  # of a log without its beginning, the earliest possible
     replays = _replays(state, first, reached, name, lost)
     unknown = max(set(range(first, reached)) - state.leases.keys(), default=None)
-    # What was finished by then may have been trained by a step of which nothing is known any more.
+    # Groups that were finished by then may have been trained by a step whose record is lost.
     then = 0 if unknown is None else min((lease.position for at, lease in state.leases.items() if at > unknown), default=float("inf"))
     taken = {number for at, lease in state.leases.items() if at < reached or at in replays for number in lease.numbers}
     left = sorted((group for group in state.groups.values() if group.number not in taken), key=lambda group: group.order)
@@ -223,13 +223,13 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
 
 
 def _replays(state: LogState, first: int, reached: int, name: str, lost: Collection[int]) -> dict[int, records.StepLeased]:
-    """Return the leases of steps from `reached` on, by step; all are known from `first` on. Else as `recover`."""
+    """Return the leases of steps from `reached` on, by step; all are known from `first` on. Arguments and errors as in `recover`."""
     end = max((step + 1 for step in state.leases), default=first)
     end = max(end, reached) if state.damaged else end  # records of the newest steps may be lost
     if not state.damaged and (gaps := set(range(first, end)) - state.leases.keys()):
         raise InvariantBroken(f"{name}: no lease of steps {sorted(gaps)[:5]}, expected all from {first} on")
     if not first <= reached <= end:
-        hint = f"delete {name}: what was queued or under way is then sampled again; or bring back the checkpoint that belongs to it"
+        hint = f"delete {name}: queued and unfinished episodes are then sampled again; or restore the checkpoint that belongs to it"
         raise DataError(name, got=f"a log of steps {first} to {end}", expected=f"step {reached}, where the checkpoint is", hint=hint)
     replays: dict[int, records.StepLeased] = {}
     for step in range(reached, end):
@@ -237,17 +237,17 @@ def _replays(state: LogState, first: int, reached: int, name: str, lost: Collect
         if lease is None or lease.terms is None or any(number in lost for number in lease.numbers):
             break
         if not state.damaged and {one.number for one in state.groups.values() if one.step == step} != {*lease.numbers}:
-            raise InvariantBroken(f"{name}: not all groups of the lease of step {step} are recorded so: {lease.numbers}")
+            raise InvariantBroken(f"{name}: not all groups of the lease of step {step} are recorded as leased: {lease.numbers}")
         replays[step] = lease.terms
     return replays
 
 
 def _accounts(state: LogState, reached: int, over: int, leased: int, queued: int, lost: int, exact: str) -> Accounts:
-    """Return the ledger with which a queue begins: the recorded one, with what is leased and queued now; who is in neither was running.
+    """Return the ledger with which a queue begins: the recorded one with the leased and queued counts of now; all others were running.
 
     Args:
-        over: episodes of steps that are over; lost: of groups that are given up because of damage.
-        exact: name of a log that has lost nothing; empty: the ledger is made to add up.
+        over: episodes of steps that are over; lost: episodes of groups given up because of damage.
+        exact: name of a log that has lost nothing; empty: adjust the ledger until it adds up.
     """
     before = state.accounts or Accounts(Ledger(started=over, trained=over))
     old, skipped = before.ledger, Counter(before.skipped)

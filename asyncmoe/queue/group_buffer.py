@@ -17,14 +17,14 @@ from asyncmoe.rpc.item import Item
 from asyncmoe.trajectory import NOT_SAMPLED, Buffer, Recording, Trajectory, encode, validate
 
 Frames = dict[str, list[Buffer]]
-"""The encoded trajectories of a group by key, which only the rollout worker has that holds them."""
+"""The encoded trajectories of a group by key; only the rollout worker that stores them has these."""
 
 
 @dataclass(frozen=True)
 class Group:
     """Episodes that are leased and dropped together, encoded once on arrival.
 
-    An episode has one trajectory of each agent that spoke, or one of each path of the agent's tree. Counts here and in the queue are of
+    An episode has one trajectory of each agent that spoke, or one for each path of the agent's tree. Counts here and in the queue are of
     episodes.
     """
 
@@ -33,7 +33,7 @@ class Group:
     attempt: int = 0
     """Highest attempt of its trajectories: the number of times the group or a member was restarted."""
     place: Place | None = None
-    """Where the log has its payload already."""
+    """Where its payload already lies in the log."""
 
     def __len__(self) -> int:
         return self._episodes
@@ -99,7 +99,7 @@ def _moments(rewards: np.ndarray | None) -> tuple[int, float, float]:
 
 
 def weighed(group: Group, weight: float) -> Sequence[Item]:
-    """Return the items of a group with a factor on their weight, and its place."""
+    """Return a group's items with the group's place, and a factor on their weight."""
     return [msgspec.structs.replace(item, weight=weight, place=group.place) for item in group.items]
 
 
@@ -115,11 +115,11 @@ def whole(trajectories: Sequence[Trajectory], group_size: int, recording: Record
     Args:
         group_size: number of its episodes.
         recording: data that each trajectory must carry.
-        newest_version: that may have sampled a token.
+        newest_version: newest version that may have sampled a token.
 
     Raises:
-        TrajectoryRejected: a trajectory is unfit for training (`asyncmoe.trajectory.validate`), or carries no version.
-        InvariantBroken: they are not one whole group.
+        TrajectoryRejected: a trajectory is unfit for training (`asyncmoe.trajectory.validate`), or has no version.
+        InvariantBroken: they are not one complete group.
     """
     groups, episodes = {t.group for t in trajectories}, {t.episode for t in trajectories}
     if len(episodes) != group_size or len(groups) != 1:
@@ -132,20 +132,20 @@ def whole(trajectories: Sequence[Trajectory], group_size: int, recording: Record
 
 
 class GroupBuffer:
-    """Groups in training order; at most `capacity` episodes, including leased episodes.
+    """Groups in training order; at most `capacity` episodes, leased ones included.
 
     Args:
-        freed: called with groups that are deleted.
+        freed: called with deleted groups.
 
     Attributes:
         depth: number of episodes not yet leased.
-        leased: number of leased episodes, not committed.
+        leased: number of leased, uncommitted episodes.
     """
 
     def __init__(self, capacity: int, freed: Callable[[Sequence[Group]], None] = lambda _: None) -> None:
         self.capacity, self._freed = capacity, freed
         self.putting: deque[int] = deque()
-        """Arrival numbers of groups that wait for space, first come first served."""
+        """Arrival numbers of groups that wait for space, in order of arrival."""
         self._queued: list[Group] = []
         self._leased: dict[int, tuple[Group, ...]] = {}
         self._known: set[str] = set()
@@ -153,7 +153,7 @@ class GroupBuffer:
         self.depth = self.leased = 0
 
     def fits(self, count: int) -> bool:
-        """Whether `count` more episodes fit into the capacity."""
+        """Return whether `count` more episodes fit into the capacity."""
         return self.depth + self.leased + count <= self.capacity
 
     def insert(self, group: Group) -> None:
@@ -171,7 +171,7 @@ class GroupBuffer:
         return dropped
 
     def lease(self, step: int, count: int) -> tuple[Group, ...] | None:
-        """Lease the first groups, `count` episodes in all; None: too few are queued."""
+        """Lease the first groups, `count` episodes in all; None if too few are queued."""
         total = taken = 0
         while total < count and taken < len(self._queued):
             total += len(self._queued[taken])
@@ -185,7 +185,7 @@ class GroupBuffer:
         return groups
 
     def hold(self, step: int, groups: tuple[Group, ...]) -> None:
-        """Hold the groups of a lease that an earlier process granted. Raises InvariantBroken for a duplicate key."""
+        """Add the groups of a lease that an earlier process granted. Raises InvariantBroken for a duplicate key."""
         for group in groups:
             self._know(group)
         self._hold(step, groups)

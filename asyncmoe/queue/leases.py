@@ -1,7 +1,7 @@
-"""The leases of all steps: asked for, answered, committed. Pure.
+"""The leases of all steps: asked for, decided, committed. Pure.
 
-A step is asked for when the first rank names its terms, and answered once: with a batch (a grant), or with `stop`. Every rank that asks
-gets this answer until the step is committed. A committed step is never leased again, unless the trainer goes back to before it.
+A step is asked for when the first rank names its terms, and decided once: with a batch (a grant), or with `stop`. Every rank that asks gets
+this answer until the step is committed. A committed step is never leased again, unless the trainer returns to an earlier step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LeaseTerms:
-    """What all ranks must agree on when they ask for a step: the lane, the number of episodes, and the trainer's version."""
+    """The terms on which all ranks must agree when they ask for a step: the lane, the number of episodes, and the trainer's version."""
 
     phase: Phase
     count: int
@@ -27,13 +27,13 @@ class LeaseTerms:
 
 @dataclass(frozen=True)
 class Leases:
-    """The undecided, granted and committed steps. Transitions return new leases.
+    """The undecided, granted and committed steps. Immutable: transitions return new leases.
 
     Attributes:
         trained_steps: optimizer steps taken before the queue was created, plus steps committed since.
         last_commit: newest committed step; -1: none.
-        asked: terms by step, for steps not committed.
-        answers: the answers to such steps, once decided.
+        asked: terms by step, for uncommitted steps.
+        answers: answers to these steps, once decided.
     """
 
     trained_steps: int = 0
@@ -43,11 +43,11 @@ class Leases:
 
     @property
     def granted(self) -> tuple[int, ...]:
-        """Steps that hold a batch, in the order of their grants."""
+        """Steps that have a batch, in the order of their grants."""
         return tuple(step for step, answer in self.answers.items() if not answer.stop)
 
     def phase(self, step: int) -> Phase:
-        """Return the lane of a granted step. Raises ProtocolError if `step` holds no lease."""
+        """Return the lane of a granted step. Raises ProtocolError if `step` has no lease."""
         if step not in self.granted:
             raise ProtocolError(f"step {step} holds no lease")
         return self.asked[step].phase
@@ -56,10 +56,10 @@ class Leases:
         """Record that a rank asks for a step.
 
         Args:
-            capacity: episodes that the lane holds.
+            capacity: capacity of the lane in episodes.
 
         Raises:
-            ProtocolError: the step was already committed, ranks disagree, or steps not yet committed hold too many episodes.
+            ProtocolError: the step was already committed, ranks disagree, or uncommitted steps have leased too many episodes.
             ConfigError: the count exceeds the capacity.
         """
         if step <= self.last_commit:
@@ -85,7 +85,7 @@ class Leases:
         return replace(self, answers={**self.answers, step: answer})
 
     def commit(self, step: int) -> Leases:
-        """End the lease of a trained step. Raises ProtocolError if it holds no lease, or an earlier step holds one."""
+        """End the lease of a trained step. Raises ProtocolError if it has no lease, or an earlier step has one."""
         self.phase(step)
         if (first := min(self.granted)) < step:
             raise ProtocolError(f"commit: step {step} before step {first}")
@@ -93,11 +93,11 @@ class Leases:
         return replace(self, asked=asked, answers=answers, trained_steps=self.trained_steps + 1, last_commit=step)
 
     def undecided_forgotten(self) -> Leases:
-        """Return the leases without the steps that are asked for and not answered; whoever waits for them is refused (`answer_to`)."""
+        """Return the leases without the undecided steps; requests waiting for those are refused (`answer_to`)."""
         return replace(self, asked={step: terms for step, terms in self.asked.items() if step in self.answers})
 
     def reopen(self, step: int) -> Leases:
-        """Return the leases of a trainer that goes back to `step`: none is asked for or answered, and steps from `step` on may be."""
+        """Return the leases for a trainer that returns to `step`: none is asked for or decided, and steps from `step` on may be."""
         return Leases(step, min(self.last_commit, step - 1))
 
 

@@ -1,4 +1,4 @@
-"""The payload of a finished group: a header, then the frames of its trajectories as the queue holds them.
+"""The payload of a finished group: a header, then the encoded frames of its trajectories.
 
 A 4-byte little-endian length, a msgpack header of that length, and the frames one after the other, in the header's order.
 """
@@ -26,7 +26,7 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode(group: Group, frames: Frames) -> list[Buffer]:
-    """Return the parts of a group's payload; frames are not copied."""
+    """Return the parts of a group's payload, without copying frames."""
     ordered = [frames[item.key] for item in group.items]
     sizes = tuple(tuple(memoryview(frame).nbytes for frame in one) for one in ordered)
     header = msgspec.msgpack.encode(_Header(group.attempt, group.items, sizes))
@@ -34,7 +34,7 @@ def encode(group: Group, frames: Frames) -> list[Buffer]:
 
 
 async def write(kept: Log, group: Group, frames: Frames, writing: list[int]) -> int:
-    """Write a group's payload to a log; return its position once it is durable. Until then `writing` has it: `forget` must not pass it.
+    """Write a group's payload to a log; return its position once it is durable. Until then it is in `writing`: `forget` must not pass it.
 
     Raises:
         StorageError: the log failed, or is full.
@@ -49,7 +49,7 @@ async def write(kept: Log, group: Group, frames: Frames, writing: list[int]) -> 
 
 
 def decode(payload: Buffer, arrival: int, place: Place) -> tuple[Group, Frames]:
-    """The inverse of `encode`; frames are views of the payload, whose checksum must have been verified. `place`: where it lies."""
+    """Invert `encode`; frames are views of the payload, whose checksum must have been verified. `place`: the payload's place in the log."""
     view = memoryview(payload)
     at = _LENGTH.size + _LENGTH.unpack_from(view)[0]
     header = msgspec.msgpack.decode(view[_LENGTH.size : at], type=_Header)

@@ -1,7 +1,7 @@
-"""What a queue tells its log, and what it goes on with: what begins, finishes and ends, in the order in which it happens.
+"""The log of a queue: what starts, finishes and ends, in the order of the changes, and how a queue resumes from it.
 
-The promises. A group's payload is durable before its record says that it is queued; the record of a lease is durable before the trainer
-hears of it; records come in the order of the queue's changes. So after any stop the log holds a state that the queue had.
+Guarantees. A group's payload is durable before the record that queues it; the record of a lease is durable before the trainer receives the
+lease; records are in the order of the queue's changes. So after any stop the log describes a state that the queue had.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from asyncmoe.queue.records import Start
 
 log = logging.getLogger(__name__)
 CONTROLLER, OWN = "0", 1
-"""The log of the controller, which alone has leases and commits; and the number of the first worker, which write payloads."""
+"""The controller's log, the only one with leases and commits; and the number of the first worker. Workers write payloads."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """What an earlier process left to a queue: the state in which it begins.
+    """The state that an earlier process left for a queue to begin in.
 
     Attributes:
-        accounts: none running; None: nothing was left.
+        accounts: with no episode running; None: no earlier process.
         queued: groups to queue, by arrival.
         starts: groups to start before any new one.
         arrivals: number of the newest arrival.
@@ -45,22 +45,22 @@ class Resumption:
 
 
 UNDISTURBED = Resumption()
-"""Nothing was left."""
+"""No earlier process left anything."""
 
 
 class QueueLog:
-    """The log of a run's queue. For one event loop.
+    """The log of a run's queue. For use from one event loop.
 
     Args:
         changes: the controller's log.
-        begun: called once, before a group begins.
+        begun: called once, before the first group begins.
 
     Attributes:
-        name: for messages.
-        state: what the records tell.
+        name: the log's name, for messages.
+        state: the state that the records describe.
         history: number of restarts after which steps were trained again.
-        replays: leases that are answered again and that no step holds yet, by step.
-        accounts: returns the queue's ledger, which goes into every record.
+        replays: leases to grant again that no step has yet, by step.
+        accounts: returns the queue's accounts, which go into every record.
     """
 
     def __init__(self, changes: Log, begun: Callable[[], None] = lambda: None) -> None:
@@ -75,9 +75,9 @@ class QueueLog:
     # ------------------------------------------------------------ the beginning
 
     def lost(self, step: int) -> frozenset[int]:
-        """Return the groups that a trainer of `step` steps cannot be given. Blocks.
+        """Return the groups that cannot be given to a trainer that has taken `step` steps. Blocks.
 
-        Their payload cannot be read; or weights sampled them that the trainer does not come to again, because a lease before is lost.
+        Their payload is unreadable; or they were sampled by weights that the trainer will not reach again, as an earlier lease is lost.
         """
         needed = [one for one in self.state.groups.values() if one.place is not None and (one.step is None or one.step >= step)]
         newest: dict[int, float] = {}
@@ -93,7 +93,7 @@ class QueueLog:
         return frozenset(number for number, version in newest.items() if version > reached)
 
     def begin(self, step: int, base: int, batch: int, first_group: int, lost: Collection[int] = ()) -> Recovered:
-        """Return the state in which the queue begins; see `recover`.
+        """Repair damage and return the state in which the queue begins; see `recover`.
 
         Args:
             first_group: number of the first group, if the log is new.
@@ -113,26 +113,26 @@ class QueueLog:
     # ------------------------------------------------------------ changes
 
     def begun(self, group: Start) -> None:
-        """Sampling of a group begins."""
+        """Record that sampling of a group begins."""
         begun, self._begun = self._begun, lambda: None
         begun()
         self._add(group)
 
     async def finished(self, group: Group) -> None:
-        """Return once the record of a whole group, whose payload is durable, is so too; it may be queued then. Raises StorageError."""
+        """Wait until the record of a complete group, whose payload is durable, is durable too, so it may be queued. Raises StorageError."""
         assert group.place is not None
         await self._durable(self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), group.place)))
 
     def ended(self, number: int) -> None:
-        """A group is dropped or rejected, and does not start again."""
+        """Record that a group is dropped or rejected, and does not start again."""
         self._add(records.GroupEnded(number))
 
     def again(self, group: Start) -> None:
-        """A group is to start again, as `group` says."""
+        """Record that a group is to start again as `group`."""
         self._add(group)
 
     def leased(self, step: int, count: int, version: int, groups: Sequence[tuple[Group, float]]) -> None:
-        """Groups are leased, with these factors on their weights."""
+        """Record that groups are leased, with these factors on their weights."""
         held = []
         for group, weight in groups:
             keys = tuple(item.key for item in group.items)
@@ -140,36 +140,36 @@ class QueueLog:
         self._decided = self._add(records.StepLeased(step, count, version, self.history, tuple(held)))
 
     def committed(self, step: int, skipped: str = "") -> None:
-        """The step of a lease is over: the trainer has trained on it, or has skipped it for this reason. Of the warm-up there is none."""
+        """Record the end of a leased step: trained, or skipped for the reason given. Warm-up steps have no records."""
         if (lease := self.state.leases.get(step)) is not None:
             self._decided = self._add(records.StepCommitted(step, skipped, lease.numbers))
 
     async def settled(self) -> None:
-        """Return once all leases and commits so far are durable. Raises as `finished`."""
+        """Wait until all leases and commits so far are durable. Raises as `finished`."""
         await self._durable(self._decided)
 
     # ------------------------------------------------------------ after a restart
 
     def reopening(self, step: int, base: int, batch: int) -> Recovered:
-        """Return what a trainer gets again that goes back to `step` while the queue goes on, and the ledger of what is over; see `recover`.
+        """Return what to replay to a trainer that returns to `step` while the queue lives on, and the ledger at that step; see `recover`.
 
-        Nothing may be leased or committed until `reopened` is told.
+        Nothing may be leased or committed until `reopened` is called.
         """
         self.state.accounts = self.accounts()
         return recover(self.state, step, base, batch, self.name)
 
     def reopened(self, found: Recovered) -> None:
-        """The trainer goes back to a checkpoint, and is answered with its leases since then; follows `reopening`."""
+        """Record that the trainer returns to a checkpoint, and replay its leases since; call it after `reopening`."""
         self.history, self.replays = found.history, dict(found.replays)
         self._stand(self.state.first or 0, min(found.replays, default=None))
 
     async def replayed(self, step: int, terms: LeaseTerms) -> tuple[tuple[Group, ...], list[float]] | None:
-        """Return the groups of a lease that is to be answered again, and the factors on their weights; None: the step has none.
+        """Return the groups of a lease to be replayed, and the factors on their weights; None: the step has no such lease.
 
         A lease is returned once, and read from disk only now. One call at a time.
 
         Raises:
-            DataError: the trainer asks for other terms than then, or a payload is damaged.
+            DataError: the trainer asks for different terms than originally, or a payload is damaged.
         """
         if (lease := self.replays.get(step)) is None:
             return None
@@ -182,32 +182,32 @@ class QueueLog:
             if tuple(item.key for item in group.items) != one.keys:
                 raise DataError(what, got=f"other trajectories in group {one.number}", expected=f"{one.keys}")
         if (self.history, self.replays.get(step)) != (history, lease):
-            return None  # the trainer that asked is lost, and the leases of the next one are others
+            return None  # the trainer that asked is lost, and the next one has other leases
         del self.replays[step]
         return groups, [one.weight for one in lease.groups]
 
     async def groups(self, recorded: Sequence[RecordedGroup | records.LeasedGroup]) -> tuple[Group, ...]:
-        """Read groups, as they were queued. Raises DataError: a payload is damaged or absent."""
+        """Read groups as they were queued. Raises DataError if a payload is damaged or absent."""
         return tuple(await asyncio.to_thread(lambda: [self._read(one.number, one.order, one.place) for one in recorded]))
 
     # ------------------------------------------------------------ checkpoints
 
     async def forget(self, floor: int) -> int:
-        """Let go of what no run needs that goes back no further than to the checkpoint of step `floor`; return the freed bytes.
+        """Free what no run resumed at step `floor` or later needs; return the number of bytes freed.
 
-        Workers let go of payloads (`LogState.payloads`). Raises StorageError.
+        Workers free the payloads (`LogState.payloads`). Raises StorageError.
         """
         await self._changes.durable(self._stand(max(floor, self.state.first or 0)))
         return await asyncio.wrap_future(self._changes.forget(self.state.since))
 
     def close(self) -> None:
-        """Make durable what was handed over, and close the log. Blocks."""
+        """Flush all appended records, make them durable, and close the log. Blocks."""
         self._changes.close()
 
     # ------------------------------------------------------------ internals
 
     def _add(self, change: records.Change) -> int:
-        """Hand over a record; return its position."""
+        """Append a record; return its position."""
         position = self._changes.append([records.encode(records.LogEntry(change, self.accounts()))])
         self.state.apply(position, change)
         return position

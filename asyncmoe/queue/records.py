@@ -1,6 +1,6 @@
-"""What the log of a run says: msgpack maps with a tag, each with the queue's ledger after it.
+"""The records of a run's log: msgpack maps with a tag, each with the queue's ledger after the change.
 
-Each record says all that it takes to know of its subject, so that damage loses no more than the records that it covers.
+Each record is self-contained, so that damage loses no more than the records it hits.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class _Record(msgspec.Struct, frozen=True, tag=lambda name: name.lower(), forbid
 
 
 class RunStands(_Record, frozen=True):
-    """Where the run stands; what is older is forgotten.
+    """The state of the run; older records are forgotten.
 
     Attributes:
         first: step from which on all leases are known.
         next: number of the first group never begun.
         history: number of restarts after which steps were trained again.
-        since: position of the oldest record that is needed.
+        since: position of the oldest record still needed.
         again: leases of steps from here on are granted again; None: none are.
     """
 
@@ -37,7 +37,7 @@ class Start(_Record, frozen=True, tag="grouppending"):
     """A group is not finished: sampling of this attempt begins, or is to begin.
 
     Attributes:
-        number: of the prompt; the same number asks the same question.
+        number: number of the prompt; the same number asks the same question.
         attempt: number of times the group was started before.
         failures: number of these starts that failed since the group was last complete.
     """
@@ -48,7 +48,7 @@ class Start(_Record, frozen=True, tag="grouppending"):
 
 
 class GroupFinished(_Record, frozen=True):
-    """A group is finished; its payload is durable. `arrival`: its place in the order of arrivals."""
+    """A group is finished; its payload is durable. `arrival`: its index in the order of arrivals."""
 
     number: int
     arrival: int
@@ -64,7 +64,7 @@ class GroupEnded(_Record, frozen=True):
 
 
 class LeasedGroup(msgspec.Struct, frozen=True):
-    """A group in a lease: the factor on its weight, the keys of its trajectories in order, and the rest as in `GroupFinished`.
+    """A group in a lease: the factor on its weight, the keys of its trajectories in order, and fields as in `GroupFinished`.
 
     Attributes:
         order: its arrival.
@@ -79,13 +79,13 @@ class LeasedGroup(msgspec.Struct, frozen=True):
 
 
 class StepLeased(_Record, frozen=True):
-    """All that a step was made of.
+    """The complete batch of a step.
 
     Attributes:
-        count: episodes.
-        version: the trainer's.
-        history: in which it was leased first.
-        groups: in order.
+        count: number of episodes.
+        version: the trainer's version.
+        history: the history in which it was first leased.
+        groups: in training order.
     """
 
     step: int
@@ -96,7 +96,7 @@ class StepLeased(_Record, frozen=True):
 
 
 class StepCommitted(_Record, frozen=True):
-    """A step is over: the trainer has trained on its groups, or has skipped them for a reason."""
+    """A step is over: the trainer trained on its groups, or skipped them for a reason."""
 
     step: int
     skipped: str
@@ -113,7 +113,7 @@ Change = RunStands | Start | GroupFinished | GroupEnded | StepLeased | StepCommi
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A record of the controller's log. `accounts`: the queue's ledger after the change."""
+    """A record of the controller's log. `accounts`: the queue's accounts after the change."""
 
     change: Change
     accounts: Accounts | None = None

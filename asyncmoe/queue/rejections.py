@@ -1,4 +1,4 @@
-"""How many groups are rejected, and when that ends a run."""
+"""The share of rejected groups, and when it ends a run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 WINDOW = 128
-"""Number of last groups that count."""
+"""Number of most recent groups that count."""
 MINIMUM = 32
-"""Number of groups from which on they count."""
+"""Minimum number of groups before the share counts."""
 
 
 @dataclass(frozen=True)
 class Rejections:
-    """The outcomes of the last groups. Immutable; `note` returns the next state.
+    """The outcomes of the most recent groups. Immutable; `note` returns the next state.
 
     Attributes:
-        limit: share of rejected groups that is still allowed, 0 to 1.
+        limit: allowed share of rejected groups, 0 to 1.
         last: for each of the last `WINDOW` groups the reason of its rejection, or "".
     """
 
@@ -24,7 +24,7 @@ class Rejections:
     last: tuple[str, ...] = ()
 
     def note(self, reason: str) -> Rejections:
-        """Count a group: `reason` of its rejection, "" if it was not rejected."""
+        """Count a group: `reason` for its rejection, or "" if it was not rejected."""
         return replace(self, last=(*self.last, reason)[-WINDOW:])
 
     @property

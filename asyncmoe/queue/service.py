@@ -1,4 +1,4 @@
-"""The queue's side of the protocol between trainer and controller."""
+"""The queue's end of the protocol between trainer and controller."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ QueueRequest = Hello | Lease | Commit | Saved | Goodbye
 
 
 class QueueService:
-    """Answers every `QueueRequest` of one start of the trainer.
+    """Answers every `QueueRequest` from one start of the trainer.
 
     Args:
         run: name of the run, sent to the trainer.
-        config_digest: `Config.digest` that all ranks must have; one with a different digest is refused.
+        config_digest: `Config.digest` that all ranks must have; a rank with a different digest is refused.
 
     Attributes:
-        left: every rank has sent `Goodbye`.
+        left: whether every rank has sent `Goodbye`.
     """
 
     def __init__(self, queue: BoundedQueue, *, run: str, config_digest: str) -> None:
@@ -28,12 +28,12 @@ class QueueService:
         self.left = False
 
     async def __call__(self, request: QueueRequest) -> Reply:
-        """Answer a request. Raises the queue's errors, `ConfigError` for a different configuration, `ProtocolError` out of turn."""
+        """Answer a request. Raises the queue's errors, `ConfigError` for a different configuration, `ProtocolError` for one out of turn."""
         match request:
             case Hello():
                 return self._welcome(request)
             case Lease():
-                if request.version > request.step:  # each step makes one version, so a later one would discard what is fresh
+                if request.version > request.step:  # each step makes one version, so a later one would discard fresh groups
                     raise ProtocolError(f"lease of step {request.step}: got version {request.version}, expected at most {request.step}")
                 return await self._queue.lease(request.step, request.phase, request.count, request.version, request.wait_s)
             case Commit():

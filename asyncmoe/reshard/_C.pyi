@@ -4,13 +4,13 @@ COLUMNS: int
 MAX_DIMS: int
 CUDA: bool
 ARCHITECTURES: str
-"""Compute capabilities, times 10, that the CUDA kernels are built for, as `90;100`; empty without kernels."""
+"""Compute capabilities, times 10, for which the CUDA kernels are built, as in `90;100`; empty without kernels."""
 SOURCES: str
 CAST_COLUMNS: int
 DELTA_BLOCK_BYTES: int
-"""The most bytes of a row of a `DeltaTable`, and of a block of a delta."""
+"""Maximum bytes of a row of a `DeltaTable`, and of a block of a delta."""
 DELTA_ENTRY_BYTES: int
-"""Bytes of a delta for each block, besides what changed."""
+"""Bytes of a delta for each block, besides the changes."""
 PIECE_COLUMNS: int
 COPY_COLUMNS: int
 

@@ -13,7 +13,7 @@ STORAGE = "bucket"
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors, all of one dtype, in the flat array `layout.storages[STORAGE]`.
+    """Tensors of one dtype in the flat array `layout.storages[STORAGE]`.
 
     Attributes:
         names: names of the tensors, in their order in the array.
@@ -33,7 +33,7 @@ class Bucket:
 def buckets(layout: RankLayout, bucket_bytes: int, glued: Container[str] = ()) -> list[Bucket]:
     """Cut a layout's storages into buckets of at most `bucket_bytes`.
 
-    Storages are grouped by dtype and otherwise keep their order; a storage larger than `bucket_bytes` gets a bucket of its own.
+    Storages are grouped by dtype and otherwise keep their order; a storage larger than `bucket_bytes` gets its own bucket.
 
     Args:
         glued: storages that must be in the same bucket as the preceding storage of their dtype.

@@ -19,9 +19,9 @@ _MIX = (0x85EBCA6B, 0xC2B2AE35)
 _PLACE = (0x27D4EB2D, 0x165667B1)
 _SEED = 0x243F6A88
 _TILE = 8192
-"""Words summed into one hash."""
+"""Number of words summed into one hash."""
 _AT_A_TIME = 16 * _TILE
-"""Words processed at a time: their intermediate values fit in a core's cache."""
+"""Number of words processed at a time: their intermediate values fit in a core's cache."""
 
 
 def engine_checksums(parameters: Mapping[str, Array], device: str = "cpu") -> dict[str, str]:
@@ -82,7 +82,7 @@ def _tile_sums(words: np.ndarray, places: np.ndarray, multiplier: int, seed: int
     mixed = places * np.uint32(multiplier)
     mixed += np.uint32(seed)
     mixed ^= places << np.uint32(turn)
-    mixed ^= places >> np.uint32(32 - turn)  # the two shifts have no bit in common: together the rotated place
+    mixed ^= places >> np.uint32(32 - turn)  # the two shifts have no bit in common: together they rotate the place
     mixed ^= words
     _mix(mixed)
     sums = np.add.reduceat(mixed, np.arange(0, len(mixed), _TILE), dtype=np.uint32)

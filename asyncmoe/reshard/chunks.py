@@ -23,17 +23,17 @@ from asyncmoe.reshard.plan import (
 )
 
 BUCKET_BYTES = 64 << 20
-"""The message buffers of a rank's pairs, one of each, unless an exchange says otherwise."""
+"""Total size of one message buffer for each of a rank's pairs, unless an exchange sets another."""
 TRAILER_BYTES = 8
-"""Size of the digest after the boxes of a message, at the next multiple of 8 bytes."""
+"""Size of the digest after a message's boxes, at the next multiple of 8 bytes."""
 FLOOR_BYTES = 64 << 10
-"""Messages are not made smaller than this only to match the number of messages of other pairs, because each message costs a launch."""
+"""Smallest message made only to match the number of messages of other pairs, because each message costs a launch."""
 _PARTS_PER_CHUNK = 16
-"""A box is cut into parts of at most 1/16 of a message, so that messages have nearly equal sizes."""
+"""A box is cut into parts of at most 1/16 of a message, so that messages are nearly equal in size."""
 
 
 class Cut(NamedTuple):
-    """The message size and number of a transfer.
+    """The message size and the number of messages of a transfer.
 
     Attributes:
         limit: maximum bytes of a message, trailer included.
@@ -52,7 +52,7 @@ class Chunks:
         source, destination: ranks.
         copies: as `Transfer.copies`, in the order of the messages; WIRE_OFFSET is the offset in the copy's message.
         firsts: int64[n + 1]; message i is `copies[firsts[i]:firsts[i + 1]]`.
-        nbytes: bytes of each message's boxes.
+        nbytes: bytes of the boxes in each message.
     """
 
     source: int
@@ -65,26 +65,26 @@ class Chunks:
         return len(self.nbytes)
 
     def message_bytes(self, index: int) -> int:
-        """Bytes of a message on the wire."""
+        """Return the size of a message on the wire, in bytes."""
         return trailer_offset(self.nbytes[index]) + TRAILER_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        """Size of a buffer for any of the messages."""
+        """Size of a buffer that fits any of the messages, in bytes."""
         return trailer_offset(max(self.nbytes)) + TRAILER_BYTES
 
 
 def trailer_offset(nbytes: int) -> int:
-    """Return the offset of the digest in a message with boxes of `nbytes`."""
+    """Return the offset of the digest in a message with boxes of `nbytes` bytes."""
     return -(-nbytes // 8) * 8
 
 
 def cuts_of(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], Cut]:
-    """Decide how every pair's transfer is cut, so that one message of each of a rank's pairs fits into `bucket_bytes` in total, and all
-    pairs need equally many rounds.
+    """Decide how every pair's transfer is cut, so that one message for each of a rank's pairs fits into `bucket_bytes` in total, and all
+    pairs need the same number of rounds.
 
     An eighth of a bucket is reserved for the copy tables. A quarter of the rest is divided evenly among a rank's pairs, three quarters in
-    proportion to their bytes; a pair uses the smaller of its two ends' shares. The pair that needs most messages determines the number for
+    proportion to their bytes; a pair uses the smaller of its two ends' shares. The pair that needs the most messages sets the number for
     all: in every round each rank then moves the same fraction of its bytes, and no rank waits for a busier one (measured by
     `benchmarks.rounds`). A pair with little traffic has fewer messages, of at least `FLOOR_BYTES`.
 
@@ -110,13 +110,13 @@ def cuts_of(plan: Plan, bucket_bytes: int) -> dict[tuple[int, int], Cut]:
 
 
 def _filled(limit: int) -> int:
-    """Return the bytes of boxes that always fit into a message of `limit` bytes, given that parts are not cut further."""
+    """Return how many bytes of boxes always fit into a message of `limit` bytes, given that parts are not cut further."""
     room = limit - TRAILER_BYTES
     return max(1, room - room // _PARTS_PER_CHUNK)
 
 
 def joined(sizes: Sequence[int], slot_bytes: int) -> list[range]:
-    """Return which coded messages, one after the other, travel as one: as many as fit into a slot. Both ends of a lane find the same."""
+    """Return which successive encoded messages travel as one: as many as fit into a slot. Both ends of a lane compute the same result."""
     found, first, filled = [], 0, 0
     for number, nbytes in enumerate(sizes):
         if filled + nbytes > slot_bytes and number > first:
@@ -131,8 +131,8 @@ def cut_transfer(plan: Plan, transfer: Transfer, limit: int, messages: int = 1, 
 
     Args:
         messages: number of messages of nearly equal size; more are made if they would exceed `limit`.
-        most: the most bytes of a part of a box, beside the limit that follows from the messages' size. TENSOR and START of parts are
-            those of the whole box.
+        most: maximum bytes of a part of a box, besides the limit that follows from the messages' size. TENSOR and START of parts are those
+            of the whole box.
 
     Raises:
         LayoutError: not even one element fits; names the ranks and the storage.
@@ -188,7 +188,7 @@ def cut_boxes(copies: np.ndarray, limit: int) -> np.ndarray:
 
 
 def message_strides(copies: np.ndarray) -> np.ndarray:
-    """Return int64[n, MAX_DIMS]: byte strides of the copies' boxes stored row-major."""
+    """Return int64[n, MAX_DIMS]: byte strides of the copies' boxes when stored row-major."""
     strides = np.empty((len(copies), MAX_DIMS), np.int64)
     strides[:, -1] = copies[:, ITEM]
     for k in range(MAX_DIMS - 2, -1, -1):

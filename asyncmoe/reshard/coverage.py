@@ -1,7 +1,7 @@
-"""Exact tests that pieces hold every element of a storage exactly once, and the location of the first fault.
+"""Exact tests that pieces cover every element of a storage exactly once, and the location of the first fault.
 
-Storages whose pieces are boxes of them are tested without looking at elements (csrc/pieces.cpp): the cost depends on the number of boxes.
-What fails there, or is no box, is decided element by element.
+Storages whose pieces are boxes in them are tested without looking at elements (csrc/pieces.cpp): the cost depends on the number of boxes.
+Storages that fail this test, or have other pieces, are tested element by element.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from asyncmoe.reshard.table import EXTENT, OFFSET, STORAGE, STRIDES, TENSOR, Tab
 
 
 def check_source(tensors: Tensors, table: Table) -> None:
-    """Reject a layout that puts two tensor elements in the same place.
+    """Reject a layout that puts two tensor elements in the same location.
 
     Raises:
-        LayoutError: names the rank, the storage, its first element that more than one piece holds, and the tensors of these pieces.
+        LayoutError: names the rank, the storage, its first element covered by more than one piece, and the tensors of these pieces.
     """
     _check(tensors, table, covered=False)
 
 
 def check_destination(tensors: Tensors, table: Table) -> None:
-    """Reject a layout whose pieces do not hold each element of each storage exactly once.
+    """Reject a layout whose pieces do not cover each element of each storage exactly once.
 
     Raises:
-        LayoutError: names the rank, the storage, its first element held by no piece or by more than one, and the tensors of these pieces.
+        LayoutError: names the rank, the storage, its first element not covered exactly once, and the tensors of the pieces there.
     """
     _check(tensors, table, covered=True)
 
@@ -51,7 +51,7 @@ def _check(tensors: Tensors, table: Table, *, covered: bool) -> None:
 
 
 def _places(piece: np.ndarray) -> np.ndarray:
-    """Return int64[elements of the piece]: the elements of its storage that it holds."""
+    """Return int64[elements of the piece]: the indices of the elements that it covers in its storage."""
     places = piece[OFFSET : OFFSET + 1]
     for n, stride in zip(piece[EXTENT], piece[STRIDES], strict=True):
         places = np.add.outer(places, np.arange(n) * stride).reshape(-1)

@@ -1,4 +1,4 @@
-"""The receiver's half of the delta codec: keeps the coded bytes, proves that they fit, and scatters them into storages."""
+"""The receiver's half of the delta codec: stores the encoded bytes, verifies that they fit, and scatters them into storages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from asyncmoe.reshard.plan import Plan
 
 @dataclass(eq=False)
 class _Source:
-    """What one rank sends.
+    """The data from one source rank.
 
     Attributes:
-        digest: the sum of the terms of its elements, as they lay in the destination's storages when they were read or written last.
-        coded: (address, bytes) of the messages of the next version.
-        proved: the sum that they make of it; None: not proved.
+        digest: sum of the terms of its elements, as of their last read or write in the destination's storages.
+        coded: (address, bytes) of each message of the next version.
+        proved: the digest that the messages would result in; None: not verified.
     """
 
     lane: DeltaLane
@@ -35,15 +35,15 @@ class _Source:
 class DeltaDecoder:
     """This rank's side, as a destination, of an exchange of deltas.
 
-    Around an exchange of everything, `forget` comes before it, and `adopt` after it, which reads the canonical digest
-    (`asyncmoe.reshard.delta_lanes`) of everything from the destination. Then, for each version: `expect` takes memory for the messages,
-    `Exchanger.run` brings them there; `prove` computes, from the old bits as they lie in memory now, whether they make what their senders
-    have, while the old weights are still in use; `commit` writes the changed elements straight into the storages.
+    Call `forget` before a full exchange, and `adopt` after it, which reads the canonical digest (`asyncmoe.reshard.delta_lanes`) of all
+    elements from the destination. Then, for each version: `expect` allocates memory for the messages, `Exchanger.run` fills it; `prove`
+    computes, from the old bits currently in memory, whether the messages result in the senders' elements, while the old weights are still
+    in use; `commit` writes the changed elements straight into the storages.
 
     Args:
-        plan: the plan, or its part of this rank.
-        bucket_bytes: as the exchange's, as are `threads`, `stream` and `relieve`. Order `commit` and what reads the weights on other
-            streams with waits on both sides.
+        plan: the plan, or this rank's part of it.
+        bucket_bytes, threads, stream, relieve: as for the exchange. Order `commit` and the readers of the weights on other streams with
+            waits on both sides.
 
     Raises:
         LayoutError: as `lanes_of`.
@@ -65,14 +65,14 @@ class DeltaDecoder:
         lanes = lanes_of(plan, lambda transfer: transfer.destination == rank, bucket_bytes)
         self._sources = {lane.source: _Source(lane) for lane in lanes}
         self.version: int | None = None
-        """The version that the destination is proved to hold; None: none, so that only everything helps."""
+        """The verified version in the destination; None: none, so that only a full exchange helps."""
         self._work: Work | None = None
         self._bound: object = None
         self._places = np.empty(0, np.int64)
 
     def bind(self, destination_arrays: Mapping[str, Array]) -> None:
-        """Set the arrays of the storages, as for `Exchanger.bind`; they are kept alive until the next `bind`. Forgets nothing: the caller
-        has put the same bits there.
+        """Set the arrays of the storages, as for `Exchanger.bind`; they are kept alive until the next `bind`. Keeps the version: the new
+        arrays must contain the same bits.
 
         Raises:
             LayoutError: an array is missing, or does not match its storage; they are not all on one device; or as `GpuWork`.
@@ -85,28 +85,28 @@ class DeltaDecoder:
         self._places, self._bound = addresses_of(found.values()), destination_arrays
 
     def forget(self) -> None:
-        """Hold no version: call before anything else writes to the arrays, as an exchange of everything does."""
+        """Drop the version: call this before anything else writes to the arrays, such as a full exchange."""
         self.version = None
         self._let_go(all_=True)
 
     def adopt(self, version: int, digests: Mapping[int, int]) -> None:
-        """Take what the arrays hold as a version, after an exchange of everything.
+        """Declare the arrays' contents a version, after a full exchange.
 
         Args:
-            digests: by source rank, what it says of its elements (`DeltaEncoder.digest`).
+            digests: by source rank, the digest that it reports for its elements (`DeltaEncoder.digest`).
 
         Raises:
-            TransferError: they hold something else; no version is held then.
+            TransferError: the contents differ; the version is then None.
         """
         self.forget()
         for source, one in self._sources.items():
             one.digest = sum(self._there.read(one.lane.table, i, self._places) for i in range(len(one.lane))) & WORD
             if one.digest != digests.get(source):
-                raise self._lost(source, f"version {version} has other bits than rank {source} has")
+                raise self._lost(source, f"the bits of version {version} differ from those of rank {source}")
         self.version = version
 
     def expect(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """Take memory for the messages of the next version, by source rank, in order; nothing is written to the destination.
+        """Allocate memory for the messages of the next version, by source rank, in order; nothing is written to the destination.
 
         Raises:
             TransferError: there is no memory for them. The version stays.
@@ -121,35 +121,35 @@ class DeltaDecoder:
             raise TransferError(self.rank, self.rank, what) from error
 
     def sizes(self, source: int) -> tuple[int, ...]:
-        """Return the bytes of the messages that are expected from a source rank, in order."""
+        """Return the sizes in bytes of the messages expected from a source rank, in order."""
         return tuple(nbytes for _, nbytes in self._sources[source].coded)
 
     def take(self, source: int, number: int, address: int) -> int:
-        """Keep a copy of a message that lies at an address on the same device, without waiting; return its bytes."""
+        """Store a copy of a message from an address on the same device, without waiting; return its size in bytes."""
         kept, nbytes = self._sources[source].coded[number]
         self._there.copy(kept, address, nbytes)
         return nbytes
 
     def prove(self, digests: Mapping[int, int]) -> None:
-        """Check that what came, applied to what lies in memory now, gives what the senders have. Writes nothing.
+        """Check that the messages, applied to the current memory, result in the senders' elements. Writes nothing.
 
         Args:
             digests: as for `adopt`.
 
         Raises:
-            TransferError: it does not; no version is held then, because it may be the memory that differs.
+            TransferError: they do not; the version is then None, because the memory may be what differs.
         """
         for source, one in self._sources.items():
             one.proved = (one.digest + self._apply(source, write=False)) & WORD
             if one.proved != digests.get(source):
-                raise self._lost(source, "the delta does not make the new version of what lies in memory")
+                raise self._lost(source, "the delta does not turn the current memory into the new version")
 
     def commit(self, version: int) -> None:
-        """Write what was proved into the destination.
+        """Write the verified delta into the destination.
 
         Raises:
-            TransferError: memory changed since: the destination may be partly written, and no version is held.
-            InvariantBroken: nothing is proved.
+            TransferError: memory has changed since: the destination may be partly written, and the version is None.
+            InvariantBroken: nothing has been verified.
         """
         if self.version is None or any(one.proved is None for one in self._sources.values()):
             raise InvariantBroken(f"rank {self.rank}: got version {version} of a delta to write, expected one that is proved")
@@ -157,7 +157,7 @@ class DeltaDecoder:
         for source, one in self._sources.items():
             one.digest = (one.digest + self._apply(source, write=True)) & WORD
             if one.digest != one.proved:
-                raise self._lost(source, "a delta, or what lies in memory, changed while it was written")
+                raise self._lost(source, "a delta, or the memory, changed while it was written")
         self._let_go(all_=False)
         self.version = version
 
@@ -182,4 +182,4 @@ class DeltaDecoder:
 
     def _lost(self, source: int, what: str) -> TransferError:
         self.forget()
-        return TransferError(source, self.rank, f"{what}; the next update of this rank must be everything")
+        return TransferError(source, self.rank, f"{what}; the next update of this rank must be full")

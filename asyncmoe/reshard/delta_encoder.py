@@ -1,4 +1,4 @@
-"""The sender's half of the delta codec: what it sent last, compared with what it would send now."""
+"""The sender's half of the delta codec: compares the current data with the data last sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncmoe.reshard.programs import message_program, scales_of
 
 @dataclass(frozen=True, slots=True)
 class DeltaSize:
-    """The size of a delta, as this rank sends it; what several destinations get alike counts once.
+    """The size of a delta as this rank sends it; data sent to several destinations counts once.
 
     Attributes:
         nbytes: bytes of all messages.
@@ -34,11 +34,11 @@ class DeltaSize:
 
 @dataclass(eq=False)
 class _Stream:
-    """What one or several destinations are sent alike: destinations of equal layouts get equal messages.
+    """The data sent to one or more destinations: destinations of equal layouts get equal messages.
 
     Attributes:
-        digest: the sum of the terms of all elements in the base.
-        coded: (address, bytes) of the messages of the latest delta.
+        digest: sum of the terms of all elements in the base.
+        coded: (address, bytes) of each message of the latest delta.
     """
 
     lane: DeltaLane
@@ -52,16 +52,16 @@ class _Stream:
 class DeltaEncoder:
     """This rank's side, as a source, of an exchange of deltas.
 
-    It keeps the bytes that it sent last as they are stored at the destinations, the base: as many as in an exchange of everything, once for
-    destinations with equal layouts. `encode` compares what it would send now with the base and codes, block by block of at most 128 KiB,
+    It keeps the base: the bytes that it last sent, as they are stored at the destinations; as many as in a full exchange, once for
+    destinations with equal layouts. `encode` compares the current data with the base and encodes, block by block of at most 128 KiB,
     positions and values of the elements whose bits changed, or all elements where that is smaller; `Exchanger.run` sends the messages. With
-    float8, values and scales are compared as they are stored (`Scaler.write` comes first, as before an exchange).
+    float8, values and scales are compared as stored (call `Scaler.write` first, as before an exchange).
 
-    The base is what the destinations have only if they prove and write what was sent. Else call `forget`: the next update is everything.
+    The base matches the destinations only if they verified and wrote what was sent. Otherwise call `forget`: the next update is then full.
 
     Args:
-        plan: the plan, or its part of this rank.
-        bucket_bytes: as the exchange's, as are `threads`, `stream` and `relieve`.
+        plan: the plan, or this rank's part of it.
+        bucket_bytes, threads, stream, relieve: as for the exchange.
 
     Raises:
         LayoutError: as `lanes_of`.
@@ -90,9 +90,9 @@ class DeltaEncoder:
                 self._streams.append(alike)
             alike.destinations.append(lane.destination)
         self.base_bytes = sum(sum(one.lane.chunks.nbytes) for one in self._streams)
-        """Bytes of the elements in the base."""
+        """Size in bytes of the elements in the base."""
         self.base: int | None = None
-        """The version in the base; None: none, so that the next update must be everything."""
+        """The version in the base; None: none, so that the next update must be full."""
         self._elements = sum(one.lane.element_count for one in self._streams)
         self._work: Work | None = None
         self._bound: object = None
@@ -101,7 +101,7 @@ class DeltaEncoder:
     def bind(self, source_arrays: Mapping[str, Array]) -> None:
         """Set the arrays of the storages, as for `Exchanger.bind`. They are kept alive until the next `bind`.
 
-        Takes the memory of the base, when it is called first or with arrays on another device: there is no base then.
+        Allocates memory for the base on the first call, and for arrays on another device: there is no base yet then.
 
         Raises:
             LayoutError: an array is missing, or does not match its storage; they are not all on one device; or as `GpuWork`.
@@ -120,7 +120,7 @@ class DeltaEncoder:
         self._sources, self._bound = addresses_of(found.values()), source_arrays
 
     def full(self, version: int) -> None:
-        """Make the sources as they are now the base, before an exchange of everything."""
+        """Make the current sources the base, before a full exchange."""
         work = self._begin()
         for stream in self._streams:
             terms = (work.fill(stream.lane.table, stream.pack, i, self._sources, base) for i, base in enumerate(stream.base))
@@ -128,14 +128,14 @@ class DeltaEncoder:
         self.base = version
 
     def encode(self, version: int, *, limit_bytes: int) -> DeltaSize | None:
-        """Code the difference of the sources, as they are now, from the base, which becomes the new version.
+        """Encode the difference between the current sources and the base; the base becomes the new version.
 
         Returns:
-            What it came to; None if the messages would take more than `limit_bytes`: there is no base then; send everything.
+            The delta's size; None if the messages exceed `limit_bytes`: the base is then dropped, so send everything.
 
         Raises:
             InvariantBroken: there is no base, or no arrays are bound.
-            MemoryError, OutOfDeviceMemory: there is no memory for the messages; there is no base then.
+            MemoryError, OutOfDeviceMemory: there is no memory for the messages; the base is then dropped.
         """
         if self.base is None:
             raise InvariantBroken(f"rank {self.rank}: version {version} was coded without a base; call full first")
@@ -148,7 +148,7 @@ class DeltaEncoder:
         return size
 
     def forget(self) -> None:
-        """Hold no base, and let go of the messages."""
+        """Drop the base, and free the messages."""
         self._let_go(all_=True)
 
     def digest(self, destination: int) -> int:
@@ -156,11 +156,11 @@ class DeltaEncoder:
         return sum(stream.digest for stream in self._streams if destination in stream.destinations) & WORD
 
     def sizes(self, destination: int) -> tuple[int, ...]:
-        """Return the bytes of the latest delta's messages to a destination, in order."""
+        """Return the sizes in bytes of the latest delta's messages to a destination, in order."""
         return tuple(nbytes for stream in self._streams if destination in stream.destinations for _, nbytes in stream.coded)
 
     def put(self, destination: int, number: int, address: int) -> int:
-        """Copy a message of the latest delta to an address on the same device, without waiting; return its bytes."""
+        """Copy a message of the latest delta to an address on the same device, without waiting; return its size in bytes."""
         assert self._work is not None
         coded = next(stream.coded for stream in self._streams if destination in stream.destinations)
         self._work.copy(address, *coded[number])

@@ -1,10 +1,10 @@
-"""Which element of which canonical tensor each element of an exchange's messages is, and the canonical digest of shards.
+"""Maps the elements of an exchange's messages to elements of canonical tensors, and defines the canonical digest of shards.
 
 The canonical digest is a sum over a shard's elements that depends neither on how tensors are cut and placed nor on the order of the terms
 (csrc/element_digest.h). The term of an element is mix(seed + (index + 1) * 0x9e3779b97f4a7c15 + bits) modulo 2^64: `seed` belongs to the
 canonical tensor, `index` is the element's row-major number in the whole tensor, `bits` are the stored bits, zero-extended, and mix is
-splitmix64's finalizer (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). A change of an element takes out one term
-and adds another. Padding has no terms. The digest detects damage; it is no cryptographic hash.
+splitmix64's finalizer (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). Changing an element removes one term and
+adds another. Padding has no terms. The digest detects damage; it is not a cryptographic hash.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from asyncmoe.reshard.table import Tensors
 
 WORD = (1 << 64) - 1
 BLOCK_BYTES: int = _C.DELTA_BLOCK_BYTES
-"""Boxes of an exchange with deltas are cut into parts of at most so many bytes, the most that the C++ code compares at a time."""
+"""Maximum bytes of the parts into which boxes are cut in an exchange with deltas; the C++ code compares at most this much at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeltaLane:
-    """A transfer of an exchange.
+    """A transfer in an exchange.
 
     Attributes:
         source, destination: ranks.
         chunks: its messages, as the exchange cuts them.
-        elements: as `chunks.copies`, but the source is the canonical tensor: its number, and offset and strides in it, in elements times
-            ITEM.
-        table: what the elements are, and where they lie at the destination.
+        elements: as `chunks.copies`, but with the canonical tensor as the source: its number, and offset and strides in it, in elements
+            times ITEM.
+        table: maps the elements to canonical tensors and to their locations at the destination.
     """
 
     source: int
@@ -69,7 +69,7 @@ class DeltaLane:
         return int(self.elements[:, EXTENTS].prod(1).sum())
 
     def sends_like(self, other: DeltaLane) -> bool:
-        """Whether both lanes send the same messages from the same source: their destinations have equal layouts."""
+        """Return whether both lanes send the same messages from the same source: their destinations have equal layouts."""
         if self.chunks.copies.shape != other.chunks.copies.shape or self.chunks.nbytes != other.chunks.nbytes:
             return False
         read = [SOURCE, SOURCE_OFFSET, WIRE_OFFSET, ITEM, CAST, *_columns(EXTENTS), *_columns(SOURCE_STRIDES)]
@@ -78,7 +78,7 @@ class DeltaLane:
 
 
 def lanes_of(plan: Plan, chosen: Callable[[Transfer], bool], bucket_bytes: int) -> list[DeltaLane]:
-    """Return the lanes of some transfers of a plan, as an `Exchanger` with `delta` cuts them for `bucket_bytes`.
+    """Return the lanes of selected transfers of a plan, cut as in an `Exchanger` with `delta` and this `bucket_bytes`.
 
     Raises:
         LayoutError: as `cut_transfer`; or a rank copies elements from itself, which is no message.
@@ -105,7 +105,7 @@ def seed_of(name: str) -> int:
 
 
 def _elements(tensors: Tensors, copies: np.ndarray) -> np.ndarray:
-    """Return copies (`Transfer.copies`) with the canonical tensors as their sources, row-major."""
+    """Return copies (`Transfer.copies`) with the canonical tensors as row-major sources."""
     extent = tensors.extent[copies[:, TENSOR]]
     step: np.ndarray = np.ones_like(extent)
     for k in range(MAX_DIMS - 2, -1, -1):

@@ -1,7 +1,7 @@
-"""Who packs, compares, proves, writes and reads the elements of deltas: the CPU, or kernels of a GPU (csrc/delta.h, csrc/device_delta.h).
+"""Packs, compares, verifies, writes and reads the elements of deltas: on the CPU, or with GPU kernels (csrc/delta.h, csrc/device_delta.h).
 
-A delta is the same bytes on both: one that a GPU coded may be applied on a CPU and the other way round. All of a GPU's work is on one
-stream; every method waits for its own but `copy`.
+Both make the same bytes: a delta encoded on a GPU may be applied on a CPU and vice versa. All of a GPU's work is on one stream; every
+method except `copy` waits for its own work.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PATIENCE_S = 300.0
 
 
 class HostWork:
-    """Memory and work of one sender or receiver in host memory. `sources` and `places` are addresses of storages, int64; others are int.
+    """Memory and work of one sender or receiver in host memory. `sources` and `places` are int64 storage addresses; others are int.
 
-    A table says what elements are; a program packs their messages (`asyncmoe.reshard.programs.message_program`).
+    A table describes elements; a program packs their messages (`asyncmoe.reshard.programs.message_program`).
 
     Args:
-        threads: 0: as many as the machine has, at most 4.
+        threads: 0: one per core, at most 4.
     """
 
     device = "cpu"
@@ -38,7 +38,7 @@ class HostWork:
         self._rooms: dict[Hashable, np.ndarray] = {}
 
     def room(self, name: Hashable, nbytes: int) -> int:
-        """Return the address of the buffer of a name, of at least so many bytes; what it held is lost.
+        """Return the address of the named buffer, with at least `nbytes` bytes; its earlier contents are lost.
 
         Raises:
             MemoryError, OutOfDeviceMemory: there is too little memory left.
@@ -48,7 +48,7 @@ class HostWork:
         return int(self._rooms[name].ctypes.data)
 
     def release(self, *, all_: bool) -> None:
-        """Let go of the buffers named ("coded", ...); unless `all_`, only where new ones cost nothing."""
+        """Free the buffers named ("coded", ...); without `all_`, only where new ones cost nothing."""
         self._rooms = {name: room for name, room in self._rooms.items() if not _coded(name) and name != PAYLOAD}
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
@@ -63,28 +63,28 @@ class HostWork:
     def encode(
         self, table: _C.DeltaTable, pack: _C.Program, number: int, sources: np.ndarray, base: int, payload: int
     ) -> tuple[int, int, int]:
-        """Code what a message would change, and advance the base.
+        """Encode the changes in a message, and advance the base.
 
         Returns:
-            Bytes of the payload; new terms less old ones, modulo 2^64; changed elements.
+            Bytes of the payload; sum of the new terms minus the old ones, modulo 2^64; number of changed elements.
         """
         return _C.encode_delta(table, pack, number, sources, base, payload, self._threads)
 
     def read(self, table: _C.DeltaTable, number: int, places: np.ndarray) -> int:
-        """Return the sum of the terms of a message's elements as they lie in storages."""
+        """Return the sum of the terms of a message's elements, read from storages."""
         return table.read(number, places, 0, self._threads)
 
     def apply(self, table: _C.DeltaTable, number: int, payload: int, nbytes: int, places: np.ndarray, *, write: bool) -> int:
-        """Return the new terms less the old ones of a payload; write it if asked.
+        """Return the sum of a payload's new terms minus the old ones; write the payload if asked.
 
         Raises:
-            ValueError: it does not fit the message.
+            ValueError: the payload does not fit the message.
         """
         return table.apply(number, payload, nbytes, places, write, self._threads)
 
 
 class GpuWork:
-    """As `HostWork`, in a GPU's memory. Messages are packed by the copy kernel, casts included.
+    """The same as `HostWork` in a GPU's memory. Messages are packed by the copy kernel, including casts.
 
     Args:
         device: "cuda:0".
@@ -104,7 +104,7 @@ class GpuWork:
 
     def room(self, name: Hashable, nbytes: int) -> int:
         if name not in self._rooms or self._rooms[name].nbytes < nbytes:
-            # Letting go of device memory waits for all of its kernels, so what is taken is a little more than is needed.
+            # Freeing device memory waits for all of the device's kernels, so allocate a little more than needed.
             self._rooms.pop(name, None)
             self._rooms[name] = self._gpu.allocate(nbytes + (nbytes // 4 if _coded(name) else 0))
         return self._rooms[name].address
@@ -164,7 +164,7 @@ Work = HostWork | GpuWork
 
 
 def work_on(device: str, threads: int, stream: int, relieve: Relieve) -> Work:
-    """Return who works in the memory of a device, "cpu" or "cuda:0"; raise as `GpuWork`."""
+    """Return the worker for a device's memory, "cpu" or "cuda:0"; raise as `GpuWork`."""
     return HostWork(threads) if device == "cpu" else GpuWork(device, stream, relieve)
 
 

@@ -1,4 +1,4 @@
-"""Start threads that use a device with that device as their current one; all such threads start here.
+"""Start threads that use a device, with that device as their current one; all such threads start here.
 
 CUDA's current device is a property of a host thread, and a new thread starts on device 0 (CUDA runtime API, cudaSetDevice). On the wrong
 device an array library refuses arrays, and any allocation or synchronisation creates a context on GPU 0.

@@ -30,28 +30,28 @@ _WORD = (1 << 64) - 1
 
 
 class Exchanger:
-    """This rank's part of a plan, prepared once and run any number of times. All ranks of the plan make one, with equal arguments.
+    """This rank's part of a plan, prepared once and run any number of times. Every rank of the plan creates one, with equal arguments.
 
-    A transfer too large for one message is cut into several. The constructor allocates a rank's message buffers: one buffer of every lane
-    (pair of ranks and direction) takes at most `bucket_bytes` together, so all of them take at most `buffers * bucket_bytes`. With two or
-    more buffers, a message is packed while the previous one is sent. Every message ends with the digest of its content, computed during
+    A transfer too large for one message is cut into several. The constructor allocates the rank's message buffers: one buffer for every
+    lane (pair of ranks and direction) takes at most `bucket_bytes` in total, so all of them take at most `buffers * bucket_bytes`. With two
+    or more buffers, a message is packed while the previous one is sent. Every message ends with the digest of its content, computed during
     packing and again during unpacking; on a GPU the digests are compared there, and the result is read at the end of a run. During a run
     Python handles messages, not tensors.
 
-    With `delta`, a run may move coded messages instead (`DeltaEncoder`, `DeltaDecoder`), in the same order through the same buffers; each
-    is as large as what changed in its boxes, and as many as fit into a buffer travel as one.
+    With `delta`, a run may instead move encoded messages (`DeltaEncoder`, `DeltaDecoder`), in the same order through the same buffers; the
+    size of each depends on what changed in its boxes, and as many as fit into a buffer travel as one.
 
     Args:
         transport: the transport of the messages.
         bucket_bytes: see above.
-        buffers: messages of a lane that may be under way at a time, at least 1.
+        buffers: maximum number of a lane's messages in flight, at least 1.
         timeout_s: how long to wait for a peer that makes no progress.
-        threads: threads that copy in host memory; 0: as many as the machine has, at most 4.
+        threads: number of threads that copy in host memory; 0: one per core, at most 4.
         stream: the CUDA stream of copies on a GPU, a cudaStream_t as an integer; 0 is the default stream. A run is ordered after the work
             already enqueued on it, so sources may be written there without waiting; when `run` returns, all copies are done. The
             transport must send and receive in the order of this stream (`TorchTransport`: torch's current stream).
         relieve: see `asyncmoe.reshard.gpu.Relieve`.
-        delta: whether runs may move coded messages.
+        delta: whether runs may move encoded messages.
         watch: called twice a second while a separate thread exchanges messages of a `Transport` (see `MessageLink`); an error it raises
             ends the run. A `SharedTransport` itself notices when a peer dies.
 
@@ -111,7 +111,7 @@ class Exchanger:
                 quantised while they are packed (`asyncmoe.reshard.float8`); None if this rank is not a source.
             destination_arrays: arrays by storage name, for all storages of `plan.destinations[rank]`; they are written.
 
-        Arrays have the dtype and the shape of their storages, but for raw bits (`asyncmoe.reshard.memory.storage_memory`). They and the
+        Arrays have the dtype and the shape of their storages, except for raw bits (`asyncmoe.reshard.memory.storage_memory`). They and the
         messages must all be in host memory or all on one GPU.
 
         Raises:
@@ -133,17 +133,17 @@ class Exchanger:
         self._bound = (source_arrays, destination_arrays)
 
     def run(self, timeout_s: float | None = None, encoder: DeltaEncoder | None = None, decoder: DeltaDecoder | None = None) -> Moved:
-        """Exchange once. All ranks of the plan call it: with an encoder, a decoder or both to move coded messages, or all of them without.
+        """Exchange once. All ranks of the plan call it: with an encoder, a decoder or both to move encoded messages, or all without them.
 
         Args:
-            timeout_s: bound of the whole run, though a round that was begun in time may take as long again; None: the run ends only if a
-                peer makes no progress.
-            encoder: what it coded last is sent. Made for the same plan and buckets, as is `decoder`.
-            decoder: keeps what is received, of the sizes that it expects; nothing is written to the destination.
+            timeout_s: limit on the whole run, though a round begun in time may take as long again; None: the run ends only if a peer makes
+                no progress.
+            encoder: sends its latest delta. Made for the same plan and buckets, as is `decoder`.
+            decoder: stores the received messages, of the sizes that it expects; nothing is written to the destination.
 
         Raises:
             TransferError: a message arrived corrupted, or a peer is gone; names the ranks. The destination may be partly written, and this
-                exchanger cannot be used again. Of coded messages only `DeltaDecoder.prove` finds what is corrupted.
+                exchanger cannot be used again. In encoded messages only `DeltaDecoder.prove` detects corruption.
             WaitTimeout: a peer made no progress in time; the destination and the exchanger are left as after a TransferError.
         """
         self._check_usable()
@@ -207,7 +207,7 @@ class Exchanger:
             self._link.resize(out, into)
 
     def _coded(self, lanes: list[Lane], codec: DeltaEncoder | DeltaDecoder) -> tuple[list[Lane], list[list[range]]]:
-        """Return the lanes of coded messages, and which of these each message of a lane joins."""
+        """Return the lanes of encoded messages, and which encoded messages each message of a lane joins."""
         found, parts = [], []
         for lane in lanes:
             sizes = codec.sizes(lane.peer)
@@ -259,7 +259,7 @@ class Exchanger:
         return max(0.001, min(self._timeout_s, self._until - time.monotonic()))
 
     def _sealed(self, digest: int, number: int) -> int:
-        """Make a digest specific to its plan, message and run, so that a stale message is not mistaken for a new one, nor one of other
+        """Make a digest specific to its plan, message and run, so that a stale message cannot pass for a new one, nor a message of other
         layouts for one of these."""
         return digest ^ self._of_plan ^ (((self._runs << 32 | number) + 1) * _RUN_MIX & _WORD)
 
@@ -328,6 +328,6 @@ def _damaged(chunks: Chunks, number: int) -> TransferError:
 
 
 def _lane(chunks: Chunks, peer: int, delta: bool) -> Lane:
-    """Return the lane of whole messages; with `delta`, its slots have room for coded ones, which are larger by an entry for each block."""
+    """Return the lane of whole messages; with `delta`, its slots fit encoded ones, which are larger by an entry for each block."""
     entries = _C.DELTA_ENTRY_BYTES * int(np.diff(chunks.firsts).max()) if delta else 0
     return Lane(peer, tuple(chunks.message_bytes(i) for i in range(len(chunks))), chunks.slot_bytes + entries)

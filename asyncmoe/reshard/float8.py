@@ -1,7 +1,7 @@
-"""Weights that an engine holds as float8 in blocks of 128 x 128, each with a scale: quantised while they are packed.
+"""Weights that an engine stores as float8 in blocks of 128 x 128, each with a scale: quantised while they are packed.
 
-The canonical tensor is unchanged. A second tensor holds its scales: `<tensor>_scale_inv`, float32, one per block. Likewise a storage that
-holds a part of the tensor gets a storage of scales, with the same suffix (as SGLang names its own, quantization/fp8.py). Blocks of the
+The canonical tensor is unchanged. A second tensor has its scales: `<tensor>_scale_inv`, float32, one per block. Likewise a storage with a
+part of the tensor gets a storage of scales, with the same suffix (as SGLang names its own, quantization/fp8.py). Blocks of the
 storage are blocks of the tensor, so scales are sharded like any other tensor. A source's scales are computed from its weights (`Scaler`)
 before an exchange; every element is divided by the scale of its block while it is packed.
 """
@@ -33,15 +33,15 @@ from asyncmoe.reshard.memory import Array, memories_of, one_device
 BLOCK = 128
 """Rows and columns that share a scale."""
 SCALES = "_scale_inv"
-"""Suffix of the name of a tensor's or storage's scales. A weight is the stored number times its scale."""
+"""Suffix of the name of a tensor's or storage's scales. A weight is the stored number times its block's scale."""
 FLOAT8 = "float8_e4m3fn"
 
 Chosen = Callable[[str], bool]
-"""Returns whether the tensor of a name is quantised; the result must not depend on the layer's prefix."""
+"""Returns whether the named tensor is quantised; the result must not depend on the layer's prefix."""
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a tensor's scales: one for every block of the last two dimensions."""
+    """Return the shape of a tensor's scales: one for every block in the last two dimensions."""
     return (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:]))
 
 
@@ -65,11 +65,11 @@ def with_scales(layout: RankLayout, tensors: Mapping[str, tuple[int, ...]], chos
 
     Args:
         tensors: shapes of the canonical tensors, at least of the chosen tensors in the layout.
-        quantised: the storages of chosen tensors hold float8, as in an engine; otherwise they keep their dtype, as in a source.
+        quantised: the storages of chosen tensors are float8, as in an engine; otherwise they keep their dtype, as in a source.
 
     Raises:
-        LayoutError: blocks of 128 x 128 of a tensor are not blocks of its storage, or the storage also holds tensors that are not chosen;
-            names rank, storage and tensor.
+        LayoutError: blocks of 128 x 128 of a tensor are not blocks of its storage, or the storage also contains tensors that are not
+            chosen; names rank, storage and tensor.
     """
     blocks = tuple(_block_with_scales(block, layout.rank, tensors, chosen, quantised) for block in layout.blocks)
     return RankLayout(layout.rank, BlockStorages(blocks), BlockPieces(blocks))
@@ -84,7 +84,7 @@ def _block_with_scales(block: Block, rank: int, tensors: Mapping[str, tuple[int,
             if not chosen(piece.tensor):
                 raise LayoutError(f"rank {rank}: storage {piece.storage}", got=f"{piece.tensor} in it", expected="only quantised tensors")
             pieces.append(_scales(piece, block.storages[piece.storage], tensors[front + piece.tensor], rank))
-    for name in [name for name in block.storages if name in held]:  # in an order that is the same on all ranks
+    for name in [name for name in block.storages if name in held]:  # in the same order on all ranks
         shape = storages[name].shape
         storages[name + SCALES] = Storage(scales_shape(shape), "float32")
         if quantised:
@@ -105,7 +105,7 @@ def _scales(piece: Piece, storage: Storage, tensor: tuple[int, ...], rank: int) 
         raise LayoutError(
             f"rank {rank}: tensor {piece.tensor} box {box} in storage {piece.storage}",
             got=f"row {corner[-2]} and column {corner[-1]} of {storage.shape}",
-            expected=f"blocks of {BLOCK} x {BLOCK}, or what is left of the tensor at its end",
+            expected=f"blocks of {BLOCK} x {BLOCK}, or the rest of the tensor at its end",
             hint="parallel sizes that divide it at multiples of a block",
         )
     corner[-2:] = [at // BLOCK for at in corner[-2:]]
@@ -119,8 +119,8 @@ class Scaler:
     """Computes the scales of a source's storages.
 
     A block's scale is its largest magnitude, at least 1e-4, divided by 448, the largest float8 (as in SGLang's
-    quantization/mxfp8_block_convert.py `bf16_to_block_fp8_128`). With `power_of_two` it is rounded up to a power of two, as in the format
-    UE8M0 (quantization/fp8_utils.py `per_block_cast_to_fp8`).
+    quantization/mxfp8_block_convert.py `bf16_to_block_fp8_128`). With `power_of_two` it is rounded up to a power of two, as in the UE8M0
+    format (quantization/fp8_utils.py `per_block_cast_to_fp8`).
 
     Args:
         layout: the source's layout, from `with_scales`.

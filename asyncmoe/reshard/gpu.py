@@ -1,4 +1,4 @@
-"""One GPU as used by transports and exchanges, without an array library."""
+"""A GPU as transports and exchanges use it, without an array library."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from asyncmoe.reshard.memory import DeviceBuffer
 
 T = TypeVar("T")
 Relieve = Callable[[], None]
-"""Makes an array library of this process free its cached device memory."""
+"""Makes an array library in this process free its cached device memory."""
 
 
 def nothing_to_give() -> None:
-    """The `Relieve` of a process without such a library."""
+    """The `Relieve` for a process without an array library."""
 
 
 class Gpu:
@@ -42,12 +42,12 @@ class Gpu:
         self.index, self.device, self._relieve = index, f"cuda:{index}", relieve
 
     def event(self) -> _C.DeviceEvent:
-        """Return a point in a stream: `record` puts it there, `wait` waits for it without the GIL, and `hold` makes all work enqueued on a
-        stream from then on wait for it."""
+        """Return an event in a stream: `record` puts it there, `wait` waits for it without the GIL, and `hold` makes all later work on a
+        stream wait for it."""
         return _C.DeviceEvent(self.index)
 
     def stream(self) -> _C.DeviceStream:
-        """Return a new stream that does not synchronise with the default stream; it lives as long as the returned object."""
+        """Return a new stream that does not synchronise with the default stream; it exists as long as the returned object."""
         return _C.DeviceStream(self.index)
 
     @contextmanager
@@ -72,7 +72,7 @@ class Gpu:
         """Return the result of an allocation; if memory is short, retry once after `relieve`.
 
         Raises:
-            OutOfDeviceMemory: the retry failed, too.
+            OutOfDeviceMemory: the retry failed too.
         """
         try:
             return allocate()
@@ -84,7 +84,7 @@ class Gpu:
             raise OutOfDeviceMemory(self.device, what, nbytes, *_C.device_memory(self.index)) from error
 
     def share(self, buffer: DeviceBuffer) -> bytes:
-        """Return an IPC handle with which another process of this host opens a buffer from `allocate`."""
+        """Return an IPC handle with which another process on this host can open a buffer from `allocate`."""
         return buffer.owner.handle()  # type: ignore[attr-defined,no-any-return]
 
     def open(self, handle: bytes, nbytes: int) -> DeviceBuffer:
@@ -94,7 +94,7 @@ class Gpu:
 
 
 class GpuCopies:
-    """Copy programs on one GPU, enqueued on one stream. Their tables are uploaded here, so a run consists of kernel launches only.
+    """Copy programs on one GPU, enqueued on one stream. Their tables are uploaded here, so that a run consists only of kernel launches.
 
     Raises:
         UserError: as `Gpu`.
@@ -108,7 +108,7 @@ class GpuCopies:
         self._programs, self._end = made, gpu.event()
 
     def run(self, program: _C.Program, chunk: int, sources: np.ndarray, destinations: np.ndarray, seal: int) -> None:
-        """Enqueue a chunk of one of the programs. Its digest, XORed with `seal`, is written after the message or compared with it."""
+        """Enqueue one chunk of a program. Its digest, XORed with `seal`, is written after the message or compared with the one there."""
         self._programs[id(program)].run(chunk, sources, destinations, seal, self._stream)
 
     def finish(self, timeout_s: float) -> None:

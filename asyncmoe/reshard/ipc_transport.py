@@ -1,4 +1,4 @@
-"""Messages between GPU processes of one host through CUDA IPC: the receiver unpacks them directly from the sender's device memory."""
+"""Messages between GPU processes on one host through CUDA IPC: the receiver unpacks them directly from the sender's device memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CLOSING_S = 10.0
 class IpcTransport:
     """CUDA IPC. Slots lie in the sender's device memory; a shared-memory ring (of `ShmTransport`) records which slots are filled or free.
 
-    Kernels never wait: a slot is handed over when the host sees that its kernel is done. A dead peer is detected as in `ShmTransport`.
-    Two ranks may share a device; otherwise their devices must have peer access (`cudaDeviceCanAccessPeer`). Each rank must be a process of
-    its own, as CUDA cannot open a handle in the process that created it.
+    Kernels never wait: a slot is handed over once the host sees that its kernel is done. A dead peer is detected as in `ShmTransport`.
+    Two ranks may share a device; otherwise their devices must have peer access (`cudaDeviceCanAccessPeer`). Each rank must be a separate
+    process, because CUDA cannot open a handle in the process that created it.
 
     Args:
         rank, session: as for `ShmTransport`.
@@ -79,7 +79,7 @@ def open_ipc(end: TransportEnd) -> IpcTransport:
 
 
 class _Half:
-    """This rank's end of a lane: its ring and the memory of its slots."""
+    """This rank's end of a lane: its ring and the memory for its slots."""
 
     def __init__(self, source: int, destination: int, lane: Lane, slots: int, ring: _C.ShmRing) -> None:
         self.source, self.destination, self.lane, self.ring = source, destination, lane, ring
@@ -104,7 +104,7 @@ class _Sending(_Half):
         self.memory = memory
 
     def close(self, deadline: float) -> None:
-        """Free the slots once the receiver has released them; if it does not in time, keep them until this process ends."""
+        """Free the slots once the receiver has released them; after the deadline, keep them until this process ends."""
         while self.count and self.ring.wait(0.05, self.slots + 1) != 2:
             if time.monotonic() > deadline:
                 _kept.append(self.memory)
@@ -113,7 +113,7 @@ class _Sending(_Half):
 
 
 _kept: list[DeviceBuffer | None] = []
-"""Memory a peer may still read: freeing it while a handle is open is undefined behaviour (CUDA runtime API, cudaIpcOpenMemHandle)."""
+"""Memory that a peer may still read: freeing it while a handle is open is undefined behaviour (CUDA runtime API, cudaIpcOpenMemHandle)."""
 
 
 class _Receiving(_Half):
@@ -173,7 +173,7 @@ class _IpcLink:
         while self._pending:
             self._pending.popleft()[0].wait(max(0.0, deadline - time.monotonic()))
         # Free the memory before its ring: once nothing references the ring, its sender knows that the memory is released. No variable of
-        # this function may keep a reference, since senders wait for that below, and each may also be the receiver of another.
+        # this function may keep a reference, because senders wait for that below, and each may also be the receiver of another rank.
         while self._into:
             self._into.pop().memory = None
         for half in self._out:
@@ -187,14 +187,14 @@ class _IpcLink:
         self._pending.append((event, half))
 
     def _wait(self, half: _Half, what: str, timeout_s: float) -> None:
-        """Wait until a slot of a lane belongs to this rank. Hand over everything peers may be waiting for before waiting for them."""
+        """Wait until this rank owns a slot of a lane. Before waiting for peers, hand over everything that they may be waiting for."""
         self._settle(lambda event: event.done())
         if not half.ready(1 + sum(owner is half for _, owner in self._pending)):
             self._settle(self._until(timeout_s))
             half.wait(what, timeout_s)
 
     def _settle(self, done: Callable[[_C.DeviceEvent], bool]) -> None:
-        """Hand over slots in order, until one whose kernel is not done."""
+        """Hand over slots in order, up to the first whose kernel is not done."""
         while self._pending and done(self._pending[0][0]):
             event, half = self._pending.popleft()
             self._events.append(event)
@@ -210,7 +210,7 @@ class _IpcLink:
 
 
 def _control(lanes: Sequence[Lane], slots: int) -> list[Lane]:
-    """Return the lanes of the control rings: as many slots each, the size of an IPC handle."""
+    """Return the lanes of the control rings: the same number of slots, each the size of an IPC handle."""
     return [Lane(lane.peer, (_HANDLE_BYTES,) * used_slots(lane, slots), _HANDLE_BYTES) for lane in lanes]
 
 

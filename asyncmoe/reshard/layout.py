@@ -19,7 +19,7 @@ MAX_DIMS = 4
 """Maximum number of dimensions of a tensor or a storage."""
 
 PADDING = "<padding>"
-"""Reserved tensor name of a piece that belongs to no tensor: padding is filled with zeros in a destination and never read in a source."""
+"""Reserved tensor name for a piece of no tensor: padding is filled with zeros in a destination and never read in a source."""
 
 ITEM_BYTES = {
     "float64": 8,
@@ -35,19 +35,19 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Known dtypes, as printed by torch without the prefix, and their size in bytes."""
+"""Known dtypes, named as by torch without the prefix, and their sizes in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a tensor: `extent[k]` elements from `start[k]` in every dimension k."""
+    """A box in a tensor: `extent[k]` elements from `start[k]` in every dimension k."""
 
     start: tuple[int, ...]
     extent: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Elements in the box."""
+        """Number of elements in the box."""
         return prod(self.extent)
 
     def __str__(self) -> str:
@@ -74,12 +74,12 @@ class Storage:
 
     @property
     def size(self) -> int:
-        """Elements in the array."""
+        """Number of elements in the array."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
+        """Size of the array in bytes."""
         return self.size * ITEM_BYTES[self.dtype]
 
 
@@ -87,8 +87,8 @@ class Storage:
 class RankLayout:
     """The storages of one rank and the pieces in them.
 
-    In a source, a storage may hold elements that no piece describes. In a destination, the pieces of a storage (including `PADDING`) must
-    hold each of its elements exactly once.
+    In a source, a storage may have elements that no piece describes. In a destination, the pieces of a storage (including `PADDING`) must
+    cover each of its elements exactly once.
     """
 
     rank: int
@@ -117,12 +117,12 @@ class RankLayout:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Storages and pieces that occur once under each pair of prefixes, like the layers of a model.
+    """Storages and pieces that occur once under each pair of prefixes, as in a model's layers.
 
     Attributes:
         storages: by name, without the prefix.
-        pieces: with the names of tensors and storages without their prefixes; `PADDING` gets no prefix.
-        prefixes: pairs (prefix of tensors, prefix of storages).
+        pieces: with tensors' and storages' names without their prefixes; `PADDING` gets no prefix.
+        prefixes: pairs (prefix of tensor names, prefix of storage names).
     """
 
     storages: Mapping[str, Storage]
@@ -131,7 +131,7 @@ class Block:
 
 
 class BlockStorages(Mapping[str, Storage]):
-    """The storages of blocks under their full names, which are built on first access."""
+    """The storages of blocks under their full names, built on first access."""
 
     def __init__(self, blocks: tuple[Block, ...]) -> None:
         self.blocks = blocks
@@ -151,7 +151,7 @@ class BlockStorages(Mapping[str, Storage]):
 
 
 class BlockPieces(Sequence[Piece]):
-    """The pieces of blocks under their full names, which are built on first access."""
+    """The pieces of blocks under their full names, built on first access."""
 
     def __init__(self, blocks: tuple[Block, ...]) -> None:
         self.blocks = blocks
@@ -208,7 +208,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class LayoutBuilder:
-    """Collects the storages and pieces of one rank. A storage has the builder's dtype unless a call names another."""
+    """Collects one rank's storages and pieces. A storage has the builder's dtype unless a call names another."""
 
     rank: int
     dtype: str
@@ -230,10 +230,10 @@ class LayoutBuilder:
         self._storages[storage] = Storage(tuple(shape), dtype or self.dtype)
 
     def stack(self, storage: str, parts: Sequence[tuple[str, Box]], dtype: str | None = None) -> None:
-        """Add a storage that holds the boxes stacked along the first dimension.
+        """Add a storage with the boxes stacked along the first dimension.
 
         Raises:
-            LayoutError: there is no box, they differ in another dimension, or as `place`.
+            LayoutError: there is no box, the boxes differ in another dimension, or as `place`.
         """
         where, placed, row = f"rank {self.rank}: storage {storage}", [], 0
         rests = {tuple(box.extent[1:]) for _, box in parts}

@@ -1,4 +1,4 @@
-"""Match sources with destinations: which rank sends which elements to which. The work is done in csrc/plan.h."""
+"""Match sources with destinations: decide which rank sends which elements to which (csrc/plan.h does the work)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _CASTS = [
 
 
 class Sources:
-    """The elements held by the sources, cut into disjoint cells.
+    """The elements of the sources, cut into disjoint cells.
 
     Raises:
-        LayoutError: two elements in one place of a storage, or boxes of one tensor whose overlaps cut it into too many cells.
+        LayoutError: two elements at the same location of a storage, or boxes of one tensor whose overlaps cut it into too many cells.
     """
 
     def __init__(self, tensors: Tensors, side: Side) -> None:
@@ -45,11 +45,11 @@ class Sources:
 
 
 class Match:
-    """Sources and destinations, matched: every element of a destination has exactly one source rank that sends it.
+    """Sources matched with destinations: every element of a destination has exactly one source rank that sends it.
 
     Raises:
-        LayoutError: destination pieces that overlap in their storage or leave holes, an element that no source holds, or a tensor whose
-            source dtype cannot be converted to its destination dtype; names rank, tensor and box.
+        LayoutError: destination pieces that overlap in their storage or leave holes, an element without a source, or a tensor whose source
+            dtype cannot be converted to its destination dtype; names rank, tensor and box.
     """
 
     def __init__(self, sources: Sources, side: Side) -> None:

@@ -1,4 +1,4 @@
-"""Memory addresses of arrays: of NumPy, the buffer protocol, or torch."""
+"""Memory addresses of arrays: from NumPy, the buffer protocol, or torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of a row-major array, valid only as long as the array exists."""
+    """The memory of a row-major array, valid only while the array exists."""
 
     address: int
     nbytes: int
@@ -30,7 +30,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffer:
-    """Bytes, usually on a GPU, outside any array library: a part of the memory that `owner` keeps alive."""
+    """Bytes, usually on a GPU, outside any array library: part of the memory that `owner` keeps alive."""
 
     owner: object
     address: int
@@ -62,9 +62,9 @@ def memory_of(array: Array, what: str, *, write: bool = False) -> Memory:
 
 
 def storage_memory(array: Array, storage: Storage, what: str, *, write: bool = False) -> Memory:
-    """Return the memory of an array for `storage`. Arrays of uint8, or of unsigned integers of the element size, are taken as raw bits.
+    """Return the memory of an array for `storage`. Arrays of uint8, or of unsigned integers of the element size, count as raw bits.
 
-    Its shape is the storage's, but for dimensions of one element and a last one of bytes; or it is flat.
+    The array has the storage's shape, except for dimensions of size 1 and a last dimension counted in bytes; or it is flat.
 
     Raises:
         LayoutError: as `memory_of`; or the array's dtype, number of bytes or shape does not match the storage.
@@ -82,7 +82,7 @@ def storage_memory(array: Array, storage: Storage, what: str, *, write: bool = F
 
 
 def memories_of(storages: Mapping[str, Storage], arrays: Mapping[str, Array] | None, what: str, *, write: bool) -> dict[str, Memory]:
-    """Return the memory of each storage's array, by the array's name in errors: `what` and the storage's name.
+    """Return the memory of each storage's array, keyed by the array's name in errors: `what` and the storage's name.
 
     Raises:
         LayoutError: an array is missing, or as `storage_memory`.
@@ -94,9 +94,9 @@ def memories_of(storages: Mapping[str, Storage], arrays: Mapping[str, Array] | N
 
 
 def check_apart(read: Mapping[str, Memory], written: Mapping[str, Memory]) -> None:
-    """Raise LayoutError if arrays that are written, by name, share memory with each other or with those that are read."""
+    """Raise LayoutError if written arrays, keyed by name, share memory with each other or with read arrays."""
     spans = [(m.device, m.address, m.nbytes, of is written, name) for of in (read, written) for name, m in of.items() if m.nbytes]
-    furthest = furthest_written = ("", 0, "")  # device, end and name of what reaches furthest so far
+    furthest = furthest_written = ("", 0, "")  # device, end and name of the array that reaches furthest so far
     for device, begin, nbytes, writes, name in sorted(spans):
         other = furthest if writes else furthest_written
         if (device, begin) < other[:2]:
@@ -106,7 +106,7 @@ def check_apart(read: Mapping[str, Memory], written: Mapping[str, Memory]) -> No
 
 
 def one_device(devices: Iterable[str], what: str) -> str:
-    """Return the device that all are, "cpu" if there are none; raise LayoutError if there are several."""
+    """Return the common device, or "cpu" if there is none; raise LayoutError if there are several."""
     found = sorted(set(devices)) or ["cpu"]
     if len(found) > 1:
         raise LayoutError(what, got=" and ".join(found), expected="all on one device")
@@ -114,7 +114,7 @@ def one_device(devices: Iterable[str], what: str) -> str:
 
 
 def addresses_of(memories: Iterable[Memory]) -> np.ndarray:
-    """Return int64[n], as the extension takes addresses."""
+    """Return addresses as int64[n], the form that the extension expects."""
     return np.array([memory.address for memory in memories], np.uint64).view(np.int64)
 
 
@@ -145,14 +145,14 @@ def _numpy_memory(array: Array, what: str, write: bool) -> Memory:
 
 
 def _torch_memory(array: Array, what: str) -> Memory:
-    """Not through DLPack, by which torch exports only tensors on the thread's current device (torch/_tensor.py, `Tensor.__dlpack__`)."""
+    """Avoid DLPack, with which torch exports only tensors on the thread's current device (torch/_tensor.py, `Tensor.__dlpack__`)."""
     if str(array.layout) != "torch.strided" or not array.is_contiguous():
         raise LayoutError(what, got="an array with gaps or transposed", expected="a contiguous, row-major array")
     if array.device.type not in ("cpu", "cuda"):
         raise LayoutError(what, got=f"device {array.device}", expected="memory of the CPU or of a CUDA device")
     address, held = int(array.data_ptr()), array.untyped_storage().nbytes()
     needed = (array.storage_offset() + array.numel()) * array.element_size()
-    if held < needed:  # `untyped_storage().resize_(0)` of FSDP frees it
+    if held < needed:  # FSDP frees it with `untyped_storage().resize_(0)`
         raise LayoutError(what, got=f"a tensor whose storage has {held} of {needed} bytes", expected="an array that has memory")
     dtype, device = str(array.dtype).removeprefix("torch."), str(array.device)
     return Memory(address, array.numel() * array.element_size(), dtype, device, tuple(array.shape))

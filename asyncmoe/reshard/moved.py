@@ -1,4 +1,4 @@
-"""What a run of an exchange moved, and how long its parts took."""
+"""The bytes that a run of an exchange moved, and the duration of its parts."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _TAG = 0x4D6F
 
 
 class MpiTransport:
-    """Point-to-point messages in a duplicate of a communicator, so that they cannot be mixed up with the program's other messages.
+    """Point-to-point messages in a duplicate of a communicator, so that they cannot mix with the program's other messages.
 
     The constructor is collective over the communicator.
 
@@ -25,7 +25,7 @@ class MpiTransport:
         communicator: None: MPI.COMM_WORLD.
 
     Raises:
-        ConfigError: mpi4py is not installed, or MPI was initialised for one thread only.
+        ConfigError: mpi4py is not installed, or MPI was initialised for only one thread.
     """
 
     def __init__(self, communicator: MPI.Comm | None = None) -> None:
@@ -46,7 +46,7 @@ class MpiTransport:
         """As `asyncmoe.reshard.transport.Transport`.
 
         Raises:
-            WaitTimeout: a message did not arrive, or was not received by its peer, in time. The communicator cannot be used afterwards.
+            WaitTimeout: a message did not arrive, or its peer did not receive it, in time. The communicator is unusable afterwards.
         """
         requests = [self._communicator.Irecv([buffer, self._mpi.BYTE], rank, _TAG) for rank, buffer in receives]
         requests += [self._communicator.Isend([buffer, self._mpi.BYTE], rank, _TAG) for rank, buffer in sends]

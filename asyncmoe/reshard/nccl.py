@@ -1,4 +1,4 @@
-"""NVIDIA's NCCL as this process finds it at run time, without torch."""
+"""NVIDIA's NCCL, found by this process at run time without torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 SONAME = "libnccl.so.2"
 CTA_BYTES = 16 << 20
-"""Bytes of a communicator for each thread block (CTA) it may use. NCCL's memory grows with their number (its developers, NVIDIA/nccl issue
-986); its pool for messages between machines took 512 MiB at 32 CTAs (NCCL 2.28.9, NVIDIA/nccl issue 2363). Not measured here."""
+"""Bytes of a communicator for each thread block (CTA) that it may use. NCCL's memory grows with their number (its developers, NVIDIA/nccl
+issue 986); its pool for messages between machines took 512 MiB at 32 CTAs (NCCL 2.28.9, NVIDIA/nccl issue 2363). Not measured here."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def origin(library: str | None = None) -> Origin:
 
 
 def find_nccl() -> str:
-    """Return the path of NCCL as installed by pip, else its name for the system's loader, which also finds a copy loaded by torch."""
+    """Return the path of the NCCL installed by pip, else the name by which the system's loader finds one, or torch's."""
     package = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
     folders = list(package.submodule_search_locations or []) if package else []
     found = [str(path) for folder in folders if (path := Path(folder, "lib", SONAME)).exists()]

@@ -1,4 +1,4 @@
-"""Messages between GPUs over NCCL, with a communicator and a stream of its own; needs NVIDIA's NCCL at run time, but not torch."""
+"""Messages between GPUs over NCCL, with its own communicator and stream; needs NVIDIA's NCCL at run time, but not torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 class NcclTransport:
     """See `asyncmoe.reshard.Transport`. An exchange is one group of sends and receives on a communicator of all ranks.
 
-    An exchange is ordered after the work already enqueued on `stream`. The calling thread waits for it without the GIL, so that a dead
-    peer ends it. Nothing is enqueued behind messages under way. After an error the communicator is aborted, because a peer that did not
-    notice the failure may have sent messages that no rank received.
+    An exchange is ordered after the work already enqueued on `stream`. The calling thread waits for it without the GIL, so that a dead peer
+    ends it. Nothing is enqueued behind messages in flight. After an error the communicator is aborted, because a peer that did not notice
+    the failure may have sent messages that no rank received.
 
     Args:
         rank, world: this process's rank, and the number of ranks. NCCL refuses two ranks on one GPU.
@@ -35,7 +35,7 @@ class NcclTransport:
         device: number of this process's GPU.
         stream: the `Exchanger`'s stream, a cudaStream_t as an integer.
         timeout_s: how long to wait for all ranks to join.
-        max_ctas: maximum number of multiprocessors a transfer uses; 0: NCCL's choice, up to 32. The same on all ranks.
+        max_ctas: maximum number of multiprocessors that a transfer uses; 0: NCCL's choice, up to 32. The same on all ranks.
         library: path of libnccl; None: `asyncmoe.reshard.nccl.find_nccl()`.
         watch: called about every 0.25 s while waiting for the ranks to join.
 
@@ -82,7 +82,7 @@ class NcclTransport:
 
         Raises:
             TransferError: NCCL failed, or detected that a peer is gone; names this process's device.
-            WaitTimeout: a peer made no progress in time; names all peers of this exchange.
+            WaitTimeout: a peer made no progress in time; names all peers in this exchange.
         """
         if self._ended:
             raise InvariantBroken(f"rank {self.rank}: an NCCL communicator that had ended was used; make a new one")
@@ -99,7 +99,7 @@ class NcclTransport:
             self._wait(self._passed, peers, "its messages", until)
 
     def end(self, idle: bool) -> None:
-        """Called by `Exchanger.close`; any thread may call it. Unless idle, end messages under way at once, without waiting for a peer."""
+        """Called by `Exchanger.close`, from any thread. Unless `idle`, abort messages in flight at once, without waiting for a peer."""
         if self._ended:
             return
         self._ended = True

@@ -25,7 +25,7 @@ TENSOR = CAST + 1
 START = slice(TENSOR + 1, TENSOR + 1 + MAX_DIMS)
 COLUMNS = TENSOR + 1 + MAX_DIMS
 NO_SOURCE = -1
-"""In column `SOURCE`: fill the destination with zeros."""
+"""Value in column `SOURCE`: fill the destination with zeros."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +50,13 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Copies that write every destination element exactly once, or the part of them that involves some of the ranks.
+    """Copies that write every destination element exactly once, or the part of them that involves given ranks.
 
-    A part contains every transfer of its ranks, in either direction, and no other. For its own ranks, `sources`, `destinations` and
+    A part contains every transfer of its ranks, in either direction, and no others. For its own ranks, `sources`, `destinations` and
     `transfers` equal the whole plan's; for other ranks they contain only the storages that its transfers read or write.
 
     Attributes:
-        sources: by rank, the storages that are read. A source storage that no destination needs is left out.
+        sources: by rank, the storages that are read. Source storages that no destination needs are omitted.
         destinations: by rank, the storages that are written, each completely.
         transfers: sorted by (source, destination).
         match: the match that the plan was assembled from.
@@ -82,7 +82,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole plan, even if this is a part: ranks that execute one plan together must have the same digest.
+        """SHA-256 of the whole plan, even for a part: ranks that execute a plan together must have the same digest.
 
         It is computed from the plan's inputs (tensors, layouts of all ranks, version of the rules), which is much cheaper for a rank than
         computing all copies.
@@ -99,20 +99,20 @@ def plan(
 ) -> Plan:
     """Plan the copies from `source` to `destination`.
 
-    A rank number names a process: a source and a destination layout of the same rank are in one memory, and elements are copied between
-    them without a message. If several sources hold the same elements, they share the load.
+    A rank number names a process: source and destination layouts of the same rank share a memory, and elements are copied between them
+    without a message. If several sources have the same elements, they share the load.
 
     Args:
-        tensors: canonical tensors and their shapes; tensors that no destination piece names do not matter.
-        source, destination: layouts, at most one per rank each. Layouts derived from one by `RankLayout.at` are planned at the cost of one.
+        tensors: canonical tensors and their shapes; tensors that no destination piece names have no effect.
+        source, destination: layouts, at most one of each per rank. Layouts derived from one by `RankLayout.at` cost as much to plan as one.
         ranks: the ranks whose part to compute; None: all. The time grows with the number of distinct layouts and the size of the part.
 
     Raises:
         LayoutError: an unknown tensor or storage, a box out of bounds, destination pieces that overlap in their storage or leave
             holes, an element that no source holds, or a tensor with different dtypes; names rank, tensor and box.
-            The differences allowed are float32 in the source and bfloat16 in the destination, and either of them in the source and
-            float8 in the destination (`asyncmoe.reshard.float8`): elements are rounded to the nearest (ties to even) as they are
-            packed or copied, and all bytes are counted in the destination's dtype.
+            The only differences allowed are float32 in the source with bfloat16 in the destination, and either of them in the source with
+            float8 in the destination (`asyncmoe.reshard.float8`): elements are rounded to nearest (ties to even) as they are packed or
+            copied, and all bytes are counted in the destination's dtype.
     """
     return plan_each(tensors, source, [destination], ranks=ranks)[0]
 
@@ -132,7 +132,7 @@ def plan_each(
 
 
 def assemble(match: Match, ranks: Iterable[int] | None) -> Plan:
-    """Return the plan of a match, or the part of it that involves some ranks."""
+    """Return the plan of a match, or the part of it that involves given ranks."""
     copies, pairs = match.part(match.ranks if ranks is None else ranks)
     ends = np.array([last for *_, last in pairs], np.int64)
     counts = np.diff(ends, prepend=0)
@@ -149,7 +149,7 @@ def assemble(match: Match, ranks: Iterable[int] | None) -> Plan:
 
 
 def _number(side: Side, rank: np.ndarray, column: np.ndarray) -> dict[int, dict[str, Storage]]:
-    """Return the storages a column names, by rank. Replace the column by their positions within their rank (`NO_SOURCE` stays)."""
+    """Return the storages that a column names, by rank. Replace the column's values by positions within their rank (`NO_SOURCE` stays)."""
     used: dict[int, dict[str, Storage]] = {}
     order = np.argsort(rank, kind="stable")
     edges = np.flatnonzero(np.diff(rank[order], prepend=-1)) if len(rank) else order

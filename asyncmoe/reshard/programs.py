@@ -40,10 +40,10 @@ class Scales:
     """The scales with which source storages are quantised.
 
     Attributes:
-        storages: by name, storages of scales that the copies do not read anyway; their addresses follow the sources' addresses, in this
+        storages: storages of scales, by name, that the copies do not read otherwise; their addresses follow the sources' addresses, in this
             order.
-        index: int64[sources]; index among all these addresses of a source storage's scales, -1 if the storage is not quantised.
-        width: int64[sources]; elements in a row of the source storage.
+        index: int64[sources]; index, among all these addresses, of each source storage's scales; -1 if the storage is not quantised.
+        width: int64[sources]; elements in a row of each source storage.
     """
 
     storages: Mapping[str, Storage]

@@ -1,4 +1,4 @@
-"""Messages between processes of one host in POSIX shared memory: packed and unpacked in place, with no copy in between."""
+"""Messages between processes on one host in POSIX shared memory: packed and unpacked in place, with no copy in between."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ShmTransport:
 
     Args:
         rank: this process's rank.
-        session: unique name on this host of one exchanger of one group of ranks, the same on all these ranks. Letters, digits, `_`, `.`
-            and `-`.
+        session: name for one exchanger of one group of ranks, unique on this host and the same on all these ranks. Letters, digits, `_`,
+            `.` and `-`.
 
     Raises:
         LayoutError: an invalid session name.
@@ -48,7 +48,7 @@ class ShmTransport:
     def rings(
         self, outgoing: Sequence[Lane], incoming: Sequence[Lane], slots: int, timeout_s: float
     ) -> tuple[list[_C.ShmRing], list[_C.ShmRing]]:
-        """Return this rank's ends of all lanes' rings (outgoing, incoming); raises the errors of `connect`."""
+        """Return this rank's ends of all lanes' rings (outgoing, incoming). Raises as `connect`."""
         started = time.monotonic()
         created = [self._create(lane, slots) for lane in outgoing]
         return created, [self._attach(lane, slots, started, timeout_s) for lane in incoming]
@@ -131,7 +131,7 @@ class _ShmLink:
         self._attached[lane].advance()
 
     def finish(self, timeout_s: float) -> None:
-        # A sender that left earlier would remove a ring that its receiver has not yet attached to.
+        # A sender that left earlier would remove a ring to which its receiver has not yet attached.
         for lane, ring, slots in zip(self._outgoing, self._created, self._out, strict=True):
             wait_for(ring, self._rank, lane.peer, lane.peer, "it to take the last message", timeout_s, needed=len(slots))
 
@@ -156,5 +156,5 @@ def wait_for(ring: _C.ShmRing, source: int, destination: int, peer: int, what: s
 
 
 def used_slots(lane: Lane, slots: int) -> int:
-    """Return the number of slots of a lane's ring."""
+    """Return the number of slots in a lane's ring."""
     return min(slots, len(lane.message_bytes))

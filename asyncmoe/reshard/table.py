@@ -30,9 +30,9 @@ class Tensors:
     """The canonical tensors of a plan, numbered.
 
     Attributes:
-        shapes: by name.
-        names: by number; the last one (number `NO_TENSOR`) is padding.
-        number: by name.
+        shapes: shapes by name.
+        names: names by number; the last one (number `NO_TENSOR`) is padding.
+        number: numbers by name.
         extent: int64[tensors, MAX_DIMS]; the shapes, padded in front with 1.
         dims: int64[tensors]; the number of dimensions.
     """
@@ -45,10 +45,10 @@ class Tensors:
 
 
 def enumerate_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-    """Number tensors in their order.
+    """Number tensors in the given order.
 
     Raises:
-        LayoutError: a tensor has more than `MAX_DIMS` dimensions, invalid sizes, or the reserved name of padding.
+        LayoutError: a tensor has more than `MAX_DIMS` dimensions, invalid sizes, or padding's reserved name.
     """
     for name, shape in shapes.items():
         if not _is_shape(shape):
@@ -70,8 +70,8 @@ class Table:
         names, storages: name and description of each storage.
         shapes: int64[s, MAX_DIMS]; shapes of the storages, padded in front with 1.
         pieces: int64[n, 4 + 3 * MAX_DIMS], in the column order of csrc/pieces.h. TENSOR is the number of a tensor (`NO_TENSOR`: padding),
-            STORAGE a position in `storages`, DTYPE a position in `DTYPES`; offset and strides are in elements; boxes are padded in front
-            to `MAX_DIMS` dimensions with extent 1.
+            STORAGE an index into `storages`, DTYPE an index into `DTYPES`; offset and strides are in elements; boxes are padded in front to
+            `MAX_DIMS` dimensions with extent 1.
     """
 
     rank: int
@@ -96,7 +96,7 @@ class Side:
     Attributes:
         tables: the distinct layouts, ordered by their lowest rank.
         ranks: int64[r], ascending.
-        table_of: int64[r]; the position of each rank's table.
+        table_of: int64[r]; the index of each rank's table.
     """
 
     tables: tuple[Table, ...]
@@ -120,7 +120,7 @@ def tabulate(tensors: Tensors, layouts: Iterable[RankLayout]) -> Side:
 
     Raises:
         LayoutError: a duplicate or negative rank, an unknown tensor, storage or dtype, or a box outside its tensor or its storage.
-        TypeError: an offset, a stride or an edge of a box is no integer of 64 bits.
+        TypeError: an offset, a stride or an edge of a box is not a 64-bit integer.
     """
     ordered = sorted(layouts, key=lambda layout: layout.rank)
     if ordered and ordered[0].rank < 0:
@@ -134,7 +134,7 @@ def tabulate(tensors: Tensors, layouts: Iterable[RankLayout]) -> Side:
 
 
 class _Reader:
-    """Makes one table for each distinct layout. Layouts are compared by identity first, which is cheap, then by content."""
+    """Creates one table for each distinct layout. Layouts are compared by identity first, which is cheap, then by content."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.tables: list[Table] = []
@@ -144,7 +144,7 @@ class _Reader:
         self._numbers: dict[tuple[tuple[str, ...], tuple[str, ...]], np.ndarray] = {}
 
     def read(self, layout: RankLayout) -> int:
-        """Return the position of the layout's table. Layouts must outlive the reader."""
+        """Return the index of the layout's table. Layouts must outlive the reader."""
         identity = (id(layout.storages), id(layout.pieces))
         if identity not in self._by_identity:
             table = self._table(layout)
@@ -172,7 +172,7 @@ class _Reader:
         return table
 
     def _rows(self, block: Block, rank: int, first: int) -> np.ndarray:
-        """Return the rows of a block whose first storage is number `first` of its rank."""
+        """Return the rows of a block whose first storage has number `first` in its rank."""
         _check_storages(block, rank)
         tensor = self._tensor_numbers(block)
         _check_pieces(self._tensors, block, tensor, rank)
@@ -214,7 +214,7 @@ def _check_storages(block: Block, rank: int) -> None:
 
 
 def _check_pieces(tensors: Tensors, block: Block, number: np.ndarray, rank: int) -> None:
-    """Reject unknown tensors, and pieces whose number of dimensions differs from their tensor's (padding may have any number)."""
+    """Reject unknown tensors, and pieces that do not have as many dimensions as their tensor (padding may have any number)."""
     if (number == _UNKNOWN).any():
         raise _wrong(block.pieces[int(np.argwhere(number == _UNKNOWN)[0][1])], rank, "an unknown tensor", "a tensor of the plan")
     dims = np.array([len(p.box.extent) for p in block.pieces], np.int64)
@@ -237,7 +237,7 @@ def _padded(rows: list[tuple[int, ...]], fill: int) -> np.ndarray:
 
 
 def _integers(values: list[int] | list[tuple[int, ...]]) -> np.ndarray:
-    """Return values as int64; raise TypeError for anything but integers, which NumPy would round."""
+    """Return values as int64; raise TypeError for non-integers, which NumPy would round."""
     made = np.array(values)
     if made.size and made.dtype.kind != "i":
         raise TypeError(made.dtype)

@@ -23,7 +23,7 @@ class TorchTransport:
     """Point-to-point messages in a process group, which need not be registered with torch.
 
     All receives and sends of an exchange are posted in the order of the ranks before any wait, so ranks that call `exchange` with the same
-    plan cannot deadlock. After an error the group cannot be used any more.
+    plan cannot deadlock. After an error the group is unusable.
 
     Args:
         group: the process group; None: the default group.
@@ -38,7 +38,7 @@ class TorchTransport:
         found: Any = group or torch.distributed.group.WORLD
         self._group = found
         self.rank: int = found.rank()
-        # Of the first round that failed; made anew each time, because a raised error keeps what its frames hold: buffers and weights.
+        # Makes the error of the first failed round, anew each time, because a raised error keeps its frames' buffers and weights alive.
         self._failure: Callable[[], TransferError | WaitTimeout] | None = None
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ class TorchTransport:
         """As `asyncmoe.reshard.transport.Transport`.
 
         Raises:
-            WaitTimeout: a message did not arrive, or was not received by its peer, in time.
+            WaitTimeout: a message did not arrive, or its peer did not receive it, in time.
             TransferError: a rank is gone.
         """
         self.post(sends, receives)(timeout_s)
@@ -63,7 +63,7 @@ class TorchTransport:
 
         def complete(timeout_s: float) -> None:
             if self._failure is not None:
-                raise self._failure()  # whatever else was posted will not arrive
+                raise self._failure()  # no other posted message will arrive
             began = time.monotonic()
             for source, destination, work in posted:
                 self._wait(source, destination, work, began, timeout_s)

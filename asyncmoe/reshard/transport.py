@@ -18,7 +18,7 @@ LOOK_S = 0.5
 """Seconds between two calls of a `Watch`."""
 
 Watch = Callable[[], None]
-"""Called in the waiting thread while it waits for peers; raises an error if waiting is pointless."""
+"""Called in the waiting thread while it waits for peers; raises an error if waiting is futile."""
 
 
 def nothing_to_watch() -> None:
@@ -31,11 +31,11 @@ class TransportEnd:
 
     Attributes:
         rank, world: this process's rank, and the number of ranks.
-        session: name of the channel, unique on every host, the same on all ranks; letters, digits and `-`, at most 64.
+        session: name of the channel, unique on every host and the same on all ranks; letters, digits and `-`, at most 64 characters.
         timeout_s: how long to wait for the other ranks.
         device: CUDA number of this process's GPU; None: the weights are in host memory.
         stream: the `Exchanger`'s stream, a cudaStream_t as an integer.
-        relieve: for allocations on the GPU.
+        relieve: see `asyncmoe.reshard.gpu.Relieve`; for allocations on the GPU.
         watch: to call about twice a second while waiting for other ranks; raises if one of them has failed.
     """
 
@@ -58,16 +58,16 @@ class Transport(Protocol):
     """A transport that sends and receives messages.
 
     A GPU transport whose `exchange` waits for the messages on the host, instead of enqueueing them in the order of the caller's stream,
-    has an attribute `waits = True`; its `exchange` is then called from a separate thread.
+    sets an attribute `waits = True`; its `exchange` is then called from a separate thread.
 
     A transport with resources to release has a method `end(idle)`, which `Exchanger.close` calls. `idle` is false after a failed run, when
-    a peer may still wait and `exchange` may still run in another thread.
+    a peer may still be waiting and `exchange` may still be running in another thread.
     """
 
     rank: int
 
     def empty(self, nbytes: int) -> Buffer:
-        """Return a new uint8 message buffer in memory this transport can send from."""
+        """Return a new uint8 message buffer in memory from which this transport can send."""
 
     def exchange(self, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]], timeout_s: float) -> None:
         """Send each buffer of `sends` to its rank and fill each of `receives` from its rank; at most one message per pair and direction.
@@ -81,13 +81,13 @@ class Transport(Protocol):
 
 @runtime_checkable
 class PostingTransport(Transport, Protocol):
-    """A transport that can have messages of several rounds under way, so that a link is never idle between two rounds."""
+    """A transport that can have several rounds of messages in flight, so that a link is never idle between two rounds."""
 
     def post(self, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]) -> Callable[[float], None]:
-        """Begin what `exchange` does; messages of a pair of ranks arrive in the order in which they were posted.
+        """Start an `exchange`; messages of a pair of ranks arrive in the order in which they were posted.
 
         Returns:
-            A function of `timeout_s` that returns, or raises, as `exchange` does; called in another thread, in the order of the posts.
+            A function of `timeout_s` that completes it, and returns or raises as `exchange`; called in another thread, in posting order.
 
         Raises:
             asyncmoe.errors.TransferError: a rank is gone.
@@ -101,7 +101,7 @@ class Lane:
     Attributes:
         peer: the other rank.
         message_bytes: size of each message, in order.
-        slot_bytes: size of the largest message, the same on both ends.
+        slot_bytes: size of a slot, the same on both ends; no message is larger.
     """
 
     peer: int
@@ -116,10 +116,10 @@ class Link(Protocol):
     """
 
     device: str
-    """Of all slots: "cpu", or "cuda:0"."""
+    """Device of all slots: "cpu", or "cuda:0"."""
 
     def resize(self, outgoing: Sequence[Lane], incoming: Sequence[Lane]) -> None:
-        """Set the sizes of the messages of the runs that follow: of the same lanes, at most as many, each at most as large as a slot."""
+        """Set the message sizes for subsequent runs: for each lane, at most as many messages, each at most the size of a slot."""
 
     def pack_into(self, lane: int, number: int, timeout_s: float) -> Buffer:
         """Wait until the slot's previous message is gone; return the buffer for message `number` of an outgoing lane."""
@@ -140,7 +140,7 @@ class Link(Protocol):
         """End a run: wait until every posted message has left this rank's buffers, or lies where its receiver will find it."""
 
     def close(self) -> None:
-        """Release all memory. Peers that still wait notice."""
+        """Release all memory. Waiting peers notice."""
 
 
 @runtime_checkable
@@ -175,8 +175,8 @@ class LocalTransport:
 class MessageLink:
     """A link over a `Transport`: a round is one call of its `exchange`, in a separate thread while the calling thread packs and unpacks.
 
-    A `PostingTransport` has up to `slots` rounds under way: the next is posted before this one is over, so that the wires stay busy while
-    a thread waits for a core, packs or unpacks.
+    A `PostingTransport` has up to `slots` rounds in flight: the next is posted before the current one is over, so that the wires stay busy
+    while a thread waits for a core, packs or unpacks.
 
     Rounds of a GPU transport that does not wait are exchanged from the calling thread: it enqueues and returns, and the caller's stream
     orders the messages.
@@ -222,7 +222,7 @@ class MessageLink:
             try:
                 complete = self._transport.post(sends, receives)
             except AsyncmoeError:
-                self.finish(timeout_s)  # a round before this one has failed first, and knows of whom
+                self.finish(timeout_s)  # an earlier round has failed, and its error names the peer
                 raise
             self._rounds[number] = self._thread.submit(complete, timeout_s)
         else:
@@ -245,7 +245,7 @@ class MessageLink:
         self._out, self._in = [], []
 
     def _wait(self, number: int) -> None:
-        """Wait until a round is over; the transport's own timeout bounds it."""
+        """Wait until a round is over; the transport's own timeout limits the wait."""
         if number in self._rounds:
             exchanged = self._rounds.pop(number)
             while not wait([exchanged], LOOK_S).done:

@@ -31,7 +31,7 @@ def reachable(network: str) -> str:
 
 
 def several(network: str) -> bool:
-    """Whether the run may span several machines, so other machines must reach this one."""
+    """Return whether the run may span several machines, so that other machines must reach this one."""
     return network != "loopback" or bool(os.environ.get(VARIABLE))
 
 
@@ -82,7 +82,7 @@ def choose(network: str, found: Mapping[str, Sequence[str]]) -> str:
 
 
 def towards(host: str, port: int) -> str:
-    """Return our source address on the route to `host`. Sends nothing.
+    """Return this machine's source address on the route to `host`. Sends nothing.
 
     Raises:
         OSError: there is no route.
@@ -93,10 +93,10 @@ def towards(host: str, port: int) -> str:
 
 
 def host_id() -> str:
-    """Return an id that is equal for processes that share memory through /dev/shm: same kernel, same mount of /dev/shm."""
+    """Return an ID that is equal for processes that share memory through /dev/shm: same kernel, same mount of /dev/shm."""
     return f"{boot_id()}-{os.stat('/dev/shm').st_dev}"
 
 
 def boot_id() -> str:
-    """Return the kernel's id of this host's present boot."""
+    """Return the kernel's ID of this host's current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

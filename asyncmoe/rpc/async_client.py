@@ -1,4 +1,4 @@
-"""A client for an event loop, with any number of requests under way on one connection."""
+"""A client for an event loop, with any number of concurrent requests on one connection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Answer = tuple[Reply, Sequence[Buffer]]
 
 
 class AsyncClient:
-    """Sends requests in the order of the calls; replies come in any order. Must be made inside the event loop.
+    """Sends requests in the order of the calls; replies come in any order. Must be created inside the event loop.
 
     Args:
         peer: name of the server in errors.
@@ -56,7 +56,7 @@ class AsyncClient:
         self._waiting[number] = answer, time.monotonic()
         try:
             self._connection.socket.send_multipart([_NUMBER.pack(number), payload], zmq.NOBLOCK)
-            self._take()  # sending may have taken the signal that a reply is there
+            self._take()  # sending may have consumed the signal that a reply is there
             async with asyncio.timeout(timeout_s):
                 return await answer
         except zmq.Again:
@@ -67,7 +67,7 @@ class AsyncClient:
             del self._waiting[number]
 
     def close(self) -> None:
-        """Close the connection; whoever still waits for a reply gets ConnectionGone. A second call does nothing."""
+        """Close the connection; pending requests raise ConnectionGone. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -77,14 +77,14 @@ class AsyncClient:
         self._connection.close()
 
     def _take(self) -> None:
-        """Take all replies that are there: the descriptor is ready once for any number of them (ZMQ_FD in zmq_getsockopt(3))."""
+        """Receive all available replies: the descriptor signals once for any number of them (ZMQ_FD in zmq_getsockopt(3))."""
         while not self._closed:
             try:
                 parts = self._connection.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             if len(parts[0].bytes) != _NUMBER.size:
-                continue  # nobody can be told whose reply it was; whoever waits for it gets its time-out
+                continue  # its request is unknown; whoever waits for it times out
             waiting, _ = self._waiting.get(_NUMBER.unpack(parts[0].bytes)[0], (None, 0.0))
             if waiting is None or waiting.done():
                 continue
@@ -94,7 +94,7 @@ class AsyncClient:
                 waiting.set_exception(error)
 
     def _look(self) -> None:
-        """Tell those who wait when the connection is lost: the server has forgotten whom it owes a reply."""
+        """Fail pending requests when the connection is lost: the server has forgotten where to send their replies."""
         self._connection.look()
         if why := self._connection.why_lost(self._losses):
             self._losses = self._connection.losses

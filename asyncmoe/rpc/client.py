@@ -1,4 +1,4 @@
-"""The blocking client of the controller, for trainer ranks and engines of other machines."""
+"""The blocking client of the controller, for trainer ranks and engines on other machines."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.trajectory import Buffer
 
 CONNECT_S = 10.0
-"""A controller without a connection for this long counts as dead, whatever the timeout of the reply."""
+"""A controller without a connection for this many seconds counts as dead, whatever the timeout of the reply."""
 ANSWER_S = 60.0
-"""Timeout of controller replies that require no waiting."""
+"""Timeout, in seconds, of controller replies that require no waiting."""
 _BESIDE_S = 2.0
-"""The same for a rollout worker, in whose place the controller can be asked."""
+"""CONNECT_S for a rollout worker, because the controller can be asked instead."""
 
 
 class ConnectionGone(WaitTimeout):
-    """No reply can come any more: the connection was lost or could not be made, which means that the peer has ended."""
+    """No reply can come any more: the connection was lost or could not be made, so the peer has probably ended."""
 
 
 class Client:
@@ -37,7 +37,7 @@ class Client:
     Args:
         rendezvous: from `asyncmoe.rpc.keys.read`.
         name: name of this process in errors ("trainer.0").
-        epoch: of the trainer that this process belongs to; every request of a trainer carries it.
+        epoch: epoch of the trainer that this process belongs to; every request of a trainer carries it.
         peer: name of the server in errors; default: the controller's.
         connect_s: seconds to wait for a connection.
     """
@@ -51,7 +51,7 @@ class Client:
         self._beside: dict[str, tuple[Rendezvous, Client]] = {}
 
     def beside(self, rendezvous: Rendezvous, peer: str) -> Client:
-        """Return a client of another server of the run, which this one keeps, and closes once another server has taken its place."""
+        """Return a client of another server of the run. It is cached here, and closed once another server has replaced that one."""
         known = self._beside.get(peer)
         if known is None or known[0] != rendezvous:
             if known is not None:
@@ -68,7 +68,7 @@ class Client:
             WaitTimeout: no reply within `timeout_s`. Names the controller.
             ConnectionGone: no connection for 10 s, or it was lost while waiting (the controller died). Names the controller.
             ProtocolError: the reply is malformed, or the request is larger than the controller accepts.
-            AsyncmoeError: the controller refused the request; has the class that the controller raised.
+            AsyncmoeError: the controller refused the request; the class is the one that the controller raised.
         """
         name, begin, connection = type(request).__name__, time.monotonic(), self._connection
         if self._epoch and isinstance(request, TrainerMessage):
@@ -113,7 +113,7 @@ def opened(parts: Sequence[zmq.Frame]) -> tuple[Reply, list[Buffer]]:
 
     Raises:
         ProtocolError: the reply is malformed.
-        AsyncmoeError: the server refused the request; has the class that the server raised.
+        AsyncmoeError: the server refused the request; the class is the one that the server raised.
     """
     if len(parts) < 2:
         raise ProtocolError(f"reply: got {len(parts)} frames, expected at least 2")
@@ -126,7 +126,7 @@ def opened(parts: Sequence[zmq.Frame]) -> tuple[Reply, list[Buffer]]:
 def rebuild(refused: Refused) -> AsyncmoeError:
     """Rebuild the controller's error from its class name and text, with exactly the same message.
 
-    Only the message of a `UserError` crosses the wire; `what` holds all of it. A class that is not in `asyncmoe.errors` becomes a
+    Of a `UserError` only the message crosses the wire; `what` contains all of it. A class that is not in `asyncmoe.errors` becomes a
     `ProtocolError` that names the class.
     """
     kind = getattr(errors, refused.kind, None)

@@ -18,9 +18,9 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 60_000
 _MONITOR_STOP_S = 5.0
-"""Longest wait for the end of the monitor's pipe."""
+"""Longest wait for the monitor's pipe to end."""
 _MONITOR_POLL_S, _MONITOR_QUIET = 0.002, 3
-"""Pause between looks at the pipe, and the number of looks that must find it ended."""
+"""Seconds between checks of the pipe, and the number of successive checks that must find it ended."""
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -28,7 +28,7 @@ class Connection:
     """Connects in the background and reconnects after a loss.
 
     Attributes:
-        up: the handshake succeeded, so both sides know each other's keys, and the connection still exists.
+        up: the handshake succeeded, so each side has verified the other's keys, and the connection still exists.
         losses: number of times that an `up` connection ended. A request sent before a loss gets no reply: the server forgets its sender.
         refused: the server rejected our key.
     """
@@ -68,7 +68,7 @@ class Connection:
         return self.socket in ready
 
     def why_lost(self, losses: int) -> str:
-        """Return why no reply can come to a request that was sent after this number of losses; "" if one can."""
+        """Return why no reply can come to a request sent after this number of losses, or "" if one still can."""
         if self.losses > losses:
             return "the connection was lost; it has probably died, see its log"
         return "it rejected our key" if self.refused else ""
@@ -81,12 +81,12 @@ class Connection:
         self._context.term()
 
     def _stop_monitor(self) -> None:
-        """Stop the events, and wait until libzmq has closed its end of the monitor's inproc pipe and ours has acknowledged that.
+        """Stop the events, and wait until libzmq has closed its end of the monitor's inproc pipe and our end has acknowledged that.
 
-        libzmq's reaper thread was seen to crash (SIGSEGV in `ctx_t::send_command`) in sending to a socket that was already freed. The only
-        pipe it can end towards such a socket appears to be the monitor's. So it does not get both ends at once: libzmq's end goes while
-        ours is open, and ours goes without a pipe to end.
-        A PAIR that is neither readable nor writable has acknowledged the end of its pipe, or does so with the next command it reads.
+        libzmq's reaper thread was seen to crash (SIGSEGV in `ctx_t::send_command`) while sending to a socket that was already freed. The
+        only pipe it can end towards such a socket appears to be the monitor's. So the two ends are not closed at once: libzmq's end closes
+        while ours is open, and ours closes without a pipe to end.
+        A PAIR that is neither readable nor writable has acknowledged the end of its pipe, or will with the next command it reads.
         """
         self.socket.disable_monitor()
         until, ended = time.monotonic() + _MONITOR_STOP_S, 0
@@ -99,7 +99,7 @@ class Connection:
                 time.sleep(_MONITOR_POLL_S)
 
     def look(self) -> None:
-        """Take what has happened to the connection, without looking for messages: an event loop may wait for those."""
+        """Process the connection's events, without receiving messages: an event loop may wait for those."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -111,7 +111,7 @@ class Connection:
 
 
 def answers(to: Rendezvous, timeout_s: float) -> bool:
-    """Whether a holder of the run's server key accepts our connection within `timeout_s`."""
+    """Return whether a holder of the run's server key accepts our connection within `timeout_s`."""
     if local.reachable(to.local_dir) and local.is_left_behind(Path(to.local_dir)):
         return False  # at once: a server on this host listens on its Unix socket as long as on its port
     connection = Connection(to)

@@ -1,4 +1,4 @@
-"""What the queue knows of a trajectory."""
+"""The queue's metadata of a trajectory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Item(Message, frozen=True):
     teacher_gap: float | None = None
     """Sum over sampled tokens of (engine's - teacher's) log-probability, in nats; None without a teacher."""
     branch: int = 0
-    """As in `Trajectory`, like the next two."""
+    """This and the next two: as in `Trajectory`."""
     parent: int = 0
     forked: int = 0
     truncated: bool = False
-    """Its last response ended at a limit of tokens."""
+    """Whether its last response ended at a token limit."""
     place: Place | None = None
-    """Where the log has its group, once that is so. The rollout worker that wrote it, or took its place, has the arrays."""
+    """Place of its group in the log, once written. The rollout worker that wrote it, or that worker's replacement, has the arrays."""

@@ -1,4 +1,4 @@
-"""The rendezvous file, which has the keys of a run.
+"""The rendezvous file, which contains the keys of a run.
 
 The controller generates two CURVE key pairs at every start (`asyncmoe.rpc.server`) and writes its address, its public key and the
 client's pair to `run_dir/rendezvous.json`, readable only by its owner. Whoever can read that file is a member of the run; nobody else
@@ -25,7 +25,7 @@ _PROBE_S = 2.0
 
 
 def write(run_dir: Path, value: Rendezvous) -> Path:
-    """Write `run_dir/rendezvous.json`, mode 0600; atomically replaces the file of a controller that has ended.
+    """Write `run_dir/rendezvous.json`, mode 0600, atomically replacing the file of a controller that has ended.
 
     Raises:
         UserError: see `refuse_another`.
@@ -36,7 +36,7 @@ def write(run_dir: Path, value: Rendezvous) -> Path:
         make_private(run_dir)
         try:
             replace(ours, msgspec.json.encode(value), durable=True, mode=0o600)
-            # The check may take seconds, in which another controller may write its own file.
+            # The check may take seconds, during which another controller may write its own file.
             ended = refuse_another(run_dir, value.address)
             while _parse(path) != ended:
                 ended = refuse_another(run_dir, value.address)
@@ -47,7 +47,7 @@ def write(run_dir: Path, value: Rendezvous) -> Path:
 
 
 def refuse_another(run_dir: Path, listening: str = "") -> Rendezvous | None:
-    """Ensure that the run has no other live controller. Returns the rendezvous that an ended controller left in `run_dir`, or None.
+    """Check that the run has no other live controller. Returns the rendezvous that an ended controller left in `run_dir`, or None.
 
     A controller that listens on loopback on another machine cannot be distinguished from one that has ended.
 
@@ -70,7 +70,7 @@ def refuse_another(run_dir: Path, listening: str = "") -> Rendezvous | None:
 
 
 def remove(run_dir: Path, value: Rendezvous) -> None:
-    """Delete the file if it still holds `value`; a controller does so when it ends."""
+    """Delete the file if it still contains `value`; a controller does so when it ends."""
     path = run_dir / FILE_NAME
     if _parse(path) == value:
         path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The Unix socket, in a private directory, for clients on the controller's own host.
 
 The directory (0700, a random name) authenticates the server to the client; the run's local secret authenticates the client to the server.
-Neither side accepts data from other users of the machine. The data never leaves the kernel, so each copy is spared two encryptions.
+Neither side accepts data from other users of the machine. The data never leaves the kernel, so it need not be encrypted and decrypted.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def address(directory: Path) -> str:
 
 
 def reachable(directory: str) -> bool:
-    """Whether the server of `directory` runs on this host as this user: its socket exists, and no other user can have created it."""
+    """Return whether the server of `directory` runs on this host as this user: its socket exists, and no other user can have created it."""
     return bool(directory) and is_private(Path(directory)) and (Path(directory) / SOCKET).exists()
 
 
 def is_left_behind(directory: Path) -> bool:
-    """Whether the directory's socket exists and nobody listens on it. False for a socket that is not bound yet."""
+    """Return whether the directory's socket exists but nobody listens on it. False for a socket that is not bound yet."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_S)
         try:

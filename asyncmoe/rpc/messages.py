@@ -1,10 +1,10 @@
-"""All messages of the queue protocol, the weight protocol and the membership of engines.
+"""All messages of the queue protocol, the weight protocol and engine membership.
 
 Trainer ranks and engines send requests, the controller replies; each request has exactly one reply. Messages are msgpack (msgspec tagged
 structs); trajectories follow a `Fetched` reply as raw frames (`asyncmoe.trajectory.encode`).
 
-The trainer's step identifies a lease, so the request is idempotent: every rank requests the lease of step k and gets the same
-answer, without a collective among the ranks.
+The trainer's step identifies a lease, so the request is idempotent: every rank requests the lease of step k and gets the same reply,
+without a collective among the ranks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from asyncmoe.rpc.worker_messages import WorkerJoin, WorkerReply, WorkerRequest
 
 Phase = Literal["warmup", "rl"]
 MAX_PROBED = 1 << 16
-"""Tokens of a probe, all texts together."""
+"""Maximum number of tokens in a probe, over all texts."""
 _PROBED = msgspec.Meta(max_length=MAX_PROBED)
 
 
 class TrainerMessage(Message, frozen=True, kw_only=True):
     """Base of the trainer's requests.
 
-    A trainer that is lost may be started again in place, while controller and engines go on. It has the next epoch then, and the controller
-    refuses the requests of older ones: a rank that was only suspended changes nothing when it wakes up.
+    A lost trainer may be restarted in place, while controller and engines live on. It then has the next epoch, and the controller refuses
+    the requests of older ones: a rank that was only suspended changes nothing when it wakes up.
     """
 
     epoch: Count = 0
-    """Number of times the trainer was started again in place before; set by `asyncmoe.rpc.client.Client`."""
+    """Number of times the trainer was restarted in place; set by `asyncmoe.rpc.client.Client`."""
 
 
 # ---------------------------------------------------------------- requests: queue
@@ -52,7 +52,7 @@ class Hello(TrainerMessage, frozen=True):
     facts: Facts | None = None
     """Facts about the rank's process, if it may run on another machine."""
     without_layout: str = ""
-    """`Config.digest_without_layout`: a trainer that is started again in place may have another parallel layout."""
+    """`Config.digest_without_layout`: a trainer restarted in place may have another parallel layout."""
 
 
 class Lease(TrainerMessage, frozen=True):
@@ -67,7 +67,7 @@ class Lease(TrainerMessage, frozen=True):
 
 
 class FindWorker(TrainerMessage, frozen=True):
-    """Ask where the rollout worker serves that has what `writer` wrote; waits for one that is lost, for at most `wait_s`."""
+    """Ask for the rollout worker that serves what `writer` wrote; if it is lost, wait for a replacement, for at most `wait_s`."""
 
     writer: Number
     wait_s: Wait
@@ -86,7 +86,7 @@ class Probe(Message, frozen=True):
 
     tokens: Annotated[tuple[Annotated[tuple[Count, ...], _PROBED], ...], _PROBED]
     logprobs: Annotated[tuple[Annotated[tuple[float, ...], _PROBED], ...], _PROBED]
-    """Of each token given those before it, at temperature 1 over the whole vocabulary; of the first token 0."""
+    """Log-probability of each token given those before it, at temperature 1 over the whole vocabulary; 0 for the first token."""
 
 
 class Saved(TrainerMessage, frozen=True):
@@ -96,7 +96,7 @@ class Saved(TrainerMessage, frozen=True):
 
 
 class Evaluations(TrainerMessage, frozen=True):
-    """Ask for the evaluation of the last version. Waits until it has ended or `wait_s` expires."""
+    """Ask for the evaluation of the last version. Waits until it has ended, or `wait_s` expires."""
 
     version: Count
     wait_s: Wait
@@ -113,16 +113,16 @@ class Goodbye(TrainerMessage, frozen=True):
 
 
 class WeightsLoaded(TrainerMessage, frozen=True):
-    """Compare what all engines have loaded from the model's files with the trainer's weights, once they have started."""
+    """Compare the weights that all engines loaded from the model's files with the trainer's, once the engines have started."""
 
     checksums: tuple[dict[str, str], ...] = ()
     """As in `WeightsCommit`."""
     probe: Probe | None = None
-    """In place of checksums, where engines hold roundings of the trainer's weights."""
+    """Used instead of checksums if engines have rounded versions of the trainer's weights."""
     first: bool = False
-    """They are the trainer's version: engines may sample from now on, before they receive one."""
+    """The weights are the trainer's version: engines may sample from now on, before they receive one."""
     kept: bool = False
-    """Engines keep them under adapters: those that join later are compared too."""
+    """Engines keep the weights under adapters: engines that join later are compared too."""
 
 
 class WeightsJoin(TrainerMessage, frozen=True):
@@ -188,18 +188,18 @@ class WeightsFiles(TrainerMessage, frozen=True):
 
 
 class WeightsAbort(TrainerMessage, frozen=True):
-    """The sender failed: fence the engines if they may hold part of `version`."""
+    """The sender failed: fence the engines if they may have part of `version`."""
 
     version: Count
     why: str
 
 
 class EnginesAsk(TrainerMessage, frozen=True):
-    """Request the current engines, which become the roster. Waits until the run's engines have started or `wait_s` expires."""
+    """Request the current engines, which become the roster. Waits until the run's engines have started, or `wait_s` expires."""
 
     wait_s: Wait
     probe: bool = False
-    """Have those of the roster show that they generate; one whose server is gone is fenced."""
+    """Have the roster's engines show that they generate; one whose server is gone is fenced."""
 
 
 # ---------------------------------------------------------------- requests: engines
@@ -220,15 +220,15 @@ class EngineJoin(Message, frozen=True):
     config_digest: str
     facts: Facts | None = None
     served: str = ""
-    """Name of the controller that this server has joined before (`EngineJoined.controller`); empty if it has just started."""
+    """Name of the controller that this server joined before (`EngineJoined.controller`); empty if the server has just started."""
     nodes: Count = 1
-    """Machines that its ranks are spread over."""
+    """Number of machines over which its ranks are spread."""
     met: str = ""
-    """Where they meet, if there are several (`EngineNodes.meeting`)."""
+    """Where the ranks meet, if there are several machines (`EngineNodes.meeting`)."""
 
 
 class EngineAlive(Message, frozen=True):
-    """Heartbeat of an engine. Answered when there is an order for the engine, or after `wait_s`."""
+    """Heartbeat of an engine. Answered once there is an order for the engine, or after `wait_s`."""
 
     name: str
     wait_s: Wait
@@ -249,7 +249,7 @@ class Welcome(Message, frozen=True):
 
     run: str
     version: Count = 0
-    """Version that the engines serve. It is above the trainer's step if a lost trainer had got further than its checkpoint."""
+    """Version that the engines serve. It exceeds the trainer's step if a lost trainer had got further than its checkpoint."""
 
 
 class Leased(Message, frozen=True):
@@ -263,13 +263,13 @@ class Leased(Message, frozen=True):
     stop: bool = False
     """The run stops here and resumes later: save a checkpoint and send `Goodbye`. All ranks get the same answer for a step."""
     lineage: int = 0
-    """Number of restarts so far that trained steps again, from the log: the same step of another lineage has other weights."""
+    """Number of restarts so far that trained steps again, from the log: the same step has different weights in different lineages."""
     replayed: bool = False
-    """An earlier trainer was given this batch for this step: it is leased again as it was."""
+    """An earlier trainer was granted this batch for this step: it is leased again unchanged."""
 
 
 class Evaluated(Message, frozen=True):
-    """Reply to `Evaluations`: whether the version is on record, and whether nothing remains to be waited for."""
+    """Reply to `Evaluations`: whether the version's evaluation is known, and whether there is nothing left to wait for."""
 
     known: bool
     ended: bool
@@ -280,7 +280,7 @@ class Fetched(Message, frozen=True):
 
 
 class WorkerFound(Message, frozen=True):
-    """Reply to `FindWorker`; None: it is lost, and no other has taken its place yet."""
+    """Reply to `FindWorker`; None: the worker is lost, and none has replaced it yet."""
 
     rendezvous: Rendezvous | None = None
 
@@ -296,29 +296,29 @@ class EngineInfo(Message, frozen=True):
     host: str = ""
     """`asyncmoe.rpc.address.host_id` of the engine's machine."""
     waiting: bool = False
-    """It generates nothing, because it has joined or started again since the last version."""
+    """It generates nothing, because it has joined or restarted since the last version."""
 
 
 class Engines(Message, frozen=True):
-    """Reply to `EnginesAsk`; `world` is the size of the weight group, the sender included."""
+    """Reply to `EnginesAsk`; `world` is the size of the weight group, including the sender."""
 
     engines: tuple[EngineInfo, ...]
     world: int
     roster: int
     """Number of the roster; changes whenever the set of engines changes."""
     lost: tuple[str, ...] = ()
-    """Dead or fenced engines of the open update, or without one, of the previous roster."""
+    """Dead or fenced engines of the open update, or, without an open update, of the previous roster."""
     awaited: bool = False
     """There is no engine, but one will come back: ask again."""
     silent: bool = False
-    """An engine has not shown that it generates, and its machine may be lost: ask again."""
+    """An engine has not shown that it generates, so its machine may be lost: ask again."""
 
 
 class EngineJoined(Message, frozen=True):
     """Reply to `EngineJoin`."""
 
     controller: str = ""
-    """Name of this controller; empty if no other can take its place."""
+    """Name of this controller; empty if no other can replace it."""
 
 
 class EngineOrder(Message, frozen=True):
@@ -327,7 +327,7 @@ class EngineOrder(Message, frozen=True):
     finished: bool = False
     why: str = ""
     again: bool = False
-    """Only the engine is lost, not the run: it may start again, and join under its name."""
+    """Only the engine is lost, not the run: it may restart, and join again under its name."""
 
 
 class Committed(Message, frozen=True):

@@ -1,6 +1,6 @@
 """Messages between the controller and the nodes of an engine over several machines (`asyncmoe.engines.gathering`).
 
-Every node says again and again that it is there, and hears where the ranks of all meet once all have come, and later how it is to end.
+Every node polls: it learns where all ranks meet once all nodes have arrived, and later how it must end.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ MAX_NODES = 4096
 
 
 class EngineNode(Message, frozen=True):
-    """A node of an engine is there. Answered when it is to do something else than before, or after `wait_s`."""
+    """Heartbeat of an engine's node. Answered once there is news for the node, or after `wait_s`."""
 
     name: str
-    """Of the engine."""
+    """The engine's name."""
     node: Count
     nodes: Annotated[int, msgspec.Meta(ge=2, le=MAX_NODES)]
     start: str
-    """Random, of this start of the node."""
+    """Random ID of this start of the node."""
     host: str
     """`asyncmoe.rpc.address.host_id` of its machine."""
     who: str
-    """Name of its machine in messages."""
+    """The machine's name in messages."""
     meeting: str
-    """Of node 0: where the ranks can meet (`asyncmoe.engines.nodes.NodePlace.meeting`); else empty."""
+    """On node 0, where the ranks can meet (`asyncmoe.engines.nodes.NodePlace.meeting`); else empty."""
     met: str
-    """Where the ranks of its server meet; empty: it has started none."""
+    """Where the ranks of its server meet; empty: no server started."""
     wait_s: Wait
     config_digest: str
     facts: Facts | None = None
 
 
 class EngineNodeEnd(Message, frozen=True):
-    """A node ends: without `why` the whole engine leaves in order, which is answered once it is drained; with it, the engine is lost."""
+    """A node ends. Without `why`, the whole engine leaves in order, and the reply comes once it is drained; with it, the engine is lost."""
 
     name: str
     node: Count
@@ -47,7 +47,7 @@ class EngineNodeEnd(Message, frozen=True):
 
 
 class EngineNodes(Message, frozen=True):
-    """Reply to `EngineNode`: the state of the engine's nodes, or how they end, as an `asyncmoe.rpc.messages.EngineOrder` says.
+    """Reply to `EngineNode`: the state of the engine's nodes, or how they end, with the fields of `asyncmoe.rpc.messages.EngineOrder`.
 
     The latter is also the reply to `EngineNodeEnd`.
     """
@@ -57,14 +57,14 @@ class EngineNodes(Message, frozen=True):
     hosts: tuple[str, ...] = ()
     """`EngineNode.host` of every node, once they meet."""
     missing: tuple[int, ...] = ()
-    """Nodes that have not come."""
+    """Nodes that have not arrived."""
     controller: str = ""
-    """Name of this controller; empty if no other can take its place."""
+    """Name of this controller; empty if no other can replace it."""
     finished: bool = False
     why: str = ""
     again: bool = False
 
     @property
     def is_order(self) -> bool:
-        """Whether the node is to end."""
+        """Whether the node must end."""
         return self.finished or bool(self.why)

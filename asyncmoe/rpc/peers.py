@@ -1,4 +1,4 @@
-"""Compatibility check for processes of other machines: equal versions of common packages and settings of NCCL, and synchronized clocks."""
+"""Compatibility check for processes on other machines: equal versions of common packages, equal NCCL settings, and synchronized clocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Facts(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     """Version of each installed package of `ALIKE`."""
     time: float
-    """Unix seconds of its clock when it collected the facts."""
+    """The process's clock, in Unix seconds, when it collected the facts."""
     nccl: dict[str, str] = {}
     """See `nccl_settings.shared`."""
 
@@ -47,7 +47,7 @@ def facts(role: str, packages: Iterable[str] = ALIKE) -> Facts:
 
 
 def check_digest(whose: str, theirs: str, ours: str) -> None:
-    """Refuse a process with another configuration than the controller's, by their digests. Raises ConfigError."""
+    """Refuse a process whose configuration digest differs from the controller's. Raises ConfigError."""
     if theirs != ours:
         raise ConfigError(
             f"configuration of {whose}",
@@ -65,7 +65,7 @@ def check(ours: Facts, theirs: Facts | None, most_apart_s: float = MOST_APART_S)
 
     Args:
         ours: facts of the receiving process, collected when the other's facts arrive.
-        theirs: None: the other tells none.
+        theirs: None if the other sent none.
 
     Raises:
         UserError: versions or settings of NCCL differ, or clocks differ by more than `most_apart_s`.

@@ -1,4 +1,4 @@
-"""Where the controller is and the keys that reach it."""
+"""The controller's address, and the keys for connecting to it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address and keys with which a client reaches the controller. Keys are Z85 text, 40 characters."""
 
     address: str
-    """In ZeroMQ's notation: "tcp://10.1.0.3:41234", or of the Unix socket if there is no other."""
+    """In ZeroMQ's notation: "tcp://10.1.0.3:41234", or the Unix socket's address if there is no port."""
     server_public: str
     client_public: str
     client_secret: str
     host: str
     pid: int
-    """The controller's process on `host`, only for error messages, because pids are reused."""
+    """The controller's process ID on `host`, only for error messages, because IDs are reused."""
     started: float
     """Unix seconds."""
     local_dir: str = ""

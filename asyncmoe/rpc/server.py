@@ -2,10 +2,10 @@
 
 A request is two frames, its number and a msgpack message; a reply is the number, a message and the frames it announces. The client chooses
 the number and the server echoes it, so a late reply cannot be taken for a reply to another request. Every request runs as its own task: a
-request that waits (`Lease`, `EnginesAsk`) blocks no other.
+request that waits (`Lease`, `EnginesAsk`) blocks no others.
 
 An `AsyncmoeError` is answered with `Refused`. An `InvariantBroken` or any other exception is a fault of this side and ends `serve` with
-that exception: the run stops rather than continue with a broken queue.
+that exception: the run stops rather than continue with a corrupt queue.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Server:
         handler: async callable from a request to its reply, or to a reply and the frames that follow it. Called concurrently.
         host: address to listen on; loopback unless the trainer is on another machine.
         port: 0: any free port.
-        here_only: serve clients on this host alone, over the Unix socket, and listen on no port.
+        here_only: serve only clients on this host, over the Unix socket, and listen on no port.
     """
 
     def __init__(self, handler: Handler, *, host: str = "127.0.0.1", port: int = 0, here_only: bool = False) -> None:
@@ -89,7 +89,7 @@ class Server:
         )
 
     def _listen(self, secret: bytes) -> str:
-        """Listen on the port for holders of the client's key, and return the address."""
+        """Listen on the port for holders of the client key, and return the address."""
         remote = self._router()
         remote.curve_server, remote.curve_secretkey = True, secret
         try:
@@ -116,7 +116,7 @@ class Server:
         raise first
 
     async def close(self) -> None:
-        """Close the sockets. Replies already written have one second to leave."""
+        """Close the sockets. Replies already queued have one second to leave."""
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
@@ -167,7 +167,7 @@ class Server:
         return answer if isinstance(answer, tuple) else (answer, [])
 
     def _encode(self, reply: Reply) -> bytes:
-        """Encode a reply, but not twice in a row: every rank gets the same `Leased`, megabytes of it."""
+        """Encode a reply, but never the same one twice in a row: every rank gets the same `Leased`, megabytes of it."""
         if self._encoded is None or self._encoded[0] is not reply:
             self._encoded = reply, encode(reply)
         return self._encoded[1]

@@ -1,7 +1,7 @@
 """Messages between the controller and its rollout workers (`asyncmoe.rollout.workers`).
 
-A worker joins with `WorkerJoin`. From then on the controller asks and the worker answers: each episode is a request, and what it brings
-stays in the worker until it is over. Trainer ranks fetch from the worker with `WorkerFetch`.
+A worker joins with `WorkerJoin`. From then on the controller sends requests and the worker replies: each episode is a request, and its data
+stays in the worker until the episode is over. Trainer ranks fetch from the worker with `WorkerFetch`.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.telemetry.rollout_schema import Calls, Scoring
 
 LOST = "worker_lost"
-"""Reason of a rejection: the worker that ran the episode is gone."""
+"""Reason for a rejection: the worker that ran the episode is gone."""
 
 
 class WorkerEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine that a worker sends requests to."""
+    """An engine to which a worker sends requests."""
 
     name: str
     serial: Count
-    """`asyncmoe.engines.member.Member.serial`: another one once the engine has started again."""
+    """`asyncmoe.engines.member.Member.serial`: changes when the engine restarts."""
     url: str
     key: str
     version: Count
     lineage: Count
     suspect: bool = False
     waiting: bool = False
-    """It gets no requests until it has a version, nor if it is `leaving`."""
+    """It gets no requests until it has a version; nor does an engine that is `leaving`."""
     leaving: bool = False
 
 
 class EngineUse(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker knows of an engine.
+    """A worker's report about an engine.
 
     Attributes:
         serial: as in `WorkerEngine`.
         heard_s: seconds since it last answered; None: it never has.
-        failed: why the worker does not use it any more; empty: it does.
+        failed: why the worker no longer uses it; empty: the worker does.
     """
 
     serial: Count
@@ -61,7 +61,7 @@ Busy = tuple[str, float, float]
 
 
 class WorkerJoin(Message, frozen=True):
-    """A worker serves."""
+    """A worker is ready to serve."""
 
     number: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     rendezvous: Rendezvous
@@ -73,53 +73,52 @@ class WorkerJoin(Message, frozen=True):
 
 
 class WorkerBegin(Message, frozen=True):
-    """First message: what the run's log is, and which groups are under way. Before it the worker has loaded nothing."""
+    """First message: the run's log, and the unfinished groups. Until then the worker has loaded nothing."""
 
     log: str
     """Random name of the run's log."""
     under_way: dict[int, int] = msgspec.field(default_factory=dict)
-    """Attempts, by number, of the groups whose answers a worker before this one may have recorded."""
+    """Attempts, by group number, of the groups whose answers an earlier worker may have recorded."""
     first: bool = False
-    """Nobody has tried yet whether the run's scorer and answers can be used."""
+    """Nobody has yet tested whether the run's scorer and answers are usable."""
 
 
 class WorkerEngines(Message, frozen=True):
-    """The engines from now on, and whether requests may go to them. Answered with `WorkerNews`, once the gate is so."""
+    """The engines from now on, and whether requests may go to them. Answered with `WorkerNews`, once the gate is set accordingly."""
 
     engines: tuple[WorkerEngine, ...]
     open: bool
 
 
 class WorkerRun(Message, frozen=True):
-    """Run and score an episode. Answered with `WorkerRan` once it has ended; what one of training brings stays in the worker."""
+    """Run and score an episode. Answered with `WorkerRan` once it has ended; the data of a training episode stays in the worker."""
 
     episode: EpisodeId
     prompt: bytes
-    """Of `asyncmoe.rollout.tasks.types.to_bytes`."""
+    """The prompt, encoded by `asyncmoe.rollout.tasks.types.to_bytes`."""
     evaluation: str | None = None
-    """Name of the evaluation set that asks; None: training does."""
+    """Name of the evaluation set that needs the episode; None: training."""
 
 
 class WorkerShow(Message, frozen=True):
-    """Make demonstrations of the warm-up, `count` from number `first` on, and put them into the log. Answered with `WorkerPacked`: a group
-    of one for each trajectory."""
+    """Make warm-up demonstrations, `count` from number `first` on, and write them to the log. Answered with `WorkerPacked`: one group for
+    each trajectory."""
 
     first: Count
     count: Count
 
 
 class WorkerForget(Message, frozen=True):
-    """End and forget episodes whose outcome nobody wants any more, whether they run or have ended; forget all that is kept of groups; and
-    let go of payloads."""
+    """End and forget episodes whose outcome nobody needs any more, running or ended; forget all data of groups; and free payloads."""
 
     episodes: tuple[EpisodeId, ...] = ()
     groups: tuple[Count, ...] = ()
     needed: dict[int, Number] | None = None
-    """Payloads before this position are let go of, by number of the worker, unless it holds their groups; None: none are."""
+    """By worker number, the position before which payloads are freed, unless the worker has their groups; None: free none."""
 
 
 class WorkerPack(Message, frozen=True):
-    """Make a group of these episodes, whole and checked, and put it into the log. Answered with `WorkerPacked`."""
+    """Make a complete, checked group of these episodes, and write it to the log. Answered with `WorkerPacked`."""
 
     episodes: tuple[EpisodeId, ...]
     newest: Count
@@ -127,15 +126,15 @@ class WorkerPack(Message, frozen=True):
 
 
 class WorkerAsk(Message, frozen=True):
-    """Ask what the worker knows of its engines, and its statistics. Answered with `WorkerNews` a little later."""
+    """Ask for the worker's reports about its engines, and its statistics. Answered with `WorkerNews` a little later."""
 
 
 class WorkerFetch(Message, frozen=True):
-    """Request trajectories that the worker holds, or that it can read from the log."""
+    """Request trajectories that the worker has, or that it can read from the log."""
 
     keys: tuple[str, ...]
     places: tuple[Place, ...]
-    """Where the log has each one's group."""
+    """The place of each one's group in the log."""
     layers: tuple[Count, ...] | None = None
     """Send only the routes of these layers; None: of all layers."""
     masks: bool = True
@@ -150,13 +149,13 @@ class WorkerEnd(Message, frozen=True):
 
 
 class WorkerBegun(Message, frozen=True):
-    """Reply to `WorkerBegin`: groups of which this worker has recorded answers."""
+    """Reply to `WorkerBegin`: groups for which this worker has recorded answers."""
 
     groups: tuple[Count, ...]
 
 
 class PackedGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A group that is in the log: an `asyncmoe.queue.group_buffer.Group` without its frames, and before it has arrived."""
+    """A group in the log: an `asyncmoe.queue.group_buffer.Group` without its frames, before its arrival."""
 
     items: tuple[Item, ...]
     attempt: Count
@@ -170,12 +169,12 @@ class WorkerPacked(Message, frozen=True):
 
 
 class Made(msgspec.Struct, frozen=True, array_like=True):
-    """What the controller needs to know of a trajectory before it is part of a group.
+    """The controller's metadata of a trajectory before it is part of a group.
 
     Attributes:
         agent, reward: as in `asyncmoe.trajectory.Trajectory`.
-        sampled: number of sampled tokens; of an evaluation, like the next two.
-        oldest, newest: their versions.
+        sampled: number of sampled tokens; set only for an evaluation, like the next two.
+        oldest, newest: versions of its oldest and newest tokens.
     """
 
     agent: int
@@ -192,11 +191,11 @@ class WorkerRan(Message, frozen=True):
     reason: str = ""
     detail: str = ""
     sampled: bytes = b""
-    """Of a group that is kept to be read: `asyncmoe.rollout.sampled_episodes.to_bytes`."""
+    """For a group stored for inspection: encoded by `asyncmoe.rollout.sampled_episodes.to_bytes`."""
 
 
 class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Statistics of scorers and tools, which run in each worker: by the name of a stage of scoring, and by that of a tool."""
+    """Statistics of scorers and tools, which run in each worker: by scoring stage, and by tool."""
 
     scoring: dict[str, Scoring] = msgspec.field(default_factory=dict)
     tools: dict[str, Calls] = msgspec.field(default_factory=dict)
@@ -207,9 +206,9 @@ class WorkerNews(Message, frozen=True):
 
     uses: tuple[EngineUse, ...]
     busy: tuple[Busy, ...]
-    """Since the news before."""
+    """Since the previous news."""
     tokens: dict[str, int]
-    """Since the news before, by the attribute of `asyncmoe.engines.pool.Pool` that counts them."""
+    """Since the previous news, by the attribute of `asyncmoe.engines.pool.Pool` that counts them."""
     figures: Figures
 
 

@@ -64,7 +64,7 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _PLAIN = tuple(name for name in _Header.__struct_fields__ if name not in ("arrays", "digest", "routes", "masks"))
-"""The fields of a trajectory that the header has as they are."""
+"""The fields of a trajectory that the header contains unchanged."""
 
 
 def encode(trajectory: Trajectory) -> list[Buffer]:
@@ -102,7 +102,7 @@ def encode(trajectory: Trajectory) -> list[Buffer]:
 
 
 def part(frames: Sequence[Buffer], layers: Sequence[int] | None = None, masks: bool = True) -> list[Buffer]:
-    """Keep only a part of the routes and masks in the frames of a trajectory (`encode`). Does not copy consecutive layers.
+    """Keep only a part of the routes and masks in a trajectory's frames (`encode`). Does not copy consecutive layers.
 
     Args:
         frames: the result of `encode`; must be trusted.
@@ -142,7 +142,7 @@ def frames_in(trajectory_count: int) -> int:
 
 
 def decode(frames: Sequence[Buffer]) -> Trajectory:
-    """The inverse of `encode`; arrays are read-only views of the frames.
+    """Invert `encode`; arrays are read-only views of the frames.
 
     Raises:
         ProtocolError: a frame count, length, dtype, shape or digest disagrees with the header, or exceeds its bound.

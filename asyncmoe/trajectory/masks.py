@@ -88,7 +88,7 @@ def check_masks(masks: EncodedMasks, key: str) -> None:
 
 
 def decode_masks(masks: EncodedMasks, key: str) -> Masks:
-    """The inverse of `encode_masks`. The size of `masks.data` bounds its allocations.
+    """Invert `encode_masks`. The size of `masks.data` bounds its allocations.
 
     Raises:
         ProtocolError: see `check_masks`; or the data does not encode this number of rows and ids.

@@ -1,4 +1,4 @@
-"""Work on long byte strings in C++, without Python's interpreter lock."""
+"""C++ work on long byte strings, without Python's interpreter lock."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def decode_routes(routes: Routes, key: str, *, checked: bool = False) -> np.ndar
 
 
 def expect_valid(routes: Routes, key: str) -> None:
-    """Check what `decode_routes` checks, without memory for the experts. Raises as it does."""
+    """Check everything that `decode_routes` checks, without allocating memory for the experts. Raises as it does."""
     check_routes(routes, key)
     planes = np.frombuffer(routes.planes, np.uint8)
     if not _C.routes_valid(planes, routes.rows, routes.top_k, routes.experts, len(routes.layers)):
@@ -167,7 +167,7 @@ def check_routes(routes: Routes, key: str) -> None:
 
 
 def _digests(routes: Routes) -> Sequence[int]:
-    """Return the digest of each plane. It covers layer number and dimensions too, so that no layer can pass for another."""
+    """Return the digest of each plane. It also covers layer number and dimensions, so that no layer can pass for another."""
     planes, layers = np.frombuffer(routes.planes, np.uint8), np.array(routes.layers, np.int64)
     digests: Sequence[int] = _C.digest_routes(planes, routes.rows, routes.top_k, routes.experts, layers).tolist()
     return digests

@@ -1,4 +1,4 @@
-"""Routes of one response on their way from an engine: packed where they are recorded, joined where a trajectory is built.
+"""Routes of one response in transit from an engine: packed where they are recorded, joined where a trajectory is built.
 
 Bytes, little-endian: "amr1"; rows, top_k, experts and number of layers; the layers' numbers; their digests (all uint32); the planes, as in
 `Routes`.
@@ -40,10 +40,10 @@ def to_bytes(routes: Routes) -> bytes:
 
 
 def from_bytes(data: Buffer, key: str) -> Routes:
-    """Read routes without copying their planes, which `decode_routes` and `check_routes` check.
+    """Read routes without copying their planes, which `decode_routes` and `check_routes` verify.
 
     Raises:
-        ProtocolError: `data` does not begin as what `to_bytes` returns.
+        ProtocolError: `data` does not begin like a result of `to_bytes`.
     """
     view = memoryview(data).cast("B")
     if len(view) < _HEADER.size:
@@ -59,10 +59,10 @@ def from_bytes(data: Buffer, key: str) -> Routes:
 
 
 def joined(parts: Sequence[Routes], key: str) -> Routes:
-    """Return the routes of consecutive tokens as one.
+    """Join the routes of consecutive tokens.
 
     Args:
-        parts: at least one, all of the same layers, top_k and experts.
+        parts: at least one, all with the same layers, top_k and experts.
 
     Raises:
         ProtocolError: see `decode_routes`.
@@ -87,7 +87,7 @@ def first_rows(routes: Routes, rows: int, key: str) -> Routes:
 
 
 def _packed(ids: np.ndarray, like: Routes, key: str) -> Routes:
-    """Return ids[layers, rows, top_k] packed as `like` is."""
+    """Return ids[layers, rows, top_k] packed in the same way as `like`."""
     count = len(like.layers)
     made = encode_routes(ids.transpose(1, 0, 2).astype(np.int32), Routing(count, tuple(range(count)), like.top_k, like.experts), key)
     return sealed(replace(made, layers=like.layers))

@@ -1,4 +1,4 @@
-"""The trajectory, which flows from the engines to the trainer.
+"""The trajectory: the unit of data that flows from the engines to the trainer.
 
 The arrays are written once, by the forward pass that sampled the token, and never change afterwards.
 """
@@ -26,8 +26,8 @@ class Trajectory:
     """Prompt and response of one policy in one episode; T tokens in all.
 
     Attributes:
-        key: unique name within a run, e.g. "g12.e3.a0.t0" (group, episode, agent, attempt); a further path of an agent's tree has its
-            number too: "g12.e3.a0.b1.t0".
+        key: unique name within a run, e.g. "g12.e3.a0.t0" (group, episode, agent, attempt); further paths of an agent's tree add their
+            number: "g12.e3.a0.b1.t0".
         group: number shared by all episodes of a prompt; advantages are computed within a group.
         tokens: int32[T].
         loss_mask: bool[T]; True where this policy sampled the token and no other trajectory trains it. False for prompt and observation
@@ -38,11 +38,11 @@ class Trajectory:
         finish: why generation ended: "stop" or "length".
         prefix_version: the version from which all keys and values of the prompt are known to come, or `NOT_SAMPLED` if a prefix
             cached under another version may have been used.
-        agent: number of the agent in its episode; all paths of its tree have the same.
-        branch: number of this path among those of the tree; 0 if the agent was never forked.
-        parent: number of the earlier path that trains what this one shares with it, directly or through its own parent; 0 if nothing is
-            shared.
-        forked: number of first tokens that it shares with the parent; 0 if none.
+        agent: number of the agent in its episode, the same for all paths of its tree.
+        branch: number of this path in the tree; 0 if the agent was never forked.
+        parent: number of the earlier path that trains, directly or through its own parent, the tokens this path shares with it; 0 if none
+            are shared.
+        forked: number of leading tokens shared with the parent; 0 if none.
         seconds: duration of each stage of this trajectory, by name.
         routes: the experts of the first T - 1 tokens (the last token has not passed through the model), if recorded.
         masks: the ids from which each of the T tokens was sampled, if recorded.
@@ -78,7 +78,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest sampled token, which the consumption rule checks. `NOT_SAMPLED` for a demonstration."""
+        """Version of the oldest sampled token, to which the consumption rule applies. `NOT_SAMPLED` for a demonstration."""
         sampled = self.versions[self.versions != NOT_SAMPLED]
         return int(sampled.min()) if len(sampled) else NOT_SAMPLED
 
@@ -95,11 +95,11 @@ class Recording:
 
     Attributes:
         routing: the model's routing, if the experts of every token are recorded; None: they are not.
-        masks: the ids from which every token was sampled are recorded, and its log-probability is over these ids; if false, it is over
-            the whole vocabulary.
+        masks: whether the ids from which every token was sampled are recorded, and log-probabilities are over these ids; if false, they are
+            over the whole vocabulary.
         vocabulary: size of the vocabulary; None: token ids are not checked.
-        rewards: steps have rewards.
-        teacher: a teacher supplies log-probabilities.
+        rewards: whether steps have rewards.
+        teacher: whether a teacher supplies log-probabilities.
     """
 
     routing: Routing | None = None

@@ -14,7 +14,7 @@ def validate(trajectory: Trajectory, recording: Recording = NOTHING, *, newest_v
     """Reject a trajectory that is unfit for training.
 
     Args:
-        recording: data the trajectory must carry, unless it is a demonstration; additional data is checked too.
+        recording: data the trajectory must carry, unless it is a demonstration; other data that is present is checked too.
         newest_version: upper bound of the tokens' versions; None: not checked.
 
     Raises:

@@ -1,20 +1,20 @@
-"""The weight protocol: the messages between trainer and engine ranks, in the order they are sent.
+"""The weight protocol: the messages between trainer and engine ranks, in the order in which they are sent.
 
 Every message is a value in a key-value store hosted by the trainer's rank 0 (`receiver/control_store.py`). Ranks are numbered
 consecutively: the trainer's first, then each engine's. Only the weights use another channel (`receiver/channel.py`). A *meeting* is a set
 of trainer and engine ranks that have agreed on a plan; if the set of engines changes, a new meeting begins.
 
-Meeting     rank 0 sets `TERMS`; every other rank answers `ready(rank)`; rank 0 compares all answers and sets `VERDICT`
+Meeting     rank 0 sets `TERMS`; every other rank sets `ready(rank)`; rank 0 compares them all and sets `VERDICT`
 Channel E   every other rank sets `channel(E, "arrive", rank)`, rank 0 `channel_all(E, "arrive")`; each rank makes its end of the channel,
             and the same exchange is repeated with "make"
 Update N    rank 0 sets `header(N)`; senders set `sent(N, rank)`, receivers `staged(N, rank)`; rank 0 sets `end(N)` after the commit, and
             `over(N)` when the trainer is done with the version
-Delta N     in a meeting with deltas, before the header: every trainer rank codes what changed and sets `offer(N, rank)`; rank 0 decides
-            whether the update is a delta, and sets `coming(N, rank)` for every engine rank. A receiver that finds its memory, or what it
-            was sent, in doubt says so in its `Outcome`; `end(N)` is then doubtful too, and the version is sent again in full
+Delta N     in a meeting with deltas, before the header: every trainer rank encodes its changes and sets `offer(N, rank)`; rank 0 decides
+            whether the update is a delta, and sets `coming(N, rank)` for every engine rank. A receiver that doubts its memory, or what
+            it received, says so in its `Outcome`; `end(N)` is then doubtful too, and the version is sent again in full
 Leaving     trainer ranks set `left(rank)`; then rank 0 may close the store
 
-A message with a failure says why its sender cannot continue. `FAILED` ends the whole meeting; `channel_failed(E, stage)` and
+A message with a failure says why its author cannot continue. `FAILED` ends the whole meeting; `channel_failed(E, stage)` and
 `update_failed(N)` end one stage of it. Waiting ranks poll these keys, so no rank waits for a rank that has failed.
 """
 
@@ -33,7 +33,7 @@ from asyncmoe.models.lora.adapter import Kind
 T = TypeVar("T", bound=msgspec.Struct)
 ChannelStage = Literal["arrive", "make"]
 ELSEWHERE = "another rank has failed"
-"""The failure reported by a rank that only waited for the failed rank (`asyncmoe.weights.receiver.failing.cause`)."""
+"""The failure reported by a rank that merely waited for the failed rank (`asyncmoe.weights.receiver.failing.cause`)."""
 
 
 class EngineRanks(msgspec.Struct, frozen=True):
@@ -53,12 +53,12 @@ class Terms(msgspec.Struct, frozen=True):
         adapter: the adapter to send; None: all weights.
         trainer: the trainer's parallel sizes.
         dtype, engine_dtype: dtypes of the weights in the trainer and in the engines.
-        transport: the transport of the weights.
+        transport: the transport for the weights.
         session: unique name of this meeting on its host.
-        in_place: whether engines receive full updates directly into their parameters, because a GPU has no room for staging memory; the
-            verdict says so.
-        delta: whether updates may be deltas, so that every version is proven by a canonical digest.
-        timeout_s: bound of a transfer, and of the rendezvous.
+        in_place: whether engines receive full updates directly into their parameters, because a GPU has no room for staging memory; set
+            from the verdict.
+        delta: whether updates may be deltas, so that every version is verified by a canonical digest.
+        timeout_s: limit on a transfer, and on the rendezvous.
         max_ctas: as for `asyncmoe.reshard.nccl_transport.NcclTransport`.
     """
 
@@ -96,8 +96,8 @@ class Card(msgspec.Struct, frozen=True):
     Attributes:
         device: the device's name in this process ("cuda:1").
         uuid: the device's identity, the same in every process.
-        free, total: bytes that can be allocated, and the GPU's memory in bytes.
-        wanted: bytes that receiving will allocate besides staging memory.
+        free, total: bytes that can still be allocated, and the GPU's memory, in bytes.
+        wanted: bytes that receiving allocates besides staging memory.
         copy: bytes of staging memory for a whole version; 0 on trainer ranks.
         nccl, library: version and file of NCCL if the transport is NCCL; otherwise empty.
         unreachable: UUIDs of GPUs on this host whose memory this GPU cannot read (`cudaDeviceCanAccessPeer`).
@@ -154,22 +154,22 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Outcome(Report, frozen=True):
-    """How a rank's part has ended.
+    """The result of a rank's part.
 
     Attributes:
-        doubtful: what the rank holds, or was sent, is not what the delta needs; a full update may succeed.
+        doubtful: the rank's memory, or what it received, does not fit the delta; a full update may succeed.
     """
 
     doubtful: bool = False
 
 
 class Portion(msgspec.Struct, frozen=True):
-    """What a trainer rank sends to one engine rank.
+    """The data from a trainer rank to one engine rank.
 
     Attributes:
-        dense: bytes of a full update.
-        sizes: bytes of the messages of its delta, in order; empty if it has none.
-        digest: the canonical digest of its elements in the version (`asyncmoe.reshard.delta_lanes`).
+        dense: size of a full update in bytes.
+        sizes: sizes in bytes of its delta's messages, in order; empty if there is no delta.
+        digest: canonical digest of the elements sent, in the new version (`asyncmoe.reshard.delta_lanes`).
     """
 
     dense: int
@@ -178,12 +178,12 @@ class Portion(msgspec.Struct, frozen=True):
 
 
 class Offer(Report, frozen=True):
-    """What a trainer rank can send for an update.
+    """The data that a trainer rank can send for an update.
 
     Attributes:
-        base: the version that its delta changes; None: it can send everything only.
+        base: the version that its delta changes; None: it can only send everything.
         parts: by engine rank.
-        changed, elements: elements of the delta, and all elements that it covers; what several engine ranks get alike counts once.
+        changed, elements: changed elements in the delta, and all elements that it covers; those sent to several engine ranks count once.
     """
 
     base: int | None = None
@@ -193,11 +193,11 @@ class Offer(Report, frozen=True):
 
 
 class Coming(msgspec.Struct, frozen=True):
-    """What an engine rank gets in an update.
+    """The data that an engine rank receives in an update.
 
     Attributes:
-        sizes: bytes of the messages of a delta, in order, by trainer rank; empty for a full update.
-        digests: the canonical digest of what it has from a trainer rank, by that rank.
+        sizes: sizes in bytes of a delta's messages, in order, by trainer rank; empty for a full update.
+        digests: canonical digest of the elements from each trainer rank, by that rank.
     """
 
     sizes: dict[int, tuple[int, ...]]
@@ -205,7 +205,7 @@ class Coming(msgspec.Struct, frozen=True):
 
 
 class MeetingOutcome(Report, frozen=True):
-    """Weights can be sent, or why they cannot.
+    """Whether weights can be sent, or why not.
 
     Attributes:
         in_place: see `Terms`.
@@ -214,12 +214,12 @@ class MeetingOutcome(Report, frozen=True):
     in_place: bool = False
 
     def settle(self, terms: Terms) -> Terms:
-        """Return the terms with what was decided."""
+        """Return the terms with the decisions filled in."""
         return msgspec.structs.replace(terms, in_place=self.in_place)
 
 
 class Over(Report, frozen=True):
-    """The update is finished, or its weights must be sent again (`again`), or rank 0 failed."""
+    """The update is finished, or its weights must be resent (`again`), or rank 0 failed."""
 
     again: bool = False
 
@@ -228,7 +228,7 @@ class AllArrived(Report, frozen=True):
     """All ranks have reached the stage, or one has failed.
 
     Attributes:
-        unique_id: NCCL's unique ID, from which all ranks make their communicator; empty for other transports, and once it is made.
+        unique_id: NCCL's unique ID, from which all ranks make their communicator; empty for other transports, and once that is made.
     """
 
     unique_id: bytes = b""
@@ -300,13 +300,13 @@ def coming(update: int, rank: int) -> Key[Coming]:
 
 
 def moved(update: int, terms: Terms) -> dict[Key[Outcome], str]:
-    """Return the keys under which all ranks report their part of an update -> the rank's name."""
+    """Return the keys under which all ranks report their part of an update, mapped to the rank's name."""
     senders = {sent(update, rank): name for rank, name in trainer_ranks(terms).items()}
     return senders | {staged(update, rank): name for rank, name in engine_ranks(terms).items()}
 
 
 def passing(update: int, terms: Terms) -> list[Key[Any]]:
-    """Return all keys of an update but its header, by which a receiver that was suspended finds the newest one."""
+    """Return all keys of an update except its header, by which a receiver that was suspended finds the newest one."""
     found: list[Key[Any]] = [update_failed(update), end(update), over(update), *moved(update, terms)]
     if terms.delta:
         found += [*(offer(update, rank) for rank in trainer_ranks(terms)), *(coming(update, rank) for rank in engine_ranks(terms))]

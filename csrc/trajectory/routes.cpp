@@ -179,10 +179,10 @@ class ToBytes {
 constexpr uint64_t kEach = 0x0101010101010101u;
 constexpr uint64_t kHigh = kEach << 7;
 
-// The high bit of each byte that is at least `experts`, at most 128, of bytes below 128.
+// Sets the high bit of each byte that is at least `experts` (at most 128); all bytes are below 128.
 inline uint64_t outside(uint64_t bytes, uint64_t experts) { return (bytes + (128 - experts) * kEach) & kHigh; }
 
-// High bits if two of the bytes, all below 128, are equal: rotations by one to four bytes bring together every two.
+// Sets high bits if two of the bytes, all below 128, are equal: rotations by one to four bytes align every pair.
 inline uint64_t equal(uint64_t bytes) {
     uint64_t differ = kHigh;
     for (int shift = 8; shift <= 32; shift += 8)

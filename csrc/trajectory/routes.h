@@ -33,7 +33,7 @@ int64_t pack_routes(const int32_t* routes, const RouteShape& shape, int64_t all_
 template <typename Id>
 int64_t unpack_routes(const uint8_t* planes, const RouteShape& shape, int64_t count, Id* ids);
 
-// Whether `count` planes are as pack_routes makes them, which is when unpack_routes returns -1; without memory for ids.
+// Whether `count` planes are valid, so that unpack_routes would return -1; needs no memory for ids.
 bool routes_valid(const uint8_t* planes, const RouteShape& shape, int64_t count);
 
 // Writes the CRC-32C of each of `count` planes. It covers four numbers of 64 bits before the plane: rows, the layer's

@@ -111,5 +111,5 @@ def test_what_somebody_else_wrote_is_found() -> None:
     upload(both.ranks.sources[0], both.there)
     both.encoder.encode(2, limit_bytes=1 << 40)
     both.held["half0"][3 * 2] ^= 2
-    with pytest.raises(TransferError, match="does not make the new version of what lies in memory"):
+    with pytest.raises(TransferError, match="does not turn the current memory into the new version"):
         both.receive()

@@ -84,7 +84,7 @@ def test_an_engine_that_missed_a_version_gets_everything(rig: Rig) -> None:
     decoder_of(rig, 3).version = 0
     before = bits(rig)
     (said,) = {str(one) for one in rig.send(2)}
-    assert re.match(r"a delta of version 1 came, but this rank holds version 0 \(engine.0 rank 1 on .*, cpu\)", said)
+    assert re.match(r"got a delta of version 1, but this rank has version 0 \(engine.0 rank 1 on .*, cpu\)", said)
     assert [sender.doubted for sender in rig.senders] == [True, True]
     assert len(rig.aborted()) == 1
     assert bits(rig) == before
@@ -124,7 +124,7 @@ def test_a_full_update_that_brings_something_else_is_no_version(meeting: Meet, m
         return made
 
     monkeypatch.setattr(deltas, "offer", offer)
-    assert "version 1 has other bits than " in str(rig.send(1)[0])
+    assert "the bits of version 1 differ from those of " in str(rig.send(1)[0])
     assert [sender.doubted for sender in rig.senders] == [False, False]
     assert rig.wrong, "nothing was committed"
 

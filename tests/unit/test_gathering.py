@@ -101,7 +101,7 @@ def test_all_hear_where_they_meet_and_that_one_is_lost() -> None:
     assert gatherings.lost("engine.a", PLACE) == "node 1 on n1: out of memory"
     (order,) = told(gatherings, node(0, met=PLACE))
     assert order == EngineNodes(why="node 1 on n1: out of memory", again=True)
-    assert join(gatherings, joining()) == "engine.a: a node of it was lost before it could join"
+    assert join(gatherings, joining()) == "engine.a: one of its nodes was lost before it could join"
     anew, late = told(gatherings, node(1, "1b"), node(0, met=PLACE))
     assert (anew.missing, late.why) == ((0,), "node 1 on n1: out of memory")
     assert told(gatherings, node(0, "0b"))[0].meeting == PLACE

@@ -52,7 +52,7 @@ def test_a_keeper_that_is_killed_is_missed() -> None:
         with pytest.raises(StoreGone, match="the trainer's rank 0 is gone"):
             store.get(protocol.header(2), 30.0)
         assert time.monotonic() - begin < 10
-    with pytest.raises(WeightSyncError, match="nobody keeps the store"):
+    with pytest.raises(WeightSyncError, match="no process hosts the store"):
         Store("test", 1, path, 0, 5.0)
     Path(path).unlink()
     Path(path).with_name("lock").unlink()

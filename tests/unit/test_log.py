@@ -312,7 +312,7 @@ def test_a_server_that_is_not_there_or_refuses_the_user_is_one_line(tmp_path: Pa
         redis_log("unix:///absent", patience_s=0.0)
     with serving(tmp_path) as server:
         server.configure(requirepass="secret")
-        with pytest.raises(UserError, match=r"^log\.redis: got .*, expected a user who may do it; set ASYNCMOE_LOG_PASSWORD, "):
+        with pytest.raises(UserError, match=r"^log\.redis: got .*, expected a user with permission; set ASYNCMOE_LOG_PASSWORD, "):
             redis_log(server.url)
         monkeypatch.setenv("ASYNCMOE_LOG_PASSWORD", "secret")
         redis_log(server.url).close()

@@ -37,7 +37,7 @@ def test_an_engine_that_has_loaded_other_weights_ends_the_run() -> None:
     pool = pool_of(*handles)
     prober = Prober(pool, 5.0, 0.5)
     asyncio.run(prober.require(AGREEING))
-    with pytest.raises(Disagreement, match=r"engine\.0 with what it has loaded, .* over 2 tokens, expected at most 0\.5"):
+    with pytest.raises(Disagreement, match=r"weights loaded by engine\.0, .* over 2 tokens, expected at most 0\.5"):
         asyncio.run(prober.require(Probe(((3, 1, 2),), ((0.0, -0.5, -5.0),))))
     handles[0].client.failures.extend([EngineError] * 2)
     asyncio.run(prober.require(AGREEING))

@@ -68,7 +68,7 @@ async def test_a_run_goes_back_to_an_older_checkpoint_and_no_further(home: Home,
     assert again.queue.ledger.trained == 8 * BATCH
     again.log.close()
     far = home.opened(tmp_path / "far")
-    with pytest.raises(DataError, match=r"got a log of steps 6 to 8, expected step 5, .*; delete log .*: what was queued"):
+    with pytest.raises(DataError, match=r"got a log of steps 6 to 8, expected step 5, .*; delete log .*: queued and unfinished episodes"):
         far.begin(5, 0, BATCH, 0)
     with pytest.raises(DataError, match="expected step 9, where the checkpoint is"):
         far.begin(9, 0, BATCH, 0)

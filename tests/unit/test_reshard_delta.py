@@ -202,7 +202,7 @@ def test_a_flipped_bit_under_a_change_is_found_before_anything_is_written() -> N
     ranks.sources[0]["s"][3, 5] ^= 0x100
     ranks.destinations[1]["half0"][3, 5] ^= 0x8000
     ranks.encode(2)
-    refused(ranks, ranks.messages(1), "of what lies in memory")
+    refused(ranks, ranks.messages(1), "does not turn the current memory")
     assert ranks.receivers[1].version is None
 
 
@@ -210,7 +210,7 @@ def test_memory_that_changes_after_the_proof_is_found_at_commit() -> None:
     ranks = large("bfloat16", 2)[0]
     ranks.receive(1, coded(ranks, 1.0))
     ranks.destinations[1]["half1"][0, 0] ^= 1
-    with pytest.raises(TransferError, match="must be everything"):
+    with pytest.raises(TransferError, match="must be full"):
         ranks.receivers[1].commit(2)
     assert ranks.receivers[1].version is None
 
@@ -249,7 +249,7 @@ def test_any_damaged_byte_is_refused() -> None:
             damaged = message.copy()
             damaged[place] ^= flip
             ranks.receivers[1].version = 1
-            refused(ranks, {0: [damaged]}, "must be everything")
+            refused(ranks, {0: [damaged]}, "must be full")
 
 
 def test_what_any_thread_finds_wrong_is_refused() -> None:
@@ -257,7 +257,7 @@ def test_what_any_thread_finds_wrong_is_refused() -> None:
     ranks = large("bfloat16", 2, rows=3000, bucket_bytes=1 << 24)[0]
     ((message,),) = coded(ranks).values()
     message[len(message) // 2 :] = 0xFF
-    refused(ranks, {0: [message]}, "must be everything")
+    refused(ranks, {0: [message]}, "must be full")
 
 
 def body(*entries: tuple[int, int], rest: bytes = b"") -> bytes:
@@ -295,7 +295,7 @@ def test_a_delta_that_the_sender_did_not_make_is_refused_before_anything_is_writ
     ranks = one_block(HALF)
     ranks.sources[0]["s"][5] = 1
     ranks.encode(2)
-    refused(ranks, {0: [np.frombuffer(payload, np.uint8).copy()]}, "must be everything|expected at most")
+    refused(ranks, {0: [np.frombuffer(payload, np.uint8).copy()]}, "must be full|expected at most")
 
 
 def gap_bytes(gap: int) -> bytes:

@@ -138,7 +138,7 @@ async def test_engines_go_on_with_the_next_controller_and_the_one_after_it(it: S
     async with controller(it.config) as third:
         assert third.states == {"a": (4, False), "b": (4, False)}
         assert [len(started) for started in it.servers.values()] == [1, 1], "no server was started again"
-        with pytest.raises(ProtocolError, match="controller 3 has taken the place of controller 1: this process is left over"):
+        with pytest.raises(ProtocolError, match="controller 3 has replaced controller 1: this process is left over"):
             await left_over.note(EngineWeights(9, 0, True))
         assert not any(it.engine(name).wrong for name in ("a", "b"))
         await third.membership.end(EngineOrder(finished=True))

@@ -1,7 +1,7 @@
-"""The answer of `/generate`, as arrays.
+"""The answer of `/generate`, decoded to arrays.
 
-An engine that this program started packs them (`asyncmoe.platform.sglang.packed_answers`), and they are used where they lie. What it cannot
-pack comes as SGLang's own JSON (`streaming.py`).
+An engine that this program started packs them (`asyncmoe.platform.sglang.packed_answers`), and they are read without a copy. What it cannot
+pack arrives as SGLang's own JSON (`streaming.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class GenerateAnswer:
-    """All of an answer that is used.
+    """The parts of an answer that are used.
 
     Attributes:
         tokens: int32[R].
@@ -55,7 +55,7 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
     """Read a packed answer. Its arrays and routes are views of `body`, which is not copied.
 
     Raises:
-        ValueError: it is not of this form, or its parts do not fit together.
+        ValueError: it is not a packed answer, or its parts are inconsistent.
     """
     view = memoryview(body).cast("B").toreadonly()
     if len(view) < BEGIN.size:
@@ -88,7 +88,7 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
 
 
 def _parts(view: memoryview, at: int, counts: Sequence[int | None]) -> list[np.ndarray | None]:
-    """Return the parts that follow one another from byte `at` to the end."""
+    """Return the parts that lie one after another from byte `at` to the end."""
     if len(counts) != len(PARTS):
         raise ValueError(f"got {len(counts)} parts, expected {len(PARTS)}")
     found: list[np.ndarray | None] = []
@@ -131,6 +131,6 @@ def response(name: str, given: GenerateAnswer, recording: Recording) -> Generati
 
 
 def floats(values: Sequence[float | None]) -> np.ndarray:
-    """Return float32[n], NaN for None; numbers that are too large become infinite, and are refused where a trajectory is checked."""
+    """Return float32[n], NaN for None; numbers that are too large become infinite, and trajectory validation refuses them."""
     with np.errstate(over="ignore"):
         return np.array(values, np.float64).astype(np.float32)

@@ -1,4 +1,4 @@
-"""HTTP client of one SGLang 0.5.23 server: `asyncmoe.engines.engine.Engine`, whose docstrings say what each call does."""
+"""HTTP client of one SGLang 0.5.23 server; implements `asyncmoe.engines.engine.Engine`, which documents the calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SGLangClient(WeightEndpoints):
     """Client of one engine's endpoints; see `SGLangConnection` for its arguments."""
 
     async def ready(self) -> bool:
-        """Return whether the server has started and is well, also while it is paused, when `/ready` says no."""
+        """Return whether the server has started and is healthy; True also while it is paused, when `/ready` refuses."""
         return await self._ok("/ping", 5.0)
 
     async def alive(self, timeout_s: float) -> bool:
@@ -40,7 +40,7 @@ class SGLangClient(WeightEndpoints):
         return await self._ok("/health_generate", timeout_s)
 
     async def freeze(self) -> None:
-        """Take what the server's processes have loaded out of later garbage collections; see `asyncmoe.process.freeze`.
+        """Exclude what the server's processes have loaded from later garbage collections; see `asyncmoe.process.freeze`.
 
         Raises:
             EngineError: the server refused it.
@@ -69,9 +69,9 @@ class SGLangClient(WeightEndpoints):
         return response(self.name, whole, sampling.recording)
 
     async def _heard(self, body: dict[str, Any], listener: Listener, timeout_s: float) -> GenerateAnswer:
-        """Generate a response in parts, which the listener hears; if it ends the response, abort the request.
+        """Generate a response in parts and pass them to the listener; if it ends the response, abort the request.
 
-        SGLang's own stop texts need a tokenizer in the engine, and find a text only among as many last tokens as its own tokens.
+        SGLang's own stop texts need a tokenizer in the engine, and search only as many of the last tokens as the stop text has.
         """
         rid = uuid.uuid4().hex
         sampled = {**body["sampling_params"], "stream_interval": listener.every}
@@ -104,6 +104,6 @@ class SGLangClient(WeightEndpoints):
         await self._send("/abort_request", {"rid": "", "abort_all": True}, self._timeout_s)
 
     async def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
-        """Load an adapter for requests that name it. Once used, it keeps its place in adapter memory, whatever else is requested."""
+        """Load an adapter for requests that name it. Once used, it keeps its slot in adapter memory, whatever else is requested."""
         body = {"lora_name": name, "lora_path": str(folder), "pinned": True}
         await self._post("/load_lora_adapter", body, Acknowledged, timeout_s)

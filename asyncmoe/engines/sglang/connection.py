@@ -15,15 +15,15 @@ from asyncmoe.errors import EngineError, WaitTimeout
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 5.0
-"""The client closes idle connections long before the engine would, because a request sent just as the engine closes is lost."""
+"""The client closes idle connections long before the engine would: a request sent just as the engine closes one is lost."""
 _READ_BYTES = 1 << 20
-"""Bytes of an answer that may lie unread before its connection is held up: an answer with routes has half a megabyte and more."""
+"""Bytes of an answer that may wait unread before TCP stalls its connection: an answer with routes has half a megabyte or more."""
 _FAILURES = (aiohttp.ClientError, OSError, ValueError)
-"""What a request raises if there is no connection, or no HTTP on it; ValueError: the address or the key cannot be one."""
+"""What a request raises if there is no connection, or something other than HTTP on it; ValueError: an invalid address or key."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
-    """The answer of an endpoint that only succeeds or fails."""
+    """The answer of an endpoint that reports only success or failure."""
 
     success: bool = True
     message: str = ""
@@ -36,7 +36,7 @@ class SGLangConnection:
         name: name of the engine in errors.
         url: "http://host:port".
         key: API key the engine requires; empty: none.
-        timeout_s: limit on every call without a timeout of its own.
+        timeout_s: limit on every call without its own timeout.
     """
 
     def __init__(self, name: str, url: str, key: str = "", timeout_s: float = 60.0) -> None:
@@ -44,7 +44,7 @@ class SGLangConnection:
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        """Made by the first call, because it belongs to that call's event loop."""
+        """Created by the first call, because it belongs to that call's event loop."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         # The engine queues requests it cannot run yet, so a limit on connections would only hide requests from it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
@@ -55,7 +55,7 @@ class SGLangConnection:
         await self._session.close()
 
     async def _ok(self, path: str, seconds: float) -> bool:
-        """Return whether a GET is answered with status 200, and wholly. Never raises."""
+        """Return whether a GET gets a complete answer with status 200. Never raises."""
         try:
             async with self._session.get(self.url + path, timeout=aiohttp.ClientTimeout(seconds)) as reply:
                 await reply.read()
@@ -64,7 +64,7 @@ class SGLangConnection:
             return False
 
     async def _post(self, path: str, body: Mapping[str, Any] | None, kind: type[T], timeout_s: float | None = None) -> T:
-        """As `_send`, with the answer decoded. Raises EngineError: it is of another form."""
+        """As `_send`, with the answer decoded. Raises EngineError if it does not decode."""
         text = await self._send(path, body, timeout_s or self._timeout_s)
         try:
             return msgspec.json.decode(text, type=kind)
@@ -86,14 +86,13 @@ class SGLangConnection:
     async def _requested(
         self, path: str, body: Mapping[str, Any] | None, seconds: float, accept: str = "application/json"
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request for an answer of one of the media types in `accept`; raise what goes wrong until the end of the block as an error
-        of the engine.
+        """Send a request for an answer of one of the media types in `accept`; within the block, convert failures to engine errors.
 
         Raises:
             WaitTimeout: the block did not end within `seconds`.
-            EngineLost: the connection failed or broke off, what came is no HTTP, or the client was closed: whoever fences an engine closes
-                its client, while others may be about to call it.
-            EngineError: another status than 200.
+            EngineLost: the connection failed or broke off, what arrived is not HTTP, or the client was closed: whoever fences an engine
+                closes its client, while others may be about to call it.
+            EngineError: the status is not 200.
         """
         if self._session.closed:
             raise EngineLost(f"{self.name}: {path}: its connections are closed")

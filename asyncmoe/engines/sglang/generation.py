@@ -1,4 +1,4 @@
-"""The bodies of requests to `/generate`, and the log-probabilities of a prompt in an answer. Decisions only: nothing here waits."""
+"""Request bodies for `/generate`, and the log-probabilities of a prompt in an answer. Pure: nothing here waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncmoe.errors import EngineError
 
 
 class ScoredMeta(msgspec.Struct, frozen=True):
-    """What is used of the answer's `meta_info`."""
+    """The part of the answer's `meta_info` that is used."""
 
     input_token_logprobs: list[tuple[float | None, int, str | None]]
     weight_versions: list[VersionSpan]
@@ -27,7 +27,7 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 def scoring_body(tokens: Sequence[int], salt: str) -> dict[str, Any]:
-    """Return the request for a prompt's log-probabilities, without an adapter. One token is sampled: its version is the forward pass's."""
+    """Return the request for a prompt's log-probabilities, without an adapter. One token is sampled, to learn the version."""
     return {
         "input_ids": list(tokens),
         "return_logprob": True,

@@ -36,10 +36,10 @@ def flags(kind: Kind, limit: int | None = None) -> list[str]:
 
 
 async def install(client: SGLangClient, m: Shape, kind: Kind, dtype: str, timeout_s: float) -> None:
-    """Load the adapter `NAME` into an engine as memory for the receivers to write; until then it changes nothing.
+    """Load the adapter `NAME` into an engine, as memory for the receivers to write; until they do, it changes nothing.
 
-    It is pinned and sampled with once: from then on SGLang never reuses its slot. Its scale is 1, because the values that the receivers
-    write include the scale.
+    It is pinned and used once: from then on SGLang never reuses its slot. Its scale is 1, because the receivers write values that include
+    the scale.
 
     Raises:
         EngineError, WaitTimeout: the engine refused or did not answer.

@@ -1,6 +1,6 @@
 """One SGLang server as a child process: its command line, start and end, including every process it spawned.
 
-The server of an engine, or of one node of an engine over several machines (`asyncmoe.engines.nodes`).
+The server is a whole engine, or one node of an engine over several machines (`asyncmoe.engines.nodes`).
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class SGLangProcess:
             name: name of the engine in records and messages.
             index: index of this engine on its machine.
             host: address to listen on.
-            key: key that every request needs; default: a random one, which only this process knows.
+            key: API key that every request needs; default: a random one that only this process knows.
             seed: added to the run's seed, so that no two engines draw the same samples; default: `index`.
             memory: arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`).
-            place: the node of an engine over several that it is; None: the whole engine.
+            place: which node of a multi-node engine it is; None: the whole engine.
 
         Raises:
             UserError: the port is taken.
@@ -96,7 +96,7 @@ class SGLangProcess:
         own = ("--dtype", models.engine_dtype(hf, section), *family_of(hf).engine.arguments, *memory)
         arguments = command(config, index, host, port, routing is not None, index if seed is None else seed, kind, own, place)
         key = secrets.token_urlsafe(_KEY_BYTES) if key is None else key
-        # Not an argument, because every user of this machine can read arguments.
+        # Passed in the environment, because every user of this machine can read arguments.
         given = environment(config, index, host, place) | ({} if routing is None else {ROUTING_VARIABLE: as_text(routing)})
         given[peers.STARTER] = msgspec.json.encode(peers.facts("its starter", ())).decode()
         self._scratch = Scratch()
@@ -138,7 +138,7 @@ class SGLangProcess:
         await self._freeze()
 
     async def _freeze(self) -> None:
-        """See `SGLangClient.freeze`; a connection that breaks off while the server goes on ends no start."""
+        """See `SGLangClient.freeze`; retry if a connection breaks off while the server lives."""
         while True:
             try:
                 return await self.client.freeze()
@@ -148,16 +148,16 @@ class SGLangProcess:
             await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
-        """End the server with every process it spawned, and remove what they have left.
+        """End the server with every process it spawned, and remove the files they left.
 
-        It is killed at once: nothing waits for its responses any more, and SGLang, if asked to stop, checks only up to 5 s later whether
-        requests are left and then kills its processes itself (`sigterm_watchdog`).
+        It is killed at once: nothing waits for its responses any more. Asked to stop, SGLang would check for remaining requests only up to
+        5 s later, and then kill its processes itself (`sigterm_watchdog`).
         """
         await self.client.close()
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """As `stop`, of a server that was sent no request."""
+        """As `stop`, for a server that was sent no request."""
         self._reserved.close()
         self._child.end(0.0)
         self._scratch.remove()
@@ -187,7 +187,7 @@ def command(
       experts of some models into one more routed expert.
 
     Args:
-        own: those of its model (its dtype, because SGLang's own choice for one of float32 is float16; `EngineClass.arguments`), and
+        own: arguments for its model (its dtype, because SGLang would run a float32 model in float16; `EngineClass.arguments`), and
             arguments that limit its GPU memory (`asyncmoe.plan.budget.engine_arguments`); the user's own arguments follow and take
             precedence.
         place: as for `SGLangProcess`.
@@ -243,7 +243,7 @@ def environment(config: Config, index: int, host: str = "", place: NodePlace | N
         raise UserError("environment of an engine", got=", ".join(unknown), expected="supported variables of SGLang", hint="unset them")
     given = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"} | nccl_settings.set_defaults(os.environ)
     given["SGLANG_TIMEOUT_KEEP_ALIVE"] = f"{60 * KEEP_ALIVE_S:.0f}"
-    # A server whose worker has died would wait 5 s for the GPU to settle, then for stacks and core dumps, and its requests with it.
+    # A server whose worker died would keep its requests waiting for 5 s until the GPU settles, then for stack and core dumps.
     given |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     if config.engines.tp > 1:
         # Without it, SGLang on CPU binds each rank to a NUMA node of its own; ignored on GPU.
@@ -257,10 +257,10 @@ def environment(config: Config, index: int, host: str = "", place: NodePlace | N
 
 
 def _between_nodes(host: str, place: NodePlace) -> dict[str, str]:
-    """Return what the ranks of several nodes need to meet.
+    """Return the variables that the ranks of several nodes need to meet.
 
-    SGLang's queue for requests would open a port on every interface, whose readers unpickle what they receive; without it, requests travel
-    over the ranks' gloo group. Gloo and NCCL would choose an interface by themselves.
+    SGLang's request queue would open a port on every interface and unpickle what arrives there; without it, requests travel over the ranks'
+    gloo group. Gloo and NCCL would each choose an interface by themselves.
     """
     given = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
     if not place.meeting.startswith(_TCP):
@@ -286,5 +286,5 @@ _CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFE
 
 
 def _cores(available: Sequence[int], first: int, ranks: int) -> str:
-    """Return one core per rank in SGLang's form "0|1", from the `first` on; ranks share cores in turn if there are fewer than ranks."""
+    """Return one core per rank in SGLang's form "0|1", from index `first` on; ranks share cores in turn if there are fewer than ranks."""
     return "|".join(str(available[(first + rank) % len(available)]) for rank in range(ranks))

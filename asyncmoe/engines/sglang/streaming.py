@@ -1,7 +1,7 @@
-"""A response of `/generate` in JSON: whole, or in parts, as SGLang 0.5.23 streams it with --incremental-streaming-output: every part has
-what is new in it.
+"""A response of `/generate` in JSON: whole, or in parts, as SGLang 0.5.23 streams it with --incremental-streaming-output: every part holds
+only what is new.
 
-One part is an exception: a request that is aborted while it waits in the queue ends with a part that repeats all log-probabilities
+One part is an exception: a request aborted while it waits in the queue ends with a part that repeats all log-probabilities
 (`tokenizer_manager.py`, `_handle_abort_req`). `output_token_logprobs_length`, which counts all of them in every part, tells the two apart.
 """
 
@@ -39,7 +39,7 @@ class StreamPart(msgspec.Struct, frozen=True):
 
 
 class Parts:
-    """Puts the parts of one response together.
+    """Joins the parts of one response.
 
     Args:
         name: name of the engine in errors.
@@ -53,10 +53,10 @@ class Parts:
         self._last: _PartMeta | None = None
 
     def add(self, part: StreamPart) -> Sequence[int]:
-        """Take the next part, and return the tokens that are new in it.
+        """Add the next part and return its new tokens.
 
         Raises:
-            EngineError: the engine refused the request, or the part does not follow the others.
+            EngineError: the engine refused the request, or the part does not continue the earlier ones.
         """
         if part.error is not None:
             raise EngineError(f"{self._name}: /generate: {str(part.error.get('message', part.error))[:500]}")
@@ -100,7 +100,7 @@ def answer(name: str, body: Buffer) -> GenerateAnswer:
     """Read a whole answer.
 
     Raises:
-        ValueError, RecursionError: it is no JSON, or not of this form.
+        ValueError, RecursionError: it is not JSON, or not of this form.
         EngineError: as `Parts`.
     """
     parts = Parts(name)
@@ -109,7 +109,7 @@ def answer(name: str, body: Buffer) -> GenerateAnswer:
 
 
 def events(buffer: bytearray) -> list[bytes]:
-    """Take the complete server-sent events out of a buffer, and return the data of each; every event of SGLang is one line of data."""
+    """Remove the complete server-sent events from a buffer and return each one's data; every event of SGLang is one line of data."""
     found = []
     while (end := buffer.find(b"\n\n")) >= 0:
         line = bytes(buffer[:end]).strip()

@@ -27,7 +27,7 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 class WeightEndpoints(SGLangConnection):
-    """The weight updates of an `Engine`, whose docstrings say what each call does."""
+    """The weight updates of an `Engine`, which documents the calls."""
 
     async def pause(self, retract: bool = False) -> None:
         """SGLang pauses between two forward passes; running requests stay, and keep their keys and values unless `retract`."""
@@ -41,7 +41,7 @@ class WeightEndpoints(SGLangConnection):
         await self._post("/continue_generation", {"torch_empty_cache": False}, Acknowledged)
 
     async def begin_update(self) -> None:
-        """SGLang takes no weights outside an update."""
+        """SGLang accepts no weights outside an update."""
         await self._post("/begin_weight_update", {"selector": "all"}, Acknowledged)
 
     async def end_update(self) -> None:
@@ -75,7 +75,7 @@ class WeightEndpoints(SGLangConnection):
         await self._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": False}, Acknowledged, timeout_s)
 
     async def command_receivers(self, commands: Sequence[Command], timeout_s: float, version: int | None = None) -> None:
-        """SGLang hands the commands to `asyncmoe.weights.receiver.load`, as tensors in a format of our own, also while it generates
+        """SGLang passes the commands to `asyncmoe.weights.receiver.load`, as tensors in our own format, also while it generates
         (`asyncmoe.platform.sglang.commands`)."""
         body = {
             "serialized_named_tensors": [payload(command) for command in commands],
@@ -93,5 +93,5 @@ class WeightEndpoints(SGLangConnection):
 
     async def checksums(self, timeout_s: float) -> tuple[dict[str, str], ...]:
         checked = await self._post("/weights_checker", {"action": "checksum"}, _Checked, timeout_s)
-        # SGLang's layers with adapters hold the layer without them as `base_layer`.
+        # SGLang's layers with adapters contain the plain layer as `base_layer`.
         return tuple({name.replace(".base_layer.", "."): one for name, one in rank.checksums.items()} for rank in checked.ranks)

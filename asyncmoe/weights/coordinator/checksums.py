@@ -1,4 +1,4 @@
-"""Compares the checksums of an engine's weights with those that the trainer expects (`sync.verify_every`)."""
+"""Compares the checksums of an engine's weights with those the trainer expects (`sync.verify_every`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMED = 8
 
 
 def compare(expected: Checksums, found: Checksums) -> None:
-    """Raise if an engine's ranks do not hold the expected values; names without an expected checksum (buffers) are not compared.
+    """Raise if an engine's ranks do not have the expected values; names without an expected checksum (buffers) are not compared.
 
     Raises:
         WeightSyncError: names the parameters.

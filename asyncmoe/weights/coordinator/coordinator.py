@@ -29,7 +29,7 @@ from asyncmoe.weights.coordinator.driver import Failures, OpenUpdate, UpdateDriv
 from asyncmoe.weights.coordinator.roster import EngineSet
 
 _ROSTERS = 32
-"""Bits for the rosters of one controller."""
+"""Number of bits for the roster numbers of one controller."""
 
 
 class WeightUpdateCoordinator:
@@ -52,10 +52,10 @@ class WeightUpdateCoordinator:
         self._kept: checksums.Checksums = ()
 
     def succeed(self, epoch: int, landed: bool) -> None:
-        """Go on with the engines of the controllers before this one.
+        """Continue with the engines of earlier controllers.
 
         Args:
-            epoch: number of this controller; no roster may have the number that one of an earlier controller had.
+            epoch: number of this controller, so that no roster number of an earlier controller is used again.
             landed: whether these engines have received a version.
         """
         self.driver.roster, self.driver.landed = EngineSet(epoch << _ROSTERS, ()), landed
@@ -65,14 +65,14 @@ class WeightUpdateCoordinator:
         self._started.set_result(None)
 
     def engines_failed(self, error: AsyncmoeError) -> None:
-        """Report that not all engines will start; everyone who waits for them gets `error`."""
+        """Report that not all engines will start; everyone waiting for them gets `error`."""
         if not self._started.done():
             self._started.set_exception(error)
             # Mark the exception as retrieved: asyncio warns about a future whose exception nobody retrieves.
             self._started.exception()
 
     def stop(self) -> None:
-        """Report that the run is being stopped: a trainer that waits for engines, the first or new ones, gets `RunStopping`. Idempotent."""
+        """Report that the run is stopping: a trainer that waits for engines, the first or new ones, gets `RunStopping`. Idempotent."""
         if not self._stopping.done():
             self._stopping.set_result(None)
 
@@ -93,7 +93,7 @@ class WeightUpdateCoordinator:
         return self.driver.current is not None and member.engine.name in self.driver.current.paused
 
     async def compare_loaded(self, expected: checksums.Checksums, kept: bool) -> None:
-        """Compare what all engines have loaded from the model's files with what the trainer has; one that is lost meanwhile is fenced.
+        """Compare the weights that all engines loaded from the model's files with the trainer's; an engine lost meanwhile is fenced.
 
         Args:
             kept: as in `WeightsLoaded`; an engine that joins later and differs is fenced.
@@ -117,16 +117,16 @@ class WeightUpdateCoordinator:
         return await on_each([member for member in self._pool.present if not member.compared], compare)
 
     async def forget_sender(self, why: str) -> None:
-        """Abandon what a sender that is lost has under way: nothing more comes from it. The next sender meets the engines anew.
+        """Abandon the requests of a lost sender. The next sender meets the engines anew.
 
-        An update that it had open ends as every broken-off one does (`state.ending`); one that it had asked to commit lands.
+        An open update ends as any abandoned one does (`state.ending`); one that is already committing lands.
 
         Raises:
-            WaitTimeout: engines did not end what it had asked for within the limit of a request.
+            WaitTimeout: engines did not finish the sender's requests within the limit of a request.
         """
         late = (await asyncio.wait(self._under_way, timeout=self._timeout_s))[1] if self._under_way else ()
         if late:
-            raise WaitTimeout("the engines", "the end of what a trainer that is lost had asked them for", self._timeout_s)
+            raise WaitTimeout("the engines", "the end of a lost trainer's requests", self._timeout_s)
         self._listen(False)
         if self._ending is not None:
             await self._ending
@@ -138,7 +138,7 @@ class WeightUpdateCoordinator:
         """Answer one request.
 
         Args:
-            check: called when the requests before it are answered; raises if it is out of turn by then.
+            check: called once the earlier requests are answered; raises if this one is out of turn by then.
 
         Raises:
             WeightSyncError: an engine refused, died or has different checksums, or the request is out of order.
@@ -146,14 +146,14 @@ class WeightUpdateCoordinator:
             WaitTimeout: the engines did not start, or responses did not end, in time.
         """
         if isinstance(request, EnginesAsk):
-            return await self._engines(request)  # which changes no engine
+            return await self._engines(request)  # changes no engine
         answering = asyncio.ensure_future(self._in_turn(request, check))
         self._under_way.add(answering)
         answering.add_done_callback(self._under_way.discard)
         return await answering
 
     async def _in_turn(self, request: WeightsRequest, check: Callable[[], None]) -> Engines | Committed | Done:
-        """Answer one request after the other, as a sender asks them; only an abort ends what another request still waits for."""
+        """Answer requests one at a time, in the sender's order; only an abort interrupts a waiting request."""
         if isinstance(request, WeightsAbort):
             return await self._drive(request)
         async with self._one:
@@ -195,7 +195,7 @@ class WeightUpdateCoordinator:
         silent = request.probe and any(await asyncio.gather(*map(self._pool.silent, self.driver.roster.members)))
         self._pool.fence_dead()
         for member, error in await self._compare_new(self._kept) if self._kept else ():
-            self._pool.fence(member, f"what it has loaded: {error}")
+            self._pool.fence(member, f"its loaded weights: {error}")
         driver = self.driver
         concerned = driver.roster.members if driver.current is None else driver.current.members
         lost = tuple(member.engine.name for member in concerned if member.fenced is not None)
@@ -260,7 +260,7 @@ class WeightUpdateCoordinator:
         Raises:
             WeightSyncError: an engine refused it, or none is left.
         """
-        # First, because the engines that resumed sample the version, whatever is wrong with the others.
+        # Before raising: engines that resumed already sample the version, whatever is wrong with the others.
         if pause_ms:
             await self._published(version)
         # An engine that is gone or silent is fenced and serves nothing; the others have the version.

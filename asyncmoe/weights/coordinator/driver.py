@@ -1,4 +1,4 @@
-"""Makes all engines of an update follow its state: pauses, resumes and fences them, all at the same time."""
+"""Moves all engines of an update through its states: pauses, resumes and fences them, all at the same time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ENDING_S = 0.02
 PATIENCE = 1 / 4
 """Share of `UpdateDriver.pause_s` for which all engines wait for one that does not answer."""
 _IN_FLIGHT: tuple[Interruption, ...] = ("in_place", "retract")
-"""Ways in which responses are at the engines while a version lands."""
+"""Modes in which responses stay at the engines while a version lands."""
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class OpenUpdate:
     """The open update and its engines.
 
     Attributes:
-        session: whether the engines keep a weight update open meanwhile (`Engine.begin_update`).
+        session: whether the engines have a weight update open meanwhile (`Engine.begin_update`).
         paused: Unix time at which each engine was asked to pause, until it has resumed.
     """
 
@@ -52,23 +52,22 @@ class OpenUpdate:
 
 
 class UpdateDriver:
-    """The engines of a run, as an update changes them.
+    """Drives the engines of a run through updates.
 
     Attributes:
         pool: the engines; its members' `version` is the ledger.
         timeout_s: limit on each call to an engine, and on each wait for responses.
-        pause_s: limit on each part of an engine's pause that needs no sender, for which all other engines wait (`soon`); a running engine
-            pauses after at most one forward pass.
+        pause_s: limit on each part of an engine's pause that does not involve the sender, because all other engines wait for it (`soon`); a
+            running engine pauses after at most one forward pass.
         interruption: how responses in progress are handled (`asyncmoe.rollout.episodes.interruption`).
-        roster: the engines that versions go to.
-        group: name of the process group that they are in with the sender, if it broadcasts.
+        roster: the engines that receive versions.
+        group: name of their process group with the sender, if it broadcasts.
         landed: whether a version has landed since the engines started.
 
     Args:
         record: called with (engine, begin, end), Unix seconds, for every pause.
-        unfinished: returns the number of started trajectories that must finish before a version lands, whether or not they are at an
-            engine.
-        note: has what the engines hold kept beyond this process (`asyncmoe.engines.succession`), and returns then; None: nobody keeps it.
+        unfinished: returns the number of started trajectories that must finish before a version lands, at an engine or not.
+        note: saves the engines' weights beyond this process (`asyncmoe.engines.succession`), and returns once saved; None: not saved.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class UpdateDriver:
         note: Callable[[EngineWeights], Awaitable[None]] | None = None,
     ) -> None:
         self._note, self._noting, self.landed = note, set[asyncio.Task[None]](), False
-        self._served = (0, 0)  # version and lineage that engines served last
+        self._served = (0, 0)  # version and lineage that engines last served
         self.pool, self.timeout_s, self.interruption = pool, timeout_s, interruption
         self.pause_s = timeout_s if pause_s is None else pause_s
         self._record, self._unfinished = record, unfinished
@@ -115,7 +114,7 @@ class UpdateDriver:
         """Close the gate and pause all engines; if an engine fails to pause, fence it, resume the others and raise.
 
         Args:
-            changing: "writing" if their parameters are written in place.
+            changing: "writing" if the engines' parameters are written in place.
         """
         await self.close_gate(update, changing)
         failed = await self._pause(update) if self.current is update else []
@@ -130,10 +129,10 @@ class UpdateDriver:
             raise_first(failed, f"beginning version {update.version}")
 
     async def close_gate(self, update: OpenUpdate, changing: Changing = "loading") -> None:
-        """Have the update change engines from now on: no request enters one that is not to stay there, and it is kept what they may hold.
+        """Close the gate to requests that may not stay at the engines, and save which weights the engines may have from now on.
 
-        Engines that seem to hang are first given the time in which they are trusted again or fenced, so that the others need not wait
-        for them in a pause. The update may be given up meanwhile.
+        Engines that seem to hang first get time to be trusted again or fenced, so that the others need not wait for them in a pause. The
+        update may be given up meanwhile.
 
         Args:
             changing: as for `pause_all`.
@@ -149,8 +148,8 @@ class UpdateDriver:
     async def _pause(self, update: OpenUpdate) -> Failures:
         """Pause all engines at the same time; return those that failed.
 
-        If one takes longer than `PATIENCE` of `pause_s`, it may hang: the others generate until it has paused or failed. Where no response
-        may be at an engine, they wait.
+        If one takes longer than `PATIENCE` of `pause_s`, it may hang: the others generate until it has paused or failed. If no response may
+        be at an engine, they wait.
         """
         self.pool.hold()
         await self.pool.held()
@@ -192,15 +191,15 @@ class UpdateDriver:
         self.pause_ended(update, member)
 
     async def give_up(self, update: OpenUpdate) -> None:
-        """Resume paused engines with the version they have, and close the update."""
+        """Resume paused engines with their current version, and close the update."""
         await self.fencing(update, partial(self._resume, update))
         self.close(update)
 
     async def end(self, update: OpenUpdate, why: str) -> None:
-        """End an update that will not be committed; if nothing was loaded, the engines resume with the version they have.
+        """End an update that will not be committed; if nothing was loaded, the engines resume with their current version.
 
         Raises:
-            WeightSyncError: it is being concluded already.
+            WeightSyncError: the update is already being concluded.
         """
         update.state = state.conclude(update.state)
         match state.ending(update.state):
@@ -214,10 +213,10 @@ class UpdateDriver:
 
     @asynccontextmanager
     async def soon(self, member: Member, what: str) -> AsyncIterator[None]:
-        """Bound calls to a paused engine that wait for nobody else: all other engines wait for it, and it is not probed.
+        """Bound calls to a paused engine that depend on nobody else: all other engines wait for it, and it is not probed.
 
         Raises:
-            WaitTimeout: they took longer than `pause_s`.
+            WaitTimeout: the calls took longer than `pause_s`.
         """
         try:
             async with asyncio.timeout(self.pause_s):
@@ -226,7 +225,7 @@ class UpdateDriver:
             raise WaitTimeout(member.engine.name, what, self.pause_s) from error
 
     def close(self, update: OpenUpdate) -> None:
-        """Forget an update, and open the gate if it closed the gate."""
+        """Forget an update, and reopen the gate if the update closed it."""
         if self.current is update:
             self.current = None
             if update.state.gate_closed:
@@ -241,7 +240,7 @@ class UpdateDriver:
         return failed
 
     def fence_all(self, update: OpenUpdate, why: str) -> None:
-        """Fence every engine, because it may hold part of the version."""
+        """Fence every engine of an update, because it may have part of the version."""
         for member in update.members:
             self.pool.fence(member, f"it may hold part of version {update.version}: {why}")
 
@@ -254,15 +253,15 @@ class UpdateDriver:
     def _holding(self, changing: Changing = "", coming: int = 0) -> EngineWeights:
         version, new = self.pool.version, self.pool.lineage
         if changing == "loading" and any(member.version == coming and member.lineage != new for member in self.pool.serving):
-            version = coming  # so that nobody takes one of the two for the other
+            version = coming  # so that the two cannot be confused
         lineage = min((member.lineage for member in self.pool.serving if member.version == version), default=0)
         if self.pool.serving:
             self._served = version, lineage
-        version, lineage = self._served  # engines that have started again hold neither
+        version, lineage = self._served  # restarted engines have neither
         return EngineWeights(version, lineage, self.landed, changing, coming, new)
 
     def _settled(self) -> None:
-        """Have it kept that no engine is changed any more. Nothing waits for that: until then engines only seem to be changing."""
+        """Save that no engine is changing any more. Nothing waits for that: until then engines only seem to be changing."""
         if self._note is not None:
             task = asyncio.ensure_future(_told(self._note(self._holding())))
             self._noting.add(task)
@@ -273,7 +272,7 @@ class UpdateDriver:
         return None if self.current is None else self.current.state
 
     async def _interrupt(self, update: OpenUpdate) -> None:
-        """Wait until no request is at an engine, unless responses survive the update."""
+        """Wait until no request is at an engine, unless responses may stay there during the update."""
         if self.interruption in _IN_FLIGHT:
             return
         until = time.monotonic() + self.timeout_s
@@ -314,4 +313,4 @@ async def _told(note: Awaitable[None]) -> None:
     try:
         await note
     except AsyncmoeError as error:
-        log.warning("what the engines hold is not kept: %s", error)
+        log.warning("the engines' weights are not recorded: %s", error)

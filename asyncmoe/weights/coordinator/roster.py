@@ -34,10 +34,10 @@ class EngineSet:
         return self.offsets[self.members.index(member)]
 
     def now(self, pool: Pool) -> EngineSet:
-        """Return this set, or the next-numbered one if the present engines that are not leaving differ from its members."""
+        """Return this set, or a new one with the next number if the present engines that are not leaving differ from its members."""
         members = tuple(m for m in pool.present if not m.leaving)
         return self if members == self.members else EngineSet(self.number + 1, members)
 
     def anew(self, pool: Pool) -> EngineSet:
-        """Return the present engines under the next number, whether or not they differ: what was made for this set is gone."""
+        """Return the present engines under the next number, even if they are the same: everything made for this set is gone."""
         return replace(self.now(pool), number=self.number + 1)

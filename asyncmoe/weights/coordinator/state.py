@@ -1,16 +1,16 @@
-"""The phases of a weight update. Decisions only: nothing here waits or communicates.
+"""The phases of a weight update. Pure: nothing here waits or communicates.
 
-    ARRIVING   the engines generate; their receivers stage the version in memory of its own
-    PAUSED     the gate is closed; every engine pauses, or will in a moment, and holds one whole version
-    LOADING    the same, but an engine may hold part of the new version
+    ARRIVING   the engines generate; their receivers stage the version in separate memory
+    PAUSED     the gate is closed; every engine is paused, or is about to be, and has one whole version
+    LOADING    the same, but an engine may have part of the new version
 
     claim --> ARRIVING --pause--> PAUSED --load--> LOADING --load--> LOADING
                  |                  |                 |
               Ending.DROP      Ending.RESUME      Ending.FENCE       if the update ends without a commit
 
-One update is open at a time. Another takes its place only while it is ARRIVING: a sender that is gone may have left it. A commit has no
-phase of its own, because an engine that fails in it is fenced, whatever the phase. An update is concluded once, by its commit or by another
-end, which takes a while; meanwhile it is open.
+One update is open at a time. Another replaces it only while it is ARRIVING: a lost sender may have left it. A commit has no phase of its
+own, because an engine that fails in it is fenced, whatever the phase. An update is concluded once, by its commit or by another ending,
+which takes a while; until then it is open.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncmoe.errors import InvariantBroken, WeightSyncError
 
 
 class UpdatePhase(IntEnum):
-    """See the module; an update's phase never falls."""
+    """See the module's docstring; an update's phase never decreases."""
 
     ARRIVING = 0
     PAUSED = 1
@@ -33,9 +33,9 @@ class Ending(Enum):
     """How an update ends without a commit.
 
     Attributes:
-        DROP: forget it; no engine was asked for anything.
-        RESUME: every engine resumes with the version it has.
-        FENCE: every engine is fenced, because it may hold part of the version.
+        DROP: forget it; no engine has been asked for anything.
+        RESUME: every engine resumes with its current version.
+        FENCE: every engine is fenced, because it may have part of the version.
     """
 
     DROP = "drop"
@@ -50,7 +50,7 @@ class UpdateState:
     Attributes:
         version: the version that the engines will serve.
         staged: True if the version arrives through the receivers, False if in buckets.
-        concluding: whether its commit, or another end, has begun.
+        concluding: whether its commit, or another ending, has begun.
     """
 
     version: int
@@ -113,17 +113,17 @@ def load(update: UpdateState) -> UpdateState:
 
 
 def swaps_at_once(update: UpdateState, retract: bool, verified: bool) -> bool:
-    """Return whether one call to each engine lands the version: it waits there whole, and a pause has nothing else in it.
+    """Return whether one call to each engine lands the version: it is fully staged there, and the pause does nothing but the swap.
 
     Args:
         retract: keys and values are dropped before the swap.
-        verified: checksums are compared before the engines go on.
+        verified: checksums are compared before the engines resume.
     """
     return update.staged and not (update.gate_closed or retract or verified)
 
 
 def load_bucket(update: UpdateState) -> UpdateState:
-    """Let the engines write a bucket.
+    """Let the engines load a bucket.
 
     Raises:
         WeightSyncError: the version arrives through the receivers.
@@ -134,10 +134,10 @@ def load_bucket(update: UpdateState) -> UpdateState:
 
 
 def conclude(update: UpdateState) -> UpdateState:
-    """Begin the commit, or another end.
+    """Begin the commit, or another ending.
 
     Raises:
-        WeightSyncError: one of them has begun.
+        WeightSyncError: it has begun already.
     """
     if update.concluding:
         raise WeightSyncError(f"version {update.version} is being concluded already")
@@ -145,7 +145,7 @@ def conclude(update: UpdateState) -> UpdateState:
 
 
 def ending(update: UpdateState) -> Ending:
-    """Return how an update ends that will not be committed."""
+    """Return how an update without a commit ends."""
     match update.phase:
         case UpdatePhase.ARRIVING:
             return Ending.DROP

@@ -1,4 +1,4 @@
-"""Whether a sender's request comes in turn. Every rank holds the run's key, so a faulty rank could otherwise mislead the controller."""
+"""Checks that a sender's request is in turn. Every rank has the run's key, so a faulty rank could otherwise mislead the controller."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from asyncmoe.rpc.messages import WeightsBegin, WeightsFiles, WeightsStage
 
 
 def check(request: Message, serving: int, trained: int | None) -> None:
-    """Refuse a request that opens a version which the trainer cannot have made, or before the trainer is known.
+    """Refuse a request that opens a version the trainer cannot have made, or that comes before the trainer is known.
 
     Args:
         serving: version that the engines serve.
-        trained: optimizer steps that the trainer has taken, which is its newest version; None: it has sent no `Hello`.
+        trained: optimizer steps taken by the trainer, equal to its newest version; None: it has sent no `Hello`.
 
     Raises:
         ProtocolError: the request is out of turn.

@@ -1,4 +1,4 @@
-"""What each way of a version asks of the engines; `coordinator/__init__.py` has the order."""
+"""The calls to engines in each way of publishing; `coordinator/__init__.py` lists their order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def load_bucket(driver: UpdateDriver, request: WeightsBucket) -> None:
         raise_first(failed, f"loading version {update.version}")
 
 
-# ---------------------------------------------------------------- shards that receivers take (`asyncmoe.weights.receiver`)
+# ---------------------------------------------------------------- shards for receivers (`asyncmoe.weights.receiver`)
 
 
 async def start_receivers(driver: UpdateDriver, request: WeightsJoin) -> None:
@@ -62,7 +62,7 @@ async def start_receivers(driver: UpdateDriver, request: WeightsJoin) -> None:
         WeightSyncError: another update is open, or an engine is gone or refused.
     """
     update = driver.claim(driver.pool.version)
-    roster = driver.roster  # of the update's members; `EnginesAsk` may replace the driver's meanwhile
+    roster = driver.roster  # of the update's members; `EnginesAsk` may replace the driver's roster meanwhile
 
     async def start(member: Member) -> None:
         first = request.senders + roster.offset(member) - 1
@@ -76,7 +76,7 @@ async def start_receivers(driver: UpdateDriver, request: WeightsJoin) -> None:
 
 
 async def pause_for_writing(driver: UpdateDriver, update: OpenUpdate) -> None:
-    """Pause the engines of a new update, because its receivers write the weights themselves, without staging memory.
+    """Pause the engines of a new update whose receivers write the weights in place, without staging memory.
 
     Raises:
         WeightSyncError: an engine refused.
@@ -89,7 +89,7 @@ async def swap(driver: UpdateDriver, update: OpenUpdate, number: int) -> Failure
     """Have each rank of the paused engines swap in the weights it received.
 
     Args:
-        number: the number under which all receivers reported the version as received.
+        number: the update number under which all receivers reported the version as received.
 
     Returns:
         The engines that failed; they are fenced.
@@ -99,11 +99,11 @@ async def swap(driver: UpdateDriver, update: OpenUpdate, number: int) -> Failure
 
 
 async def swap_at_once(driver: UpdateDriver, update: OpenUpdate, number: int) -> tuple[Failures, list[float]]:
-    """Close the gate, and have each engine swap in the weights that its ranks received, between two forward passes, by one call: no engine
-    stands still for a round trip to this process.
+    """Close the gate, and have each engine swap in its received weights between two forward passes, in one call, so that no engine idles
+    for a round trip to this process.
 
-    If an engine takes longer than `PATIENCE` of `pause_s`, it may hang: requests go to those that have the version, until the late one has
-    it too or is fenced.
+    If an engine takes longer than `PATIENCE` of `pause_s`, it may hang: requests go to the engines that have the version, until the late
+    one has it too or is fenced.
 
     Args:
         number: as for `swap`.
@@ -127,7 +127,7 @@ async def swap_at_once(driver: UpdateDriver, update: OpenUpdate, number: int) ->
         update.paused[member.engine.name] = unix()
         await _commit(driver, update, number, member)
         seconds = driver.pause_ended(update, member)
-        if member.fenced is None:  # its process may have ended since it answered
+        if member.fenced is None:  # its process may have ended after its answer
             pauses.append(seconds)
             member.serve(update.version, driver.pool.lineage)
 
@@ -135,7 +135,7 @@ async def swap_at_once(driver: UpdateDriver, update: OpenUpdate, number: int) ->
     await asyncio.wait((committing,), timeout=driver.pause_s * PATIENCE)
     if pauses and not committing.done():
         for member in update.members:
-            # A late engine may change at any moment, so no prompt may be cached there under the version that it had.
+            # A late engine may swap at any moment, so no prompt may be cached there under its old version.
             member.waiting = member.waiting or member.engine.name in update.paused
         driver.pool.release()
     return await committing, pauses
@@ -143,7 +143,7 @@ async def swap_at_once(driver: UpdateDriver, update: OpenUpdate, number: int) ->
 
 async def _commit(driver: UpdateDriver, update: OpenUpdate, number: int, member: Member) -> None:
     commits = [CommitCommand(update.version, number)] * member.engine.tp
-    async with driver.soon(member, f"swap in version {update.version}"):  # each rank has reported that it has received all of it
+    async with driver.soon(member, f"swap in version {update.version}"):  # each rank has reported full receipt
         await member.engine.client.command_receivers(commits, driver.timeout_s, update.version)
 
 
@@ -151,7 +151,7 @@ async def _commit(driver: UpdateDriver, update: OpenUpdate, number: int, member:
 
 
 async def load_files(driver: UpdateDriver, update: OpenUpdate, folder: str) -> Failures:
-    """Have all paused engines load a checkpoint (`asyncmoe.weights.sender.disk`); return those that failed, which are fenced: they may hold
-    part of it."""
+    """Have all paused engines load a checkpoint (`asyncmoe.weights.sender.disk`); return those that failed, which are fenced because they
+    may have part of it."""
     update.state = state.load(update.state)
     return await driver.fencing(update, lambda member: member.engine.client.load_files(folder, driver.timeout_s))

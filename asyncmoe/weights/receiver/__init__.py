@@ -10,13 +10,13 @@ as its format. A weight's path in the worker:
 3. `channel.py`: at `header(N)` with a new channel E, all ranks connect (`channel(E, stage, rank)`): `channel_end.py` opens the transport
    that the terms name.
 4. `worker.py`: the thread receives the worker's shards into staging memory (`weight_buffers.py`) while the worker generates, checks their
-   digests and sets `staged(N, rank)`. No parameter is written. Of a delta it keeps the coded bytes, and proves that they make the version
-   of what lies in the parameters (`deltas.py`).
+   digests and sets `staged(N, rank)`. No parameter is written. For a delta it stores the encoded bytes, and verifies that they turn the
+   current parameters into the version (`deltas.py`).
 5. The controller sends a `CommitCommand`, which the engine executes between two forward passes: `worker.py`, in the worker's main thread,
    makes the staged tensors the parameters (`weight_buffers.py`), or writes the delta into them, and the engine serves the version.
 
 `protocol.py` defines all keys and messages, `failing.py` the reports of failures; `asyncmoe.weights.sender` lists the trainer's side.
-Needs only numpy, msgspec and torch besides this package, and of SGLang only its ranks and settings (`handshake.py`).
+Besides this package, it needs only numpy, msgspec and torch, and from SGLang only its ranks and settings (`handshake.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks report of their GPUs for the rendezvous, and whether these GPUs can exchange weights."""
+"""Ranks' reports about their GPUs for the rendezvous, and whether these GPUs can exchange weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) 
         return None
     found = origin() if TRANSPORTS[terms.transport].nccl else None
     free, total = torch.cuda.mem_get_info(device)
-    # Torch frees its cached memory before it reports that memory is short, though fragments may be too small.
+    # Torch frees its cached memory before it reports out of memory, though fragments may be too small.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     uuids = {index: _uuid(index) for index in range(torch.cuda.device_count())}
     unreachable = {uuid for index, uuid in uuids.items() if index != device.index and not torch.cuda.can_device_access_peer(device, index)}
@@ -49,7 +49,7 @@ def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) 
 
 
 def reach_each_other() -> bool:
-    """Return whether all GPUs that this process sees, if any, read each other's memory."""
+    """Return whether all GPUs visible to this process, if any, can read each other's memory."""
     count = range(torch.cuda.device_count())
     return all(torch.cuda.can_device_access_peer(one, other) for one in count for other in count if one != other)
 
@@ -79,19 +79,19 @@ def unfit(cards: Mapping[int, Card], terms: Terms) -> list[str]:
 
 
 def _versions(cards: Mapping[int, Card], names: Mapping[int, str]) -> list[str]:
-    """Return one line if ranks have different versions of NCCL, which refuses peers of another; it names one rank of each."""
+    """Return one line if ranks have different versions of NCCL, which refuse each other; it names one rank of each version."""
     found = {card.nccl: f"{card.nccl} ({names[rank]} on {card.host}, {card.library})" for rank, card in sorted(cards.items()) if card.nccl}
     return [f"NCCL: got {' and '.join(found.values())}, expected one; {_SAME_NCCL}"] if len(found) > 1 else []
 
 
 def _shortage(whom: str, card: Card) -> str:
-    """Return the line of a GPU that has too little free memory for receiving in place."""
+    """Return the line for a GPU that has too little free memory to receive in place."""
     got, expected = f"{gibibytes(card.free)} free of {gibibytes(card.total)}", gibibytes(card.wanted)
     return f"{whom} on {card.host}, {card.device}: memory to receive weights in: got {got}, expected {expected}; {OutOfDeviceMemory.HINT}"
 
 
 def _unreachable(cards: Mapping[int, Card], terms: Terms) -> list[str]:
-    """Return a line for every engine GPU that cannot read the memory of a trainer GPU on its host, as the transport requires."""
+    """Return a line for every engine GPU that cannot read the memory of a trainer GPU on its host, although the transport requires it."""
     whom, trainer = protocol.names(terms), terms.engines[0].first
     return [
         f"sync.transport {terms.transport} on {reader.host}: got no peer access from {whom[rank]}'s {reader.device} to {whom[other]}'s "

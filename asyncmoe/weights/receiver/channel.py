@@ -34,13 +34,13 @@ _GRACE_S = 5.0
 
 
 class SideStream:
-    """Where the copies of weights on a device are enqueued: on a GPU, a CUDA stream separate from the one that computes with the weights.
+    """The queue for copies of weights on a device: on a GPU, a CUDA stream separate from the one that computes with the weights.
 
-    An exchange waits on the host for its copies, so the arrays may be used when it has returned. Earlier work is ordered before the copies
-    only by `follow`.
+    An exchange waits on the host for its copies, so the arrays may be used once it has returned. Only `follow` orders earlier work before
+    the copies.
 
     Attributes:
-        stream: None on a CPU, as on which no call has an effect.
+        stream: None on a CPU, where no call has an effect.
         handle: the stream as a cudaStream_t.
         relieve: frees the device's cached memory.
     """
@@ -67,7 +67,7 @@ HOST = SideStream(torch.device("cpu"))
 
 
 Arrays = Callable[[], tuple[Mapping[str, torch.Tensor] | None, Mapping[str, torch.Tensor] | None]]
-"""Returns the source arrays and the destination arrays by name, as `Exchanger.bind` takes them."""
+"""Returns the source arrays and the destination arrays by name, as `Exchanger.bind` expects them."""
 
 
 def connect(
@@ -80,8 +80,8 @@ def connect(
     arrays: Arrays | None = None,
     update: Callable[[], int] = lambda: 0,
 ) -> Exchanger:
-    """Make this rank's end of channel `epoch`; return when all ranks have made theirs. From then on a rank that waits notices a dead peer.
-    A channel in which anything failed is not used again.
+    """Make this rank's end of channel `epoch`; return when all ranks have made theirs. From then on, waiting ranks notice a dead peer.
+    A channel in which anything failed is never used again.
 
     All memory the channel needs is allocated here. A rank out of memory for its arrays reports that before the ranks connect; a rank out
     of memory for messages or copy tables reports it before any rank sends.
@@ -142,7 +142,7 @@ def connect(
             exchanger.bind(*bound)
     except Exception as error:  # reported to all ranks
         failure = failing.said(error, terms, store.rank, side.device)
-        if not isinstance(error, AsyncmoeError):  # of the transport's code, whose line the other ranks' reports do not have
+        if not isinstance(error, AsyncmoeError):  # from the transport's code: the other ranks' reports lack the traceback
             log.exception("rank %d cannot make its end of channel %d over %s", store.rank, epoch, terms.transport)
     try:
         _assemble(store, terms, epoch, "make", watch, Outcome(failure))
@@ -163,7 +163,7 @@ def _assemble(
     mine: Outcome,
     unique_id: Callable[[], bytes] = bytes,
 ) -> AllArrived:
-    """Wait until every rank has reached a stage without a failure; return rank 0's answer.
+    """Wait until every rank has reached a stage without a failure; return rank 0's message.
 
     Args:
         mine: this rank's report.

@@ -1,4 +1,4 @@
-"""A rank's end of a channel in a meeting, and the transports whose ranks find each other through the meeting's store."""
+"""A rank's end of a channel in a meeting, and the opening of transports through the meeting's store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncmoe.weights.protocol import Terms
 from asyncmoe.weights.receiver.control_store import Store
 
 _GROUP_S = 30.0
-"""Timeout of making a process group once all ranks have arrived, during which torch does not detect a dead rank."""
+"""Timeout for making a process group once all ranks have arrived; until then torch does not detect a dead rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,8 @@ class ChannelEnd(TransportEnd):
     """A rank's end of channel `epoch`.
 
     Attributes:
-        store: the meeting's, for addresses: a transport sets `Key`s of its own there, whose names contain the epoch.
-        unique_id: of the NCCL communicator; empty unless the transport is NCCL.
+        store: the meeting's store, for addresses: a transport sets its own `Key`s there, with the epoch in their names.
+        unique_id: unique ID of the NCCL communicator; empty unless the transport is NCCL.
     """
 
     store: Store
@@ -53,7 +53,7 @@ def open_gloo(end: ChannelEnd) -> TorchTransport:
 
 class _NcclOfChannel(NcclTransport):
     def end(self, idle: bool) -> None:
-        super().end(False)  # other ranks may be gone, and all have received what they wait for when a channel is closed
+        super().end(False)  # other ranks may be gone, and all have received what they need when a channel is closed
 
 
 def open_nccl(end: ChannelEnd) -> NcclTransport:

@@ -1,7 +1,7 @@
 """The key-value store of the weight protocol, hosted by the trainer's rank 0, and process groups made through it.
 
-In a run on one machine it is a file that no other user can reach, else an address (torch's `TCPStore`, which asks for no key). Receivers
-wait in it for the next update without using a process group, and notice at once if the trainer ends. The keys and messages are in
+In a run on one machine it is a file that no other user can reach, else an address (torch's `TCPStore`, which has no authentication).
+Receivers poll it for the next update without using a process group, and notice at once if the trainer ends. The keys and messages are in
 `asyncmoe.weights.protocol`.
 """
 
@@ -25,12 +25,12 @@ from asyncmoe.weights.protocol import ELSEWHERE, FAILED, Key, Outcome, T, Terms,
 from asyncmoe.weights.receiver.hosting import Hosted, is_held
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.025
-"""Bounds of the polling interval: short for quick updates, and long enough to cost nothing during a long step."""
+"""Bounds on the polling interval: short for quick updates, and long enough to cost nothing during a long step."""
 _WATCH_S = 1.0
 _LOOK_S = 0.2
-"""Time between looks whether the keeper of a file has ended; a look costs more than all else in waiting."""
+"""Seconds between checks that the file's host lives; a check costs more than the rest of a poll."""
 _FILE_S = 1.0
-"""How long a FileStore waits for its file, which is there unless its keeper has ended meanwhile."""
+"""How long a FileStore waits for its file, which exists unless its host has ended meanwhile."""
 _LAST_WORDS_S = 0.5
 """How long to wait for other ranks' reports after one has failed: they may contain the root cause."""
 _c10d: Any = distributed_c10d
@@ -69,7 +69,7 @@ class Store:
                 store = open_store(self._file)
                 store.set_timeout(timedelta(seconds=_FILE_S))
             else:
-                raise WeightSyncError(f"{self._peer}: nobody keeps the store {host}")
+                raise WeightSyncError(f"{self._peer}: no process hosts the store {host}")
         except RuntimeError as error:
             raise WeightSyncError(f"{self._peer}: {_first_line(error)}") from error
         self._store: Any = _c10d.PrefixStore(group, store)
@@ -92,12 +92,12 @@ class Store:
         return msgspec.msgpack.decode(self._ask(lambda: self._store.get(key.name), key.name), type=key.type)
 
     def _wait_in_file(self, file: Path, key: Key[Any], timeout_s: float) -> None:
-        """Wait for a value as `get` does. A FileStore's own wait does not notice that its keeper is gone."""
+        """Wait for a value as `get` does. A FileStore's own wait does not notice that its host is gone."""
         begin, seen = time.monotonic(), -1
         while True:
             self._look()
-            # Every change makes the file longer. Asking for its length is cheap, and a daemon thread that does it can be ended by the
-            # interpreter, unlike one in torch's code, which would abort the process.
+            # Every change makes the file longer. Reading its length is cheap, and the interpreter can end a daemon thread that does so,
+            # unlike one in torch's code, which would abort the process.
             size = file.stat().st_size if file.exists() else 0
             if size != seen and self.has(key):
                 return
@@ -109,11 +109,11 @@ class Store:
     def get_all(
         self, keys: Mapping[Key[T], str], timeout_s: float, failed: Key[Outcome] = FAILED, watch: Callable[[], None] = lambda: None
     ) -> dict[Key[T], T]:
-        """Wait for several values. If `failed` or `FAILED` is set first, wait briefly for the rest and return the values set by then.
+        """Wait for several values. If `failed` or `FAILED` is set first, wait briefly for the rest, then return the values that are set.
 
         Args:
-            keys: key -> name of the rank that sets it, for the error.
-            watch: called every second while waiting; raises if waiting is pointless.
+            keys: maps each key to the name of the rank that sets it, for the error.
+            watch: called every second while waiting; raises if waiting is futile.
 
         Raises:
             WaitTimeout: names the ranks that have not set a value.
@@ -139,7 +139,7 @@ class Store:
         return self._values([key for key in every if key not in missing])
 
     def _values(self, keys: list[Key[T]]) -> dict[Key[T], T]:
-        """Return the values of keys that are set."""
+        """Return the values of keys, all of which are set."""
         found = self._ask(lambda: self._store.multi_get([key.name for key in keys])) if keys else []
         return {key: msgspec.msgpack.decode(value, type=key.type) for key, value in zip(keys, found, strict=True)}
 
@@ -164,12 +164,12 @@ class Store:
             raise WeightSyncError(ELSEWHERE)
 
     def forget(self, update: int, terms: Terms) -> None:
-        """Delete the keys of an update that every rank has finished with."""
+        """Delete the keys of an update that every rank has finished."""
         for key in passing(update, terms):
             self._store.delete_key(key.name)
 
     def connect(self, world: int, epoch: int, timeout_s: float) -> dist.ProcessGroup:
-        """Make the process group of channel `epoch`, of all ranks; return when all have joined.
+        """Make the process group of channel `epoch` with all ranks; return when all have joined.
 
         It is not registered with torch: neither the trainer's nor SGLang's default group knows its ranks.
 
@@ -202,7 +202,7 @@ class Store:
         return not keys or bool(self._ask(lambda: self._store.check([key.name for key in keys])))
 
     def _ask(self, call: Callable[[], R], what: str = "an answer of the store") -> R:
-        """Call the store. Raise WaitTimeout if it waited in vain, StoreGone if rank 0 is gone."""
+        """Call the store. Raise WaitTimeout if it timed out, StoreGone if rank 0 is gone."""
         self._look()
         begin = time.monotonic()
         try:
@@ -213,7 +213,7 @@ class Store:
             raise StoreGone(f"{self._peer} is gone: {_first_line(error)}") from error
 
     def _look(self) -> None:
-        """Raise StoreGone if a file's keeper is gone."""
+        """Raise StoreGone if the file's host is gone."""
         if self._file is not None and time.monotonic() > self._looked + _LOOK_S:
             if not is_held(self._file):
                 raise StoreGone(f"{self._peer} is gone")

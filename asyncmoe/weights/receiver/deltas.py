@@ -1,4 +1,4 @@
-"""The deltas of a worker: what it is proved to hold, and what is coded against it (`asyncmoe.reshard.delta_decoder` does the work)."""
+"""A worker's deltas: the verified version in its memory, and the delta encoded against it (`asyncmoe.reshard.delta_decoder`)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class DeltaRefused(WeightSyncError):
 
 
 def decoder_of(plan: Plan, rank: int, terms: Terms, side: SideStream = HOST) -> DeltaDecoder:
-    """Return what knows of the version a worker holds, and keeps the coded delta of the next.
+    """Return a decoder, which tracks the version in a worker's memory and stores the encoded delta to the next one.
 
     Args:
-        plan: the rank's part.
-        side: where to enqueue copies and kernels. Around `commit` the caller waits for all of its streams.
+        plan: the rank's part of the plan.
+        side: where to enqueue copies and kernels. Around `commit` the caller waits for all streams of the device.
     """
     return DeltaDecoder(
         plan,
@@ -34,15 +34,15 @@ def decoder_of(plan: Plan, rank: int, terms: Terms, side: SideStream = HOST) -> 
 
 
 def receive(held: DeltaDecoder, exchanger: Exchanger, header: Header, coming: Coming, terms: Terms) -> None:
-    """Receive a delta and prove that it makes its version of what lies in memory now. Writes nothing.
+    """Receive a delta and verify that it turns the current memory into its version. Writes nothing.
 
     Raises:
-        DeltaRefused: it does not, or it is damaged, or made from another version than the one held; or there is no memory for it.
+        DeltaRefused: verification failed, the delta is damaged, its base is not this rank's version, or there is no memory for it.
         TransferError, WaitTimeout: as `Exchanger.run`.
     """
     if header.base != held.version:
-        whose = "no version that it has proved" if held.version is None else f"version {held.version}"
-        raise DeltaRefused(f"a delta of version {header.base} came, but this rank holds {whose}")
+        whose = "no verified version" if held.version is None else f"version {held.version}"
+        raise DeltaRefused(f"got a delta of version {header.base}, but this rank has {whose}")
     with _refusing(terms):
         held.expect(coming.sizes)
     exchanger.run(terms.timeout_s, decoder=held)

@@ -1,4 +1,4 @@
-"""Failure reports of a rank: the cause, the place, and a hint."""
+"""A rank's failure reports: cause, place and hint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_A_PEER = ("is gone", "remote process exited or there was a network error", E
 
 
 def said(error: Exception, terms: Terms | None, rank: int, device: torch.device) -> str:
-    """Describe any error in one line, with the rank that raised it, its host and its device; a `ReportedFailure` has them already.
+    """Describe an error in one line, with its rank, host and device; a `ReportedFailure` names them already.
 
     The text of `in_words` comes first, because `cause` matches the beginning of a report.
     """
@@ -32,10 +32,10 @@ def where(device: torch.device) -> str:
 
 
 def in_one_line(error: Exception, terms: Terms | None = None) -> str:
-    """Describe an error in one line, without its place; add the hint of `OutOfDeviceMemory` if memory ran out.
+    """Describe an error in one line, without its place; if memory ran out, add the hint of `OutOfDeviceMemory`.
 
     Args:
-        terms: the meeting's, once known: ranks are then called by their names (`protocol.names`).
+        terms: the meeting's terms, once known: ranks are then given their names (`protocol.names`).
     """
     if isinstance(error, AsyncmoeError):
         return str(error) if terms is None else in_words(error, terms)
@@ -54,7 +54,7 @@ def cause(failures: Mapping[str, str]) -> str:
     """Return the root cause among the failures of several ranks.
 
     Args:
-        failures: name of the reporting rank -> its report, which begins with the text of `in_words`.
+        failures: maps the name of each reporting rank to its report, which begins with the text of `in_words`.
     """
 
     def is_consequence(text: str) -> int:
@@ -67,7 +67,7 @@ def cause(failures: Mapping[str, str]) -> str:
 
 
 def in_words(error: AsyncmoeError, terms: Terms) -> str:
-    """Describe an error of a transfer, with rank numbers replaced by the ranks' names (`protocol.names`)."""
+    """Describe a transfer error, with rank numbers replaced by the ranks' names (`protocol.names`)."""
     who = protocol.names(terms)
 
     def called(text: str) -> str:

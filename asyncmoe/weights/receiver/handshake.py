@@ -19,7 +19,7 @@ _NAMED = 20
 
 
 def places() -> dict[str, int]:
-    """Return this worker's ranks as recorded by SGLang. Call it in the worker's main thread."""
+    """Return this worker's ranks as SGLang records them. Call it in the worker's main thread."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -27,22 +27,22 @@ def places() -> dict[str, int]:
 
 
 def check_family(terms: Terms, ours: str | None) -> None:
-    """Refuse terms that name another family than the engine was started with: a message must not choose the code that a worker imports.
+    """Refuse terms with a family other than the one the engine was started with: a message must not choose the code that a worker imports.
 
     Raises:
-        ProtocolError: they do.
+        ProtocolError: the families differ.
     """
     if terms.hf.get(FAMILY) != ours:
         raise ProtocolError(f"the model's family: got {terms.hf.get(FAMILY)}, expected {ours}, with which the engine was started")
 
 
 _RAW_BACKENDS = frozenset({"auto", "triton", "deep_gemm", "lora_triton"})
-"""MoE runners that keep expert weights in the layout in which they are loaded; "auto" selects one of these if the shapes are the
-expected ones (sglang 0.5.23, layers/quantization/unquant.py)."""
+"""MoE runners that keep expert weights in the layout in which they are loaded; "auto" selects one of these for the expected shapes (sglang
+0.5.23, layers/quantization/unquant.py)."""
 
 
 def obstacles(model: torch.nn.Module) -> list[str]:
-    """Return the settings that keep the worker from computing with weights exactly as they are written into its parameters.
+    """Return the settings that keep the worker from computing with its parameters exactly as they are written.
 
     Call it in the worker's main thread.
     """
@@ -57,7 +57,7 @@ def obstacles(model: torch.nn.Module) -> list[str]:
         from sglang.srt.layers import deep_gemm_wrapper
 
         if deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0:
-            found.append("its DeepGEMM packs the scales of float8 in another form than they are loaded in")
+            found.append("its DeepGEMM packs float8 scales in another form than they are loaded in")
     backend = get_moe_runner_backend().value
     if backend not in _RAW_BACKENDS and any(name.endswith("w13_weight") for name, _ in model.named_parameters()):
         found.append(f"its MoE runner {backend} rearranges expert weights; give it --moe-runner-backend triton")
@@ -65,7 +65,7 @@ def obstacles(model: torch.nn.Module) -> list[str]:
 
 
 def differences(ready: Ready, engine: EngineRanks, tp_rank: int, layout: RankLayout) -> list[str]:
-    """Return all differences between a worker and its expected layout, each in one line; weights may be sent if there are none."""
+    """Return all differences between a worker and its expected layout, one line each; weights may be sent only if there are none."""
     expected = {"tp_rank": tp_rank, "moe_ep_rank": EngineParallel(engine.tp, engine.ep).ep_rank(tp_rank)}
     who = f"{engine.name} rank {tp_rank}"
     wrong = [

@@ -1,8 +1,8 @@
-"""Where ranks meet: on one machine in a file, over several at an address.
+"""Where ranks meet: in a file on one machine, at an address over several.
 
-The file is of torch's `FileStore`, in a folder that only this user may enter. The address is of torch's `TCPStore`, which asks for no key.
-Unlike an address, a file does not say when its host ends. So the host holds a lock beside it, which the kernel releases with the
-process, however that ends.
+The file is for torch's `FileStore`, in a folder that only this user may enter. The address is for torch's `TCPStore`, which has no
+authentication. Unlike an address, a file does not show when its host ends. So the host locks a file beside it, and the kernel releases the
+lock when the process ends for any reason.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _STORE, _LOCK = "store", "lock"
 
 
 class MeetingFile:
-    """A new file, which exists as long as this object.
+    """A new file, deleted with this object.
 
     Attributes:
-        path: of the store.
+        path: path of the store.
 
     Raises:
-        StorageError: it cannot be made.
+        StorageError: the file cannot be made.
     """
 
     def __init__(self) -> None:
@@ -37,16 +37,16 @@ class MeetingFile:
             self._lock = (folder / _LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = folder / _STORE
-        # Not at the exit of the interpreter, when threads that notice it could no longer end in order.
+        # Not at interpreter exit, when threads that notice it could no longer end in order.
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True).atexit = False
 
 
 Hosted = socket.socket | MeetingFile
-"""What rank 0 hosts a store with: a listening socket, or a file."""
+"""How rank 0 hosts a store: with a listening socket, or a file."""
 
 
 def host(network: str) -> Hosted:
-    """Return the place for rank 0's store: a file, or with several machines a listening socket on a free port of this one.
+    """Return the host's end of rank 0's store: a file, or, with several machines, a listening socket on a free port of this machine.
 
     Args:
         network: as `cluster.network`.
@@ -59,7 +59,7 @@ def host(network: str) -> Hosted:
 
 
 def place(hosted: Hosted) -> tuple[str, int]:
-    """Return what others know a store's place by: address and port; or path and 0."""
+    """Return a store's place for other ranks: address and port; or path and 0."""
     if isinstance(hosted, MeetingFile):
         return str(hosted.path), 0
     address, port = hosted.getsockname()[:2]
@@ -67,7 +67,7 @@ def place(hosted: Hosted) -> tuple[str, int]:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether the host of a store still runs."""
+    """Return whether the host of a store is still running."""
     try:
         with path.with_name(_LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -9,7 +9,7 @@ from asyncmoe.weights.protocol import Terms
 
 
 def engine_layouts(terms: Terms) -> list[RankLayout]:
-    """Return the layout of every engine rank, under its rank in the meeting."""
+    """Return the layout of every engine rank, numbered by its rank in the meeting."""
     payload = Payload(terms.hf, terms.adapter)
     return [
         layout
@@ -19,7 +19,7 @@ def engine_layouts(terms: Terms) -> list[RankLayout]:
 
 
 def route(terms: Terms, rank: int) -> Plan:
-    """Return a rank's part of the plan, with the digest of the whole plan.
+    """Return one rank's part of the plan, with the digest of the whole plan.
 
     Raises:
         LayoutError: the trainer's and the engines' layouts contradict each other.

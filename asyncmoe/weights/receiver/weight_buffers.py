@@ -1,4 +1,4 @@
-"""The memory a worker receives into: its parameters, its adapter memory, and the staging memory for either."""
+"""The memory that a worker receives into: its parameters, its adapter memory, and the staging memory for either."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _CACHES = (".k_scale", ".v_scale")
 
 @dataclass(frozen=True)
 class Staged:
-    """A received update that waits for its commit.
+    """A received update waiting for its commit.
 
     Attributes:
         tensors: the tensors to swap in; None if the target was written directly.
-        delta: a delta is staged, which the commit writes into the target.
+        delta: whether a delta is staged, which the commit writes into the target.
     """
 
     version: int
@@ -48,7 +48,7 @@ class Weights:
         return found
 
     def tensors(self) -> Tensors:
-        """Return the tensors themselves, to be written while the worker is paused."""
+        """Return the actual tensors, to be written while the worker is paused."""
         return {name: parameter.data for name, parameter in _weights(self._model)}
 
     def room(self) -> Tensors:
@@ -70,7 +70,7 @@ class Weights:
 
 
 class AdapterMemory:
-    """As `Weights`, of a worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
+    """The same as `Weights` for a worker's adapter memory, by the names of `asyncmoe.models.lora.sglang.memory_layout`.
 
     Every slot gets the same values: all requests name the single adapter (`asyncmoe.engines.adapters`), and SGLang does not expose
     which slot it uses. The adapter is pinned, so SGLang never refills a slot with the values it was loaded with.
@@ -183,6 +183,6 @@ def _refresh(model: torch.nn.Module) -> None:
 
 
 def _viewed(model: torch.nn.Module) -> set[int]:
-    """Return the storages of all tensors that modules hold besides their parameters, as data pointers."""
+    """Return the storages of all tensors that modules have besides their parameters, as data pointers."""
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
     return {tensor.untyped_storage().data_ptr() for tensor in (*held, *model.buffers()) if tensor.device.type != "meta"}

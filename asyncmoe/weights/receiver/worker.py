@@ -1,4 +1,4 @@
-"""The receiver: a thread of an SGLang worker that stages new weights, and the commit that makes them the worker's parameters."""
+"""The receiver: a thread in an SGLang worker that stages new weights, and the commit that makes them the worker's parameters."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Receiver:
     Args:
         model: the worker's model. Its parameters or adapter memory (`_target`) are written only by `commit` or, without staging memory,
             while the worker is paused.
-        former: the receiver of the previous meeting, which was told to leave.
+        former: the receiver of the previous meeting, already told to leave.
     """
 
     def __init__(self, model: torch.nn.Module, join: JoinCommand, former: Receiver | None = None) -> None:
@@ -73,7 +73,7 @@ class Receiver:
         self._left, self._ended = threading.Event(), ""
         self._device = next(model.parameters()).device
         self._former = former
-        # Of its memory torch hands out again what the receiver before has left.
+        # The former receiver's stream, so that torch can reuse the memory cached for it.
         self._side: SideStream = SideStream(self._device) if former is None else former._side
         self._store: Store | None = None
         self._terms: Terms | None = None
@@ -92,7 +92,7 @@ class Receiver:
 
     def _run(self) -> None:
         if self._former is not None:
-            self._former.join(_FORMER_S)  # it may still hold memory that this receiver needs
+            self._former.join(_FORMER_S)  # it may still use memory that this receiver needs
             self._former = None
         store = self._store = Store(self._join.group, self._join.rank, self._join.host, self._join.port, _MEET_S)
         terms = store.get(protocol.TERMS, _MEET_S)
@@ -110,7 +110,7 @@ class Receiver:
             self._serve(store, terms, plan)
 
     def _ends(self, error: Exception) -> None:
-        """Report the error that ended the thread, so that no rank waits for this one, and a commit says why nothing is staged."""
+        """Report the error that ended the thread, so that no rank waits for this one, and commits can say why nothing is staged."""
         level = logging.INFO if self._left.is_set() else logging.WARNING  # after `leave` an error is expected
         self._ended = failing.said(error, self._terms, self._join.rank, self._device)
         log.log(level, "the weight receiver ends: %s", self._ended, exc_info=None if isinstance(error, AsyncmoeError) else error)
@@ -118,7 +118,7 @@ class Receiver:
             return
         try:
             self._store.resign(self._number, self._ended)
-        except Exception as gone:  # noqa: BLE001  end of the thread: nobody else would hear of it
+        except Exception as gone:  # noqa: BLE001  the thread ends: nobody else would learn of it
             log.warning("could not report the failure: %s", failing.in_one_line(gone))
 
     def leave(self) -> None:
@@ -129,7 +129,7 @@ class Receiver:
         """Make the staged weights the worker's. Called in its main thread, between forward passes.
 
         Raises:
-            InvariantBroken: another update, or nothing, is staged.
+            InvariantBroken: another update is staged, or none.
         """
         with self._lock:
             staged, self._staged = self._staged, None
@@ -139,7 +139,7 @@ class Receiver:
                 raise InvariantBroken(f"rank {self._join.rank}: cannot commit version {version} of update {update}: staged is {what}")
             # Commit after all forward passes that read the weights, on any stream, and return only when the commit has finished, so that
             # the recorded pause is the real one.
-            # The controller bounds both waits, and fences the engine of a GPU that hangs.
+            # The controller bounds both waits, and fences an engine whose GPU hangs.
             self._wait_idle()
             self._write(staged)
             self._wait_idle()
@@ -157,7 +157,7 @@ class Receiver:
             return
         self._spare = self._target.commit(staged.tensors)
         if self._decoder is not None:
-            self._decoder.bind(self._target.tensors())  # the same values, in other memory after a swap
+            self._decoder.bind(self._target.tensors())  # the same values, but in other memory after a swap
 
     def _plan(self, store: Store, terms: Terms) -> Plan:
         key = protocol.ready(self._join.rank)
@@ -174,8 +174,8 @@ class Receiver:
         return plan
 
     def _wanted(self, terms: Terms, plan: Plan) -> tuple[int, int]:
-        """Return upper bounds of the bytes that receiving allocates on the worker's GPU: message buffers, unless messages stay in the
-        senders' memory, and staging memory for a whole version. Messages may be smaller than the buckets."""
+        """Return upper bounds of the bytes that receiving allocates on the worker's GPU: for message buffers, unless messages stay in the
+        senders' memory, and for staging a whole version. Messages may be smaller than buckets."""
         room = sum(storage.nbytes for storage in plan.destinations[self._join.rank].values())
         reads_sender = TRANSPORTS[terms.transport].reads_sender
         return min(0 if reads_sender else 2 * terms.bucket_bytes, 2 * room), room
@@ -188,7 +188,7 @@ class Receiver:
                     header = store.get(protocol.header(self._number), _IDLE_S)
                 except WaitTimeout:
                     continue
-                # Else this process was suspended, and no rank waits for the older update any more.
+                # Otherwise this process was suspended, and no rank waits for the older update any more.
                 if not header.failure and not store.has(protocol.header(self._number + 1)):
                     self._drop()
                     if header.epoch != epoch:
@@ -235,7 +235,7 @@ class Receiver:
         if header.base is not None:
             if decoder is None or coming is None:
                 raise InvariantBroken(f"update {number} is a delta, expected full ones in a meeting without deltas")
-            if self._spare:  # the coded bytes take less than a second copy, which the next full update takes again
+            if self._spare:  # encoded bytes need less memory than a second copy, which the next full update allocates again
                 self._spare = {}
                 exchanger.bind(None, self._target.tensors())
             deltas.receive(decoder, exchanger, header, coming, terms)
@@ -258,7 +258,7 @@ class Receiver:
             if staged is not None and staged.tensors is not None:
                 self._spare = staged.tensors
         if staged is not None and not staged.delta and self._decoder is not None:
-            self._decoder.forget()  # a new delta takes the place of one that was dropped
+            self._decoder.forget()  # a new delta replaces the dropped one
 
     def _arrays(self, terms: Terms) -> tuple[None, dict[str, torch.Tensor]]:
         """Return the source arrays (none on an engine) and the destination arrays for `Exchanger.bind`."""

@@ -64,7 +64,7 @@ class BroadcastPublisher(Publisher):
         self._expected = expected
         self._start_timeout_s = config.engines.start_timeout_s
         self._group: dist.ProcessGroup | None = None
-        self._hosted: hosting.Hosted | None = None  # where the group met, kept as long as the group
+        self._hosted: hosting.Hosted | None = None  # where the group met; must live as long as the group
         self._roster = 0
         self._network = config.cluster.network
         self._threads = device_threads.pool(str(mesh.device), 2, "weights")
@@ -77,7 +77,7 @@ class BroadcastPublisher(Publisher):
         """Publish a version; return when every engine has resumed with it.
 
         Raises:
-            WeightSyncError: an engine refused the version or its checksums differ; engines that hold a part of the version are fenced.
+            WeightSyncError: an engine refused the version or its checksums differ; engines that have part of the version are fenced.
             WaitTimeout: an engine or the controller did not answer in time.
             RunStopping: on rank 0, if the run is stopped before engines have started.
         """
@@ -89,7 +89,7 @@ class BroadcastPublisher(Publisher):
         try:
             group = self._join()
         except RunStopping:
-            self._only_gather()  # the other ranks are in it
+            self._only_gather()  # the other ranks are gathering
             raise
         try:
             committed = self._send(version, group, checksums)
@@ -122,7 +122,7 @@ class BroadcastPublisher(Publisher):
         return reply
 
     def _join(self) -> dist.ProcessGroup:
-        """Return the process group with the current engines; make a new one if the roster has changed."""
+        """Return the process group with the current engines, or make a new one if the roster has changed."""
         engines = self._client.ask(EnginesAsk(self._start_timeout_s), self._start_timeout_s + 10)[0]
         assert isinstance(engines, Engines)
         if self._group is not None and engines.roster == self._roster:
@@ -139,7 +139,7 @@ class BroadcastPublisher(Publisher):
         return group
 
     def _ask_while(self, request: Request, act: Callable[[], T]) -> T:
-        """Send a request to the controller, and return the result of this side's part of the collective (`act`), run while it is open.
+        """Send a request to the controller and meanwhile run `act`, this side's part of the collective; return the result of `act`.
 
         The first of the two to fail decides: if an engine refuses, it never joins the collective and `act` would hang; if `act` fails,
         the engines hang until the controller's own timeout.

@@ -1,6 +1,6 @@
 """The process group over which the trainer broadcasts weights to the engines.
 
-It is separate from torch's default groups, because the trainer's ranks and the engines' ranks have different ones.
+It is separate from torch's default groups, which differ between the trainer's ranks and the engines' ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def join(hosted: Hosted, world: int, group: str, backend: str, timeout_s: float)
         hosted: what `asyncmoe.weights.receiver.hosting.host` returned. The store takes ownership of a socket; a file must be kept as
             long as the group is used.
         backend: "gloo" or "nccl".
-        timeout_s: bound of the rendezvous, and of every collective of the group.
+        timeout_s: limit on the rendezvous, and on every collective of the group.
 
     Raises:
         WeightSyncError: the other ranks did not join in time.

@@ -1,4 +1,4 @@
-"""The deltas that a trainer rank sends to the engines of one meeting, and the decision between a delta and a full update."""
+"""A trainer rank's deltas for the engines of one meeting, and the choice between a delta and a full update."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from asyncmoe.weights.sender.publisher import Traffic
 
 log = logging.getLogger(__name__)
 LARGEST_SHARE = 0.5
-"""The share of the bytes of a full update that a delta takes at most, for every engine rank; else the update is full."""
+"""Largest size of a delta, as a share of a full update's bytes, for any engine rank; above it, the update is full."""
 
 
 def encoder_of(plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, side: SideStream = HOST) -> DeltaEncoder:
-    """Return what codes a rank's part of all updates of a meeting that may be deltas.
+    """Return an encoder for a rank's part of all updates in a meeting with deltas.
 
     Args:
-        plan: the rank's part.
+        plan: the rank's part of the plan.
         tensors: the tensors to send, by the names of the plan's storages.
         side: where to enqueue copies and kernels.
 
     Raises:
-        OutOfDeviceMemory: the GPU has no room for what was sent last, or for two messages.
+        OutOfDeviceMemory: the GPU has no room for a copy of what was last sent, or for two messages.
     """
     encoder = DeltaEncoder(
         plan,
@@ -44,7 +44,7 @@ def encoder_of(plan: Plan, rank: int, tensors: Mapping[str, torch.Tensor], bucke
 
 
 def offer(encoder: DeltaEncoder, plan: Plan, version: int) -> Offer:
-    """Code what changed since the version that all engines hold, or, if there is none or too much changed, offer everything."""
+    """Encode the changes since the version that all engines have; without one, or if too much changed, offer everything."""
     base, size = encoder.base, None
     if base is not None and base != version:
         try:
@@ -60,10 +60,10 @@ def offer(encoder: DeltaEncoder, plan: Plan, version: int) -> Offer:
 
 
 def common_base(offers: Mapping[int, Offer]) -> int | None:
-    """Return the version of which an update is sent as a delta; None: it is sent in full.
+    """Return the base version of a delta update, or None if the update is sent in full.
 
     Args:
-        offers: of all trainer ranks.
+        offers: offers of all trainer ranks.
     """
     bases = {one.base for one in offers.values()}
     if len(bases) != 1:
@@ -78,11 +78,11 @@ def common_base(offers: Mapping[int, Offer]) -> int | None:
 
 
 def comings(offers: Mapping[int, Offer], engine_ranks: Iterable[int], base: int | None) -> dict[int, Coming]:
-    """Return what each engine rank gets, by rank.
+    """Return the data that each engine rank will receive, by rank.
 
     Args:
-        offers: of all trainer ranks, by rank.
-        base: as `common_base` returned it.
+        offers: offers of all trainer ranks, by rank.
+        base: the result of `common_base`.
     """
     found = {}
     for rank in engine_ranks:
@@ -93,7 +93,7 @@ def comings(offers: Mapping[int, Offer], engine_ranks: Iterable[int], base: int 
 
 
 def traffic(offers: Mapping[int, Offer], base: int | None) -> Traffic:
-    """Return what an update takes; for the arguments see `comings`."""
+    """Return the traffic of an update; arguments as for `comings`."""
     parts = [part for one in offers.values() for part in one.parts.values()]
     if base is None:
         return Traffic(sum(part.dense for part in parts))
@@ -103,7 +103,7 @@ def traffic(offers: Mapping[int, Offer], base: int | None) -> Traffic:
 
 
 def unsupported(config: Config) -> str:
-    """Return why the updates of a run cannot be deltas although `sync.delta` asks for them; empty if they can, or if it does not ask."""
+    """Return why a run's updates cannot be deltas although `sync.delta` asks for them; empty if they can, or if it does not ask."""
     if config.sync.delta == "off":
         return ""
     reasons = {

@@ -1,7 +1,7 @@
-"""Publish a weight version through a directory that trainer and engines share: works with any engine, and needs no other path between them.
+"""Publish a weight version through a directory that trainer and engines share: works with any engine, without any other path.
 
 While the engines generate, rank 0 gathers the version and writes it as a checkpoint in Hugging Face's layout. Then the controller has every
-engine pause, load it with SGLang's own loader, and go on. The version before stays until all engines serve the new one.
+engine pause, load it with SGLang's own loader, and resume. The previous version stays until all engines serve the new one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncmoe.weights.sender.trained import TrainedModel
 
 
 def folder_of(config: Config) -> Path:
-    """Return where a run writes its versions: a folder of its own, of which it may delete everything."""
+    """Return where a run writes its versions: a folder of its own, whose contents it may delete."""
     run = config.run.dir.absolute()
     if config.sync.directory is None:
         return run / "weights"
@@ -48,7 +48,7 @@ class DiskPublisher(Publisher):
         """Publish a version; return when every engine has resumed with it.
 
         Raises:
-            StorageError: rank 0 could not write the version; the engines serve the one before.
+            StorageError: rank 0 could not write the version; the engines serve the previous one.
             WeightSyncError: an engine refused the version or its checksums differ, and was fenced.
             WaitTimeout: an engine or the controller did not answer in time.
             RunStopping: on rank 0, if the run is stopped before engines have started.
@@ -66,7 +66,7 @@ class DiskPublisher(Publisher):
         """Write the version on rank 0, and return its directory. Collective."""
         folder = self._folder / f"version_{version}"
         if self._model.mesh.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of a trainer before this one, whose updates have ended
+            shutil.rmtree(folder, ignore_errors=True)  # left by an earlier trainer, whose updates have ended
         try:
             with storage.writing(f"weights of version {version}", folder):
                 write_hf(self._model, self._config.model.path, folder, self._gatherer)
@@ -79,7 +79,7 @@ class DiskPublisher(Publisher):
         """Have all engines load the version; return the longest pause in milliseconds."""
         start_s = self._config.engines.start_timeout_s
         self._client.ask(EnginesAsk(start_s), start_s + ANSWER_S)
-        # Responses end, engines pause, and load, each within the limit.
+        # Finishing responses, pausing engines and loading each take at most the limit.
         reply = self._client.ask(WeightsFiles(version, str(folder), checksums), 3 * self._sync.timeout_s + ANSWER_S)[0]
         assert isinstance(reply, Committed)
         return max(reply.pause_ms, default=0.0)

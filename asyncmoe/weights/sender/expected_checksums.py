@@ -1,7 +1,7 @@
 """The checksums SGLang's `/weights_checker` should report for the trainer's current weights.
 
 Every trainer rank assembles a share of an engine's parameters from all ranks' shards, a bucket at a time, and hashes it, so that no rank
-needs memory for more than a bucket, whatever the size of the model.
+needs memory for more than a bucket, however large the model.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from asyncmoe.weights.sender.sources import WeightSources
 from asyncmoe.weights.sender.trained import TrainedModel
 
 HashedPart = tuple[int, RankLayout]
-"""A rank of an engine, from 0, and those of its parameters, on the trainer's rank, that one trainer rank hashes."""
+"""A rank of an engine, from 0, and the layout, on the trainer rank, of the parameters that this trainer rank hashes."""
 
 
 class ExpectedChecksums:
-    """Hashes the weights of every version that is to be verified. Every rank creates its own object.
+    """Hashes the weights of every version that must be verified. Every rank creates its own object.
 
-    Adapters are not verified, because SGLang has no checksums for their memory; neither are engines that quantise what they load.
+    Adapters are not verified, because SGLang has no checksums for their memory; nor are engines that quantise what they load.
     """
 
     def __init__(self, config: Config, model: TrainedModel) -> None:
@@ -44,19 +44,19 @@ class ExpectedChecksums:
         self.of_loaded = config.sync.verify_every > 0 and not config.engines.quantises and Payload(model.hf).float8 is None
 
     def of_files(self) -> Checksums:
-        """Return the checksums that engines should have that have loaded the model's files; before the first `of_next`, while the trainer
-        has these weights, adapters aside. Collective and on rank 0 as that."""
+        """Return the expected checksums of engines that have loaded the model's files; call it before the first `of_next`, while the
+        trainer has these weights, adapters aside. Collective, with the result on rank 0, as `of_next`."""
         self._files = self._computed()
         return self._files
 
     def of_next(self) -> Checksums:
-        """Return the checksums of the current weights if the version that they become is to be verified: the first, and every
+        """Return the checksums of the current weights if their version must be verified: the first version, and every
         `sync.verify_every`-th after it. Collective over all ranks, once for each version.
 
-        The engines' devices must be of the trainer's kind, because SGLang uses another hash on a GPU.
+        The engines' devices must be of the trainer's kind, because SGLang uses a different hash on a GPU.
 
         Returns:
-            On rank 0; nothing on all others.
+            The checksums on rank 0; nothing on the other ranks.
         """
         self._versions += 1
         known, self._files = self._files, None
@@ -124,11 +124,11 @@ class ExpectedChecksums:
 
 
 def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> Iterator[list[HashedPart]]:
-    """Yield rounds, in which each of `world` trainer ranks, from 0, gets at most one share; every parameter is in one share.
+    """Yield rounds in which each of `world` trainer ranks, from 0, gets at most one share; every parameter is in exactly one share.
 
     Args:
         engine: the layouts of an engine's ranks.
-        bucket_bytes: upper bound of a share, unless it is one parameter, with its scales if it has any.
+        bucket_bytes: largest share, unless it is a single parameter with its scales, if any.
     """
     groups = [(rank, names) for rank, layout in enumerate(engine) for names in _grouped(layout.storages, bucket_bytes)]
     of_rank = [layout.pieces_by_storage for layout in engine]
@@ -141,7 +141,7 @@ def shared_out(engine: Sequence[RankLayout], world: int, bucket_bytes: int) -> I
 
 
 def _grouped(storages: Mapping[str, Storage], bucket_bytes: int) -> Iterator[list[str]]:
-    """Yield the names of storages in groups of at most `bucket_bytes`; scales go with the weights they belong to."""
+    """Yield the names of storages in groups of at most `bucket_bytes`; scales stay with their weights."""
     group: list[str] = []
     filled = 0
     for name in (name for name in storages if not (name.endswith(SCALES) and name.removesuffix(SCALES) in storages)):

@@ -25,7 +25,7 @@ class Gatherer:
         model: this rank's part; every rank creates its own gatherer.
         adapter: gather the adapter's halves under their canonical names, instead of the weights under Hugging Face's names.
         quantised: for a float8 model, gather quantised weights with their scales, as the engines load them.
-        bucket_bytes: upper bound of a bucket; a larger tensor gets a bucket of its own.
+        bucket_bytes: upper bound of a bucket; a larger tensor gets its own bucket.
         timeout_s: how long a rank waits for another.
     """
 

@@ -16,7 +16,7 @@ from asyncmoe.weights.sender.gather import Gatherer, tensors_in
 from asyncmoe.weights.sender.trained import TrainedModel
 
 SHARD_BYTES = 4 << 30
-"""Largest file of weights, unless one tensor is larger."""
+"""Largest weights file, unless a single tensor is larger."""
 
 
 def unfinished(out: Path) -> Path:
@@ -28,8 +28,8 @@ def write_hf(built: TrainedModel, origin: Path, out: Path, gatherer: Gatherer) -
     """Write the current weights as safetensors shards with an index, and copy the tokenizer from `origin`. Collective over all ranks.
 
     Args:
-        out: complete, or it does not exist.
-        gatherer: of the weights; quantised ones are written in float8, as in the original checkpoint.
+        out: either complete or absent.
+        gatherer: gathers the weights; quantised ones are written in float8, as in the original checkpoint.
     """
     writing = unfinished(out)
     if built.mesh.rank == 0:

@@ -1,4 +1,4 @@
-"""What all publishers of weights share."""
+"""The interface of all publishers of weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Checksums = tuple[dict[str, str], ...]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What an update took.
+    """The data volume of an update.
 
     Attributes:
         nbytes: bytes that all trainer ranks sent to all engine ranks.
-        changed: share of the elements whose stored bits changed since the version before; None: it was not measured, the update was full.
+        changed: share of the elements whose stored bits changed since the previous version; None: not measured in a full update.
     """
 
     nbytes: int
@@ -28,7 +28,7 @@ class Published:
     Attributes:
         seconds: from the start of the last attempt until every engine served the version.
         pause_ms: the longest pause of any engine, on rank 0; 0 on all other ranks.
-        traffic: what went to the engines, on rank 0 of a run whose updates may be deltas; else None.
+        traffic: traffic to the engines, on rank 0 of a run whose updates may be deltas; else None.
     """
 
     version: int
@@ -40,7 +40,7 @@ class Published:
 class Publisher:
     """Publishes a trainer's weights. Every call is collective over the trainer's ranks. One version at a time: `begin`, then `settle`.
 
-    As it is, for publishers with whom every engine serves a version when `begin` returns: they implement `publish`.
+    The base class suits publishers that finish in `begin`, when every engine serves the version: they implement `publish`.
     """
 
     _published: Published | None = None
@@ -54,13 +54,13 @@ class Publisher:
         self._published = self.publish(version)
 
     def check(self) -> None:
-        """Raise the error of the version under way, if it has failed; do not wait."""
+        """Raise the error of the version being published, if it has failed; do not wait."""
 
     def wait_sent(self) -> None:
-        """Wait until the weights may change: this rank has sent its part of the version under way."""
+        """Wait until the weights may change: this rank has sent its part of the version."""
 
     def settle(self) -> Published | None:
-        """Wait until every engine serves the version under way; return None if there is none.
+        """Wait until every engine serves the version being published; return None if there is none.
 
         Raises:
             WeightSyncError: with the same message on every rank.

@@ -32,7 +32,7 @@ _GROUP = "asyncmoe_weights"
 _POLL_S = 0.5
 _OTHERS, _THE_SAME = "others", "the same"
 GRACE_S = 10.0
-"""How much longer ranks wait for rank 0 than rank 0 waits for them, so that all of them receive its reason for a failure."""
+"""Seconds that ranks wait for rank 0 beyond its own wait for them, so that all of them receive its reason for a failure."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Meeting:
 
     Attributes:
         roster: number of the engine roster (`asyncmoe.rpc.messages.Engines`); on rank 0 only.
-        plan: this rank's part.
+        plan: this rank's part of the plan.
     """
 
     roster: int
@@ -54,7 +54,7 @@ class NotMet(WeightSyncError):
     """The rendezvous failed.
 
     Attributes:
-        roster: number of the expected engines' roster; on rank 0 only.
+        roster: roster number of the expected engines; on rank 0 only.
     """
 
     def __init__(self, why: str, roster: int) -> None:
@@ -64,11 +64,11 @@ class NotMet(WeightSyncError):
 
 @dataclass(frozen=True, eq=False)
 class TrainerRanks:
-    """The trainer's ranks, as they meet engines: one object on each, whose calls are collective unless they say otherwise.
+    """The trainer's ranks in meetings with engines: one object on each rank, with collective calls unless documented otherwise.
 
     Attributes:
         client: connection to the controller; used on rank 0 only.
-        group: all ranks, over CPUs.
+        group: CPU process group of all ranks.
     """
 
     config: Config
@@ -132,7 +132,7 @@ class TrainerRanks:
 
         Args:
             roster: used on rank 0 only.
-            probe: if it does not seem to, wait until each engine has generated or is fenced; of a lost machine only heartbeats tell.
+            probe: if it seems the same, wait until each engine has generated or is fenced; only heartbeats reveal a lost machine.
 
         Raises:
             WeightSyncError, WaitTimeout: rank 0 could not ask the controller. The other ranks raise WeightSyncError with the same message.
@@ -148,15 +148,15 @@ class TrainerRanks:
 
         return self._of_rank_0(ask) == _OTHERS
 
-    # ------------------------------------------------------------ of rank 0 alone
+    # ------------------------------------------------------------ rank 0 only
 
     def look(self) -> None:
-        """Raise WeightSyncError if an engine of the version under way, or of the meeting, is gone."""
+        """Raise WeightSyncError if an engine of the current version, or of the meeting, is gone."""
         if lost := self.engines().lost:
             raise WeightSyncError(f"{', '.join(lost)} is gone")
 
     def starving(self) -> bool:
-        """Return whether there are engines but all of them wait for a version, so that no engine generates."""
+        """Return whether there are engines, but all of them wait for a version, so that no engine generates."""
         now = self.engines().engines
         return bool(now) and all(engine.waiting for engine in now)
 
@@ -190,7 +190,7 @@ class TrainerRanks:
         return store or Store(_GROUP, self.rank, host, int(port), self.config.sync.timeout_s), roster
 
     def _judge(self, store: Store, terms: Terms, mine: Ready) -> MeetingOutcome:
-        """Return why weights cannot be sent, or whether they are written in place."""
+        """Return why weights cannot be sent, or whether they will be written in place."""
         everyone = protocol.names(terms)
         names = {rank: whom for rank, whom in everyone.items() if rank != 0}
         try:
@@ -204,10 +204,10 @@ class TrainerRanks:
         return MeetingOutcome(handshake.refusal(failures or _differences(terms, ready, names)), cards.in_place(_cards(ready)))
 
     def _of_rank_0(self, act: Callable[[], str]) -> str:
-        """Return rank 0's result of `act`, which is not empty, on every rank.
+        """Return rank 0's result of `act`, which must not be empty, on every rank.
 
         Raises:
-            AsyncmoeError: that of rank 0; on every other rank a WeightSyncError with the same message.
+            AsyncmoeError: rank 0's own error; on every other rank, a WeightSyncError with the same message.
         """
         told = ["", "rank 0 has failed"]
         try:
@@ -224,7 +224,7 @@ class TrainerRanks:
         return result
 
     def _some_engines(self) -> Engines:
-        """Ask for the engines and, while there is none and one will come back, ask again."""
+        """Ask for the engines; while there is none but one will come back, ask again."""
         until = time.monotonic() + self.config.engines.start_timeout_s
         while (engines := self.engines()).awaited and time.monotonic() <= until:
             time.sleep(_POLL_S)
@@ -234,7 +234,7 @@ class TrainerRanks:
         """Host the store, publish the terms and start the engines' receivers; return the store and its place, "host:port"."""
         config, model, sync = self.config, self.model, self.config.sync
         world, shared = model.mesh.world, config.engines.share_gpus
-        # Where GPUs do not read each other's memory, `auto` is the choice between machines.
+        # If GPUs cannot read each other's memory, `auto` chooses as it does between machines.
         together = _together(engines) and (shared or sync.transport != AUTO or cards.reach_each_other())
         hosted = hosting.host(config.cluster.network)
         host, port = hosting.place(hosted)

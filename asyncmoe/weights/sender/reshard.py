@@ -1,19 +1,18 @@
-"""Publish a weight version shard to shard: every engine rank receives its bytes directly from the trainer ranks that hold them.
+"""Publish a weight version shard to shard: every engine rank receives its bytes directly from the trainer ranks that have them.
 
 Every trainer rank sends from a background thread to receivers inside the engines (`asyncmoe.weights.receiver`), which stage the weights
 while the engines generate and the trainer computes its next step; only the optimizer update waits until the weights are sent. Once all
 bytes have arrived and their digests match, the controller pauses every engine to swap (`asyncmoe.weights.coordinator`). No parameter
 is written before that, so a failure leaves the engines with the version they serve.
 
-Each version goes to the engines present when it begins; if the set has changed, all ranks meet again. If an engine dies during a
-transfer, the version is sent again to the remaining engines, or if none remains, to those that start again. It is also sent again if all
-engines that received it are gone and new ones have joined: without a version these generate nothing, and the trainer would never publish
-another. If the next optimizer step is already changing the weights, the version is abandoned instead; the version after that step goes to
-all engines present.
+Each version goes to the engines present when it begins; if the set has changed, all ranks meet again. If an engine dies during a transfer,
+the version is resent to the remaining engines, or if none remains, to those that restart. It is also resent if all engines that received it
+are gone and new ones have joined: without a version these generate nothing, and the trainer would never publish another. If the next
+optimizer step is already changing the weights, the version is abandoned instead; the version after that step goes to all engines present.
 
-Where a GPU has no room for a second copy of its shard, engines are paused for the whole transfer of a full update, and an engine that holds
-a part of a failed version is fenced. With `sync.delta`, updates are deltas where that is supported; a version whose delta an engine rank
-refuses is sent again in full, or if the weights are already changing, abandoned for the next.
+If a GPU has no room for a second copy of its shard, engines are paused for the whole transfer of a full update, and an engine that has part
+of a failed version is fenced. With `sync.delta`, updates are deltas where supported; a version whose delta an engine rank refuses is resent
+in full, or, if the weights are already changing, abandoned for the next.
 
 With `train: lora` only the adapter is sent, into the engines' adapter memory, from a copy, so the optimizer never waits.
 """
@@ -51,13 +50,13 @@ log = logging.getLogger(__name__)
 
 
 class ReshardPublisher(Publisher):
-    """See `Publisher`. A version is sent by a thread of its own (`_publish`).
+    """See `Publisher`. A separate thread sends each version (`_publish`).
 
     Args:
         client: connection to the controller, not shared with other threads; used on rank 0 only.
 
     Raises:
-        ConfigError: a setting this path does not support, or engines serve a dtype that the trainer's weights do not become on the way.
+        ConfigError: a setting is unsupported here, or engines serve a dtype to which the trainer's weights are not cast on the way.
     """
 
     def __init__(self, config: Config, model: TrainedModel, client: Client, expected: ExpectedChecksums) -> None:
@@ -70,12 +69,12 @@ class ReshardPublisher(Publisher):
         self._side = SideStream(model.mesh.device)
         self._sender: Sender | None = None
         self._running: Future[Published | None] | None = None
-        self._tried = 0.0  # start of the latest attempt to send the version under way, or of `settle`
-        self._settling = threading.Event()  # `settle` was called: the version is not to be sent again to new engines
+        self._tried = 0.0  # start of the latest attempt to send the version, or of `settle`
+        self._settling = threading.Event()  # `settle` was called: do not resend the version to new engines
         self._sent = threading.Event()
-        self._sent.set()  # nothing is under way
+        self._sent.set()  # nothing is being sent
         self._hold = threading.Lock()
-        self._changing = False  # the weights may change, so the version cannot be sent again
+        self._changing = False  # the weights may change, so the version cannot be resent
 
     def begin(self, version: int) -> None:
         expected = self._expected.of_next()
@@ -102,11 +101,11 @@ class ReshardPublisher(Publisher):
         if self._model.adapter is not None:
             return  # an adapter is sent from a copy
         while True:
-            # Sending is bounded, and the sending thread sets `_sent` even if it fails, so this timeout means that the bound was broken.
+            # Sending is bounded, and the sending thread sets `_sent` even if it fails, so a timeout here means that the bound was broken.
             while not self._sent.wait(LOOK_S):
                 self._bounded("its part of the version under way to be sent")
             with self._hold:
-                self._changing = self._sent.is_set()  # else the version is being sent again
+                self._changing = self._sent.is_set()  # else the version is being resent
                 if self._changing:
                     return
 
@@ -130,7 +129,7 @@ class ReshardPublisher(Publisher):
 
     @property
     def _limit(self) -> float:
-        """Seconds one attempt to publish a version, or one rendezvous, may take."""
+        """Maximum seconds for one attempt to publish a version, or for one rendezvous."""
         return 4 * (self._config.sync.timeout_s + GRACE_S)
 
     def _bounded(self, what: str) -> None:
@@ -140,7 +139,7 @@ class ReshardPublisher(Publisher):
             raise WaitTimeout("this rank's sender of weights", what, limit)
 
     def _run(self, result: Future[Published | None], version: int, expected: Checksums) -> None:
-        yield_cores()  # sending may take as long as a whole training step; the step itself must not be slowed down
+        yield_cores()  # sending may take a whole training step, which it must not slow down
         published = self._publish(version, expected)
         self._sent.set()
         result.set_result(published)
@@ -158,7 +157,7 @@ class ReshardPublisher(Publisher):
         return made
 
     def _publish(self, version: int, expected: Checksums) -> Published | None:
-        """Send the version until it needs no further attempt; return None if it was abandoned."""
+        """Send the version until no further attempt is needed; return None if it was abandoned."""
         published: Published | None = None
         while True:
             self._tried = time.monotonic()
@@ -183,7 +182,7 @@ class ReshardPublisher(Publisher):
                 return published
 
     def _still_has(self) -> bool:
-        """Return whether all ranks still hold the weights of the version under way; if so, `wait_sent` blocks until they are sent."""
+        """Return whether all ranks still have the version's weights; if so, `wait_sent` blocks until they are sent."""
         with self._hold:
             here = not self._changing
             if here:
@@ -191,7 +190,7 @@ class ReshardPublisher(Publisher):
         return self._ranks.in_all(here)
 
     def _together(self) -> Sender:
-        """Return a sender to the current engines; meet them first if the set has changed."""
+        """Return a sender to the current engines; if the set has changed, meet them first."""
         if self._sender is not None and self._ranks.changed(self._sender.met.roster):
             log.info("engines changed; starting a new rendezvous")
             self._disperse()
@@ -201,7 +200,7 @@ class ReshardPublisher(Publisher):
         return self._sender
 
     def _meet(self) -> Meeting | None:
-        """Meet the engines; return None if an expected engine is gone, so that the remaining ones can be tried."""
+        """Meet the engines; return None if an expected engine is gone, so that the caller can try the remaining ones."""
         try:
             return self._ranks.meet()
         except NotMet as error:

@@ -1,4 +1,4 @@
-"""Send weight versions to the engines of one meeting, and decide when a version must be sent again."""
+"""Send weight versions to the engines of one meeting, and decide when to resend a version."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _PATIENCE_S = 60.0
 
 
 class Sender:
-    """One rank's part. All ranks make the same calls in the same order, each from one thread.
+    """One rank's sender. All ranks make the same calls in the same order, each from one thread.
 
     Args:
         tensors: the tensors to send, by the names of the plan's storages.
         side: where to enqueue copies.
-        sent: set as soon as this rank has sent its part of an update and no longer reads `tensors`.
+        sent: event to set as soon as this rank has sent its part of an update and no longer reads `tensors`.
 
     Attributes:
         doubted: whether the latest update failed because an engine rank refused a delta, so that a full update of the same version may
             succeed; the same on all ranks.
-        traffic: what the latest update takes, on rank 0 where updates may be deltas; else None.
+        traffic: traffic of the latest update, on rank 0 where updates may be deltas; else None.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Sender:
             return self._lead(version, expected) if self._rank == 0 else self._follow(version)
         except Exception as error:
             if self._encoder is not None:
-                self._encoder.forget()  # an engine may or may not have something of the version: the next update is full
+                self._encoder.forget()  # engines may or may not have parts of the version: the next update is full
             if isinstance(error, AsyncmoeError):
                 raise  # this rank has already reported the failure, or received it from another
             self.met.store.resign(self._number, self._said(error))
             raise
 
     def needed_again(self, settling: threading.Event) -> bool:
-        """Wait until the version is settled (False), or until all engines that received it are gone and new ones wait for it (True)."""
+        """Wait until the version is settled (False), or until all engines that received it are gone and new ones need it (True)."""
         store, key = self.met.store, protocol.over(self._number)
         if self._rank == 0:
             try:
@@ -105,7 +105,7 @@ class Sender:
         self._exchanger = None
 
     def _lead(self, version: int, expected: Checksums) -> float:
-        """Rank 0's part of an update; return the longest pause in milliseconds."""
+        """Run rank 0's part of an update; return the longest pause in milliseconds."""
         store, number = self.met.store, self._number
         if number > 2:
             store.forget(number - 2, self.met.terms)
@@ -130,7 +130,7 @@ class Sender:
         return max(committed.pause_ms)
 
     def _follow(self, version: int) -> float:
-        """Every other rank's part of an update."""
+        """Run any other rank's part of an update."""
         store, number, wait_s = self.met.store, self._number, self._timeout_s + GRACE_S
         if self.met.terms.delta:
             store.put(protocol.offer(number, self._rank), self._offer(version))
@@ -144,10 +144,10 @@ class Sender:
         return 0.0
 
     def _agree(self, version: int) -> int | None:
-        """Decide whether an update is a delta, and tell every engine rank what comes; return its base, or None for a full update.
+        """Decide whether an update is a delta, and tell every engine rank what to expect; return its base, or None for a full update.
 
         Raises:
-            WeightSyncError, WaitTimeout: a rank could not code its part, or did not say what it has in time.
+            WeightSyncError, WaitTimeout: a rank could not encode its part, or made no offer in time.
         """
         if not self.met.terms.delta:
             return None
@@ -176,7 +176,7 @@ class Sender:
             return Offer(self._said(error))
 
     def _send(self, version: int, base: int | None) -> None:
-        """Send this rank's shards and report success or the failure. A failure is raised later, once rank 0 has collected all reports.
+        """Send this rank's shards and report success or failure. A failure is raised later, once rank 0 has collected all reports.
 
         Args:
             base: the version that the update changes, if it is a delta.

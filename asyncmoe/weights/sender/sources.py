@@ -1,4 +1,4 @@
-"""The tensors a rank sends its weights, or its adapter, from."""
+"""The tensors from which a rank sends its weights, or its adapter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncmoe.weights.sender.trained import TrainedModel
 
 
 class WeightSources:
-    """A rank's weights in the dtypes that `Family.megatron_layout` gives them.
+    """A rank's weights in the dtypes of `Family.megatron_layout`.
 
-    Some families have tensors that are float32 in every layout (`Shape.wide`). If the trainer holds such a tensor in another dtype, it is
-    sent from a float32 copy, which has the same values. Weights that engines hold in float8 are quantised while they are packed, with
-    scales computed beforehand by `refresh`.
+    Some families have tensors that are float32 in every layout (`Shape.wide`). If the trainer has such a tensor in another dtype, it is
+    sent from a float32 copy of the same values. Weights that engines have in float8 are quantised while they are packed, with scales that
+    `refresh` computes beforehand.
 
     Attributes:
         tensors: by the layout's names; always the same memory.
@@ -45,13 +45,13 @@ class WeightSources:
 
 
 class AdapterSources:
-    """Copies of a rank's halves, with B multiplied by the adapter's scale; training continues while the copies are sent.
+    """Copies of a rank's adapter halves, with B multiplied by the adapter's scale; training continues while the copies are sent.
 
     Attributes:
         tensors: by the names of `live`; always the same memory.
 
     Args:
-        live: the halves that are trained.
+        live: the trained halves.
         scale: alpha / rank. Engines receive an adapter of scale 1 (`asyncmoe.models.lora.sglang.memory_layout`).
     """
 

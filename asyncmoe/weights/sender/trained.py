@@ -1,4 +1,4 @@
-"""What the sender needs to know of the model that is trained (`asyncmoe.trainer.model.gpt.Model`)."""
+"""The sender's view of the trained model (`asyncmoe.trainer.model.gpt.Model`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TrainedModel(Protocol):
         dtype: dtype of the parameters.
         parallel: the parallel sizes.
         mesh: this rank's position.
-        adapter: the adapter that is trained in place of the weights, if any.
+        adapter: the adapter trained in place of the weights, if any.
     """
 
     @property

@@ -118,7 +118,7 @@ async def load_and_check(config: Config) -> None:
     """
     parts = load(config)
     try:
-        await trial.before_engines(config, parts)
+        await trial.before_engines(config, parts, parts.scorer, parts.teacher)
     finally:
         await parts.close()
 

@@ -6,18 +6,14 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, TrajectoryRejected
 from asyncmoe.rollout.scoring import mathematics
 from asyncmoe.rollout.scoring.limits import LimitedScorer
 from asyncmoe.rollout.scoring.loading import scorer_kind
-from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, ScorerRaised
-from asyncmoe.rollout.tasks import Example, HasGolds
-
-if TYPE_CHECKING:
-    from asyncmoe.rollout.parts import RolloutParts
+from asyncmoe.rollout.scoring.types import TIMEOUT, UNAVAILABLE, Sample, Scorer, ScorerRaised
+from asyncmoe.rollout.tasks import Example, HasGolds, Tasks
 
 log = logging.getLogger(__name__)
 _SCORED = ("single_turn", "tools")
@@ -27,7 +23,7 @@ _CHECKED = 2000
 _SHOWN_CHARS = 60
 
 
-async def before_engines(config: Config, parts: RolloutParts) -> None:
+async def before_engines(config: Config, tasks: Tasks, scorer: Scorer, teacher: Scorer | None) -> None:
     """Check the reference answers, and try the scorer and the teacher with the first prompt.
 
     An environment of the user's own may give the rewards itself; then `scoring.scorer: auto` is not checked.
@@ -40,14 +36,14 @@ async def before_engines(config: Config, parts: RolloutParts) -> None:
     kind = scorer_kind(section, config.task)
     asked = section.scorer != "auto" or config.environment.kind in _SCORED
     if asked and kind == "math_verify":
-        own = [one for one in parts.sets if one.task is not parts.training]
+        own = [one for one in tasks.sets if one.task is not tasks.training]
         own_sets = {f"evaluation.sets.{one.name}" if one.name else "evaluation.path": one.task for one in own}
-        for key, source in {"task.path": parts.training, **own_sets}.items():
+        for key, source in {"task.path": tasks.training, **own_sets}.items():
             if isinstance(source, HasGolds):
                 await check_golds(source.golds(), key)
     if config.evaluation.sets and not config.evaluation.every:
         log.warning("evaluation.sets: none of them is asked, because evaluation.every is 0")
-    prompt, tokenizer = parts.training.prompt(0), parts.tokenizer
+    prompt, tokenizer = tasks.training.prompt(0), tasks.tokenizer
     if asked and kind == "exact" and not prompt.answer:
         hint = "name the column in task.columns.answer, or another scorer"
         raise ConfigError("scoring.scorer", got="exact, and the first prompt has no answer", expected="answers to compare with", hint=hint)
@@ -56,7 +52,7 @@ async def before_engines(config: Config, parts: RolloutParts) -> None:
     response = tokenizer.encode(prompt.answer) or (tokenizer.eos,)
     sampled = (False,) * len(prompt.tokens) + (True,) * len(response)
     sample = Sample(prompt.text, prompt.answer, prompt.answer, (*prompt.tokens, *response), sampled, columns=prompt.columns)
-    for name, stage in (("scorer", parts.scorer), ("teacher", parts.teacher)):
+    for name, stage in (("scorer", scorer), ("teacher", teacher)):
         try:
             if isinstance(stage, LimitedScorer) and (asked or name == "teacher"):
                 await stage.attempt(sample)

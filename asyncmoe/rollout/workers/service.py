@@ -146,7 +146,7 @@ class WorkerService:
         if isinstance(loaded, UserError):
             raise loaded
         if request.first:
-            await trial.before_engines(config, loaded)
+            await trial.before_engines(config, loaded, loaded.scorer, loaded.teacher)
         opened = config.log, config.run.dir, request.log, self._number, request.under_way
         self._kept = kept = await asyncio.to_thread(WorkerLog.open, *opened)  # reads all that was recorded
         self._worker = worker_of(config, loaded, self.pool, self._recording, self._number, kept)

@@ -243,3 +243,8 @@ def _lives(group: int) -> bool:
             if int(of) == group and state not in "ZX":
                 return True
     return False
+
+
+def boot_id() -> str:
+    """Return the kernel's ID of this host's current boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

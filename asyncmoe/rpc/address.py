@@ -6,9 +6,9 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from asyncmoe.errors import UserError
+from asyncmoe.process import boot_id
 
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 VARIABLE = "ASYNCMOE_HOST"
@@ -95,8 +95,3 @@ def towards(host: str, port: int) -> str:
 def host_id() -> str:
     """Return an ID that is equal for processes that share memory through /dev/shm: same kernel, same mount of /dev/shm."""
     return f"{boot_id()}-{os.stat('/dev/shm').st_dev}"
-
-
-def boot_id() -> str:
-    """Return the kernel's ID of this host's current boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

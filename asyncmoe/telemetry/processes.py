@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncmoe.rpc.address import boot_id
+from asyncmoe.process import boot_id
 from asyncmoe.storage import make_private, replace, writing
 from asyncmoe.telemetry.heartbeats import path_of
 from asyncmoe.telemetry.records import decoded

@@ -81,7 +81,7 @@ def engine_machines(config: Config) -> tuple[EngineMachine, ...]:
     adjacent ones.
 
     Raises:
-        ConfigError: the engines cannot be spread so.
+        ConfigError: the engines cannot be spread evenly in this way.
     """
     machines, engines = config.cluster.engine_nodes, config.engines
     if machines % engines.nodes:

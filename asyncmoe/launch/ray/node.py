@@ -63,7 +63,7 @@ class Node:
 
     def start(self, launch: Launch) -> None:
         """Start a process."""
-        # Ray sets OMP_NUM_THREADS to the bundle's CPUs. A value of the user's is in the launches' environment.
+        # Ray sets OMP_NUM_THREADS to the bundle's CPUs. A user's value is in the launches' environment.
         os.environ.pop("OMP_NUM_THREADS", None)
         # Ray blocks SIGINT in its worker processes, and child processes inherit the signal mask.
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, _LET_THROUGH)

@@ -191,7 +191,7 @@ class Worker:
         """
         if self._kept is not None:
             held = [group.place.position for group in self._groups.values() if group.place is not None]
-            below = min((*held, *self._writing, *self._newest_shown), default=self._kept.payloads.end)  # what is written has no place yet
+            below = min((*held, *self._writing, *self._newest_shown), default=self._kept.payloads.end)  # writes have no place yet
             await asyncio.to_thread(self._kept.payloads.forget, min(needed.get(self._number, below), below))
 
     def _forget_episodes(self, number: int) -> None:

@@ -88,8 +88,9 @@ def checkpoints(
 def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
     """Show the Python stacks of a run's own processes on this host, e.g. to see where it hangs.
 
-    The run's processes are those recorded in its directory. For a run on several hosts, the end of the output names those not covered. To
-    profile steps instead, see docs/guides/profiling.md.
+    The run's processes are those recorded in its directory. For a run on
+    several hosts, the end of the output names those not covered. To profile
+    steps instead, see docs/guides/profiling.md.
     """
     from asyncmoe.launch import stacks as command
 

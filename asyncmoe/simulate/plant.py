@@ -83,7 +83,7 @@ class Plant(Section):
     )
     max_concurrent: Positive | None = Field(
         None,
-        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most as many as there are slots. null: so many.",
+        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most, and with null, the number of slots.",
     )
     steps: Positive = Field(40, description="Training steps to simulate; speeds exclude the first 2 * (max_staleness + 1), at most half.")
     seed: NonNegative = Field(0, description="Seed of every random draw; the same seed gives the same result.")

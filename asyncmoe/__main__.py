@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _settle_streams() -> None:
-    """Open descriptors 0 to 2 if closed, and use UTF-8 for paths and files whatever the locale, in this process and its children.
+    """Open descriptors 0 to 2 if closed, and use UTF-8 for paths and files in any locale, in this process and its children.
 
     Otherwise a file that a library opens could get the number of a closed standard stream, and be written to as one.
     """

@@ -29,7 +29,7 @@ class AsyncmoeError(Exception):
 
 
 class Interrupted(AsyncmoeError):
-    """The user stopped the command. The text says what is saved and how to go on.
+    """The user stopped the command. The text says what is saved and how to resume.
 
     Args:
         number: the signal; the exit status is 128 + `number`, as in a shell.

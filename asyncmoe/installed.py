@@ -1,4 +1,4 @@
-"""How this asyncmoe was installed, what is installed with it, and how to install what is missing.
+"""Find out how asyncmoe was installed, which extras are present, and how to install missing ones.
 
 Imports only the standard library: it must work when everything else is missing.
 """

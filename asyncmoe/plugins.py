@@ -115,7 +115,7 @@ async def awaited(ask: Callable[[], Awaitable[T]], seconds: float, whose: str) -
         Overdue: it took longer than `seconds`.
         Failed: it raised something other than an Exception: SystemExit, GeneratorExit or, as code over anyio does by mistake, a
             CancelledError though nobody cancelled it.
-        Exception: whatever else it raised.
+        Exception: any other exception that it raised.
     """
     loop = asyncio.get_running_loop()
 
@@ -124,7 +124,7 @@ async def awaited(ask: Callable[[], Awaitable[T]], seconds: float, whose: str) -
             return await ask()
         except Exception:
             raise
-        except BaseException as error:  # SystemExit would end the event loop, and nobody above expects a GeneratorExit
+        except BaseException as error:  # SystemExit would end the event loop, and no caller expects a GeneratorExit
             if not loop.is_running():  # Python closes an abandoned coroutine
                 raise
             raise Failed(told_at(error)) from error

@@ -97,7 +97,7 @@ def leave(status: int) -> NoReturn:
 
 
 def die_with_parent(parent: int | None = None, how: Signals = signal.SIGTERM) -> None:
-    """Ask Linux to send this process a signal when its parent ends, for whatever reason.
+    """Ask Linux to send this process a signal when its parent ends for any reason.
 
     Args:
         parent: process id of the parent, if known: this process ends at once if its parent has already ended.
@@ -210,7 +210,7 @@ class Child:
         """Return what the process has written to its log, or the newest 64 MiB of it."""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            begin = self._begin if self._begin <= size else 0  # somebody has truncated it
+            begin = self._begin if self._begin <= size else 0  # it was truncated
             file.seek(max(begin, size - _MOST_READ))
             return file.read().decode(errors="replace")
 

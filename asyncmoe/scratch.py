@@ -39,9 +39,9 @@ class Scratch:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
             made = self.path / f"{_LOCK}.new"
             self._lock: IO[str] = made.open("w")
-            with suppress(OSError):  # a file system may lack locks; then nobody removes what is left
+            with suppress(OSError):  # a file system may lack locks; then leftovers stay
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
-            made.rename(self.path / _LOCK)  # nobody finds it unlocked
+            made.rename(self.path / _LOCK)  # no process finds it unlocked
 
     def environment(self) -> dict[str, str]:
         """Return the variables that make a child process use the folder; compiled kernels, worth keeping, stay outside it."""

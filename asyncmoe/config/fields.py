@@ -95,7 +95,7 @@ def refused(key: str, got: object, expected: str, hint: str = "") -> ValueError:
 
 
 def wrong_address(url: str) -> tuple[str, str] | None:
-    """Return what is wrong with the address of a server, and what is expected; None if it is valid."""
+    """Return the fault of a server's address, and the expected form; None if it is valid."""
     parts = urlsplit(url)
     if parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc:
         return None

@@ -1,6 +1,6 @@
 """Removed keys and commands, and what to do instead.
 
-A removed key whose value asks for nothing is ignored, so that the configuration of an older run, which has every key, can be read.
+A removed key with an idle value is ignored, so that the configuration of an older run, which has every key, can be read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Gone:
 
     Attributes:
         instead: what to do instead; follows "expected" in the message.
-        idle: values that ask for nothing removed; None: all, because another key asks for it.
+        idle: values that need no refusal; None: all, because another key triggers it.
     """
 
     instead: str
@@ -206,7 +206,7 @@ def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[
     """Delete removed keys from the values of a configuration.
 
     Returns:
-        The path of every key that asked for something removed -> its value, and what to do instead.
+        The path of every removed key whose value is not idle -> the value, and what to do instead.
     """
     found: dict[tuple[str, ...], tuple[Any, str]] = {}
     for path, value in list(_leaves(values)):

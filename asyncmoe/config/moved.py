@@ -16,7 +16,7 @@ from asyncmoe.errors import ConfigError, UserError
 FILE = "config.yaml"
 """The configuration in a run's directory, with all defaults and overrides."""
 _SIGNS = ("checkpoints", "metrics.jsonl", "logs", "processes")
-"""Entries of which a run's directory also has at least one; a folder with config.yaml alone is not a run."""
+"""A run's directory also has at least one of these; a folder with config.yaml alone is not a run."""
 
 
 def is_run(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Explain a refused configuration in the user's terms: where the key is, what it got, what it takes, and what was probably meant."""
+"""Explain a refused configuration in the user's terms: where the key is, what it got, what it accepts, and what was probably meant."""
 
 from __future__ import annotations
 

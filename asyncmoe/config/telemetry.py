@@ -1,4 +1,4 @@
-"""What a run shows and exports, and what it profiles."""
+"""Output, export and profiles of a run."""
 
 from __future__ import annotations
 

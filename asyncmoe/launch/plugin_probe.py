@@ -2,7 +2,7 @@
 
 Whatever the code does, this process continues: the code may exit, crash, or never return. The run's processes try it again. `python -m
 asyncmoe.launch.plugin_probe` is the separate process: it reads the configuration on standard input, and writes a line for each key on
-standard output as soon as its code is tried. Whatever the code prints goes to standard error.
+standard output as soon as its code is tried. Output of the code goes to standard error.
 """
 
 from __future__ import annotations

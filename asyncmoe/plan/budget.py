@@ -233,7 +233,7 @@ def training(config: Config, hf: Hf, cpu: bool = False) -> Training:
 
 
 def serving(config: Config, hf: Hf, cpu: bool = False, staged: bool = True) -> EngineMemory:
-    """Return the settings for an engine's memory. Without `engines.max_total_tokens`, SGLang's KV cache takes whatever
+    """Return the settings for an engine's memory. Without `engines.max_total_tokens`, SGLang's KV cache takes all that
     --mem-fraction-static leaves; here it gets the tokens of `engines.max_running` longest conversations.
 
     Args:

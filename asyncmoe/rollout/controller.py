@@ -84,7 +84,7 @@ async def _serve(config: Config, run_dir: Path, asked: Tasks, run_log: RunLog) -
     succession = Succession(run_dir) if config.survives_controller else None  # after the log, which refuses a second controller
     try:
         if succession is not None and run_log.queue_log.state.first is None:  # no queue has used this log
-            succession.forget()  # the engines' version is of steps of which no record is left
+            succession.forget()  # the engines' version belongs to steps that are no longer recorded
         controller = Controller(config, recorder, asked, run_log, succession)
         host, port = address.reachable(config.cluster.network), config.cluster.port
         here_only = not (address.several(config.cluster.network) or port)

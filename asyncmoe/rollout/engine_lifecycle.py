@@ -110,7 +110,7 @@ class EngineLifecycle:
                 return f"{engine.name} {held} {weights.coming}, which was under way when the last controller was lost"
             if weights.changing:
                 await engine.client.resume()
-            await engine.client.abort()  # the requests of the last controller, which nobody waits for
+            await engine.client.abort()  # requests of the last controller, for which nothing waits any more
         except AsyncmoeError as error:
             return f"{engine.name} could not be taken over: {error}"
         member.serve(taken.version, taken.lineage)

@@ -59,8 +59,8 @@ class _Unawaited(ThreadPoolExecutor):
 def run(main: Coroutine[Any, Any, None]) -> None:
     """Run an event loop until a coroutine has ended. Remaining threads are not awaited, remaining tasks only for `_END_S`.
 
-    SystemExit or KeyboardInterrupt in another task, such as one that a user's code has begun, ends that task alone: it is raised where the
-    task is awaited. It stops the loop (asyncio's `Task` raises it twice), which then resumes.
+    SystemExit or KeyboardInterrupt in another task, such as one started by a user's code, ends only that task, and is raised where it is
+    awaited. It stops the loop (asyncio's `Task` raises it twice), which then resumes.
 
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C.

@@ -1,7 +1,7 @@
 """Processes for functions that may hang, end their process or hold the interpreter: users' scorers and tools, and mathematics.
 
 A process answers one request at a time, each a line of JSON (`asyncmoe.rollout.process_worker`). Callers set the time limits: a process
-whose call is cancelled is killed, with its process group, so that a late answer is not taken for that of the next call.
+whose call is cancelled is killed, with its process group, so that a late answer is not taken for the next call's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The controller's use of the log: which run it belongs to, what a queue resumes with, and what a checkpoint makes superfluous."""
+"""The controller's use of the log: check its run, resume the queue from it, and delete what checkpoints make superfluous."""
 
 from __future__ import annotations
 

@@ -116,5 +116,5 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     while True:
-        with suppress(SystemExit, KeyboardInterrupt):  # of one rollout, whose result it becomes: the others go on
+        with suppress(SystemExit, KeyboardInterrupt):  # raised in one rollout, which it ends: the others continue
             loop.run_forever()

@@ -125,7 +125,7 @@ class Agent:
         responses: its responses so far, decoded.
         credits: {index of a sampled token: reward} of the steps that the environment rewarded.
         calls: tool calls that the environment made for it, for readers of samples.
-        why: what the scorer says about its reward, for readers of samples.
+        why: the scorer's explanation of its reward, for readers of samples.
         spoke_last: increases with the end of its last response, across episodes; -1 before the first.
         speaking: True while a response is in progress.
         episode: the episode it belongs to.

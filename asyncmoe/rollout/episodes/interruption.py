@@ -10,8 +10,8 @@
 An abort is SGLang's /abort_request, repeated until every request has been answered, before weights change: SGLang's own pause in
 mode "abort" checks only once a second whether all requests have been answered (`tokenizer_manager.py`, `pause_generation`).
 
-A long response may be sampled in pieces, consecutive requests of which each can be recorded. Keys and values of the tokens so far come from
-the engine's prefix cache; after a new version they are recomputed.
+A long response may be sampled in pieces, by consecutive requests that are recorded one by one. Keys and values of the tokens so far come
+from the engine's prefix cache; after a new version they are recomputed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def respond(
         before: the tokens of all earlier turns.
         request: scheduling information of the first request.
         listener: receives the tokens and may end the response; tokens after that are dropped.
-        answers: answers the requests; None: the pool.
+        answers: answers the requests in place of the pool, or None.
         piece: maximum number of tokens of a request; 0: no limit.
 
     Returns:

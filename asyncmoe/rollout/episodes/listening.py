@@ -17,7 +17,7 @@ class Listening:
     """Follows a response: a `Listener`.
 
     Args:
-        stops: texts, the first of which to appear ends the response. The token that completes it is the response's last.
+        stops: stop texts; the first to appear ends the response. The token that completes it is the response's last.
         ends: called with the response up to the end of a stop text; returns whether it ends there. None: always.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Mathematical equality of answers: what a reference and the final answer of a response mean, compared by their values.
+"""Mathematical equality of answers: a reference and the final answer of a response are parsed and compared by value.
 
 A text is parsed to its last character, or compared as text; all work is bounded in advance. A response that exceeds the bounds is wrong,
 and a reference that does is refused, so that no answer delays its group.

@@ -21,7 +21,7 @@ POINTS = range(2 * len(_RANGES))
 _WORK, MOST = 40_000, 100
 """Bounds on operations, and on the members of a list."""
 _SKIPPED = {"number": 0, "variable": 0, "+": 0, "*": 0}
-"""Extra operations that a node counts as, besides one; a node not listed counts as 40 in all."""
+"""Operations, beyond the first, that a node counts for; an unlisted node counts for 40 in all."""
 
 
 @dataclass(frozen=True)

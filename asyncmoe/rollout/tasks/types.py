@@ -1,4 +1,4 @@
-"""Questions of a task: what a source of questions provides, and what the rest of the run receives.
+"""Questions of a task: the interface of their sources, and the form in which the rest of the run receives them.
 
 A source is a task's content and knows no tokenizer. It is one of
 - `Finite`: it has a length, and an example for each index; the run visits all examples once in an epoch, in an order drawn from the seed;

@@ -57,7 +57,7 @@ def run(config: Config, run_dir: Path, number: int) -> None:
         UserError: the task, scorer, environment or tokenizer is unusable, which is also reported to the controller; or this machine has no
             address in `cluster.network`.
         ConfigError: the controller's configuration differs, or has no such worker.
-        WaitTimeout: the controller did not start, or is gone.
+        WaitTimeout: the controller did not start, or has ended.
     """
     with named(process_name(number)):
         keep_files()

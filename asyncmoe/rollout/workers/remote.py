@@ -35,7 +35,7 @@ class RemoteWorker:
     """One worker. For the controller's event loop.
 
     Args:
-        lost: called once, when the worker is gone.
+        lost: called once, when the worker is lost.
         heard: called with its news.
 
     Attributes:

@@ -89,7 +89,7 @@ class Worker:
                 del self._running[place]
 
     async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> tuple[Made, ...]:
-        """Run and score one episode of an evaluation set, of which nothing is kept. Raises as `play`."""
+        """Run and score one episode of an evaluation set; keep nothing. Raises as `play`."""
         return tuple(map(summed_up, await self._evaluated[name](prompt, place)))
 
     async def show(self, first: int, count: int) -> list[Group]:

@@ -31,7 +31,7 @@ _MOST_PROBLEM = 300
 
 
 class LoggerClient(Protocol):
-    """A logger's client. Every method may raise whatever the logger's package raises."""
+    """A logger's client. Every method may raise any error of the logger's package."""
 
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
         """Begin a run, or continue run `id`, to which `points` points were sent; return its id, and its address ("" without one).

@@ -53,5 +53,5 @@ class Container(sandbox.Sandbox):
         return [self._runtime, "run", *confined, "--entrypoint", "timeout", self._image, *inside]
 
     def removal(self, name: str) -> list[str]:
-        """See `Sandbox`: the container is the daemon's. One that cannot be removed ends by itself."""
+        """See `Sandbox`: the container is the daemon's. If it cannot be removed, it ends after its time limit."""
         return [self._runtime, "rm", "--force", name]

@@ -134,7 +134,7 @@ class Sandbox(ABC):
         assert process.stderr is not None
         try:
             async with asyncio.timeout(self.start_s):
-                with suppress(ConnectionError):  # one that ended early has said why
+                with suppress(ConnectionError):  # a command that ended early has printed why
                     process.stdin.write(program)
                     await process.stdin.drain()
                 process.stdin.close()

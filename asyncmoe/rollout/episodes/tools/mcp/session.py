@@ -137,7 +137,7 @@ class McpSession:
             yield streams
 
     async def _answered(self, request: Awaitable[T], what: str) -> T:
-        """Return the answer to a request. Raises ToolError, whose reason tells whose fault a failure is."""
+        """Return the answer to a request. Raises ToolError, with a reason by whose fault a failure is."""
         try:
             return await request
         except Exception as error:  # whatever the SDK raises is the server's failure

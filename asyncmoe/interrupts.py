@@ -20,8 +20,7 @@ NO_RUN_YET = "stopped before the run was started; repeat the command to start it
 def leaving(said: str) -> Iterator[None]:
     """Within the block, which only imports, Ctrl-C prints `said` and ends the process at once.
 
-    A KeyboardInterrupt may get lost in an import: extension modules turn it into an ImportError, and Python
-    ignores it in a finalizer.
+    A KeyboardInterrupt may get lost in an import: extension modules turn it into an ImportError, and Python ignores it in a finalizer.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -28,8 +28,8 @@ class RolloutSection(Section):
     """Sample only from the fewest tokens whose probabilities add up to this; 1: from all. Below 1 it needs top_k, or keep.sampling_mask
     off."""
     top_k: Annotated[int, Field(ge=2), NUMBER] | None = None
-    """Sample only from this many most probable tokens, at least 2, as 1 leaves nothing to learn; null: from all. Needed if top_p or
-    min_p exclude tokens, at most 4096, unless keep.sampling_mask is off."""
+    """Sample only from this many most probable tokens, at least 2, as 1 leaves nothing to learn; null: from all. Needed if top_p or min_p
+    exclude tokens, at most 4096, unless keep.sampling_mask is off."""
     min_p: Decay = 0.0
     """Do not sample tokens less probable than this share of the most probable token's probability; 0: off. Above 0 it needs top_k, or
     keep.sampling_mask off."""

@@ -141,8 +141,8 @@ class TrainerSection(Section):
     checkpoint_every: NonNegative = 0
     """Steps between checkpoints, and so the most that a crash can lose; 0: only after the warm-up, at the end and on Ctrl-C."""
     async_save: bool = False
-    """Write checkpoints while training goes on: it pauses only while a rank copies what it saves to host memory. Off by default,
-    because the copy takes host memory, as much as a rank's checkpoint files (see `asyncmoe plan`)."""
+    """Write checkpoints while training goes on: it pauses only while a rank copies what it saves to host memory. Off by default, because
+    the copy takes host memory, as much as a rank's checkpoint files (see `asyncmoe plan`)."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints kept on disk; older ones are deleted, except as keep_every says."""
     keep_every: NonNegative = 0

@@ -125,8 +125,8 @@ def _with_result(member: SampledMember, made: Trajectory) -> SampledMember:
 
 
 def _roles(turns: Sequence[Turn], shared: int, unanswered: int) -> list[tuple[Role, int]]:
-    """Return the (role, size) of each non-empty stretch; adjacent responses (after an interruption) are merged. The first
-    `shared` responses, which another path trains, are context: observations."""
+    """Return the (role, size) of each non-empty stretch; adjacent responses (after an interruption) are merged. The first `shared`
+    responses, which another path trains, are context: observations."""
     sizes: list[tuple[Role, int]] = []
     for i, turn in enumerate(turns):
         given, said = len(turn.given), len(turn.generation.tokens)

@@ -4,8 +4,8 @@ An engine with B requests takes t(B) = t0 (1 + B / b0) seconds per step, and a s
 engine share a clock that counts steps. A request finishes when the clock has advanced by as many steps as it has tokens; arrivals and
 departures change only the speed of the clock. The engine keeps a heap of the clock readings at which its requests finish.
 
-Between two steps, one pass prefills all prompts that have arrived; the clock stops meanwhile. This models SGLang's scheduler without
-mixed chunks. Context length has no cost of its own: `t0` and `b0` are measured at the usual length.
+Between two steps, one pass prefills all prompts that have arrived; the clock stops meanwhile. This models SGLang's scheduler without mixed
+chunks. Context length has no cost of its own: `t0` and `b0` are measured at the usual length.
 
 A heap orders the engines by their next event. A changed engine gets an entry with a newer stamp, which invalidates its former one. A
 request goes where the live pool would send it.

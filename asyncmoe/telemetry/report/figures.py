@@ -99,8 +99,8 @@ def sections(runs: Mapping[str, RunRecords]) -> list[PageSection]:
 
 
 def _placed(run: RunRecords, kind: type[Drawn]) -> Sequence[tuple[float, Drawn]]:
-    """Return the records of a kind with their x: for steps the RL step, for evaluations the RL step evaluated, for
-    rollout records the minutes of RL time since the first RL step began."""
+    """Return the records of a kind with their x: for steps the RL step, for evaluations the RL step evaluated, for rollout records the
+    minutes of RL time since the first RL step began."""
     if kind is Step:
         return [(rl_step(run, step), step) for step in run.rl]
     if kind is Evaluation:

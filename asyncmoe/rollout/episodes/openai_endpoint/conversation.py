@@ -103,8 +103,8 @@ def extend(known: Conversation, asked: PolicyRequest, tokenizer: Tokenizer) -> N
 
 
 def _results(known: Conversation, asked: PolicyRequest, tokenizer: Tokenizer) -> NewContent | None:
-    """Return the tool results that `asked` adds to a conversation, as the template writes them after an answer with calls;
-    None if it adds anything else, or the template does not end that answer as the policy did."""
+    """Return the tool results that `asked` adds to a conversation, as the template writes them after an answer with calls; None if it adds
+    anything else, or the template does not end that answer as the policy did."""
     size = len(known.asked.messages)
     more, (said,) = asked.rendered[size:], asked.rendered[size - 1 : size]
     if known.ended is None or any(message["role"] != "tool" for message in more):

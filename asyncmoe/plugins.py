@@ -135,7 +135,7 @@ async def awaited(ask: Callable[[], Awaitable[T]], seconds: float, whose: str) -
         done, _ = await asyncio.wait([task], timeout=seconds)
     finally:
         if not task.done() and not await ended([task], _LEAVE_S):
-            log.warning("%s does not end when it is cancelled, and is left to itself", whose)
+            log.warning("%s does not end when it is cancelled, and is abandoned", whose)
     if not done:
         raise Overdue(f"{whose} took longer than {seconds:g} s")
     return task.result()

@@ -1,4 +1,4 @@
-"""`asyncmoe` and `python -m asyncmoe`: the command line, or without its packages one line that says how to install them."""
+"""Entry point of `asyncmoe` and `python -m asyncmoe`; if packages are missing, one line says how to install them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def main() -> None:
 
 
 def _settle_streams() -> None:
-    """Give this process and its children the descriptors 0 to 2, and UTF-8 for paths and files, whatever the locale.
+    """Open descriptors 0 to 2 if closed, and use UTF-8 for paths and files in any locale, in this process and its children.
 
-    Of a descriptor that the shell has closed the number would go to a library's file, which others then take for a standard stream.
+    Otherwise a file that a library opens could get the number of a closed standard stream, and be written to as one.
     """
     for number in range(3):
         try:

@@ -32,7 +32,7 @@ def schema() -> None:
 
 @app.command()
 def validate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Check all that can be known before a run starts: keys, sizes, model, data, your own code, the engines' Python, checkpoints.
+    """Check everything that can be checked before a run starts: keys, sizes, model, data, your own code, the engines' Python, checkpoints.
 
     Your own modules are imported, as a run would. `asyncmoe doctor CONFIG` does this too, and checks the machine: ports, disk, GPUs.
     """

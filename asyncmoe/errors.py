@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 RECURRING = (2, 3)
-"""Exit codes of failures that starting again does not help: mistakes that the user can fix, and wrong numbers or programs."""
+"""Exit codes of failures that a restart does not fix: mistakes of the user, and wrong numbers or programs."""
 
 
 class AsyncmoeError(Exception):
     """Base class of all errors raised on purpose by asyncmoe.
 
     Args:
-        exit_code: that of the error of which this one tells; None: its class's.
+        exit_code: of the error that this one reports; None: the class's.
     """
 
     exit_code = 1
@@ -29,10 +29,10 @@ class AsyncmoeError(Exception):
 
 
 class Interrupted(AsyncmoeError):
-    """The user stopped the command. The text says what is saved and how to go on.
+    """The user stopped the command. The text says what is saved and how to resume.
 
     Args:
-        number: the signal; a shell gives a command that it ended the status 128 + `number`.
+        number: the signal; the exit status is 128 + `number`, as in a shell.
     """
 
     exit_code = 130
@@ -42,7 +42,7 @@ class Interrupted(AsyncmoeError):
 
 
 class RunStopping(AsyncmoeError):
-    """The controller no longer does what was asked, because the run is being stopped and the trainer has saved what it had."""
+    """The controller refuses a request because the run is stopping and the trainer has saved its state."""
 
 
 class UserError(AsyncmoeError):
@@ -64,13 +64,13 @@ class UserError(AsyncmoeError):
 
 
 def an(word: str) -> str:
-    """Return a noun with its indefinite article; Python's name of a number's type as the word for it."""
+    """Return a noun with its indefinite article; names of Python types become English words."""
     noun = {"int": "integer", "str": "string", "bool": "truth value", "NoneType": "None"}.get(word, word)
     return noun if noun == "None" else f"{'an' if noun[:1].lower() in set('aeiou') else 'a'} {noun}"
 
 
 def together(errors: Sequence[UserError]) -> UserError:
-    """Return one error that says all of them, a line each. `errors` is not empty."""
+    """Merge errors into one with a line for each. `errors` is not empty."""
     first, *others = errors
     if others:
         first.args = ("\n".join(str(error) for error in errors),)
@@ -108,7 +108,7 @@ class WeightSyncError(AsyncmoeError):
 
 
 class ReportedFailure(WeightSyncError):
-    """A failure as the rank reported it on which it happened: the text says where, so nobody adds a place to it."""
+    """A failure reported by the rank on which it happened; its text already says where."""
 
 
 class OutOfDeviceMemory(UserError):
@@ -151,12 +151,12 @@ class TrajectoryRejected(AsyncmoeError):
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason[:100]
-        # A user's code may raise any text: a long one, or one with half a surrogate pair, which neither a log nor a record can hold.
+        # A user's code may raise any text: too long, or with a lone surrogate, which neither a log nor a record can hold.
         super().__init__(f"{self.reason}: {detail[:2000].encode(errors='replace').decode()}")
 
 
 class Disagreement(AsyncmoeError):
-    """An engine has loaded other weights than the trainer; nothing was sampled with them."""
+    """An engine's weights differ from the trainer's; nothing was sampled with them."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""Imports of a process that needs torch, Megatron or SGLang, which are most of its start."""
+"""Faster imports of torch, Megatron and SGLang, which dominate a process's start-up."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage within the block, which only imports.
+    """Disable garbage collection within the block, which only imports.
 
-    The modules of torch and Megatron make a million objects, of which next to none is garbage, and collections that look at all of them
-    again and again take a sixth of the time.
+    Importing torch and Megatron makes a million objects, hardly any of them garbage; repeated collections would take a sixth of the time.
     """
-    collects = gc.isenabled()  # not within another such block
+    collects = gc.isenabled()  # False within another such block
     gc.disable()
     try:
         yield

@@ -1,6 +1,6 @@
-"""How this asyncmoe was installed, what is installed with it, and how to install what is missing.
+"""Find out how asyncmoe was installed, which extras are present, and how to install missing ones.
 
-Needs nothing but the standard library: it speaks where everything else is absent.
+Imports only the standard library: it must work when everything else is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "redis": ("redis",),
     "mcp": ("mcp", "mcp_types", "httpx2", "anyio"),
 }
-"""Modules that asyncmoe imports, by the extra of pyproject.toml that has them."""
+"""Modules that asyncmoe imports, by the extra of pyproject.toml that provides them."""
 _OF_SETUP = ("cli", "train", "report", "tensorboard", "ray", "redis", "engine")
 """The extras that `make setup` of a checkout installs."""
 _LIGHT = ("plan", "simulate", "doctor", "config")
@@ -40,7 +40,7 @@ _ABOVE = Path(__file__).parents[1]
 
 
 def from_checkout() -> bool:
-    """Return whether this package is the one of a checkout, whose environments `make setup` makes; otherwise pip has installed it."""
+    """Return whether this package lies in a checkout, set up by `make setup`; otherwise pip installed it."""
     return all((_ABOVE / name).is_file() for name in ("Makefile", "pyproject.toml"))
 
 
@@ -53,7 +53,7 @@ def fix(extra: str = "train", *, gpu: bool = False, python: Path | str | None = 
     """Return the command that installs what is missing.
 
     Args:
-        extra: the extra of the package that has it, for pip.
+        extra: the extra that provides it, for pip.
         gpu: builds for GPUs are missing.
         python: the interpreter that lacks it; None: this one.
     """
@@ -64,14 +64,14 @@ def fix(extra: str = "train", *, gpu: bool = False, python: Path | str | None = 
 
 
 def _declared(extra: str) -> list[str]:
-    """Return the requirements of an extra, as the checkout declares them; `asyncmoe[extra]` would be the asyncmoe of a registry."""
+    """Return the requirements of an extra, as the checkout declares them; `asyncmoe[extra]` would name the asyncmoe of a registry."""
     project = tomllib.loads((_ABOVE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found: list[str] = project["optional-dependencies"][extra]
     return found
 
 
 def rebuild(*, gpu: bool = False, archs: str = "") -> str:
-    """Return how to build the extensions again.
+    """Return how to rebuild the extensions.
 
     Args:
         gpu: with CUDA kernels.
@@ -85,7 +85,7 @@ def rebuild(*, gpu: bool = False, archs: str = "") -> str:
 
 
 def rebuild_with_kernels() -> str:
-    """Return how to build the extensions again so that their CUDA kernels are not left out."""
+    """Return how to rebuild the extensions with their CUDA kernels."""
     return f"{rebuild(gpu=True)}, which {'brings nvcc' if from_checkout() else 'needs nvcc'} and insists on the kernels"
 
 
@@ -93,7 +93,7 @@ def need(module: str, what: str) -> None:
     """Refuse to begin `what` without a module.
 
     Raises:
-        UserError: the module is not installed; names the extra that has it.
+        UserError: the module is not installed; names the extra that provides it.
     """
     if not has(module):
         raise absent(module, what)

@@ -1,5 +1,5 @@
-"""Signals that stop a command. Before there is anything to save, Ctrl-C has it say one line and end with status 130, as a shell gives a
-command that SIGINT ended; a run that goes on counts them.
+"""Signals that stop a command. Before there is anything to save, Ctrl-C prints one line and exits with status 130, as a shell does after
+SIGINT; a run in progress counts them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ NO_RUN_YET = "stopped before the run was started; repeat the command to start it
 def leaving(said: str) -> Iterator[None]:
     """Within the block, which only imports, Ctrl-C prints `said` and ends the process at once.
 
-    The exception that Python raises otherwise may get lost in an import: extension modules turn it into an ImportError, and Python
-    ignores it in a finalizer.
+    A KeyboardInterrupt may get lost in an import: extension modules turn it into an ImportError, and Python ignores it in a finalizer.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -29,7 +28,7 @@ def leaving(said: str) -> Iterator[None]:
         os._exit(Interrupted.exit_code)
 
     before = signal.getsignal(signal.SIGINT)
-    if not callable(before):  # ignored, as of a shell's background job
+    if not callable(before):  # ignored, as in a shell's background job
         yield
         return
     signal.signal(signal.SIGINT, leave)
@@ -41,7 +40,7 @@ def leaving(said: str) -> Iterator[None]:
 
 @contextmanager
 def stopping(said: str) -> Iterator[None]:
-    """Let Ctrl-C within the block end the command in one line, after the block has cleaned up.
+    """Convert Ctrl-C within the block to `Interrupted`, after the block has cleaned up.
 
     Raises:
         Interrupted: SIGINT was received; the text is `said`.
@@ -55,10 +54,10 @@ def stopping(said: str) -> Iterator[None]:
 class StopOnSignal:
     """Counts SIGINT, SIGTERM and SIGHUP, so that none ends the program at an arbitrary point before the user insists.
 
-    After SIGHUP, what is written to the terminal that is gone is dropped: a write to it fails. SIGHUP stays ignored where it is (nohup).
+    After SIGHUP, output to the lost terminal is dropped, because writes would fail. SIGHUP stays ignored if it already is (nohup).
 
     Attributes:
-        count: signals so far. From the third on each raises KeyboardInterrupt, which ends a wait for processes that do not end.
+        count: signals so far. Each from the third on raises KeyboardInterrupt, which breaks off a wait for processes that do not end.
         number: the first signal.
     """
 

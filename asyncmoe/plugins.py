@@ -1,7 +1,7 @@
 """Load a user's own code by its name, `package.module:name`: scorers, tools, environments, agents, parts of the objective, model families.
 
 Every process that needs a name imports it: from the working directory first, then from `PYTHONPATH` and the installed packages.
-`guarded` turns whatever the code does instead of returning into one error, and ends a wait in it.
+`guarded` converts everything the code does instead of returning to one error, and limits its time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 FORM = "package.module:name"
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 IMPORT_S, CALL_S, MAKE_S = 120.0, 60.0, 600.0
-"""Longest import of a module, which may load packages from a cold shared file system; longest trial, which takes a second or less; longest
-run of a constructor, which may read files."""
+"""Time limits of an import, which may load packages from a cold shared file system; of a trial call, which takes a second or less; and of a
+constructor, which may read files."""
 _LEAVE_S = 5.0
-"""How long a coroutine may take to end when it is cancelled: a tool may have processes to end. It is added to every limit."""
+"""Seconds a cancelled coroutine may take to end: a tool may have processes to end. Added to every limit."""
 _AGAIN_S = 1.0
-"""Pause between alarms: code that catches everything is interrupted until it ends."""
+"""Seconds between alarms: code that catches everything is interrupted again until it ends."""
 _OURS = str(Path(__file__).parent) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _LIBRARIES = (_OURS, *_INSTALLED, *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
@@ -57,7 +57,7 @@ class Overdue(Exception):
 
 
 class _TooLong(BaseException):
-    """Raised in a user's code by the alarm. No Exception, which such code often catches."""
+    """Raised in a user's code by the alarm. Not an Exception, because such code often catches those."""
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def guarded(seconds: float) -> Iterator[None]:
     finally:
         active = False
         if limited:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # before its handler goes: an alarm without one ends the process
+            signal.setitimer(signal.ITIMER_REAL, 0)  # before its handler is removed: an alarm without one ends the process
             signal.signal(signal.SIGALRM, before)
             signal.setitimer(signal.ITIMER_REAL, *timer)
     if late:
@@ -107,15 +107,15 @@ def guarded(seconds: float) -> Iterator[None]:
 
 
 async def awaited(ask: Callable[[], Awaitable[T]], seconds: float, whose: str) -> T:
-    """Call a user's coroutine function and await it, in a task of its own: what it does to its task does not reach the caller's.
+    """Call a user's coroutine function and await it in a task of its own, so that it cannot affect the caller's task.
 
-    A coroutine that has not ended `_LEAVE_S` after it was cancelled is left to itself.
+    A coroutine that has not ended `_LEAVE_S` after it was cancelled is abandoned.
 
     Raises:
         Overdue: it took longer than `seconds`.
-        Failed: it raised what is no Exception: SystemExit, GeneratorExit or, as code over anyio does by mistake, a CancelledError though
-            nobody cancelled it.
-        Exception: whatever else it raised.
+        Failed: it raised something other than an Exception: SystemExit, GeneratorExit or, as code over anyio does by mistake, a
+            CancelledError though nobody cancelled it.
+        Exception: any other exception that it raised.
     """
     loop = asyncio.get_running_loop()
 
@@ -124,18 +124,18 @@ async def awaited(ask: Callable[[], Awaitable[T]], seconds: float, whose: str) -
             return await ask()
         except Exception:
             raise
-        except BaseException as error:  # SystemExit would end the event loop, and nobody above expects a GeneratorExit
-            if not loop.is_running():  # Python closes a coroutine that was left to itself
+        except BaseException as error:  # SystemExit would end the event loop, and no caller expects a GeneratorExit
+            if not loop.is_running():  # Python closes an abandoned coroutine
                 raise
             raise Failed(told_at(error)) from error
 
     task = asyncio.create_task(contained())
-    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may wait for it any more
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # retrieves an exception that nobody may wait for any more
     try:
         done, _ = await asyncio.wait([task], timeout=seconds)
     finally:
         if not task.done() and not await ended([task], _LEAVE_S):
-            log.warning("%s does not end when it is cancelled, and is left to itself", whose)
+            log.warning("%s does not end when it is cancelled, and is abandoned", whose)
     if not done:
         raise Overdue(f"{whose} took longer than {seconds:g} s")
     return task.result()
@@ -156,7 +156,7 @@ def make(found: Callable[..., Any], target: str, options: Mapping[str, object], 
 
 
 def called(ask: Callable[[], T], where: str) -> T:
-    """Return what a user's code returns; raises DataError for what it raises, and its UserError."""
+    """Call a user's code and return its result; convert what it raises, except a UserError, to DataError."""
     try:
         return ask()
     except UserError:
@@ -166,7 +166,7 @@ def called(ask: Callable[[], T], where: str) -> T:
 
 
 async def ended(tasks: Collection[asyncio.Task[Any]], seconds: float) -> bool:
-    """Cancel tasks and wait for their ends; return whether all came in time. No end of the loop waits for the others either."""
+    """Cancel tasks and wait for them; return whether all ended in time. The event loop's shutdown does not wait for the rest either."""
     for task in tasks:
         task.cancel()
     deaf = (await asyncio.wait(tasks, timeout=seconds))[1] if tasks else ()
@@ -203,7 +203,7 @@ def load(target: str, key: str, *, forms: str, wanted: str) -> Any:
 
 
 def _import_hint(error: BaseException | None, module: str, name: str) -> str | None:
-    """Return the name that a misspelt one most likely means, or where a module that is not there was looked for."""
+    """Return the name that a misspelt one most likely means, or where a missing module was looked for."""
     loaded = sys.modules.get(module)
     if isinstance(error, AttributeError) and loaded is not None:
         near = nearest(name, [one for one in vars(loaded) if not one.startswith("_")])
@@ -221,7 +221,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def load_function(target: str, key: str, *, forms: str) -> Callable[..., object]:
-    """Load a function or another object that can be called. Raises as `load`, and if it cannot be called."""
+    """Load a function or another callable. Raises as `load` does, and ConfigError if the object cannot be called."""
     function = load(target, key, forms=forms, wanted="a function that can be imported")
     if not callable(function):
         raise ConfigError(key, got=f"{target}, {an(type(function).__name__)}", expected="a function")
@@ -229,7 +229,7 @@ def load_function(target: str, key: str, *, forms: str) -> Callable[..., object]
 
 
 def told(error: BaseException) -> str:
-    """Return an exception in one line; of `Failed` the text alone."""
+    """Format an exception in one line; a `Failed` as its text alone."""
     text = ""
     with suppress(BaseException):  # of a user's class
         text = " ".join(str(error).split())[:1000]
@@ -250,12 +250,13 @@ def raised_at(error: BaseException) -> str:
 
 
 def told_at(error: BaseException) -> str:
-    """Return an exception in one line, with the user's line that raised it if there is one."""
+    """Format an exception in one line, with the user's line that raised it, if any."""
     return " at ".join(filter(None, (told(error), raised_at(error))))
 
 
 def place_in(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the first line, each (frame, number), that is the user's: of no library, else of an installed package; "" if there is none."""
+    """Return the first of (frame, line number) pairs in the user's own code, else the first in an installed package; "" if there is
+    none."""
     lines = [(frame.f_code.co_filename, number) for frame, number in frames]
     own = (one for one in lines if not one[0].startswith(("<", *_LIBRARIES)))
     installed = (one for one in lines if one[0].startswith(_INSTALLED))

@@ -27,7 +27,7 @@ _LOOK_S = 0.05
 KILLED = "a rank was ended by"
 """Prefix of the failure reason if a signal ended one of torchrun's ranks."""
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(10), *range(11, 32), *range(127, 160))}
-"""Control characters but the line feed, which several errors at once need."""
+"""Control characters except the line feed, which separates several errors."""
 _PR_SET_PDEATHSIG = 1
 _REAP_S = 60.0
 _MOST_READ = 64 << 20
@@ -36,7 +36,7 @@ _YIELDING = 10
 
 
 def signalled(status: int) -> str:
-    """Return the signal that ended a process with this negative status, and what sends it."""
+    """Return the signal that ended a process with this negative status, and its likely cause."""
     return f"{Signals(-status).name}{', as when memory runs out' if status == -signal.SIGKILL else ''}"
 
 
@@ -52,7 +52,7 @@ def named(role: str) -> Iterator[None]:
 
 
 def keep_files() -> None:
-    """Let no program that this process starts inherit the files that this process has inherited: uvloop closes none of them."""
+    """Keep child processes from inheriting the files that this process has inherited: uvloop closes none of them."""
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the directory's own
             if number > 2:
@@ -60,9 +60,9 @@ def keep_files() -> None:
 
 
 def say(error: AsyncmoeError) -> None:
-    """Print the error for the user, with control characters of foreign texts as escapes. A stop by the user is said as it is."""
+    """Print the error for the user, with control characters of foreign texts escaped. `Interrupted` gets no prefix."""
     prefix = "" if isinstance(error, Interrupted) else ERROR_PREFIX
-    with suppress(OSError):  # the log's disk is full, which the parent looks at
+    with suppress(OSError):  # the log's disk is full, which the parent checks
         print(f"{prefix}{error.where}{': ' if error.where else ''}{error}".translate(_ESCAPED), file=sys.stderr, flush=True)
 
 
@@ -75,8 +75,8 @@ class _Unbroken(io.FileIO):
 
 
 def unbroken_output() -> None:
-    """Drop what cannot be written to standard output or error from now on: a run goes on without the reader of what it says, and on a full
-    disk. Its files have all of it."""
+    """Ignore failed writes to standard output and error from now on: a run continues without a reader of its output, and on a full disk.
+    Its files have all of it."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is not None and stream is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(_Unbroken(stream.fileno(), "w", closefd=False))
@@ -84,11 +84,11 @@ def unbroken_output() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, without the interpreter's own end.
+    """End this process at once, without the interpreter's shutdown.
 
     After a failure the interpreter would wait: other ranks may wait for this rank in a collective, and our own threads for a reply.
-    After a success it may abort: a thread of Gloo that still holds a tensor takes the interpreter's lock, which a finalizing
-    interpreter answers with "terminate called without an active exception" (torch/csrc/PyInterpreter.cpp, pytorch/pytorch#179291).
+    After a success it may abort: a thread of Gloo that still holds a tensor takes the interpreter's lock, and a finalizing interpreter
+    aborts with "terminate called without an active exception" (torch/csrc/PyInterpreter.cpp, pytorch/pytorch#179291).
     """
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the shell
         with suppress(OSError):  # the disk of the log may be full
@@ -97,10 +97,10 @@ def leave(status: int) -> NoReturn:
 
 
 def die_with_parent(parent: int | None = None, how: Signals = signal.SIGTERM) -> None:
-    """Ask Linux to send this process a signal when its parent ends, for whatever reason.
+    """Ask Linux to send this process a signal when its parent ends for any reason.
 
     Args:
-        parent: process id of the parent, if known: this process ends at once if that one ended before Linux was asked.
+        parent: process id of the parent, if known: this process ends at once if its parent has already ended.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, how, 0, 0, 0) != 0:
         print("prctl(PR_SET_PDEATHSIG) is refused: this process does not end with its parent", file=sys.stderr, flush=True)
@@ -109,15 +109,16 @@ def die_with_parent(parent: int | None = None, how: Signals = signal.SIGTERM) ->
 
 
 def freeze() -> None:
-    """Take all objects made so far out of later garbage collections. Call it once, when a process has loaded what it keeps to its end.
+    """Exempt all objects made so far from garbage collection. Call it once, when a process has loaded what it keeps to its end.
 
     The packages of a trainer or controller make over a million objects; each collection of the oldest generation would walk over them,
     which stops every thread of the process for about 0.25 s, every few steps of a small model (`gc.freeze` in Python's documentation).
     """
     gc.collect()
     gc.freeze()
-    # The oldest generation is collected once a quarter as many objects wait for that as the last such collection left (CPython 3.11,
-    # Modules/gcmodule.c): cycles that outlive two young collections would otherwise stay until there are hundreds of thousands of objects.
+    # CPython 3.11 (Modules/gcmodule.c) collects the oldest generation once the objects waiting for it exceed a quarter of those that the
+    # last such collection left: without this one, cycles that outlive two young collections would stay until there are hundreds of
+    # thousands of objects.
     gc.collect()
 
 
@@ -194,7 +195,7 @@ class Child:
         return self.returncode is not None
 
     def kill(self) -> None:
-        """Send SIGKILL to the whole session, and do not wait: memory of devices may take seconds to free. A thread reaps the process."""
+        """Send SIGKILL to the whole session, without waiting: device memory may take seconds to free. A thread reaps the process."""
         self._signal_session(signal.SIGKILL)
         threading.Thread(target=self.wait, args=(_REAP_S,), name=f"reap {self.name}", daemon=True).start()
 
@@ -206,16 +207,16 @@ class Child:
                 return
 
     def output(self) -> str:
-        """Return what the process has written to its log, or the newest part of much."""
+        """Return what the process has written to its log, or the newest 64 MiB of it."""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            begin = self._begin if self._begin <= size else 0  # somebody has truncated it
+            begin = self._begin if self._begin <= size else 0  # it was truncated
             file.seek(max(begin, size - _MOST_READ))
             return file.read().decode(errors="replace")
 
     @property
     def reason(self) -> str | None:
-        """Failure reason: the line `error: ...` in its log about a rank that a signal ended, or else the first; None: there is none."""
+        """Failure reason: the `error: ...` line in its log about a rank ended by a signal, else the first such line; None without one."""
         errors = [line.removeprefix(ERROR_PREFIX) for line in self.output().splitlines() if line.startswith(ERROR_PREFIX)]
         return next((error for error in errors if error.startswith(KILLED)), errors[0] if errors else None)
 
@@ -235,7 +236,7 @@ class Child:
 
 
 def _lives(group: int) -> bool:
-    """Return whether a process group has a process that has not ended. Zombies have: process 1 of a container may reap orphans late or
+    """Return whether a process group has a running process. Zombies do not count: process 1 of a container may reap orphans late or
     never."""
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):

@@ -1,8 +1,7 @@
-"""Private folders: for the sockets of this process, and for the temporary files of child processes, of which SGLang and torchrun leave some
-behind, most of all when they are killed.
+"""Private folders: for the sockets of this process, and for the temporary files of child processes: SGLang and torchrun leave some behind,
+especially when killed.
 
-A folder is private to this user, and locked by the process that made it. Whoever makes the next one removes folders whose maker has
-ended.
+A folder is private to this user, and locked by the process that made it. Making the next one removes folders whose maker has ended.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ VARIABLE = "ASYNCMOE_SCRATCH"
 """Environment variable with the name of the folder."""
 _PREFIX, _LOCK = "asyncmoe-", ".lock"
 _NAME = f"{_PREFIX}{'[a-z0-9_]' * 8}"
-"""What `mkdtemp` makes of the prefix."""
+"""Glob pattern of the names `mkdtemp` makes from the prefix."""
 
 
 class Scratch:
-    """A new folder. Making it removes what ended processes of this user have left.
+    """A new folder. Making it removes folders left by ended processes of this user.
 
     Raises:
         StorageError: the folder cannot be created.
@@ -40,12 +39,12 @@ class Scratch:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
             made = self.path / f"{_LOCK}.new"
             self._lock: IO[str] = made.open("w")
-            with suppress(OSError):  # a file system may lack locks; then nobody removes what is left
+            with suppress(OSError):  # a file system may lack locks; then leftovers stay
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
-            made.rename(self.path / _LOCK)  # nobody finds it unlocked
+            made.rename(self.path / _LOCK)  # no process finds it unlocked
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that have a child process use the folder; what is worth keeping stays where it would be without it."""
+        """Return the variables that make a child process use the folder; compiled kernels, worth keeping, stay outside it."""
         name = f"torchinductor_{os.geteuid()}"
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(own_folder(name) or self.path / name)
         return {"TMPDIR": str(self.path), VARIABLE: self.path.name, "TORCHINDUCTOR_CACHE_DIR": compiled}
@@ -57,8 +56,8 @@ class Scratch:
 
 
 def own_folder(name: str) -> Path | None:
-    """Return a folder for temporary files that is kept for later processes; None if another user can have written into it. What
-    compilers leave there is executed."""
+    """Return a folder for temporary files that later processes reuse; None if another user may have written to it. What compilers leave
+    there is executed."""
     kept = Path(tempfile.gettempdir()) / name
     with suppress(OSError):
         kept.mkdir(mode=0o700, exist_ok=True)

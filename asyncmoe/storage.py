@@ -70,10 +70,10 @@ def writing(what: str, path: Path, then: str = "") -> Iterator[None]:
 
 
 def within(seconds: float, whom: str, what: str, act: Callable[[], T]) -> T:
-    """Call `act`, which may wait for a place that does not answer, in a thread of its own for no longer than `seconds`.
+    """Call `act` in a thread of its own and wait at most `seconds`: a file system may not respond.
 
     Raises:
-        WaitTimeout: it did not return in time; the thread is left to itself.
+        WaitTimeout: it did not return in time; the thread is abandoned.
     """
     answer: Future[T] = Future()
 
@@ -93,14 +93,14 @@ def within(seconds: float, whom: str, what: str, act: Callable[[], T]) -> T:
 
 
 def check_new(what: str, out: Path) -> None:
-    """Refuse a path to write; nothing is left there.
+    """Refuse an output path that exists or cannot be created; leave nothing there.
 
     Args:
         what: as for `writing`.
 
     Raises:
-        DataError: `out` exists, or is where nothing can be made.
-        StorageError: it is not for this user to write, or a file is among its parts.
+        DataError: `out` exists, or nothing can be created there.
+        StorageError: this user may not write there, or one of its parents is a file.
     """
     if os.path.lexists(out):
         raise DataError(str(out), got="an existing path" if out.exists() else "a symbolic link to nothing", expected="a new path")
@@ -109,23 +109,23 @@ def check_new(what: str, out: Path) -> None:
 
 
 def try_place(what: str, directory: Path) -> str:
-    """Make a folder where `directory` is or would be, and remove it as if it had never been. Return why nothing can be made there, as below
-    /proc or below a link that leads nowhere, else "".
+    """Create a folder where `directory` is or would be, and remove it without a trace. Return why nothing can be created there, as below
+    /proc or a dangling link, else "".
 
     Args:
         what: as for `writing`.
 
     Raises:
-        StorageError: a file is among its parts, or it is not for this user to write.
+        StorageError: one of its parents is a file, or this user may not write there.
     """
     place = next(one for one in (directory, *directory.absolute().parents) if os.path.lexists(one))
     with writing(what, directory):
         with suppress(FileNotFoundError):
-            directory.stat()  # of a name that is too long nothing exists
+            directory.stat()  # raises if a name is too long
         try:
             before = place.stat()
             Path(tempfile.mkdtemp(prefix=".asyncmoe-", dir=place)).rmdir()
-            with suppress(OSError):  # it is another user's, as /tmp
+            with suppress(OSError):  # it is another user's, such as /tmp
                 os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
         except FileNotFoundError as error:
             return f"in {place} nothing can be made ({error.strerror})"
@@ -136,7 +136,7 @@ def try_place(what: str, directory: Path) -> str:
 def new_directory(what: str, out: Path) -> Iterator[Path]:
     """Yield an empty directory beside `out`, which becomes `out` at the end of the block; if the block raises, it is deleted.
 
-    Missing parents of `out` are created, and directories deleted that processes which were killed on this node left for the same `out`.
+    Missing parents of `out` are created, and what processes killed on this node left for the same `out` is deleted.
 
     Args:
         what: as for `writing`.
@@ -160,11 +160,10 @@ def new_directory(what: str, out: Path) -> Iterator[Path]:
 
 
 def _scratch(out: Path) -> tuple[Path, int]:
-    """Make a directory beside `out` and lock it; return it with the lock's descriptor. What killed processes left for `out` is deleted.
+    """Create and lock a directory beside `out`; return it with the lock's descriptor. Delete what killed processes left for `out`.
 
-    A directory belongs to a living process if it is locked. Locks may hold on one node only, so its name has the node, and no other deletes
-    it.
-    The parent is locked meanwhile: a directory that is not locked yet is not seen.
+    A locked directory belongs to a running process. Locks may be local to a node, so its name has the node, and no other node deletes it.
+    The parent is locked meanwhile, so that nobody sees a directory before it is locked.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     front = f".{out.name}.{socket.gethostname()}-"
@@ -173,7 +172,7 @@ def _scratch(out: Path) -> tuple[Path, int]:
         if _locked(parent, fcntl.LOCK_EX):
             _delete_left([path for path in out.parent.iterdir() if path.name.startswith(front) and path.is_dir()])
         scratch = out.parent / f"{front}{secrets.token_hex(8)}"
-        scratch.mkdir()  # unlike `mkdtemp`, with the mode that the user's umask says
+        scratch.mkdir()  # unlike `mkdtemp`, with the mode of the user's umask
         held = os.open(scratch, os.O_RDONLY)
         _locked(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
@@ -192,7 +191,7 @@ def _delete_left(directories: list[Path]) -> None:
 
 def lock_alone(lock: IO[str]) -> bool:
     """Lock an open file until it is closed, or close it and return False if another process has the lock. A shared file system may lack
-    locks, as Lustre does without -o flock: there nothing is locked.
+    locks, as Lustre does without -o flock; then nothing is locked.
 
     Raises:
         OSError: it cannot be locked.
@@ -230,7 +229,7 @@ def explain(error: BaseException, what: str, path: Path, then: str = "") -> Stor
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only this user may enter. Whom an existing one admits stays as it is.
+    """Make a directory that only this user may enter. An existing one keeps its mode.
 
     Raises:
         OSError: it cannot be made.
@@ -239,10 +238,10 @@ def make_private(directory: Path) -> None:
 
 
 def replace(path: Path, content: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
-    """Write a file so that whoever reads it meanwhile finds a whole one, the former or this; `durable`: after a power cut, too.
+    """Replace a file atomically: readers find the whole old or the whole new content; with `durable`, after a power cut, too.
 
     Args:
-        mode: permissions, of which the user's umask takes some.
+        mode: permissions before the user's umask.
 
     Raises:
         OSError: it cannot be written.
@@ -261,19 +260,19 @@ def replace(path: Path, content: bytes, *, durable: bool = False, mode: int = 0o
 
 
 def sync_directory(path: Path) -> None:
-    """Have a directory's entries on its disk, on file systems that can. Raises OSError."""
+    """Flush a directory's entries to disk, if the file system can. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # as file systems in user space answer that cannot (fsync(2))
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # from file systems in user space that cannot (fsync(2))
             raise
     finally:
         os.close(handle)
 
 
 def share(folder: Path, like: str) -> None:
-    """Give files of tensors, which safetensors writes for its user alone, the mode of another file in their folder."""
+    """Give safetensors files, which are written for this user alone, the mode of another file in their folder."""
     for path in folder.glob("*.safetensors"):
         path.chmod((folder / like).stat().st_mode)
 

@@ -1,4 +1,4 @@
-"""What a site imposes on a process: no home for the caches of libraries, and proxies, which requests within a machine must not meet."""
+"""Adapt to a site's environment: no home for the caches of libraries, and proxies, which requests within a machine must bypass."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _EVERYWHERE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 def settle() -> None:
     """Complete the environment of this process and its children. Call it before the imports that read it.
 
-    - Libraries ask for a user's name and home to place their caches; `docker run --user` gives neither, or another user's home.
-    - With a proxy, requests of libraries to this machine do not go through it: SGLang's first one to itself, agents' to the controller.
+    - Libraries place their caches by the user's name and home; `docker run --user` gives neither, or another user's home.
+    - Requests of libraries to this machine bypass any proxy: SGLang's first one to itself, agents' to the controller.
 
     Raises:
         StorageError: there is no home, and none can be made.
@@ -45,9 +45,9 @@ def settle() -> None:
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy through which the environment has a URL reached, "http://[user:password@]host:port"; None: directly.
+    """Return the environment's proxy for a URL, "http://[user:password@]host:port"; None: connect directly.
 
-    For requests that the configuration sends elsewhere; those of a run to its own parts use none. As with curl, no_proxy may have networks.
+    For requests to other services; those within a run use none. As with curl, no_proxy may contain networks.
     """
     parts, found = urlsplit(url), getproxies()
     proxy, host = found.get(parts.scheme) or found.get("all"), parts.hostname or ""

@@ -1,4 +1,4 @@
-"""The tables of commands and where they are printed, and the file that --json names."""
+"""Tables that commands print, and the file that --json names."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rich.table import Table
 from asyncmoe.errors import DataError
 
 _UNBOUNDED = 1 << 16
-"""Columns: more than any table or sentence has."""
+"""Width in columns, more than any table or sentence has."""
 
 
 def console() -> Console:
-    """Return what prints to standard output, in the terminal's width; without a terminal, as to a file, nothing is wrapped or cut."""
+    """Return a console on standard output, as wide as the terminal; without a terminal, nothing is wrapped or cut."""
     return Console() if sys.stdout.isatty() else Console(width=_UNBOUNDED)
 
 
 def grid(first: str, columns: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]]) -> Table:
-    """Return a table of named rows of values; `first`: the head of the names."""
+    """Return a table of named rows of values; `first`: header of the names."""
     table = Table(show_edge=False)
     table.add_column(first, no_wrap=True)
     for name in columns:

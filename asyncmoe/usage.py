@@ -15,7 +15,7 @@ import typer
 from asyncmoe.errors import Interrupted, UserError
 
 _click: Any = sys.modules[typer.BadParameter.__module__]
-"""The module of click's errors: click's own, or that of the copy which newer releases of typer bring."""
+"""The module of click's errors: click's own, or the copy in newer releases of typer."""
 _COMMAND = re.compile(r"No such command '(.*?)'")
 
 
@@ -23,7 +23,7 @@ def invoke(app: typer.Typer) -> None:
     """Run the command that the process's arguments name.
 
     Raises:
-        UserError: arguments that no command takes, or standard output takes nothing.
+        UserError: invalid arguments, or standard output cannot be written.
         AsyncmoeError: see the command.
         Interrupted: Ctrl-C, unless the command says more.
         SystemExit: the command chose another status than 0.
@@ -51,8 +51,8 @@ def _flush() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end what could not be written
-        if not isinstance(error, BrokenPipeError):  # whose reader has what it wants, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # at exit the interpreter flushes what could not be written
+        if not isinstance(error, BrokenPipeError):  # its reader has what it wants, as `head` does
             raise UserError("standard output", got=error.strerror, expected="a file, pipe or terminal that takes it") from None
 
 
@@ -90,7 +90,7 @@ def _refused_value(error: Any) -> tuple[str, str]:
 
 
 def _removed(what: str, at: str) -> UserError | None:
-    """Return the error for a command or an option that there was once; None: there was none."""
+    """Return the error for a removed command or option; None for one that never existed."""
     from asyncmoe.config import gone  # imports pydantic, which takes a second
 
     if (instead := gone.COMMANDS.get(f"{at} {what}".partition(" ")[2])) is None:

@@ -1,4 +1,4 @@
-"""Commands that look at a machine, a cluster or a plan before a run."""
+"""Commands that examine a machine, a cluster or a plan before a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Check what on this machine would stop a run or slow it down, with a fix on each line."""
+    """Check this machine for anything that would stop a run or slow it down, and print fixes."""
     from asyncmoe.doctor import examination
 
     raise typer.Exit(examination.report(arguments or (), as_json=as_json))

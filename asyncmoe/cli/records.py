@@ -1,4 +1,4 @@
-"""Commands that read what a run recorded and saved, or is doing."""
+"""Commands that read a run's records and checkpoints, or show what it is doing."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def report(
 
 def checkpoints(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory; it may have been moved or copied.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare it with the digest it was written with.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare it with the digest in its manifest.")] = False,
     restore: Annotated[
-        str | None, typer.Option(metavar="URL", help="Bring a checkpoint back from the copies that trainer.checkpoint_copy=URL made.")
+        str | None, typer.Option(metavar="URL", help="Restore a checkpoint from the copies that trainer.checkpoint_copy=URL made.")
     ] = None,
     step: Annotated[int | None, typer.Option(min=0, help="With --restore: the step; default: the newest that is complete there.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each checkpoint.")] = False,
@@ -88,8 +88,8 @@ def checkpoints(
 def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
     """Show the Python stacks of a run's own processes on this host, e.g. to see where it hangs.
 
-    The run's processes are those that it recorded in its directory. Of a run
-    on several hosts, the end of the output names those not covered. To profile
+    The run's processes are those recorded in its directory. For a run on
+    several hosts, the end of the output names those not covered. To profile
     steps instead, see docs/guides/profiling.md.
     """
     from asyncmoe.launch import stacks as command
@@ -105,12 +105,12 @@ def show(
     version: Annotated[int | None, typer.Option(help="Groups with a token that this weight version sampled.")] = None,
     outcome: Annotated[
         Literal["trained", "queued", "dropped", "requeued", "rejected", "lost"] | None,
-        typer.Option(help="Groups of which this became; lost: in a restart of the run."),
+        typer.Option(help="Groups with this outcome; lost: in a restart of the run."),
     ] = None,
     worst: Annotated[bool, typer.Option("--worst", help="The lowest mean reward first.")] = False,
     best: Annotated[bool, typer.Option("--best", help="The highest mean reward first.")] = False,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of groups; default: 3, or all of a --step or --group that is named.")
+        int | None, typer.Option(min=1, help="Number of groups; default: 3, or all of a given --step or --group.")
     ] = None,
     colour: Annotated[
         Literal["version", "logprob", "ratio", "mask", "mismatch"], typer.Option("--colour", "--color", help="What colours tokens.")
@@ -121,10 +121,10 @@ def show(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each group, with all its tokens.")] = False,
 ) -> None:
-    """Show trajectories of a run: prompts, responses, tool calls, rewards, and what the trainer made of each token.
+    """Show trajectories of a run: prompts, responses, tool calls, rewards, and the trainer's values for each token.
 
     Without options: the groups of the newest step. Each token can be coloured
-    by what is known of it:
+    by one of its properties:
 
     - version: the weight version that sampled it
 
@@ -156,8 +156,7 @@ def show(
 def log_command(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
     """List the logs of a run and verify the checksum of every record. Changes nothing; the run may be running.
 
-    Ends with status 1 if a record is damaged. docs/log-format.md has the bytes
-    of the files.
+    Ends with status 1 if a record is damaged. docs/log-format.md describes the file format.
     """
     from asyncmoe.log import belonging, files
 

@@ -15,7 +15,7 @@ from asyncmoe.process import unbroken_output
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run everything on this machine: engines, queue, trainer, report. Repeat the command to resume a stopped run.
 
-    CONFIG may be the directory of a run, which then goes on there, even if it was moved or copied:
+    CONFIG may be the directory of a run, which then resumes there, even if it was moved or copied:
 
         asyncmoe run runs/demo run.steps=200
 
@@ -53,14 +53,14 @@ def engine(
     config: ConfigPath,
     overrides: Overrides = None,
     name: Annotated[
-        str | None, typer.Option(help="Name in records and messages; default: made of the host, the SLURM job and --index.")
+        str | None, typer.Option(help="Name in records and messages; default: built from the host, the SLURM job and --index.")
     ] = None,
     index: Annotated[int, typer.Option(help="Number of this engine on its machine, from 0; decides which GPUs it takes.")] = 0,
-    node: Annotated[int, typer.Option(help="With engines.nodes above 1: which one of the engine's nodes this machine is, from 0.")] = 0,
+    node: Annotated[int, typer.Option(help="With engines.nodes above 1: index of this machine among the engine's nodes, from 0.")] = 0,
 ) -> None:
     """Start one engine that joins a run, at any time.
 
-    Of an engine over several machines (engines.nodes) each starts one node, all with the same --name:
+    For an engine over several machines (engines.nodes), start one node on each, all with the same --name:
 
         asyncmoe engine CONFIG --name engine.a --node 1
 
@@ -74,12 +74,12 @@ def engine(
 def worker(
     config: ConfigPath,
     overrides: Overrides = None,
-    number: Annotated[int, typer.Option(help="Which of the run's rollout.workers it is, from 1.")] = 1,
+    number: Annotated[int, typer.Option(help="Number of this worker among the run's rollout.workers, from 1.")] = 1,
 ) -> None:
-    """Start one rollout worker of a run with rollout.start_workers=false, on the machine whose engines it is to use.
+    """Start one rollout worker of a run with rollout.start_workers=false, on any machine that has the log's folder.
 
-    It runs episodes and holds their trajectories until the trainer has fetched them from here. It may start before or after the
-    controller, and ends with the run; one that is lost may be started again at any time, under the same number.
+    It runs episodes and holds their trajectories until the trainer has fetched them. It may start before or after the controller, and ends
+    with the run; a lost worker may be restarted at any time, under the same number.
     """
     from asyncmoe.launch import part
 

@@ -1,8 +1,8 @@
 """Assignment of a machine's GPUs to the processes of a run: a pure function of the configuration and the number of GPUs.
 
 A trainer rank takes the GPU of its LOCAL_RANK (`asyncmoe.trainer.model.mesh`). Engine i of a machine takes `engines.tp` GPUs, starting at
-`first + i * tp` (SGLang's --base-gpu-id); of an engine over several machines, each gives its share. GPUs are numbered as
-CUDA_VISIBLE_DEVICES leaves them.
+`first + i * tp` (SGLang's --base-gpu-id); an engine over several machines takes its share on each. GPUs are numbered as
+CUDA_VISIBLE_DEVICES orders them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def engine_gpu(config: Config, index: int, node: int, several: bool) -> int:
     """The first GPU of one node of an engine: on one machine its nodes follow one another, else each has the machine's `index`-th share.
 
     Args:
-        index: of the engine, or of its part, on its machine.
+        index: of the engine, or of its part, on the machine.
     """
     per_node, first = config.engines.ranks_per_node, first_gpu(config, several)
     return first + index * per_node if several else first + index * config.engines.tp + node * per_node
@@ -110,7 +110,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
     """The GPUs of every process on a machine that has `gpus` of them.
 
     Args:
-        hidden: the GPUs that CUDA_VISIBLE_DEVICES keeps from the run; the refusals name it.
+        hidden: number of GPUs that CUDA_VISIBLE_DEVICES hides from the run, for messages.
 
     Raises:
         ConfigError: the machine has too few GPUs, or an engine and the trainer would use the same GPU without `engines.share_gpus`.
@@ -129,7 +129,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
         raise ConfigError(
             "engines.first_gpu",
             got=f"{asked.first}: an engine and the trainer on {named(devices.shared)}",
-            expected=f"at least {asked.ranks}, behind those of the trainer",
+            expected=f"at least {asked.ranks}, after the trainer's",
             hint="leave it out, or share them on purpose with engines.share_gpus=true",
         )
     end = asked.first + asked.engines * asked.tp

@@ -27,7 +27,7 @@ class EngineSection(Section):
     """Machines over which the ranks of one engine are spread evenly; must divide tp. Above 1 `asyncmoe engine` runs on each of them with
     the same --name and its own --node; without join, all run on one machine."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """Dtype of the engine's weights; auto: the checkpoint's, bfloat16 if its config.json says none."""
+    """Dtype of the engine's weights; auto: the checkpoint's, bfloat16 if its config.json names none."""
     python: Path | None = None
     """Python interpreter with SGLang; null: `.venv-engine` beside this environment, else this Python."""
     port: Port = 0
@@ -45,17 +45,17 @@ class EngineSection(Section):
     start_timeout_s: Seconds = 180.0
     """Seconds processes wait for each other at the start. Raise it for large checkpoints on a slow file system."""
     hang_timeout_s: Seconds = Field(60.0, ge=12.0)
-    """Seconds after its last token, of a request or a probe, within which an engine that hangs is killed; its responses continue
-    elsewhere. Long before, it gets no new requests. Raise it if one forward pass can take a third of it."""
+    """Seconds after its last token (of a request or a probe) by which a hung engine is killed; its responses continue elsewhere. It stops
+    getting new requests long before. Raise it if a forward pass can take a third of it."""
     restarts: NonNegative = 3
     """How often an engine that died or hung starts again; 5 s pass before the first restart and twice as long before each further one. It
     serves from the next version on; if no other engine is left, the trainer sends its weights once more. (With sync.method broadcast or
-    disk, or sync.every above 1 the run ends then.)"""
+    disk, or sync.every above 1, the run ends instead.)"""
     orphan_s: NonNegativeSeconds = 60.0
-    """Seconds that engines outlive a controller that is lost, until the next one takes them over. Raise it if the controller takes long to
-    start. 0: engines end with their controller, and a lost one ends the run."""
+    """Seconds engines outlive a lost controller, until the next one takes them over. Raise it if the controller takes long to start. 0:
+    engines end with their controller, and losing it ends the run."""
     args: tuple[str, ...] = ()
-    """Further arguments for sglang.launch_server, of those that asyncmoe supports."""
+    """Further arguments for sglang.launch_server, among those that asyncmoe supports."""
 
     @model_validator(mode="after")
     def _check_args(self) -> EngineSection:
@@ -69,7 +69,7 @@ class EngineSection(Section):
 
     @property
     def quantises(self) -> bool:
-        """True if an engine quantises the weights that it loads, so that it holds others than the checkpoint's."""
+        """True if an engine quantises the weights that it loads, so that they differ from the checkpoint's."""
         return sglang_arguments.value(self.args, "--quantization") is not None
 
     @property

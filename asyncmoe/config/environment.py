@@ -16,7 +16,7 @@ _OWN_STYLES = ("hermes", "brackets")
 
 
 class ToolsSection(Section):
-    """Tools the policy may call; for environment.kind tools, and style for openai too."""
+    """Tools the policy may call, for environment.kind tools; style applies to openai, too."""
 
     names: tuple[str, ...] = ()
     """Tools by name: calculator, python (sandboxed), or your own functions as package.module:function."""
@@ -28,11 +28,11 @@ class ToolsSection(Section):
     """Give the tools' schemas to the chat template, which describes them to the policy. null: if style is not brackets and the task has
     chat prompts."""
     options: dict[str, dict[str, Any]] = Field({})
-    """Limits by tool name (of your own function: its name): timeout_s, concurrency and characters of the answer; python has limits of its
-    own besides."""
+    """Limits by tool name (for your own function, its name): timeout_s, concurrency and characters of the answer; python has further
+    limits."""
     mcp: dict[str, McpServer] = Field({})
     mcp_sessions: Positive = 64
-    """Maximum sessions with MCP servers at once, over all episodes; a command's session is a process. Further episodes wait with their
+    """Maximum simultaneous sessions with MCP servers, over all episodes; a command's session is a process. Further episodes wait at their
     first call."""
 
     @model_validator(mode="after")

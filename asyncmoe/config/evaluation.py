@@ -15,7 +15,7 @@ _SAMPLED = ("prompts", "samples", "temperature", "top_p", "max_new_tokens")
 
 class EvaluationSet(SourceSection):
     """A mapping: sets of questions by name, each with these keys, evaluated and recorded by itself. A set without a source asks questions
-    held out from the task; a set with a subset or split but no path reads the task's path. Keys without a value are those of
+    held out from the task; a set with a subset or split but no path reads the task's path. Keys without a value default to those of
     `evaluation`."""
 
     kind: Kind | None = None
@@ -39,7 +39,7 @@ class EvaluationSet(SourceSection):
         return self.kind is None and self.path is None and self.subset is None and self.split is None
 
     def task(self, training: TaskSection) -> TaskSection:
-        """Return the set's own source as a task. Raises ValueError if it is no valid one."""
+        """Return the set's own source as a task. Raises ValueError if it is invalid."""
         if self.kind is not None:
             kind = self.kind
         else:
@@ -65,19 +65,19 @@ class EvaluationSection(Section):
     """Ask the same questions of every n-th version, and of the last, on the same engines. Training does not wait for the answers."""
 
     every: NonNegative = 0
-    """Versions between evaluations; 0: never. The first version evaluated is that at the end of the warm-up, the last one that of the last
-    step; the run ends when that is done."""
+    """Versions between evaluations, the first at the end of the warm-up; 0: never. The last step's version is always evaluated, before the
+    run ends."""
     prompts: Positive = 64
     """Maximum questions of an evaluation, the same ones each time."""
     samples: Positive = 1
     """Episodes per question; more give a less noisy mean, and pass@k for k up to their number."""
     path: Path | None = None
-    """Source of evaluation questions, in the format of task.path; training leaves out those that it has too, but for white space and system
-    messages. null: questions held out from the task, which training never asks; of a task without end (arithmetic) they are drawn
-    separately, and may coincide with training questions."""
+    """Source of evaluation questions, in the format of task.path; training leaves out prompts that equal one of them except in white space
+    and system messages. null: questions held out from the task, which training never asks; of a task without end (arithmetic) they are
+    drawn separately, and may coincide with training questions."""
     sets: dict[str, EvaluationSet] = Field({})
     pass_reward: Real = 1.0
-    """Reward from which an episode passes, for pass@k."""
+    """Lowest reward with which an episode passes, for pass@k."""
     temperature: NonNegativeFloat | None = None
     """Sampling temperature; 0: always the most probable token; null: rollout.temperature."""
     top_p: Share | None = None
@@ -85,7 +85,7 @@ class EvaluationSection(Section):
     max_new_tokens: Positive | None = None
     """Maximum tokens of a response; null: rollout.max_new_tokens."""
     max_concurrent: Positive | None = None
-    """Evaluation episodes in flight, as a part of rollout.max_concurrent; null: an eighth of it."""
+    """Maximum evaluation episodes in flight, out of rollout.max_concurrent; null: an eighth of it."""
 
     @property
     def every_set(self) -> dict[str, EvaluationSet]:

@@ -39,7 +39,7 @@ def _switch(value: Any) -> Any:
 
 
 NUMBER = BeforeValidator(_number)
-"""Last in `Annotated`, after the bounds: bounds over a validator are no keywords of JSON Schema."""
+"""Put it last in `Annotated`, after the bounds, or the JSON schema lacks the bounds."""
 FINITE = Field(allow_inf_nan=False)
 Real = Annotated[float, FINITE, NUMBER]
 Positive = Annotated[int, Field(gt=0), NUMBER]
@@ -47,7 +47,7 @@ NonNegative = Annotated[int, Field(ge=0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), FINITE, NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0), FINITE, NUMBER]
 _WEEK_S = 604800
-"""Longest wait: three of them, in milliseconds, are still a number for poll(2)."""
+"""Longest wait: three times it, in milliseconds, still fits the timeout of poll(2)."""
 Seconds = Annotated[float, Field(gt=0, le=_WEEK_S), FINITE, NUMBER]
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=_WEEK_S), FINITE, NUMBER]
 Decay = Annotated[float, Field(ge=0, lt=1), FINITE, NUMBER]
@@ -59,7 +59,7 @@ Switch = BeforeValidator(_switch)
 
 @dataclass(frozen=True)
 class NameOrPlugin:
-    """Marks a text that is one of some `names`, or names a user's own code as `package.module:name`."""
+    """Marks a text that is one of `names`, or names a user's own code as `package.module:name`."""
 
     names: tuple[str, ...]
 
@@ -90,12 +90,12 @@ class NameOrPlugin:
 
 
 def refused(key: str, got: object, expected: str, hint: str = "") -> ValueError:
-    """Return the error of a validator, which `asyncmoe.config.refusals` reads. `hint`: the way out, if `expected` does not say."""
+    """Return the error of a validator, which `asyncmoe.config.refusals` reads. `hint`: the fix, if `expected` does not say it."""
     return ValueError(f"{key}: got {got}, expected {expected}{'; ' if hint else ''}{hint}")
 
 
 def wrong_address(url: str) -> tuple[str, str] | None:
-    """Return what is wrong with the address of a server, and what is expected; None: nothing is."""
+    """Return the fault of a server's address, and the expected form; None if it is valid."""
     parts = urlsplit(url)
     if parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc:
         return None
@@ -104,7 +104,7 @@ def wrong_address(url: str) -> tuple[str, str] | None:
 
 
 def said(value: object) -> str:
-    """Return a value as YAML has it."""
+    """Format a value as YAML."""
     return {True: "true", False: "false", None: "null"}.get(value, "") if isinstance(value, bool | None) else str(value)
 
 
@@ -123,8 +123,8 @@ def check_options(key: str, options: Mapping[str, Any] | None, named: str, targe
 
 
 class Section(BaseModel):
-    """A frozen section of the configuration that refuses unknown keys. A path below `~` or `~user` becomes one below that home. The text
-    below a key is its description, in docs/config.md and in the JSON schema."""
+    """A frozen section of the configuration that refuses unknown keys. `~` and `~user` in paths are expanded. The docstring of a key is its
+    description in docs/config.md and in the JSON schema."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True)
 
@@ -138,12 +138,12 @@ class Section(BaseModel):
         try:
             return path.expanduser()
         except RuntimeError:
-            raise PydanticCustomError("home", "Input should be a path below a home directory that there is") from None
+            raise PydanticCustomError("home", "Input should be a path below an existing home directory") from None
 
 
 Filled = TypeVar("Filled", bound=Section)
 
 
 def filled(one: Filled, others: Section, names: Iterable[str]) -> Filled:
-    """Return a section in which those of some keys that are null have the values of the same keys of another section."""
+    """Return a section whose null values, among the keys `names`, are taken from another section."""
     return one.model_copy(update={name: getattr(others, name) for name in names if getattr(one, name) is None})

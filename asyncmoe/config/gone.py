@@ -1,6 +1,6 @@
-"""What configurations and commands of before had, and what to do instead: the one table of it.
+"""Removed keys and commands, and what to do instead.
 
-A key with a value that asks for nothing is passed over, so that the configuration of an older run, which has every key, is read.
+A removed key with an idle value is ignored, so that the configuration of an older run, which has every key, can be read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LAST = "64a8fbaf"
-"""Commit that still has all of it."""
+"""Last commit that has all of them."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Gone:
     """A removed key, or a section of which every key is removed.
 
     Attributes:
-        instead: what to do instead, after "expected".
-        idle: values that ask for nothing that is gone; None: all, because another key does.
+        instead: what to do instead; follows "expected" in the message.
+        idle: values that need no refusal; None: all, because another key triggers it.
     """
 
     instead: str
@@ -27,7 +27,7 @@ class Gone:
 
 
 def _table(*rows: tuple[str, str, tuple[Any, ...] | None]) -> Mapping[str, Gone]:
-    """Return the table of rows: names of keys and whole sections with spaces between them, and what is gone of each."""
+    """Build the table from rows: names of keys or whole sections separated by spaces, `Gone.instead` and `Gone.idle`."""
     return {key: Gone(instead, idle) for keys, instead, idle in rows for key in keys.split()}
 
 
@@ -37,16 +37,16 @@ _STORE = "nothing: sync.method disk writes versions to sync.directory"
 _NAME = "nothing: the run has the name of run.dir"
 _SANDBOX = "nothing for bubblewrap; environment.sandbox.image for containers, environment.sandbox.url for a server"
 _LEFT_OUT = "nothing: training leaves out the questions that the evaluation asks"
-_OUTAGE = "nothing: a scorer that cannot be reached is asked again until scoring.deadline_s"
+_OUTAGE = "nothing: a scorer that cannot be reached is retried until scoring.deadline_s"
 _WHOLE = "nothing: a data set is read whole; it is mapped into memory, so it may be larger than that"
 _PROFILE = "nothing: a profile has the names of operators and their times"
 _HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
-_CHECKED = "nothing: verify.max_logprob_diff and verify.anomalies.kl_engine look at every step, without another forward pass"
-_BOUND = "the bound itself, above: running medians are kept no more"
+_CHECKED = "nothing: verify.max_logprob_diff and verify.anomalies.kl_engine check every step, without another forward pass"
+_BOUND = "a fixed bound, above: running medians are no longer kept"
 _REWARD = "nothing: watch.alerts.command and the report show a reward that falls"
 _TAIL = "nothing: run.mode async has no batches whose tail could be cut"
-_ORDER = "nothing: which prompts come next is for a task of your own (examples/real/curriculum.py, docs/guides/task.md)"
-_FUSED = "nothing: on where Transformer Engine has it and it computes correctly; trainer.megatron.transformer_impl=local is without"
+_ORDER = "nothing: a task of your own decides which prompts come next (examples/real/curriculum.py, docs/guides/task.md)"
+_FUSED = "nothing: on where Transformer Engine has it and it computes correctly; trainer.megatron.transformer_impl=local turns it off"
 _CLOCKS = "nothing: clocks of two machines may differ by ten seconds; synchronise them (chronyc tracking, timedatectl)"
 _COMMAND = "watch.alerts.command, a program of your own that gets every alert, for example curl with --data @-"
 
@@ -63,7 +63,7 @@ KEYS = _table(
     ("evaluation.min_p evaluation.sets.min_p", "rollout.min_p, which evaluations use too", (None,)),
     ("evaluation.top_k evaluation.sets.top_k", "rollout.top_k, which evaluations use too", (None,)),
     ("evaluation.overlap evaluation.sets.overlap", _LEFT_OUT, ("refuse", "leave_out", None)),
-    ("journal", "nothing: a file of the log has 64 MiB, and a server is waited for for a minute", ANY),
+    ("journal", "nothing: log files have 64 MiB, and the wait for a server is a minute", ANY),
     ("journal.enabled log.enabled", "nothing: a run always keeps its log", (True,)),
     ("journal.folder", "log.folder", (None,)),
     ("journal.max_bytes", "log.max_bytes", (256 << 30,)),
@@ -83,9 +83,9 @@ KEYS = _table(
     ("queue.staleness.max_age", "queue.staleness.drop_above", ()),
     ("rollout.affinity_slack", "nothing: a request goes to the engine that answered before, else to the one with the fewest", ANY),
     ("rollout.balance", "nothing: a request goes to the engine that answered before, else to the one with the fewest", ("least_loaded",)),
-    ("rollout.oversample", "nothing: a group is of all its responses; the first to finish would be the short ones", (0,)),
+    ("rollout.oversample", "nothing: a group has all its responses; the first to finish would be the short ones", (0,)),
     ("rollout.tail_batching", _TAIL, (1.0,)),
-    ("run.resume", "nothing: the same command goes on; another run.dir begins anew", (True,)),
+    ("run.resume", "nothing: the same command resumes the run; another run.dir starts a new one", (True,)),
     ("scoring.backoff_s", "nothing: half a second before the first retry, twice as long before each further one, up to 30", ANY),
     ("scoring.breaker_failures scoring.breaker_cooldown_s", _OUTAGE, ANY),
     ("sync.audit_every sync.spot_check_every", "nothing: sync.verify_every compares the checksums of every engine", (0, 20, 50)),
@@ -122,7 +122,7 @@ KEYS = _table(
     ("trainer.megatron.moe_permute_fusion trainer.megatron.moe_router_fusion", _FUSED, (None,)),
     ("trainer.megatron.apply_rope_fusion trainer.megatron.gradient_accumulation_fusion", _FUSED, (None,)),
     ("trainer.memory.overlap_optimizer_offload", "nothing: copies between GPU and host overlap with the CPU's updates", (True,)),
-    ("trainer.standby", "nothing: a trainer that is lost starts again, and imports its programs then", (True, False)),
+    ("trainer.standby", "nothing: a lost trainer starts again, and imports its modules then", (True, False)),
     ("verify.logprobs_every verify.probe_every verify.probe_tokens", _CHECKED, ANY),
     ("verify.max_kl", "verify.anomalies.kl_engine.above", (None,)),
     ("verify.max_replay_drift", _CHECKED, (0.5,)),
@@ -134,12 +134,12 @@ KEYS = _table(
     ("verify.anomalies.age.above", "queue.staleness.drop_above", (None,)),
     ("verify.anomalies.reward", _REWARD, ANY),
     ("verify.anomalies.reward.below", _REWARD, (None,)),
-    ("watch.alerts.no_step_s", "nothing: half an hour without a step is told", (1800.0,)),
-    ("watch.alerts.on", f"{_COMMAND}, and can pass over events", ANY),
+    ("watch.alerts.no_step_s", "nothing: half an hour without a step is reported", (1800.0,)),
+    ("watch.alerts.on", f"{_COMMAND}, and can ignore events", ANY),
     ("watch.alerts.timeout_s", "nothing: the command may take ten seconds", (10.0,)),
     ("watch.alerts.webhook", _COMMAND, (None,)),
 )
-_CONTEXTS = "nothing: measure engines.step_s with contexts of the usual length; engines.max_running is what has room for them"
+_CONTEXTS = "nothing: measure engines.step_s with contexts of the usual length; engines.max_running is how many of them fit"
 _STEADY = "nothing: engines, trainer and scoring are simulated without failures, and as fast as they are on average"
 
 PLANT = _table(
@@ -149,7 +149,7 @@ PLANT = _table(
     ("engines.affinity_slack", "nothing: a request goes to the engine with the fewest", ANY),
     ("engines.slow_share engines.slow_factor engines.per_node", _STEADY, ANY),
     ("trainer.token_s trainer.attention_width trainer.bytes_per_token trainer.fetch_bytes_per_s", "trainer.step_s", (0, None)),
-    ("engines.order", "nothing: requests are simulated in the order in which they came", ("arrival",)),
+    ("engines.order", "nothing: requests are simulated in the order of arrival", ("arrival",)),
     ("queue_capacity", "nothing: max_staleness bounds what is queued", (None,)),
     ("tail_batching", _TAIL, (1.0,)),
     ("sync.plan", "sync.seconds, as asyncmoe plan prints them", (None,)),
@@ -178,7 +178,7 @@ COMMANDS: Mapping[str, str] = {
     "resend": "nothing: a run sends its records itself; wandb sync sends what W&B kept without a network",
     "import-checkpoint": "Megatron-Bridge's export to a Hugging Face directory, and that directory as model.path",
     "upcycle": "examples/real/make_mixture.py, which makes a mixture of experts from a dense model",
-    **{f"bench {name}": "nothing: it is measured no more" for name in _UNMEASURED},
+    **{f"bench {name}": "nothing: it is no longer measured" for name in _UNMEASURED},
     **{f"bench {name}": "asyncmoe bench log" for name in ("journal", "redis", "segments")},
     "bench peers": "asyncmoe bench learning --arms dense-trl, which trains next to TRL",
     "bench policies": "asyncmoe simulate",
@@ -189,7 +189,7 @@ COMMANDS: Mapping[str, str] = {
     "plan --bucket-bytes": "--config FILE with sync.bucket_bytes",
     "plan --dtype": "nothing: weights on GPUs are bfloat16, or float8 as the checkpoint says",
     "plan --engines": _RUN,
-    "plan --hbm": "nothing: only the time of the wire is estimated",
+    "plan --hbm": "nothing: only the time on the network is estimated",
     "plan --nvlink": "--nic 450, the speed within a node",
     "plan --trainer": _RUN,
     "report --port": _LIVE,
@@ -203,10 +203,10 @@ COMMANDS: Mapping[str, str] = {
 
 
 def take(values: dict[str, Any], keys: Mapping[str, Gone] = KEYS) -> dict[tuple[str, ...], tuple[Any, str]]:
-    """Remove what is gone from the values of a configuration.
+    """Delete removed keys from the values of a configuration.
 
     Returns:
-        The path of every key that asked for it -> its value, and what to do instead.
+        The path of every removed key whose value is not idle -> the value, and what to do instead.
     """
     found: dict[tuple[str, ...], tuple[Any, str]] = {}
     for path, value in list(_leaves(values)):
@@ -235,7 +235,7 @@ def _sections(name: str) -> Iterable[str]:
 
 
 def _leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path and value of every key that is no section, or an empty one."""
+    """Yield the path and value of every key that is not a section, or is an empty one."""
     for name, value in values.items():
         path = (*above, str(name))
         if path == ("task", "sources") and isinstance(value, list) and all(isinstance(one, Mapping) for one in value):

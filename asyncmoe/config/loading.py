@@ -20,10 +20,10 @@ _TOO_DEEP = "sections or lists nested too deeply"
 
 
 def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = (), *, idle: bool = False) -> Schema:
-    """Read a YAML file and apply `key.path=value` overrides; values are parsed as YAML. Without a file the overrides are all.
+    """Read a YAML file and apply `key.path=value` overrides; values are parsed as YAML. Without a file, only the overrides count.
 
     Args:
-        idle: nothing is started: what an older version could do besides (`asyncmoe.config.gone`) is passed over.
+        idle: nothing will be started, so removed keys (`asyncmoe.config.gone`) are ignored.
 
     Raises:
         ConfigError: the file is missing or not YAML, or a key, type or value is refused; every refused key has a line.
@@ -85,7 +85,7 @@ def section(schema: type[Schema], values: object, key: str) -> Schema:
 
 
 def _validated(schema: type[Schema], values: dict[str, Any], source: Source, refused: Sequence[ConfigError] = ()) -> Schema:
-    """Raises ConfigError for what is refused already and what the schema refuses, a line each."""
+    """Validate values. Raises ConfigError with a line for each of `refused` and each error of the schema."""
     try:
         found = schema.model_validate(values)
     except ValidationError as error:
@@ -114,7 +114,7 @@ def _override(values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"{COMMAND_LINE}: {path}", got=f"{parent} is not a section", expected="a section")
     try:
         value = yaml.load(text, Loader=_Loader)
-        values[last] = text if text.endswith(":") and isinstance(value, dict) else value  # a name in the making, not a mapping
+        values[last] = text if text.endswith(":") and isinstance(value, dict) else value  # an incomplete module:name, not a mapping
     except yaml.YAMLError as error:
         raise ConfigError(f"{COMMAND_LINE}: {path}", got=repr(text), expected="a YAML value") from error
     except RecursionError as error:

@@ -14,25 +14,24 @@ _ADDRESS = re.compile(rf"(rediss?://{_HOST}(/\d*)?|unix:///[^?]+)(\?(?!.*passwor
 
 
 class LogSection(Section):
-    """The log: finished groups, turns of unfinished ones, leases and what became of each group, on disk. A run that is started again
-    replays the batches it had trained since its checkpoint, trains what was queued, and goes on with what was unfinished."""
+    """The log: finished groups, turns of unfinished ones, leases and the outcome of each group, on disk. A run that is started again
+    replays the batches it had trained since its checkpoint, trains what was queued, and continues what was unfinished."""
 
     folder: Path | None = None
     """Folder of the log, on the controller's node; null: `log` in run.dir. A local disk is faster than a network file system; it survives
     the processes, not the node."""
     redis: str | None = None
     """Keep the log in this Redis server (6.2 or later) instead of a folder: redis://host:port/database, rediss:// (TLS) or
-    unix:///path?db=database; a user is named before an @, and the password is in ASYNCMOE_LOG_PASSWORD. It needs appendonly yes,
-    appendfsync always, maxmemory-policy noeviction and memory for all that is kept; a run may then go on from another node. Needs the extra
+    unix:///path?db=database; a user name goes before an @, the password into ASYNCMOE_LOG_PASSWORD. The server needs appendonly yes,
+    appendfsync always, maxmemory-policy noeviction and memory for the whole log; a run can then resume on another node. Needs the extra
     redis. null: a folder."""
     max_bytes: Positive = 256 << 30
-    """Bound on the bytes of finished groups that a process keeps; turns may take a quarter of it besides. Groups are deleted once no
-    checkpoint needs them; a full log ends the run, which loses nothing. Raise it, or save checkpoints more often
-    (trainer.checkpoint_every)."""
+    """Maximum bytes of finished groups that a process keeps; turns may take another quarter of that. Groups are deleted once no checkpoint
+    needs them; a full log ends the run without loss. Raise it, or save checkpoints more often (trainer.checkpoint_every)."""
     piece_tokens: NonNegative = 1024
-    """Tokens after which an unfinished response is recorded: it is sampled in requests of so many tokens, each of which continues the one
-    before, so that a stopped run loses at most so many tokens of a response. 0: whole responses only. Has no effect with
-    rollout.interruption abort_retry or drain."""
+    """Tokens after which an unfinished response is recorded: it is sampled in requests of this many tokens, each continuing the one before,
+    so that a stopped run loses at most this many tokens of a response. 0: whole responses only. Has no effect with rollout.interruption
+    abort_retry or drain."""
 
     @model_validator(mode="after")
     def _check(self) -> LogSection:
@@ -45,5 +44,5 @@ class LogSection(Section):
         return self
 
     def place(self, run_dir: Path) -> Path:
-        """Return the folder of the log of a run that keeps it in one."""
+        """Return the folder of the log, for a run that keeps it in a folder."""
         return self.folder or run_dir / "log"

@@ -18,9 +18,9 @@ class McpServer(Section):
     args: tuple[str, ...] = ()
     """Arguments of the command."""
     env: dict[str, str] = Field({})
-    """Variables of the command. It gets no other variable of the rollout worker's, except HOME, LOGNAME, PATH, SHELL, TERM and USER."""
+    """Variables of the command. Of the rollout worker's variables it gets only HOME, LOGNAME, PATH, SHELL, TERM and USER."""
     env_from: tuple[str, ...] = ()
-    """Names of variables of the rollout worker that the command gets; for secrets, which do not belong here."""
+    """Names of variables of the rollout worker that the command gets; for secrets, which do not belong in the configuration."""
     cwd: Path | None = None
     """Working directory of the command; null: the rollout worker's."""
     url: str | None = None

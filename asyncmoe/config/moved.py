@@ -16,7 +16,7 @@ from asyncmoe.errors import ConfigError, UserError
 FILE = "config.yaml"
 """The configuration in a run's directory, with all defaults and overrides."""
 _SIGNS = ("checkpoints", "metrics.jsonl", "logs", "processes")
-"""What a directory of a run has besides; a folder with a file config.yaml alone is no run."""
+"""A run's directory also has at least one of these; a folder with config.yaml alone is not a run."""
 
 
 def is_run(path: Path) -> bool:
@@ -25,7 +25,7 @@ def is_run(path: Path) -> bool:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a run to start or go on with.
+    """Return the configuration of a run to start or resume.
 
     Args:
         path: its YAML file, as for `asyncmoe.config.loading.load_as`, or the directory of a run, as for `of_run`.
@@ -36,11 +36,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 def of_run(run_dir: Path, overrides: Sequence[str] = (), *, idle: bool = True) -> Config:
     """Return the configuration with which a run was last started, for the directory in which it is now.
 
-    `run.dir` is `run_dir`, unless an override names another one. Every path below the former `run.dir`, as of a model that the run made,
-    is the same path below `run_dir`.
+    `run.dir` is `run_dir`, unless an override names another one. Every path below the former `run.dir`, such as that of a model the run
+    made, becomes the same path below `run_dir`.
 
     Args:
-        idle: as for `asyncmoe.config.loading.load_as`; False if the run is to go on.
+        idle: as for `asyncmoe.config.loading.load_as`; False to resume the run.
 
     Raises:
         UserError: the directory is not a run's.
@@ -56,13 +56,13 @@ def of_run(run_dir: Path, overrides: Sequence[str] = (), *, idle: bool = True) -
 
 
 def absolute(config: Config) -> Config:
-    """Return the configuration with absolute paths, so that it means the same in every directory. What a source of rows or a model has in
-    place of a path that exists, an id on the Hugging Face hub, stays."""
+    """Return the configuration with absolute paths, so that it means the same in every directory. A `path` that does not exist, being an id
+    on the Hugging Face hub, stays."""
     return Config.model_validate(_each_path(config, lambda key, path: path if key == "path" and not path.exists() else path.absolute()))
 
 
 def check_place(file: Path, overrides: Sequence[str]) -> None:
-    """Refuse to start from the configuration in a run's directory if it names another directory: another run would start, or go on.
+    """Refuse to start from the configuration in a run's directory if it names another directory: another run would start or resume.
 
     Raises:
         ConfigError: the run was moved or copied, and no override names its directory.
@@ -81,7 +81,7 @@ def _names_dir(overrides: Sequence[str]) -> bool:
 
 
 def _each_path(value: Any, change: Callable[[str, Path], Path], key: str = "") -> Any:
-    """Return a value of the configuration with every path in it changed. `change` is told the last part of its key, too."""
+    """Return a value of the configuration with every path in it changed. `change` gets the last part of the key, and the path."""
     if isinstance(value, Path):
         return change(key, value)
     if isinstance(value, BaseModel):

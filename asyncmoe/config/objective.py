@@ -25,7 +25,7 @@ Band = tuple[NonNegativeFloat, PositiveFloat]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "prompt_mean"]
 PROCESS_ADVANTAGES: tuple[Advantage, ...] = ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Advantages measured in deviations for every response, as normalised step rewards are. dr_grpo, rloo and opo are in units of the reward;
+"""Advantages in units of deviations for every response, as normalised step rewards are. dr_grpo, rloo and opo are in units of the reward;
 pass_at_k gives 0 to all but the best response."""
 Clip = Literal["ppo", "cispo", "dppo_tv", "ipo", "none"]
 Estimator = Literal["k1", "k2", "k3", "unbiased"]
@@ -35,7 +35,7 @@ _SURROGATE = ("ratio", "clip", "clip_low", "clip_high", "dual_clip")
 
 
 class CorrectionSection(Section):
-    """Correction of tokens that another policy sampled than the one they train: importance weights and rejection rules.
+    """Correction for tokens sampled by another policy than the one in training: importance weights and rejection rules.
 
     The ratio is the probability under objective.proximal's policy divided by the engine's; if objective.proximal is behaviour, the
     probability under the trainer's policy divided by the engine's.

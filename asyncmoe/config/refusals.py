@@ -1,4 +1,4 @@
-"""Why a configuration is refused, in the words of its user: where the key is, what it got, what it takes, and what was probably meant."""
+"""Explain a refused configuration in the user's terms: where the key is, what it got, what it accepts, and what was probably meant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 COMMAND_LINE = "command line"
-"""Place of a key that an override sets, in messages."""
+"""Location, in messages, of a key set by an override."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Source:
     overrides: Sequence[tuple[str, ...]] = ()
 
     def at(self, key: Sequence[str]) -> str:
-        """Return the place of a key: "FILE:LINE", the file alone if the key is not in it, or the command line if an override sets it."""
+        """Return the location of a key: "FILE:LINE", the file alone if the key is not in it, or the command line if an override sets it."""
         path = tuple(key)
         line, section = self.lines.get(path), path[:-1]
         for override in self.overrides:
@@ -68,7 +68,7 @@ _KINDS: Mapping[str, str] = {
     "dict": "a mapping of keys",
     "path": "a path, which is text",
 }
-"""What pydantic's errors about a type expect, by the beginning of their name (`int_parsing`, `int_from_float`, ...)."""
+"""What pydantic's type errors expect, by the beginning of their name (`int_parsing`, `int_from_float`, ...)."""
 
 
 def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> ConfigError:
@@ -135,7 +135,7 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
     for part in location:
         if part not in section.model_fields:
-            continue  # the place in a list, or the name in a mapping, of a section that the part before it led to
+            continue  # the index in a list, or the name in a mapping, of a section that the part before it led to
         annotation = section.model_fields[str(part)].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
         section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))

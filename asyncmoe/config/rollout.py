@@ -28,8 +28,8 @@ class RolloutSection(Section):
     """Sample only from the fewest tokens whose probabilities add up to this; 1: from all. Below 1 it needs top_k, or keep.sampling_mask
     off."""
     top_k: Annotated[int, Field(ge=2), NUMBER] | None = None
-    """Sample only from this many most probable tokens, not from 1, which leaves nothing to learn; null: from all. Needed if top_p or
-    min_p exclude tokens, at most 4096, unless keep.sampling_mask is off."""
+    """Sample only from this many most probable tokens, at least 2, as 1 leaves nothing to learn; null: from all. Needed if top_p or min_p
+    exclude tokens, at most 4096, unless keep.sampling_mask is off."""
     min_p: Decay = 0.0
     """Do not sample tokens less probable than this share of the most probable token's probability; 0: off. Above 0 it needs top_k, or
     keep.sampling_mask off."""
@@ -38,7 +38,7 @@ class RolloutSection(Section):
     order: Order = "fifo"
     """Which request goes next once max_concurrent are in flight; a request that continues an episode precedes a new one. fifo: first
     come, first served; longest_first: prompts whose responses have been long so far; probes_first: one response to each new prompt, then
-    the others, those to prompts with a long one first (for run.mode sync and one_step_off; async drops more)."""
+    the others, those to prompts with a long one first (for run.mode sync and one_step_off; in async more groups are dropped)."""
     request_timeout_s: Seconds = 300.0
     """Seconds an engine may take for a response; a slower response is rejected and its group started over."""
     interruption: Interruption = "in_place"
@@ -53,12 +53,11 @@ class RolloutSection(Section):
     biased sample; 1: only if all of them were."""
 
     workers: Positive = 1
-    """Rollout workers: processes that run the episodes, each with its share of max_concurrent at all engines, and hold the trajectories
-    until the trainer has fetched them from there. One takes in what some dozens of GPUs sample (benchmarks/README.md); beyond, raise
-    this."""
+    """Rollout workers: processes that run the episodes, each with its share of max_concurrent over all engines, and hold the trajectories
+    until the trainer has fetched them. One keeps up with some dozens of GPUs (benchmarks/README.md); raise it for more."""
     start_workers: bool = True
-    """The controller starts the rollout workers beside itself. false: each is started with `asyncmoe worker CONFIG --number 1` (and so
-    on) on the machine that it is to run on, where it needs the log's folder."""
+    """The controller starts the rollout workers beside itself. false: each is started with `asyncmoe worker CONFIG --number 1` (and so on)
+    on its own machine, where it needs the log's folder."""
 
     @model_validator(mode="after")
     def _check(self) -> RolloutSection:

@@ -25,10 +25,10 @@ class RunSection(Section):
     seed: NonNegative = 0
     """Seed of every random draw: prompts, sampling."""
     new_data_at: NonNegative | None = None
-    """Step of the checkpoint from which task and evaluation may be other ones."""
+    """Step of the checkpoint from which the run may resume with another task or evaluation."""
     controller_restarts: NonNegative = 2
-    """How often in a row, without a new step in between, a controller that a signal ended (killed, crashed, out of memory) is started
-    again, and the trainer with it from its newest checkpoint, while engines wait (engines.orphan_s). 0: a lost one ends the run."""
+    """How often in a row, without a new step in between, a controller ended by a signal (killed, crashed, out of memory) is restarted, and
+    the trainer with it from its newest checkpoint, while engines wait (engines.orphan_s). 0: losing it ends the run."""
 
 
 class WarmupSection(Section):

@@ -98,7 +98,7 @@ class Config(Section):
             expected = f"at most {MAX_SUPPORT} because sampling masks are kept (engines report no larger supports)"
             raise refused("rollout.top_k", self.rollout.top_k, expected, "lower it, or set keep.sampling_mask to off")
         if self.trainer.ranks % self.cluster.trainer_nodes:
-            expected = f"a divisor of trainer.ranks = {self.trainer.ranks}; every node of the trainer has as many of them"
+            expected = f"a divisor of trainer.ranks = {self.trainer.ranks}; every node of the trainer has the same number"
             raise refused("cluster.trainer_nodes", self.cluster.trainer_nodes, expected)
         if self.engines.tp % self.engines.ep:
             raise refused("engines.ep", self.engines.ep, f"a divisor of engines.tp = {self.engines.tp}")
@@ -113,7 +113,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_task(self) -> Config:
-        """Refuse evaluation sets that cannot be read, and a task of one's own without a scorer."""
+        """Refuse evaluation sets that cannot be read, and a user's own task without a scorer."""
         if plugins.is_name(self.task.kind) and self.scoring.scorer == "auto" and self.environment.kind in ("single_turn", "tools"):
             expected = f"a scorer by name because task.kind is {self.task.kind}, of whose answers nothing is known"
             raise refused("scoring.scorer", "auto", expected, "name exact, math_verify or your own")
@@ -191,19 +191,19 @@ class Config(Section):
 
     @property
     def survives_controller(self) -> bool:
-        """True if a controller that is lost can be started again, with the trainer, while engines wait for it: it must know from the
-        log what was sampled and trained, and whether an engine holds a whole version."""
+        """True if a lost controller can be restarted, with the trainer, while engines wait for it: it must be able to tell from the log
+        what was sampled and trained, and whether an engine holds a whole version."""
         return self.sync.method == "reshard" and self.engines.orphan_s > 0
 
     @property
     def renews_engines(self) -> bool:
-        """True if the run goes on when all engines are lost at once and start again: the trainer then sends its weights once more. It has
-        them unless steps follow one another without a version."""
+        """True if the run survives losing all engines at once: the trainer sends its weights once more to the restarted ones. It has the
+        last version's weights only if every step publishes a version."""
         return self.engines.restarts > 0 and self.sync.method == "reshard" and self.sync.every == 1
 
     @property
     def checkpoint_kind(self) -> dict[str, Any]:
-        """What is trained, which a run that goes on from a checkpoint must train too."""
+        """What is trained; a run that resumes from a checkpoint must train the same."""
         kind: dict[str, Any] = {"train": self.train}
         if self.adapter is not None:
             kind["lora"] = self.adapter.model_dump(mode="json", include={"rank", "alpha", "targets", "experts"})
@@ -227,7 +227,7 @@ class Config(Section):
 
     @property
     def digest_without_layout(self) -> str:
-        """As `digest`, without what only decides how the trainer is spread over ranks: its checkpoints can be loaded by another layout."""
+        """As `digest`, without the keys of `LAYOUT`: another layout can load the checkpoints."""
         values = self._shared()
         for section, keys in LAYOUT.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
@@ -249,7 +249,7 @@ def _without_paths(value: Any) -> Any:
 
 
 def _imply(section: Any, path: Sequence[str], implied: Any, key: str, mode: str) -> Any:
-    """Return `section` with the key at `path` set to `implied`; type validation reports a section that is no mapping.
+    """Return `section` with the key at `path` set to `implied`; type validation reports a section that is not a mapping.
 
     Raises:
         ValueError: the section sets the key to another value.

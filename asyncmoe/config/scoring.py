@@ -49,7 +49,7 @@ class ScoringSection(Section):
     deadline_s: Seconds = 600.0
     """Seconds the scoring of one response may take, including all waiting and retries."""
     retries: NonNegative = 2
-    """Retries after a call that raised or timed out. One that cannot connect is retried until the deadline; 0: not either."""
+    """Retries of a call that raised or timed out. One that cannot connect is retried until the deadline. 0: neither is retried."""
     try_first: bool = True
     """Score the first prompt's own answer, once, before engines start, by the scorer and by the teacher; the run ends if that fails.
     false: for an endpoint that is ready only later."""
@@ -64,7 +64,7 @@ class ScoringSection(Section):
 
     @property
     def may_score_steps(self) -> bool:
-        """True if the scorer's answers may contain step scores."""
+        """True if the scorer's results may contain step scores."""
         return self.scorer not in ("auto", *_WITHOUT_STEPS)
 
     @model_validator(mode="after")
@@ -83,7 +83,7 @@ class ScoringSection(Section):
             raise refused("scoring.step_separator", f"{self.step_separator!r}", expected)
         for key, call_s in (("timeout_s", self.timeout_s), ("teacher.timeout_s", self.teacher.timeout_s if self.teacher else 0.0)):
             if self.deadline_s < call_s:
-                expected = f"at least scoring.{key} = {call_s:g}, because all calls and all waiting are within it"
+                expected = f"at least scoring.{key} = {call_s:g}, because it covers all calls and all waiting"
                 raise refused("scoring.deadline_s", f"{self.deadline_s:g}", expected, "raise it, or lower the time-out")
         return self
 

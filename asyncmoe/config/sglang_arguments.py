@@ -1,6 +1,6 @@
-"""What users may tell SGLang's server themselves, in `engines.args` and in the environment: what leaves recorded log-probabilities, routes
-and masks, versions and the memory that weights are written into as asyncmoe expects them. All else is refused, so that an argument of
-another SGLang is looked at before a run trains with it.
+"""Arguments (`engines.args`) and environment variables of SGLang's server that users may set: those that leave recorded log-probabilities,
+routes and masks, versions, and the memory that weights are written into as asyncmoe expects. All others are refused, so that an argument of
+another SGLang is reviewed before a run trains with it.
 
 Source: the fields of sglang 0.5.23's ServerArgs (srt/arg_groups/fields) and srt/environ.py. A test compares them.
 """
@@ -40,7 +40,7 @@ SGLANG_TIMEOUT_KEEP_ALIVE SGLANG_TORCH_PROFILER_DIR SGLANG_USE_CPU_ENGINE
 
 
 def refusal(words: Iterable[str]) -> str:
-    """Return why arguments are refused; empty if they are supported. SGLang would also take the beginning of a name for the whole."""
+    """Return why arguments are refused; empty if they are supported. A name must be complete, though SGLang accepts its beginning."""
     for word in words:
         flag = word.partition("=")[0]
         if not flag.startswith("-") or re.match(r"-\.?\d", flag) or flag in SUPPORTED:
@@ -73,7 +73,7 @@ def number(words: Sequence[str], name: str) -> int | None:
     """Return `value` as a number.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not a number.
     """
     found = value(words, name)
     if found is not None and not found.isdecimal():

@@ -18,20 +18,20 @@ class SyncSection(Section):
     """reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, and pauses
     only to swap them in; where a GPU has no room for a second copy of its shard, engines pause for the whole transfer. broadcast: rank 0
     gathers whole tensors and sends all of them to every engine, which pauses. disk: rank 0 writes a Hugging Face checkpoint to
-    sync.directory, and every engine pauses and loads it: for engines that share no more than a file system with the trainer; refused
-    with quantised engines. Adapters need reshard."""
+    sync.directory, and every engine pauses and loads it: for engines that share only a file system with the trainer; refused with quantised
+    engines. Adapters need reshard."""
     directory: Path | None = None
     """With sync.method disk: the absolute path of a directory on a file system that the trainer and all engines see under the same path,
     in which each run has a folder of its own for its versions; null: weights in run.dir. It needs room for two versions in the trainer's
     dtype. The last one stays."""
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
     delta: Annotated[Literal["auto", "off"], Switch] = "off"
-    """auto: send only the elements that changed since the version before, where all engine ranks are proved to hold that and the changes
-    take at most half the size of a full update; else send everything. Updates stay full with sync.method broadcast or disk and with
-    adapters. Each trainer rank keeps a copy of what it sent last, in the memory of its weights, and every engine rank proves each
-    version by a digest of its whole shard. Useless with float32 engines, where almost every weight changes at every step: set
-    engines.dtype to bfloat16. On CPUs a delta lengthens the pause. Between GPUs this has been tested in emulation only, never on one.
-    off: send everything (docs/guides/weight-sync.md)."""
+    """auto: send only the elements that changed since the previous version, if all engine ranks provably hold that one and the changes take
+    at most half the size of a full update; else send everything. Updates stay full with sync.method broadcast or disk and with adapters.
+    Each trainer rank keeps a copy of what it sent last, in the same memory as its weights, and every engine rank proves each version with a
+    digest of its whole shard. Useless with float32 engines, where almost every weight changes at every step: set engines.dtype to bfloat16.
+    On CPUs a delta lengthens the pause. Between GPUs this has been tested only in emulation, never on a GPU. off: send everything
+    (docs/guides/weight-sync.md)."""
     every: Positive = 1
     """Training steps between published versions; at most queue.staleness.max_staleness + 1. Raise it if weight sync is slow."""
     bucket_bytes: Positive = 256 << 20

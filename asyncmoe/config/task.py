@@ -35,7 +35,7 @@ class ColumnsSection(Section):
     question: str = "question"
     """The question: text, or a list of messages with role and content."""
     answer: str | None = "answer"
-    """The answer: text or a number; what follows the last #### is the reference. null: there is none."""
+    """The answer: text or a number; the part after the last #### is the reference. null: there is none."""
     keep: tuple[str, ...] | None = None
     """Other columns that scorers and environments receive; null: all. Their values must fit into JSON."""
 
@@ -58,7 +58,7 @@ class SourceSection(Section):
 
 
 class WeightedSource(SourceSection):
-    """A list: the sources of a mixture, each with these keys. Keys without a value are those of `task`."""
+    """A list: the sources of a mixture, each with these keys. Keys without a value default to those of `task`."""
 
     weight: PositiveFloat = 1.0
     """Share of the prompts from this source, relative to the weights of the others."""
@@ -68,7 +68,7 @@ class TaskSection(SourceSection):
     """Source of the questions and their reference answers."""
 
     kind: Kind
-    """arithmetic: random calculations, without end; jsonl: the questions of a file (`path`); dataset: the same with Hugging Face's
+    """arithmetic: random calculations, endlessly; jsonl: the questions of a file (`path`); dataset: the same with Hugging Face's
     `datasets`; or your own class (docs/guides/task.md)."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of your own class."""
@@ -80,7 +80,7 @@ class TaskSection(SourceSection):
     chat_template: bool = True
     """Apply the tokenizer's chat template to questions that are text; false for a base model without one. Not for arithmetic."""
     system_prompt: str | None = None
-    """System message before every conversation that has none."""
+    """System message put before every conversation without one."""
     chat_template_kwargs: dict[str, Any] = Field({})
     """Variables of the chat template, such as {enable_thinking: false}."""
 
@@ -100,7 +100,7 @@ class TaskSection(SourceSection):
             key = "task.sources" if self.sources else "task.path"
             raise refused(key, "nothing", f"the path of a {_WANTED[self.kind]} because task.kind is {self.kind}")
         if math.isinf(sum(one.weight for one in self.sources)):
-            raise refused("task.sources", "weights whose sum is no finite number", "smaller ones; only their ratios count")
+            raise refused("task.sources", "weights whose sum is not finite", "smaller ones; only their ratios count")
         if self.kind != "arithmetic":
             for name in ("operations", "difficulty"):
                 if getattr(self, name) != type(self).model_fields[name].default:  # `asyncmoe config show` writes the defaults out
@@ -122,7 +122,7 @@ class TaskSection(SourceSection):
     def _allowed(self) -> dict[str, bool]:
         """Return, for each key that only some kinds have, whether this kind has it."""
         rows, own, chats = self.kind in READ, plugins.is_name(self.kind), self.kind != "arithmetic"
-        # A path beside another kind is harmless, and lets an override of the kind alone try a configuration.
+        # A path is harmless with any kind: overriding the kind alone is enough to try a configuration.
         return {**dict.fromkeys(("sources", *_OF_ROWS[1:]), rows), "options": own, "system_prompt": chats, "chat_template_kwargs": chats}
 
 

@@ -1,4 +1,4 @@
-"""What a run shows and exports, and what it profiles."""
+"""Output, export and profiles of a run."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ _MOST_STEPS = 100
 
 
 class WandbSection(Section):
-    """Weights & Biases; needs `pip install 'asyncmoe[wandb]'`. The key comes from WANDB_API_KEY or `wandb login`, never from here; what
-    else W&B can do, such as WANDB_MODE=offline, is in its own variables."""
+    """Weights & Biases; needs `pip install 'asyncmoe[wandb]'`. The key comes from WANDB_API_KEY or `wandb login`, never from here; W&B's
+    own variables set everything else, such as WANDB_MODE=offline."""
 
     project: str = Field("asyncmoe", min_length=1)
     """Project. The run has the name of run.dir."""
 
 
 class MlflowSection(Section):
-    """MLflow; needs `pip install 'asyncmoe[mlflow]'`. The tracking server is that of MLFLOW_TRACKING_URI, for example
-    http://127.0.0.1:5000 (https with one that is not yours); credentials come from MLFLOW_TRACKING_USERNAME and the like."""
+    """MLflow; needs `pip install 'asyncmoe[mlflow]'`. MLFLOW_TRACKING_URI names the tracking server, for example http://127.0.0.1:5000
+    (https if it is not yours); credentials come from MLFLOW_TRACKING_USERNAME and the like."""
 
     experiment: str = Field("asyncmoe", min_length=1)
-    """Experiment, made if there is none. The run has the name of run.dir."""
+    """Experiment, created if it does not exist. The run has the name of run.dir."""
 
 
 class TrackioSection(Section):
     """Trackio; needs `pip install 'asyncmoe[trackio]'`. Keys come from HF_TOKEN or TRACKIO_WRITE_TOKEN, never from here."""
 
     project: str = Field("asyncmoe", pattern=r"^[\w\- ]+$")
-    """Project. It is on this machine, see `trackio show`; in the Hugging Face Space that the variable TRACKIO_SPACE_ID names, made
-    private if there is none; or on the server of TRACKIO_SERVER_URL."""
+    """Project. It is on this machine, see `trackio show`; in the Hugging Face Space that the variable TRACKIO_SPACE_ID names, created as
+    private if it does not exist; or on the server of TRACKIO_SERVER_URL."""
 
 
 class ProfileSection(Section):
@@ -47,9 +47,9 @@ class ProfileSection(Section):
 
 
 class SamplesSection(Section):
-    """Trajectories that are kept to be read with `asyncmoe show` (docs/guides/samples.md), in run.dir/samples, which only its owner can
-    read and which has 256 MiB at most. The groups are drawn by run.seed, so a group that is sampled again is kept again. Of a prompt, and
-    of what follows it, 8,192 tokens are kept; of more, the middle is left out."""
+    """Trajectories kept for reading with `asyncmoe show` (docs/guides/samples.md), in run.dir/samples, which only its owner can read and
+    which has 256 MiB at most. The groups are drawn by run.seed, so a group that is sampled again is kept again. At most 8,192 tokens are
+    kept of a prompt, and of what follows it; the middle of longer ones is left out."""
 
     groups: NonNegative = 2
     """Groups kept of each rollout.groups_per_step prompts, rejected and dropped groups included; 0: none."""

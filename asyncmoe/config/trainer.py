@@ -22,7 +22,7 @@ class OptimizerSection(Section):
     lr: PositiveFloat = 1e-6
     """Learning rate after warmup_steps. The default suits large models; tiny ones need about 1e-3."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate that it decays to, reached after the last step."""
+    """Final learning rate of the decay, reached after the last step."""
     warmup_steps: NonNegative = 0
     """Steps over which the learning rate rises linearly to lr."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
@@ -47,12 +47,12 @@ class OptimizerSection(Section):
 
 
 class MemorySection(Section):
-    """What saves memory of a trainer's GPU besides recomputation, at the price of time; see docs/guides/memory.md. All of it needs a GPU,
-    and the optimizer's state is sharded with it (optimizer.distributed)."""
+    """Ways, besides recomputation, to save memory of a trainer's GPU at the price of time; see docs/guides/memory.md. All of them need a
+    GPU and shard the optimizer's state (optimizer.distributed)."""
 
     optimizer_offload: Fraction = 0.0
-    """Share of the optimizer's state (float32 weights and Adam's averages, 12 bytes a parameter) that is kept in host memory and updated by
-    the CPU (Megatron's HybridDeviceOptimizer). A parameter takes 16 bytes there, its gradient included."""
+    """Share of the optimizer's state (float32 weights and Adam's averages, 12 bytes a parameter) kept in host memory and updated by the CPU
+    (Megatron's HybridDeviceOptimizer). A parameter takes 16 bytes there, its gradient included."""
     exp_avg_dtype: Moment = "float32"
     """Dtype of Adam's averages of gradients; bfloat16 saves 2 bytes a parameter. Needs Transformer Engine, and no optimizer_offload.
     Checkpoints hold float32 in any case, and can be resumed with another dtype."""
@@ -66,14 +66,15 @@ class MemorySection(Section):
 
     @property
     def precision_aware(self) -> bool:
-        """True for Megatron's precision-aware optimizer, which keeps its float32 weights itself: where they are offloaded none stay on the
+        """True for Megatron's precision-aware optimizer, which keeps its float32 weights itself: offloaded ones leave no copy on the
         GPU."""
         return self.low_precision or self.optimizer_offload > 0
 
 
 class MegatronSection(Section):
-    """Megatron's switches, under Megatron's names. null: on if this machine supports it and the run computes correctly with it; so are
-    those that are not here, which the trainer's log names. A switch set to true that cannot be on is refused before the model is built."""
+    """Megatron's switches, under Megatron's names. null: on if this machine supports it and the run computes correctly with it. The same
+    holds for Megatron's other switches; the trainer's log names them. A switch set to true that cannot be on is refused before the model is
+    built."""
 
     transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Layers the model is built from: Transformer Engine's or Megatron's own. null: Transformer Engine if installed."""
@@ -116,9 +117,9 @@ class TrainerSection(Section):
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Dtype of weights and activations; auto: float32 on CPU, bfloat16 on GPU."""
     precision: Literal["fp8"] | None = None
-    """What layers compute in; null: in dtype. fp8: linear layers and experts multiply in float8 (Transformer Engine's blockwise recipe,
-    E4M3, as DeepSeek-V3 was trained); weights stay bfloat16, and are saved and sent so; embedding, output layer, routers, norms and
-    attention compute in bfloat16. Needs Hopper or newer and Transformer Engine."""
+    """Precision of computation in layers; null: that of dtype. fp8: linear layers and experts multiply in float8 (Transformer Engine's
+    blockwise recipe, E4M3, as DeepSeek-V3 was trained); weights stay bfloat16, and are saved and sent so; embedding, output layer, routers,
+    norms and attention compute in bfloat16. Needs Hopper or newer and Transformer Engine."""
     edge_layers: NonNegative = 1
     """With precision fp8, layers at either end of the model that stay in bfloat16 (Megatron's first_last_layers_bf16)."""
     pack: bool = True
@@ -132,28 +133,28 @@ class TrainerSection(Section):
     """For recompute selective, the parts by Megatron's names: core_attn, mla_up_proj, mlp (of dense layers), moe (router, experts and
     dispatched tokens), shared_experts; with Transformer Engine also layernorm and moe_act."""
     router_bias_rate: NonNegativeFloat = 0.0
-    """Change per step of the router's expert biases, for models that have them: up if the expert got fewer of the step's tokens than the
-    mean, down if it got more. 0: biases are frozen."""
+    """Change per step of the router's expert biases, for models that have them: up if the expert got fewer than the mean number of the
+    step's tokens, down if more. 0: biases are frozen."""
     optimizer: OptimizerSection = OptimizerSection()
     memory: MemorySection = MemorySection()
     megatron: MegatronSection = MegatronSection()
     checkpoint_every: NonNegative = 0
-    """Steps between checkpoints, and so the most work a crash costs; 0: only after the warm-up, at the end and on Ctrl-C."""
+    """Steps between checkpoints, and so the most that a crash can lose; 0: only after the warm-up, at the end and on Ctrl-C."""
     async_save: bool = False
-    """Write checkpoints while training goes on: it stands still only while a rank copies what it saves to host memory. Off by default,
-    because the copy takes host memory, as much as a rank's checkpoint files (see `asyncmoe plan`)."""
+    """Write checkpoints while training goes on: it pauses only while a rank copies what it saves to host memory. Off by default, because
+    the copy takes host memory, as much as a rank's checkpoint files (see `asyncmoe plan`)."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints kept on disk; older ones are deleted, except as keep_every says."""
     keep_every: NonNegative = 0
     """Steps between checkpoints that are never deleted: the first at or after each multiple of this. 0: none."""
     checkpoint_copy: str | None = Field(None, min_length=1)
-    """URL of a second place, as fsspec takes it (s3://bucket/folder, file:///mnt/backup): each new checkpoint is copied to a folder
-    there with the name of the run's. `asyncmoe checkpoints RUN --restore URL` brings one back. null: no copies."""
+    """fsspec URL of a second location (s3://bucket/folder, file:///mnt/backup): each new checkpoint is copied to a folder there named like
+    the run's. `asyncmoe checkpoints RUN --restore URL` brings one back. null: no copies."""
     timeout_s: Seconds = 600.0
     """Seconds a collective of the trainer ranks may wait before the run fails."""
     max_restarts: NonNegative = 2
-    """How often in a row, without a new step in between, a trainer whose rank was lost (killed, crashed, out of memory) is started again
-    in place, from its newest checkpoint, while controller and engines go on. 0: a lost trainer ends the run."""
+    """How often in a row, without a new step in between, a trainer whose rank was lost (killed, crashed, out of memory) is restarted in
+    place, from its newest checkpoint, while controller and engines go on. 0: losing the trainer ends the run."""
 
     @property
     def expert_tp(self) -> int:
@@ -173,7 +174,7 @@ class TrainerSection(Section):
 
     @property
     def weights_dtype(self) -> Literal["float32", "bfloat16", "auto"]:
-        """The dtype of weights that `dtype` and `precision` say."""
+        """The dtype of weights that follows from `dtype` and `precision`."""
         return "bfloat16" if self.precision == "fp8" else self.dtype
 
     @property
@@ -211,7 +212,7 @@ class TrainerSection(Section):
         return self
 
     def _check_memory(self) -> None:
-        """Refuse what Megatron's optimizer does not do together."""
+        """Refuse combinations that Megatron's optimizer does not support."""
         key, value = next((one for one in self.needs_gpu if ".memory." in one[0]), ("", ""))
         if key and self.optimizer.distributed is False:
             hint = f"leave it out on a GPU; without one leave {key} out, which needs one"

@@ -20,7 +20,7 @@ class TransportEntry:
     """A transport of weights from trainer ranks to engine ranks.
 
     Attributes:
-        what: what carries the messages, for the description of `sync.transport`.
+        what: the carrier of the messages, for the description of `sync.transport`.
         opened_by: "module:function". The function takes an `asyncmoe.weights.receiver.channel_end.ChannelEnd`, or the
             `asyncmoe.reshard.transport.TransportEnd` it is derived from, and returns a `Transport` or `SharedTransport`. Its module is
             imported when a rank opens a channel, so this file needs neither the module nor its dependencies.
@@ -28,7 +28,7 @@ class TransportEntry:
         one_host: serves only ranks that share one machine's memory.
         unshared: why a trainer rank and an engine rank cannot use it on the same GPU; empty if they can.
         nccl: sends with NCCL: all ranks need the same version of it, and its communicator takes memory of every GPU.
-        reads_sender: receivers read messages where the sender packed them: they need no message buffers, and between GPUs peer access.
+        reads_sender: receivers read messages where the sender packed them: they need no message buffers, but between GPUs need peer access.
     """
 
     what: str
@@ -102,7 +102,7 @@ def transport_for(wanted: TransportChoice, gpu: bool, together: bool = True, sha
 
 
 def resolved(wanted: TransportChoice, gpu: bool, together: bool = True, shared: bool = False) -> TransportName:
-    """Return the transport that a choice means, whether it can serve there or not. For the arguments see `transport_for`."""
+    """Return the transport that a choice means, even if it cannot serve there. For the arguments see `transport_for`."""
     if wanted != AUTO:
         return wanted
     able = (name for name, one in TRANSPORTS.items() if one.gpu == gpu and (together or not one.one_host))

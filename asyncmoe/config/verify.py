@@ -1,4 +1,4 @@
-"""Checks that engine and trainer compute the same log-probabilities, and that values are those of a healthy run."""
+"""Checks that engine and trainer compute the same log-probabilities, and that values look like those of a healthy run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GradNormRule(Section):
 
 
 class AnomaliesSection(Section):
-    """Values that a healthy run does not have. All trainer ranks decide alike, before parameters change."""
+    """Values that no healthy run has. All trainer ranks decide alike, before parameters change."""
 
     kl_engine: KlRule = KlRule()
     grad_norm: GradNormRule = GradNormRule()
@@ -39,7 +39,7 @@ class AnomaliesSection(Section):
 
 
 class VerifySection(Section):
-    """What every update is checked for before parameters change, at no cost."""
+    """Checks of every update before parameters change, at no cost."""
 
     max_logprob_diff: PositiveFloat | None = None
     """Stop before training on a batch with a larger |engine - trainer| log-probability on tokens whose whole prefix the trainer's

@@ -10,17 +10,17 @@ from asyncmoe.config.fields import FINITE, NUMBER, Seconds, Section, refused
 
 
 class AlertsSection(Section):
-    """What is told of a run that needs somebody. Alerts are sent by the process that supervises the run, and hold up nothing."""
+    """Alerts about a run that needs attention. The process that supervises the run sends them, without delaying the run."""
 
     command: tuple[str, ...] | None = Field(None, min_length=1)
     """Program and arguments that run for each alert and get JSON with run, event, text, step and time as input; null: none."""
 
 
 class WatchSection(Section):
-    """Every process of a run writes heartbeats to run.dir/heartbeats while it gets on with its work."""
+    """Every process of a run writes heartbeats to run.dir/heartbeats while its work makes progress."""
 
     beat_s: Annotated[float, Field(ge=0.1, le=60), FINITE, NUMBER] = 5.0
-    """Least seconds between heartbeats of a process."""
+    """Minimum seconds between heartbeats of a process."""
     stacks_after_s: Seconds = 120.0
     """Seconds of silence of a process after which the stacks of every process of the run on the supervisor's host go to run.dir/logs,
     once for each silence. A step, or writing a checkpoint, may take as long."""

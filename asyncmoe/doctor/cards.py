@@ -12,21 +12,21 @@ from asyncmoe.errors import ConfigError
 
 
 def labelled(cards: Iterable[GpuFacts]) -> str:
-    """`GPU 0`, `GPUs 0, 1 (nvidia-smi: 6)`."""
+    """Format as `GPU 0` or `GPUs 0, 1 (nvidia-smi: 6)`."""
     labels = [card.label for card in cards]
     return ("GPU " if len(labels) == 1 else "GPUs ") + ", ".join(labels)
 
 
 def kinds(group: Iterable[GpuFacts]) -> tuple[str, ...]:
-    """The kinds of cards: name and memory, as far as they are known."""
+    """Return the kinds of cards: name and memory, where known."""
     return tuple(sorted({card.name + (f" of {card.memory_mib} MiB" if card.memory_mib else "") for card in group}))
 
 
 def cards(nvidia: Nvidia, torch: Torch | None) -> tuple[GpuFacts, ...]:
-    """The GPUs that CUDA shows, in its order, which is not nvidia-smi's where they differ: unique ids tell which is which.
+    """Return the GPUs that CUDA shows, in its order, which may differ from nvidia-smi's: unique ids match them.
 
     Args:
-        torch: None: it has not been asked; then CUDA shows what CUDA_VISIBLE_DEVICES leaves of nvidia-smi's list.
+        torch: None if not asked; then CUDA shows the part of nvidia-smi's list that CUDA_VISIBLE_DEVICES selects.
     """
     if torch is None:
         return tuple(_card(number, gpu, None) for number, gpu in enumerate(nvidia.visible))
@@ -35,7 +35,7 @@ def cards(nvidia: Nvidia, torch: Torch | None) -> tuple[GpuFacts, ...]:
 
 
 def _card(number: int, gpu: GpuFacts, shown: GpuFacts | None) -> GpuFacts:
-    """Join what nvidia-smi tells of a GPU, which of one cut into instances is not what a process has, with what torch tells of it."""
+    """Merge nvidia-smi's facts about a GPU, whose memory is not a process's if it is cut into instances, with torch's."""
     told = replace(gpu, number=number, memory_mib=0, used_mib=0) if gpu.mig else replace(gpu, number=number)
     if shown is None:
         return told
@@ -43,12 +43,12 @@ def _card(number: int, gpu: GpuFacts, shown: GpuFacts | None) -> GpuFacts:
 
 
 def of(machine: Machine) -> tuple[GpuFacts, ...]:
-    """The GPUs that the trainer's Python sees."""
+    """Return the GPUs that the trainer's Python sees."""
     return cards(machine.nvidia, machine.trainer.torch) if machine.trainer.torch is not None else ()
 
 
 def taken(machine: Machine) -> tuple[tuple[Wanted, Devices], ...]:
-    """What the configuration puts on this machine and the GPUs it takes, for each part that finds its GPUs."""
+    """Return the configuration's demands on this machine and the GPUs they take, for each demand that can be met."""
     found = []
     for wanted in machine.run.wanted if machine.run is not None else ():
         with suppress(ConfigError):
@@ -57,5 +57,5 @@ def taken(machine: Machine) -> tuple[tuple[Wanted, Devices], ...]:
 
 
 def hidden(nvidia: Nvidia, count: int) -> int:
-    """GPUs that CUDA_VISIBLE_DEVICES keeps from a process that sees `count`."""
+    """Return the number of GPUs that CUDA_VISIBLE_DEVICES hides from a process that sees `count`."""
     return max(0, len(nvidia.gpus) - count) if nvidia.chosen is not None else 0

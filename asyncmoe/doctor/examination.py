@@ -1,4 +1,4 @@
-"""All checks, in display order, the versions in which the nodes of a cluster must agree, and the report of both."""
+"""All checks, in display order, the versions that must agree across a cluster's nodes, and the report of both."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
         *(packages.transformer_engine, gpus.gpus, fit.megatron_switches, fit.placement, fit.gpu_memory, packages.nccl),
     )
 }
-"""What is judged by the facts of a machine, by the name of its line, which is the function's: a root cause precedes its consequences.
-Errors of these stop a run on GPUs."""
+"""Checks on the facts of a machine, by the name of their line, which is the function's; root causes precede their consequences. Their
+errors stop a run on GPUs."""
 
 _STYLE: Mapping[State, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "not here": "dim"}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `asyncmoe doctor --json` prints of a node.
+    """Report on a node, as `asyncmoe doctor --json` prints it.
 
     Attributes:
         host: its name.
-        versions: all in which nodes must agree, by name; a node lacks what another role need not have.
-        checks: what was found, by the name of the check.
+        versions: by name, those that must agree across nodes; a node has only those that its role needs.
+        checks: findings by name of the check.
     """
 
     host: str
@@ -48,10 +48,10 @@ def examine(words: Sequence[str]) -> Report:
     """Examine this machine.
 
     Args:
-        words: the file of a configuration and KEY=VALUE of the command line; empty without one.
+        words: a configuration file and KEY=VALUE overrides; may be empty.
     """
     config, valid = run.configuration(words)
-    safe = valid.state == "ok" or config is None or not plugins.is_name(config.model.family)  # the code of a family may end this process
+    safe = valid.state == "ok" or config is None or not plugins.is_name(config.model.family)  # a family's code may end this process
     machine = gather(config, with_model=safe)
     checks = {name: check(machine) for name, check in CHECKS.items()}
     checks |= {"infiniband": host.infiniband(), "shm": host.shm(), "open-files": host.open_files(config), "sandbox": host.sandbox()}
@@ -62,7 +62,7 @@ def examine(words: Sequence[str]) -> Report:
 
 
 def versions_of(machine: Machine, digest: str | None) -> dict[str, str]:
-    """Return what must be equal on all nodes of a run.
+    """Return the versions that must be equal on all nodes of a run.
 
     Args:
         digest: of the configuration; None without one.

@@ -1,4 +1,4 @@
-"""Facts about a machine with which a run on GPUs is judged: plain data, so that every machine can be made in a test."""
+"""Facts about a machine, by which a run on GPUs is judged: plain data, so that a test can construct any machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ IN_USE = 0.05
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU, from a line of nvidia-smi, or as CUDA shows it to a process: then perhaps an instance of one. `doctor.cards` joins both.
+    """A GPU, from a line of nvidia-smi, or as CUDA shows it to a process, then possibly a MIG instance. `doctor.cards` merges both.
 
     Attributes:
-        index: nvidia-smi's number; None: it does not list it, as an instance, or torch tells of it.
-        memory_mib, used_mib: total memory, 0 if it is not told; and memory in use by processes.
+        index: nvidia-smi's number; None if it does not list the GPU (a MIG instance), or the facts are torch's.
+        memory_mib, used_mib: total memory, 0 if unknown; and memory in use by processes.
         compute_mode: Default, Exclusive_Process or Prohibited.
         capability: compute capability, e.g. 9.0.
         mig: whether the GPU is partitioned into instances.
         uuid: identifier by which CUDA_VISIBLE_DEVICES may name the GPU.
-        number: CUDA's.
+        number: CUDA's number.
     """
 
     index: int | None
@@ -38,18 +38,18 @@ class GpuFacts:
 
     @property
     def label(self) -> str:
-        """`1`, and nvidia-smi's number where it is another: `1 (nvidia-smi: 6)`."""
+        """`1`, or with nvidia-smi's number if it differs: `1 (nvidia-smi: 6)`."""
         return str(self.number) if self.index in (None, self.number) else f"{self.number} (nvidia-smi: {self.index})"
 
     @property
     def generation(self) -> tuple[int, int] | None:
-        """The capability as numbers; None if it is not told."""
+        """The capability as numbers; None if unknown."""
         major, _, minor = self.capability.partition(".")
         return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
     @property
     def busy(self) -> bool:
-        """Whether more of its memory is in use than an idle driver takes; of an instance it is not told."""
+        """True if more memory is in use than an idle driver takes; unknown for an instance."""
         return self.used_mib > IN_USE * self.memory_mib > 0
 
 
@@ -96,8 +96,8 @@ class Extension:
     Attributes:
         package: the directory of asyncmoe; None if it is not importable.
         trouble: why they cannot be imported.
-        cuda: whether the CUDA kernels are in it.
-        built_from: digests of the sources of `asyncmoe.reshard._C` and `asyncmoe.trajectory._C`; empty: a build that does not say.
+        cuda: True if built with the CUDA kernels.
+        built_from: digests of the sources of `asyncmoe.reshard._C` and `asyncmoe.trajectory._C`; empty for a build without digests.
         architectures: compute capabilities, times 10, that the kernels are built for; empty without kernels.
     """
 
@@ -110,7 +110,7 @@ class Extension:
 
 @dataclass(frozen=True)
 class Nccl:
-    """libnccl as `asyncmoe.reshard` opens it.
+    """The libnccl that `asyncmoe.reshard` opens.
 
     Attributes:
         version: result of ncclGetVersion, e.g. 22703; None if the library cannot be used, for the reason `trouble`.
@@ -126,8 +126,8 @@ class Torch:
 
     Attributes:
         cuda: the CUDA version it was built for; None: a CPU build.
-        trouble: why it cannot use CUDA although it was built for it.
-        apart: pairs of GPUs that do not reach each other's memory.
+        trouble: why a CUDA build cannot use CUDA.
+        apart: pairs of GPUs that cannot access each other's memory.
         shown: the GPUs it sees, in CUDA's order.
     """
 
@@ -143,12 +143,12 @@ class PythonFacts:
     """One Python environment: the trainer's and the controller's, or the engines'.
 
     Attributes:
-        version: None: it could not be run, and `unfinished` says why.
-        packages: versions of those of the declared requirements that are installed.
-        cuda_driver: the newest CUDA version the driver takes, as cuDriverGetVersion has it (12080 is 12.8); None: no driver.
-        kernels: what `asyncmoe.platform.kernels.detect` finds; None: it was not reached, or refuses what is there.
-        transformer_engine: it was imported.
-        unfinished: at which step the look inside broke off, and why.
+        version: None if it could not be run; `unfinished` says why.
+        packages: versions of the installed ones among the declared requirements.
+        cuda_driver: the newest CUDA version the driver supports, as in cuDriverGetVersion (12080 is 12.8); None: no driver.
+        kernels: result of `asyncmoe.platform.kernels.detect`; None if it was not reached, or raised.
+        transformer_engine: True if it was imported.
+        unfinished: the step at which the probe stopped, and why.
     """
 
     executable: str
@@ -174,7 +174,7 @@ class Machine:
         train: the names of the requirements of trainer and controller.
         sources: digests of the extensions' current sources; empty for an installation without sources.
         engine: the engines' Python; None if it is the trainer's.
-        run: the configuration and its model; None if there is none, or they cannot be used.
+        run: the configuration and its model; None without one, or if they cannot be used.
     """
 
     host: str
@@ -194,6 +194,6 @@ class Machine:
 
     @property
     def pythons(self) -> tuple[tuple[str, PythonFacts], ...]:
-        """Every Python, with whose it is."""
+        """Every Python, with its owner in words."""
         engines = () if self.engine is None else (("the engines'", self.engine),)
         return (("the trainer's", self.trainer), *engines)

@@ -1,4 +1,4 @@
-"""What a check found: a line of the report."""
+"""The finding of a check: a line of the report."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Finding:
     """The result of a check.
 
     Attributes:
-        hint: what to do about it; None where nothing needs to be done.
-        expected: what was expected, where `found` does not say it.
+        hint: what to do about it; None if nothing.
+        expected: what was expected, unless `found` says it.
     """
 
     state: State
@@ -48,5 +48,5 @@ def error(found: str, hint: str, expected: str | None = None) -> Finding:
 
 
 def refused(refusal: UserError) -> Finding:
-    """What a function of the run refuses: its got, its expected, and its hint."""
+    """Convert an error of the run's own functions."""
     return Finding("error", f"{refusal.what}: {refusal.got}", refusal.hint or "change what is named", str(refusal.expected))

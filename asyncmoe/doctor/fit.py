@@ -1,6 +1,6 @@
 """Checks of a configuration on this machine's GPUs: Megatron's switches, placement and memory.
 
-They call the functions that decide these when the run starts.
+They call the functions that decide at the start of a run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ arg_groups/model_override_base.py), which supports float16, bfloat16 and float8.
 
 
 def _of_run(check: Callable[[Machine, PlannedRun], Finding]) -> Callable[[Machine], Finding]:
-    """Make the check that asks only where there are GPUs and a run for them, and says what the run's own functions refuse."""
+    """Wrap a check: run it only with GPUs and a run for them, and report what the run's own functions refuse."""
 
     @wraps(check)
     def checked(machine: Machine) -> Finding:
@@ -46,7 +46,7 @@ def _of_run(check: Callable[[Machine, PlannedRun], Finding]) -> Callable[[Machin
 
 @_of_run
 def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
-    """`trainer.megatron` asks for nothing that this machine lacks."""
+    """Check that `trainer.megatron` asks for nothing that this machine lacks."""
     from asyncmoe.trainer.model.features import run_features  # needs asyncmoe's extension, whose presence the doctor only checks
 
     if machine.trainer.kernels is None:
@@ -57,8 +57,8 @@ def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
 
 @_of_run
 def placement(machine: Machine, run: PlannedRun) -> Finding:
-    """Every process of the run has a GPU that is its own, or shared on purpose, and reaches those it exchanges weights with over a
-    transport that goes between GPUs, and as far as the run's machines are apart."""
+    """Check that every process has a GPU, its own or shared on purpose, and a transport between GPUs, and between machines if there are
+    several, to those it exchanges weights with."""
     way = run.way()
     backend = sglang_arguments.value(run.config.engines.args, "--attention-backend")
     if run.engine_dtype == "float32" and backend not in TAKES_FLOAT32:
@@ -87,7 +87,7 @@ def _told(wanted: Wanted, devices: Devices) -> str:
 
 @_of_run
 def gpu_memory(machine: Machine, run: PlannedRun) -> Finding:
-    """What the run holds on each GPU fits, by the arithmetic of `asyncmoe plan`."""
+    """Check that the run's memory on each GPU fits, by the arithmetic of `asyncmoe plan`."""
     from asyncmoe.plan import budget
 
     visible, (trainer, engine) = cards.of(machine), budget.least(run.config, run.hf)

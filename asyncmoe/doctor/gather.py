@@ -17,7 +17,7 @@ from asyncmoe.engines.engine_python import engine_python
 
 
 def gather(config: Config | None, with_model: bool = True) -> Machine:
-    """Return the facts of this machine, and of the configuration if there is one. Every program that is asked has a time limit."""
+    """Return the facts of this machine, and of the configuration, if any. Every program called has a time limit."""
     package = Path(asyncmoe.__file__).resolve().parent
     declared = pythons.declared(package.parent)
     names, engines = tuple(declared.specifiers), str(engine_python(config.engines.python if config is not None else None))

@@ -1,4 +1,4 @@
-"""The check of the GPUs themselves: free, alike, and of a kind that the kernels are built for."""
+"""Check the GPUs themselves: they are free, alike, and of a kind that the kernels are built for."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NO_GPU = "there is no GPU; runs on the CPU work without"
 _OLDEST = (7, 5)
 """The oldest compute capability that CUDA 13 compiles for (CUDA Toolkit 13.0 release notes: Maxwell, Pascal and Volta are dropped)."""
 _BFLOAT16 = (8, 0)
-"""The oldest with bfloat16 in its matrix units (CUDA C++ Programming Guide, "Compute Capabilities")."""
+"""The oldest capability with bfloat16 in its matrix units (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 
 def gpus(machine: Machine) -> Finding:
-    """Check the driver, and those GPUs that the run takes, or without a configuration those that CUDA shows."""
+    """Check the driver and the GPUs that the run takes, or without a configuration those that CUDA shows."""
     nvidia = machine.nvidia
     if not nvidia.present:
         return finding.absent(NO_GPU)
@@ -39,7 +39,7 @@ def gpus(machine: Machine) -> Finding:
 
 
 def _disturbed(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """What keeps processes from these GPUs, or slows them down: an error where the run takes them."""
+    """Yield what keeps processes from these GPUs or slows them down; errors if the run takes the GPUs."""
     taken = cards.taken(machine)
     state: State = "error" if taken else "warning"
     if closed := [card for card in there if card.compute_mode == "Prohibited"]:
@@ -63,7 +63,7 @@ def _disturbed(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Finding]
 
 
 def _without_kernels(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """What no build, or not the one that is there, can run on these GPUs."""
+    """Yield GPUs that are too old for any build, or for which this one lacks kernels."""
     known = [(card, card.generation) for card in there if card.generation is not None]
     needed, run = _OLDEST, machine.run
     if run is not None and (run.engine_dtype == "bfloat16" or not run.trainer_float32):
@@ -81,8 +81,8 @@ def _without_kernels(machine: Machine, there: Sequence[GpuFacts]) -> Iterator[Fi
 
 
 def _runs(built: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Machine code runs on its own capability and on later ones of the same major number (CUDA C++ Programming Guide, "Binary
-    Compatibility"); none of the build is compiled at run time."""
+    """Return whether a build runs on a capability: its own or a later one of the same major number (CUDA C++ Programming Guide, "Binary
+    Compatibility"); nothing is compiled at run time."""
     return any(int(arch[:-1]) == capability[0] and int(arch[-1]) <= capability[1] for arch in built)
 
 

@@ -1,4 +1,4 @@
-"""Checks of system resources of a process: shared memory, open files, InfiniBand, the sandbox of the tool python."""
+"""Check system resources: shared memory, open files, InfiniBand, the sandbox of the tool python."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def open_files(config: Config | None) -> Finding:
 
 
 def infiniband(adapters: Path = Path("/sys/class/infiniband")) -> Finding:
-    """Check that InfiniBand's ports are up, and that memory can be locked, by which it is registered."""
+    """Check that InfiniBand's ports are up, and that memory can be locked, which registering it requires."""
     states = {f"{port.parents[1].name}:{port.name}": says(port / "state").split(": ")[-1] for port in sorted(adapters.glob("*/ports/*"))}
     if not states:
         return finding.absent("no adapter; several machines would talk over TCP")

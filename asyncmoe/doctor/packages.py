@@ -1,4 +1,4 @@
-"""Checks of what is installed, in the trainer's Python and the engines': packages, asyncmoe's extension, NCCL, and torch's CUDA."""
+"""Check what is installed in the trainer's and the engines' Python: packages, asyncmoe's extension, NCCL, and torch's CUDA."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BUILD_TE = "run: make transformer-engine GPU=1"
 
 
 def packages(machine: Machine) -> Finding:
-    """Check that what trainer and controller import is installed in the declared range."""
+    """Check that the packages of trainer and controller are installed in their declared ranges."""
     trainer = machine.trainer
     if wrong := [told for name in machine.train if (told := _wrong(machine, trainer, name))]:
         return finding.error(f"{'; '.join(wrong)}, in {trainer.executable}", f"run: {fix(gpu=machine.nvidia.present)}")
@@ -120,14 +120,14 @@ def cuda(machine: Machine) -> Finding:
 
 
 def _way(built: str, newest: int | None) -> str:
-    """What to do about a torch of a CUDA version that sees no GPU. An older driver of the same major version suffices."""
+    """Return the fix for a CUDA build of torch that sees no GPU. An older driver of the same major version suffices."""
     if newest is not None and newest // 1000 < (major := int(built.partition(".")[0])):
         return versions.driver_hint(major)
     return "nvidia-smi and dmesg say more; in a container, start it with GPUs (--gpus all, --nv)"
 
 
 def _wrong(machine: Machine, where: PythonFacts, name: str) -> str | None:
-    """Say what is wrong if a package is not installed in the declared range."""
+    """Return what is wrong with a package, or None if it is installed in the declared range."""
     wanted = machine.requirements.get(name, "")
     if name not in where.packages:
         return f"{name} is not installed in {where.executable}"

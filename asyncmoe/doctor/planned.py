@@ -1,4 +1,4 @@
-"""A run as its configuration and its model's describe it: what it asks of the GPUs of this machine."""
+"""A run as described by its configuration and its model's: its demands on the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncmoe.rpc import address
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A valid configuration, and the config.json of its model, which its sizes suit."""
+    """A valid configuration, and the config.json of its model, checked against each other."""
 
     config: Config
     hf: Mapping[str, Any]
@@ -38,7 +38,7 @@ class PlannedRun:
         return TRANSPORTS[resolved(sync.transport, True, not self.several, shared)].nccl
 
     def way(self) -> str:
-        """What carries weights between GPUs: a method or a transport. Raises ConfigError if `sync.transport` cannot serve there."""
+        """Return what carries weights between GPUs: a method or a transport. Raises ConfigError if `sync.transport` cannot serve there."""
         sync, shared = self.config.sync, self.config.engines.share_gpus
         return transport_for(sync.transport, True, not self.several, shared) if sync.method == "reshard" else sync.method
 
@@ -54,7 +54,7 @@ class PlannedRun:
 
 
 def planned(config: Config | None) -> PlannedRun | None:
-    """Return what a configuration asks for; None without one, or if its model cannot be used, which `asyncmoe config validate` reports."""
+    """Return the run of a configuration; None without one, or if its model cannot be used, which `asyncmoe config validate` reports."""
     if config is None:
         return None
     try:

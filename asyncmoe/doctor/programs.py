@@ -1,4 +1,4 @@
-"""Commands that may be missing, fail or hang, such as on an unresponsive file system or driver, each with a time limit."""
+"""Run commands that may be missing, fail or hang (on an unresponsive file system or driver), each with a time limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Output:
     Attributes:
         text, errors: standard output and error, possibly partial after a failure.
         trouble: why the command could not be run, was killed, or failed; None for status 0.
-        late: it was killed because it did not end in time.
+        late: True if it was killed because it did not end in time.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Facts about a Python environment. That Python runs the text of this file, which may import only the standard library at its top.
+"""Print facts about a Python environment, whose Python runs the text of this file; at the top it may import only the standard library.
 
 It prints each field of `facts.PythonFacts` as a JSON object on a line, after `MARK`, as soon as it is known, because an import may crash
 or hang the process. The field `step` names the next operation.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "asyncmoe doctor: "
-"""Begins the lines that are ours; imports print others."""
+"""Prefix of our lines; imports print others."""
 
 
 def main(names: Iterable[str]) -> None:
@@ -68,7 +68,7 @@ def extension() -> dict[str, Any]:
 
 
 def nccl() -> dict[str, Any]:
-    """Open libnccl in the transport's way, and return its version."""
+    """Open libnccl as the transport does, and return its version."""
     try:
         reshard, nccl = (importlib.import_module(f"asyncmoe.reshard.{part}") for part in ("_C", "nccl"))
         return {"version": reshard.nccl_origin(nccl.find_nccl())[0]}
@@ -88,7 +88,7 @@ def cuda_driver() -> int | None:
 
 
 def torch() -> dict[str, Any]:
-    """Return torch's build and the GPUs that it sees; a CPU build is not asked for GPUs."""
+    """Return torch's build and, for a CUDA build, the GPUs that it sees."""
     module = importlib.import_module("torch")
     found = {"version": module.__version__, "cuda": module.version.cuda}
     if module.version.cuda is None:
@@ -103,7 +103,7 @@ def torch() -> dict[str, Any]:
 
 
 def shown(found: Any) -> dict[str, Any]:
-    """Describe a GPU, or the instance of one that CUDA shows, whose memory nvidia-smi may not know."""
+    """Describe a GPU or MIG instance that CUDA shows, whose memory nvidia-smi may not know."""
     told = {"index": None, "name": found.name, "memory_mib": found.total_memory >> 20}
     return {**told, "capability": f"{found.major}.{found.minor}", "uuid": f"GPU-{found.uuid}"}
 

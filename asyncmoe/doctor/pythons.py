@@ -1,4 +1,4 @@
-"""What a Python environment has, found by running `python_probe` in it, and what asyncmoe requires of it."""
+"""The contents of a Python environment, found by running `python_probe` in it, and asyncmoe's requirements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncmoe.errors import UserError
 from asyncmoe.installed import fix
 
 LOOK_S = 180.0
-"""Timeout in seconds; importing torch and Transformer Engine from a file system that all nodes read at once takes a minute."""
+"""Timeout in seconds; importing torch and Transformer Engine from a file system that all nodes read at once takes about a minute."""
 _WITHOUT_TORCH_S = 60.0
 
 
@@ -52,7 +52,7 @@ def check_engine_python(configured: Path | None) -> None:
     """Check that the engines' Python has what an engine imports first. Takes about a second.
 
     Raises:
-        UserError: it is no Python, does not answer, or lacks SGLang or asyncmoe with its extension.
+        UserError: it is not a Python, does not respond, or lacks SGLang or asyncmoe with its extension.
     """
     python = engine_python(configured)
     found = look(str(python), ["sglang"], _WITHOUT_TORCH_S)
@@ -93,7 +93,7 @@ def _unfinished(output: programs.Output, step: str | None) -> str | None:
 
 
 def _specifiers(lines: Iterable[str]) -> dict[str, str]:
-    """Return the version specifier by package, but for asyncmoe itself, which an extra names to ask for another."""
+    """Return the version specifier by package, except asyncmoe's own, by which an extra includes another."""
     found = {str(canonicalize_name(wanted.name)): str(wanted.specifier) for wanted in map(Requirement, lines)}
     return {name: specifier for name, specifier in found.items() if name != "asyncmoe"}
 

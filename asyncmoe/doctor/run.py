@@ -21,18 +21,17 @@ from asyncmoe.rpc import address
 from asyncmoe.storage import size
 
 _VALIDATE_S = 900.0
-"""Longer than `asyncmoe config validate` waits for anything but a file system that does not answer."""
+"""Longer than any wait of `asyncmoe config validate` except for an unresponsive file system."""
 _OPTIMIZER_BYTES = 12
 """Optimizer bytes per parameter: Adam's two moments and the master weight, in float32."""
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "cifs", "smb3", "9p", "virtiofs", "panfs", "afs", "glusterfs")
 
 
 def configuration(words: Sequence[str]) -> tuple[Config | None, Finding]:
-    """Load a configuration, and check in a process of its own all that `asyncmoe config validate` does. Return None for one that cannot be
-    loaded.
+    """Load a configuration, and run `asyncmoe config validate` on it in a separate process. Return None if it cannot be loaded.
 
     Args:
-        words: the file and KEY=VALUE of the command line.
+        words: the file and KEY=VALUE overrides.
     """
     if not words:
         return None, finding.absent("no CONFIG was given", "asyncmoe doctor CONFIG also looks at its model, ports, run directory and GPUs")
@@ -72,7 +71,7 @@ def network(config: Config) -> Finding:
 
 
 def run_dir(config: Config, run: PlannedRun | None, mounts: Path = Path("/proc/self/mounts")) -> Finding:
-    """Check that the run directory has room for the checkpoints that will exist at once, and that other machines may see it."""
+    """Check that the run directory has room for the checkpoints kept at once, and that other machines may see it."""
     folder = config.run.dir.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free, kind = os.statvfs(there).f_bavail * os.statvfs(there).f_frsize, kind_of(there.resolve(), mounts.read_text())

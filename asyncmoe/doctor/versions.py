@@ -42,7 +42,7 @@ def driver_too_old(driver: str, newest_cuda: int | None, cuda: int) -> bool:
 
     Args:
         driver: version of the kernel driver from nvidia-smi, e.g. 550.54.15.
-        newest_cuda: result of cuDriverGetVersion, e.g. 12040; None if libcuda cannot be opened. A compatibility package raises it.
+        newest_cuda: result of cuDriverGetVersion, e.g. 12040; None if libcuda cannot be opened. A compatibility package increases it.
         cuda: the major version, one of OLDEST_DRIVER.
     """
     if newest_cuda is not None and newest_cuda // 1000 >= cuda:

@@ -1,7 +1,7 @@
-"""The store of torchrun's agents and ranks: a file of this user's own on one machine, or an address over several.
+"""The store of torchrun's agents and ranks: a private file on one machine, an address across several.
 
-torch's static rendezvous listens on every address of the first machine, and answers whoever reaches it: no key is asked for. On one machine
-nothing has to listen.
+torch's static rendezvous listens on every address of the first machine, and answers anyone, without a key. On one machine nothing needs to
+listen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncmoe.rpc.environment import RANKS_STORE
 _create: Any = static_tcp_rendezvous.create_rdzv_handler
 _WHERE = "address at which trainer ranks meet"
 _LOOPBACK = "127."
-"""Beginning of its addresses (RFC 1122)."""
+"""Beginning of loopback addresses (RFC 1122)."""
 
 
 def install(folder: Path) -> None:
@@ -40,7 +40,7 @@ def install(folder: Path) -> None:
 def listen_on(master: str, nodes: int) -> str:
     """Return the address to listen on, as the first of `nodes` machines, for ranks that meet at `master`.
 
-    A machine's own name may stand for loopback in its /etc/hosts, and for its address elsewhere; then this is every address.
+    A machine's own name may resolve to loopback in its /etc/hosts, and to its address elsewhere; then listen on every address.
 
     Raises:
         UserError: the name does not resolve.
@@ -69,7 +69,7 @@ class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
         try:
             listener = socket.create_server((listen_on(self.master_addr, self.world_size), self.master_port))
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # no error of the user: the next start of a job or of its trainer takes another port
+            if error.errno == errno.EADDRINUSE:  # not the user's error: the next start of the job or its trainer takes another port
                 raise AsyncmoeError(f"{self.master_addr}:{self.master_port}, where trainer ranks meet, is in use") from error
             why = (error.strerror or str(error)).partition(" (")[0]  # Python repeats the address
             got, hint = f"{self.master_addr}:{self.master_port} ({why})", "see cluster.network and ASYNCMOE_HOST"

@@ -1,5 +1,5 @@
-"""The processes of a run, the same for every launcher: which machine has which engines, their names, commands and variables, and the table
-of parts that they make up.
+"""The processes of a run, the same for every launcher: the engines of each machine, and the processes' names, commands and variables, as a
+table of parts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class EngineMachine:
     """The engines of one machine.
 
     Attributes:
-        numbers: of the engines.
-        node: which one of each engine's `engines.nodes` the machine is.
+        numbers: numbers of the engines.
+        node: index of the machine among each engine's `engines.nodes`.
     """
 
     numbers: tuple[int, ...]
@@ -57,7 +57,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launcher(Generic[P]):
-    """How a launcher starts processes, and where: on places of its own kind.
+    """How and where a launcher starts processes; P is its type of machine.
 
     Attributes:
         engines: machines with their engines, at least one; the controller is on the first.
@@ -77,10 +77,11 @@ class Launcher(Generic[P]):
 
 
 def engine_machines(config: Config) -> tuple[EngineMachine, ...]:
-    """Spread `engines.count` engines over `cluster.engine_nodes` machines, evenly and in order; an engine over several has neighbours.
+    """Spread `engines.count` engines over `cluster.engine_nodes` machines, evenly and in order; an engine over several machines gets
+    adjacent ones.
 
     Raises:
-        ConfigError: the engines cannot be spread so.
+        ConfigError: the engines cannot be spread evenly in this way.
     """
     machines, engines = config.cluster.engine_nodes, config.engines
     if machines % engines.nodes:

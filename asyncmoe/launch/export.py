@@ -27,8 +27,8 @@ def export(
     step: int | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
 ) -> None:
-    """Write the checkpoint to `out`. A failed export leaves no `out`, but its log beside it. Nothing is written to the run, which may have
-    been moved or copied.
+    """Write the checkpoint to `out`. A failed export leaves its log beside `out`, but no `out`. The run, which may have been moved or
+    copied, is not written to.
 
     Args:
         form: "weights" writes the weights in the trainer's dtype, "adapter" only the trained adapter, and "float8" the float8 weights of a
@@ -37,9 +37,9 @@ def export(
         dtype: of the weights or of the adapter; None: the trainer's.
 
     Raises:
-        DataError: `run_dir` has no such checkpoint, the checkpoint is damaged, or `out` exists or is where nothing can be made.
+        DataError: `run_dir` has no such checkpoint, the checkpoint is damaged, or `out` exists or cannot be created.
         StorageError: `out` cannot be written.
-        UserError: the run has no adapter, its model no float8 weights, or other weights than the adapter was trained on.
+        UserError: the run has no adapter, or its model has no float8 weights or is not the one that the adapter was trained on.
         AsyncmoeError: the exporting processes failed or took longer than `timeout_s`.
     """
     checkpoint = intact.chosen(run_dir, step)

@@ -22,7 +22,7 @@ def engine_arguments(config: Config, index: int) -> tuple[str, ...]:
         index: index of the engine on this machine.
 
     Raises:
-        ConfigError: there is no GPU for it, none with room for it, or none whose memory is known.
+        ConfigError: there is no GPU for it, none with enough memory, or none of known memory.
     """
     found = nvidia.look()
     if not found.gpus or found.chosen == () or not _on_gpus():
@@ -41,8 +41,8 @@ def engine_arguments(config: Config, index: int) -> tuple[str, ...]:
 
 
 def _cards(found: Nvidia) -> tuple[GpuFacts, ...]:
-    """The GPUs that CUDA shows. torch is asked, in a process of its own, where nvidia-smi does not know their memory, and where they
-    differ: CUDA's order is then not nvidia-smi's."""
+    """The GPUs that CUDA shows. torch is asked, in a separate process, if nvidia-smi does not know their memory, or if they differ: CUDA's
+    order is then not nvidia-smi's."""
     listed = cards.cards(found, None)
     if listed and all(card.memory_mib for card in listed) and len(cards.kinds(listed)) == 1:
         return listed
@@ -60,13 +60,13 @@ def check(config: Config, index: int, gpus: int, hidden: int = 0) -> Sequence[in
     """The GPUs of an engine.
 
     Args:
-        hidden: GPUs that CUDA_VISIBLE_DEVICES keeps from the run.
+        hidden: number of GPUs that CUDA_VISIBLE_DEVICES hides from the run.
 
     Raises:
         ConfigError: this machine has too few GPUs, or the engines' GPUs overlap the trainer's.
     """
     several = address.several(config.cluster.network)
     *_, here = devices.wanted(config, several)
-    if several or index >= config.engines.count:  # this machine has as many engines as are started on it, and none of the trainer's ranks
+    if several or index >= config.engines.count:  # this machine has the engines started on it, and no trainer ranks
         here = replace(here, ranks=0, engines=index + 1)
     return devices.place(here, gpus, hidden).engines[index]

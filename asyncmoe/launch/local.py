@@ -50,7 +50,7 @@ _RECORDS = (
     *("metrics.jsonl", "rollout.jsonl", "evaluation.jsonl", "summary.json", "report.html", versions.VERSIONS),
     *("spans-trainer.jsonl", "spans-controller.jsonl"),
 )
-"""What a run that begins anew would add to, or be taken for."""
+"""Records that a new run in the directory would append to or be mistaken for."""
 
 
 def run(config: Config) -> dict[str, object]:
@@ -64,7 +64,7 @@ def run(config: Config) -> dict[str, object]:
     with claim(config.run.dir):
         with interrupts.stopping(interrupts.NO_RUN_YET):
             end_left(config.run.dir, engines=not config.engines.join)
-            plugin_probe.check(config)  # first, because the checks of the machine call a family of the user's own
+            plugin_probe.check(config)  # first, because the checks of the machine call a user's own family
             for line in preflight.check(config):
                 print(f"warning: {line}", file=sys.stderr, flush=True)
             file = prepare(config)
@@ -73,10 +73,10 @@ def run(config: Config) -> dict[str, object]:
 
 
 def check(config: Config, *, weights: bool = True) -> Survey:
-    """Check whatever can be checked before a process starts; writes nothing. Return the checkpoints that were found.
+    """Check everything that can be checked before a process starts; write nothing. Return the checkpoints found.
 
     Args:
-        weights: whether the model's weights are here too; their headers are then compared with its configuration.
+        weights: the model's weights are on this machine; their headers are then compared with its configuration.
 
     Raises:
         UserError: the configuration, the model, the engines' Python, the user's own parts or the run directory cannot be used.
@@ -86,7 +86,7 @@ def check(config: Config, *, weights: bool = True) -> Survey:
             check_place(place, key)
     loggers.check(config.telemetry)
     here = config.launch == "local"
-    if here and config.log.redis is not None:  # which may be unable to keep the log
+    if here and config.log.redis is not None:  # the server may be unable to keep the log
         installed.need("redis", "log.redis")
         from asyncmoe.log import redis
 
@@ -95,7 +95,7 @@ def check(config: Config, *, weights: bool = True) -> Survey:
         commands.engine_machines(config)  # refuses engines that cannot be spread
     plugin_probe.check(config)
     if here and devices.none_here():
-        for key, value in config.trainer.needs_gpu:  # which the trainer would refuse a minute later
+        for key, value in config.trainer.needs_gpu:  # the trainer would refuse it a minute later
             raise no_gpu_for(key, value)
     hf = budget.hf_of(config)
     there = weights and not to_make(config.model, config.run.dir)
@@ -114,7 +114,7 @@ def check(config: Config, *, weights: bool = True) -> Survey:
 
 
 def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) -> None:
-    """Refuse to go on as another run than the one that began in the directory, with all that differs."""
+    """Refuse to resume with a configuration other than that of the run in the directory; name everything that differs."""
     begun = config.model.path.exists() and belonging.has_begun(config.run.dir)
     if (begun or newest is not None) and (found := [*origin.differing(config, hf, newest)]):
         raise together(found)
@@ -122,11 +122,11 @@ def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) 
         taken = f"all {config.run.steps} steps are taken already; a higher number goes on from {newest}"
         print(f"run.steps: {taken}", file=sys.stderr, flush=True)
     if begun:
-        run_log.belonging_of(config, models.recording(config, hf))  # as the controller refuses, after the start
+        run_log.belonging_of(config, models.recording(config, hf))  # the controller would refuse it after the start
 
 
 def prepare(config: Config) -> Path:
-    """Check the configuration (see `check`), and return the file of it that all processes read."""
+    """Check the configuration (see `check`), and write and return the file that all processes read."""
     found = check(config)
     if (port := config.telemetry.prometheus_port) is not None:
         Prometheus(port).close()  # refuses one that is taken
@@ -142,7 +142,7 @@ def prepare(config: Config) -> Path:
             (config.run.dir / stale).unlink(missing_ok=True)
         for stale in ("tensorboard", samples.FOLDER, "loggers", "profile"):
             shutil.rmtree(config.run.dir / stale, ignore_errors=True)
-    (config.run.dir / succession.FILE).unlink(missing_ok=True)  # only a controller that this launcher starts again takes engines over
+    (config.run.dir / succession.FILE).unlink(missing_ok=True)  # only a controller restarted by this launcher takes engines over
     file, kept = resolved(config), json.dumps(origin.origin_of(config), indent=1)
     with storage.writing("configuration of the run", file):
         storage.make_private(config.run.dir)
@@ -159,11 +159,11 @@ def resolved(config: Config) -> Path:
 
 
 def check_place(directory: Path, key: str = "run.dir") -> None:
-    """Refuse a directory, which a key names, that cannot be made or written to; the folder that is made to try it is removed.
+    """Refuse the directory of a key if it cannot be created or written to; the folder created to try is removed.
 
     Raises:
-        ConfigError: it cannot be made, as below /proc, or below a link that leads nowhere.
-        StorageError: see `asyncmoe.storage.writing`; a file is among its parts, or it is not for this user to write.
+        ConfigError: it cannot be created, as below /proc or a dangling link.
+        StorageError: see `asyncmoe.storage.writing`; a parent is a file, or this user may not write there.
     """
     if barren := storage.try_place("run directory" if key == "run.dir" else key, directory):
         raise ConfigError(key, got=f"{directory}, and {barren}", expected="a directory that can be written to")
@@ -171,8 +171,8 @@ def check_place(directory: Path, key: str = "run.dir") -> None:
 
 @contextmanager
 def claim(directory: Path) -> Iterator[None]:
-    """Create a run directory, and lock it against other launchers within the block. A block that writes nothing there, because the run is
-    refused, leaves everything as it was.
+    """Create a run directory, and lock it against other launchers within the block. If the block writes nothing there, because the run is
+    refused, everything is left as it was.
 
     Raises:
         ConfigError, StorageError: see `check_place`.
@@ -184,7 +184,7 @@ def claim(directory: Path) -> Iterator[None]:
         storage.make_private(directory)
         before, file = {*os.listdir(directory)}, directory / ".lock"
         lock = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+")
-        os.fchmod(lock.fileno(), 0o600)  # whoever may read it may hold it
+        os.fchmod(lock.fileno(), 0o600)  # whoever can open it can lock it
     if not storage.lock_alone(lock):  # without locks, a second controller of the run is still refused
         raise UserError("run.dir", got=f"{directory}, in use by another run", expected="a directory of its own")
     with lock:
@@ -218,20 +218,21 @@ class _LocalParts:
         self._children: dict[str, Child] = {}
 
     def start(self, _: None, launch: Launch) -> Process:
-        """Start a part; all of its starts append to one log."""
+        """Start a part; all its starts append to one log."""
         child = Child(launch.name, [sys.executable, *launch.arguments], launch.log, launch.environment)
         self._children[launch.name] = child
         return child
 
     def end(self, name: str, engine_s: float = 0.0) -> None:
-        """End a part: the trainer is asked first, another killed after `engine_s`, as one that hangs must not wake up beside the next."""
+        """End a part: the trainer gets time to stop, others are killed after `engine_s`, because a hanging one must not wake up beside its
+        successor."""
         if (child := self._children.get(name)) is not None:
             child.end(STOP_GRACE_S if name == TRAINER else engine_s)
         if name == TRAINER:
             _kill(self._run_dir, RANKS)
 
     def end_all(self) -> None:
-        """Ask all to end, and kill what does not in time."""
+        """Ask all parts to end, and kill those that do not in time."""
         for child in self._children.values():
             child.signal(signal.SIGTERM)
         for name in reversed(self._children):
@@ -246,11 +247,11 @@ class _LocalParts:
 
 
 def end_left(run_dir: Path, *, engines: bool) -> None:
-    """Wait until all that a lost launcher of the run has left on this host has ended, and kill what does not end: each part gets SIGTERM
-    with its launcher.
+    """Wait until all processes left on this host by a lost launcher of the run have ended, and kill the rest: parts get SIGTERM when their
+    launcher ends.
 
     Args:
-        engines: whether launchers start engines here.
+        engines: True if launchers start engines here.
     """
     recorded = processes.read(run_dir)
     if any(processes.runs(one) for one in recorded if one.role == "supervisor"):

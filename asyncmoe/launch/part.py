@@ -32,7 +32,7 @@ def controller(config: Path, overrides: Sequence[str] = ()) -> None:
         from asyncmoe.rollout import controller
 
     loaded = _loaded(config, overrides)
-    if config.resolve() != local.resolved(loaded).resolve():  # otherwise the parent process has prepared it
+    if config.resolve() != local.resolved(loaded).resolve():  # else the parent process has prepared it
         local.prepare(loaded)
     with _heard(loaded, "controller"):
         controller.run(loaded, loaded.run.dir)
@@ -42,9 +42,9 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     """Run one engine that joins a run, or one node of it, until it leaves.
 
     Args:
-        name: in records and messages; None: made of the host, the SLURM job and `index`.
+        name: in records and messages; None: built from the host, the SLURM job and `index`.
         index: number of this engine on its machine, from 0.
-        node: which one of its `engines.nodes` this machine is; they need the same `name`.
+        node: index of this machine among its `engines.nodes`, which need the same `name`.
 
     Raises:
         UserError: the engine has no such node, or several but no name.
@@ -70,7 +70,7 @@ def worker(config: Path, overrides: Sequence[str], number: int) -> None:
     """Run a rollout worker until the run ends.
 
     Args:
-        number: which of the run's `rollout.workers` it is, from 1.
+        number: its number among the run's `rollout.workers`, from 1.
 
     Raises:
         AsyncmoeError: see `asyncmoe.rollout.workers.process.run`.
@@ -95,7 +95,7 @@ def _loaded(config: Path, overrides: Sequence[str]) -> Config:
 
 @contextmanager
 def _heard(config: Config, role: str) -> Iterator[None]:
-    """Record this process within the block, and have the supervisor hear that it lives, until the block ends well."""
+    """Record this process and start its heartbeats; report its end if the block succeeds."""
     processes.record(config.run.dir, role)
     heartbeats.start(config.run.dir, role, config.watch.beat_s)
     yield
@@ -105,7 +105,7 @@ def _heard(config: Config, role: str) -> Iterator[None]:
 def main(run: Callable[[], object]) -> None:
     """Run a command. An error that the user can fix becomes one line and the exit status; all other errors keep their traceback."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
-    # An agent's client logs every request, and there are hundreds a step; torch logs its caches at the end, after a command's last words.
+    # An agent's client logs every request, and there are hundreds a step; torch logs its caches at the end, after a command's last line.
     for name in ("httpx", "httpx2", "torch._subclasses.fake_tensor"):
         logging.getLogger(name).setLevel(logging.WARNING)
     sys.path.insert(0, "")  # as `python -m` does, so that the user's scorers and environments are importable
@@ -128,6 +128,6 @@ def main(run: Callable[[], object]) -> None:
 
 
 def end() -> None:
-    """End this process with status 0, now if users' code has left threads, for which Python would wait."""
+    """Exit at once with status 0 if users' code has left threads that Python would wait for."""
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         leave(0)

@@ -1,9 +1,8 @@
-"""Whether a configuration's own functions and family can be used, tried in a process of their own, and its own task, environment, agent and
-scorer imported there.
+"""Try a user's own functions and family in a separate process, and import the user's own task, environment, agent and scorer there.
 
-Whatever the code does, this process goes on: it may end its own process, crash it, or never return. The run's processes try it again.
-`python -m asyncmoe.launch.plugin_probe` is that process: it reads the configuration on standard input, and writes a line for each key on
-standard output as soon as its code is tried. Whatever the code prints goes to standard error.
+Whatever the code does, this process continues: the code may exit, crash, or never return. The run's processes try it again. `python -m
+asyncmoe.launch.plugin_probe` is the separate process: it reads the configuration on standard input, and writes a line for each key on
+standard output as soon as its code is tried. Output of the code goes to standard error.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from asyncmoe.process import die_with_parent
 
 _COMMAND = (sys.executable, "-m", "asyncmoe.launch.plugin_probe")
 _IMPORTED = ("task.kind", "environment.kind", "environment.agent", "scoring.scorer")
-"""Keys whose code is imported here, and first used by the controller and its workers."""
+"""Keys whose code is only imported here, and first used by the controller and its workers."""
 _START_S = 300.0
-"""Longest start of the process, which imports torch."""
+"""Maximum seconds for the process to start, which imports torch."""
 
 
 def named(config: Config) -> dict[str, str]:
@@ -39,10 +38,10 @@ def named(config: Config) -> dict[str, str]:
 
 
 def check(config: Config) -> None:
-    """Try the user's own code; a family on the model, if it is there.
+    """Try the user's own code; a family is tried on the model, if present.
 
     Raises:
-        UserError: names everything that cannot be used, up to code that ended the process.
+        UserError: names everything unusable, up to code that ended the process.
     """
     if wanted := named(config):
         _check(json.dumps(config.model_dump(mode="json")), tuple(wanted.items()), str(Path.cwd()))
@@ -50,7 +49,7 @@ def check(config: Config) -> None:
 
 @lru_cache(maxsize=1)
 def _check(given: str, wanted: tuple[tuple[str, str], ...], directory: str) -> None:
-    """Raise as `check`. A launcher looks at its machine and then prepares the run: the second call has the first's answer."""
+    """Raise as `check`. Cached, because a launcher checks once before its machine and again when it prepares the run."""
     ended = programs.run(_COMMAND, _START_S + len(wanted) * (plugins.IMPORT_S + plugins.CALL_S), given)
     results = [json.loads(line) for line in ended.text.splitlines()]
     refused: list[UserError] = [ConfigError(**result) for result in results if result]
@@ -76,7 +75,7 @@ def _main() -> None:
         except UserError as error:
             found = {"what": error.what, "got": str(error.got), "expected": str(error.expected), "hint": error.hint}
         os.write(results, json.dumps(found).encode() + b"\n")
-    # The code may have started processes and threads, for which the interpreter's own end, or the reader of our output, would wait.
+    # The code may have started processes and threads, for which the interpreter's shutdown, or the reader of our output, would wait.
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
@@ -91,7 +90,7 @@ def _try(config: Config, key: str, target: str) -> None:
         return
     try:
         hf = models.load_hf_config(config.model.path)
-    except UserError:  # whoever reads the model reports it
+    except UserError:  # reported by the code that reads the model
         families.load_own(target)
     else:
         families.try_family(families.with_family(hf, target))

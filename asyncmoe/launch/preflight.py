@@ -1,4 +1,4 @@
-"""Checks of a machine with GPUs for faults that would stop a run, made before any process of the run starts."""
+"""Check a machine with GPUs for faults that would stop a run, before any of its processes starts."""
 
 from __future__ import annotations
 

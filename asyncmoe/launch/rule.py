@@ -1,7 +1,7 @@
-"""The restart rule: what follows the loss of a part of a run, on one machine, on SLURM and on Ray. Decisions only.
+"""The restart rule: what follows the loss of a part of a run, on one machine, SLURM and Ray. Decisions only.
 
-The trainer is started again alone; a controller that a signal ended, or that hangs, together with the trainer, while engines wait for it;
-an engine alone. A controller or an engine that says why it ends ends the run.
+A trainer or an engine is restarted alone; a controller that hangs or was ended by a signal, together with the trainer, while engines wait
+for it. A controller or engine that ends with a reason ends the run.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from asyncmoe.errors import RECURRING
 
 CONTROLLER, TRAINER = "controller", "trainer"
 How = Literal["lost", "used up", "said"]
-"""How a part ended: by a signal, or it hangs; an engine whose server was lost too often; or otherwise, and it said why."""
+"""How a part ended. lost: by a signal, or it hangs; used up: an engine lost its server too often; said: otherwise, with a reason."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
-"""Seconds before the second start after failures in a row, and at most; the first is at once, and each further wait doubles."""
+"""Seconds before the second restart in a row, doubled for each further one, and their maximum; the first restart is immediate."""
 
 
 @dataclass(frozen=True)
 class LossRule:
-    """What the loss of a part means.
+    """Consequences of losing a part.
 
     Attributes:
-        most: failures in a row after which the part starts again; 0: its loss ends the run.
-        key: that sets `most`.
-        bar: why the part cannot start again, whatever `most` is; empty: it can.
-        brings: another part, which starts again with it.
-        only_lost: if it said why it ended, it does not start again.
-        spare: the run goes on without it while there is another such part.
+        most: maximum failures in a row after which the part restarts; 0: its loss ends the run.
+        key: the key that sets `most`.
+        bar: why the part cannot restart, whatever `most` is; empty if it can.
+        brings: parts that restart with it.
+        only_lost: it does not restart if it gave a reason for its end.
+        spare: the run continues without it as long as another spare part runs.
     """
 
     most: int
@@ -43,13 +43,13 @@ class LossRule:
 
 @dataclass(frozen=True)
 class Failure:
-    """What has ended at one time.
+    """Parts that failed together.
 
     Attributes:
-        ended: how the parts ended that failed or hang.
+        ended: how each part that failed or hangs ended.
         why: the root cause, in words.
-        exit_code: of the root cause's error.
-        step: highest step that was ever trained.
+        exit_code: exit code of the root cause.
+        step: highest step ever trained.
     """
 
     ended: Mapping[str, How]
@@ -60,7 +60,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class StartAgain:
-    """Start `parts` again, of which the first was lost, after `after_s` seconds. `row`: its failures in a row so far, of at most `most`."""
+    """Restart `parts`, of which the first was lost, after `after_s` seconds. `row`: its failures in a row so far, of at most `most`."""
 
     parts: tuple[str, ...]
     after_s: float
@@ -70,24 +70,24 @@ class StartAgain:
 
 @dataclass(frozen=True)
 class LetGo:
-    """Go on without a part."""
+    """Continue without a part."""
 
     part: str
 
 
 @dataclass(frozen=True)
 class EndRun:
-    """End the run. `why`: what the root cause does not say; empty: nothing."""
+    """End the run. `why`: addition to the root cause; may be empty."""
 
     why: str = ""
 
 
 def table(config: Config, engines: Sequence[str], *, spare: bool = False) -> dict[str, LossRule]:
-    """Return what the loss of each part of a run means, in the order in which the parts are started.
+    """Return the rule of each part of a run, in the order in which the parts start.
 
     Args:
         engines: names of the engine processes that the launcher starts.
-        spare: whether a run goes on without an engine that is used up; False: its launcher starts all of the run elsewhere.
+        spare: the run continues without an engine that is used up; False: the launcher restarts the whole run elsewhere.
     """
     needs = "the controller starts again only with sync.method reshard, and engines.orphan_s above 0"
     alone = "" if config.survives_controller else needs
@@ -104,12 +104,12 @@ def decide(
 ) -> StartAgain | LetGo | EndRun:
     """Decide what follows a failure.
 
-    A start that trains no step beyond those of all earlier starts is a failure in a row: it may have trained again what they had.
+    A start counts as a failure in a row unless it trains a step that no earlier start had reached.
 
     Args:
-        rules: of the parts that there still are.
-        history: earlier failures since the run was started, oldest first, after which a part was started again.
-        stopping: whether the user has asked the run to stop.
+        rules: of the parts that the run still has.
+        history: earlier failures since the start of the run that led to a restart, oldest first.
+        stopping: the user has asked the run to stop.
     """
     part = first_lost(rules, failure)
     if part is None:
@@ -134,8 +134,8 @@ def titled(part: str) -> str:
 
 
 def first_lost(rules: Mapping[str, LossRule], failure: Failure) -> str | None:
-    """Return the part whose loss explains the others': the controller, else the trainer, else an engine; None if a part that is started
-    again only when it is lost said why it ended."""
+    """Return the part whose loss explains the others': the controller, else the trainer, else an engine; None if a part that restarts only
+    when lost gave a reason for its end."""
     if any(how == "said" and name in rules and rules[name].only_lost for name, how in failure.ended.items()):
         return None
     ranks = {CONTROLLER: 0, TRAINER: 1}
@@ -143,7 +143,7 @@ def first_lost(rules: Mapping[str, LossRule], failure: Failure) -> str | None:
 
 
 def in_a_row(failures: Sequence[Failure]) -> int:
-    """Return how many starts, up to the last, have failed since a step was trained that none had trained before; 0 without a failure."""
+    """Return how many starts have failed since one last reached a new highest step; 0 without a failure."""
     row, best = 0, 0
     for failure in failures:
         row = 1 if failure.step > best else row + 1

@@ -1,4 +1,4 @@
-"""The parts of a run: the one table that each launcher fills, the processes that were started from it, and the root cause of failures."""
+"""The parts of a run: the table that each launcher fills, the processes started from it, and the root cause of failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FOLLOWS = ("waited", "was ended by the controller")
 _MAY_FOLLOW_A_CRASH = (*_FOLLOWS, "no engine is left")
 """Words in the controller's reason that the crash of a rank can cause: engines that receive its weights can fail with it."""
 _CRASHES = (Signals.SIGSEGV, Signals.SIGBUS, Signals.SIGABRT, Signals.SIGFPE, Signals.SIGILL)
-"""Signals that a process raises by a fault of its own, in contrast to those that another process or the kernel sends it."""
+"""Signals caused by a process's own fault, in contrast to those sent by another process or the kernel."""
 _KILL, _UNEXPLAINED, _LOST = 1, 6, 7
 """Sort keys (`_rank`) of a kill, of a failure without a reason, and of one that the loss of another process explains."""
 
@@ -57,16 +57,16 @@ class Process(Protocol):
 
 @dataclass
 class RunPart:
-    """A part of a run, as its launcher starts it, and what has come of that.
+    """A part of a run: how its launcher starts it, and its current state.
 
     Attributes:
-        loss: what its loss means.
-        start: starts it, and returns its processes; of the controller there is one. None of its earlier processes may run. Called with
-            the number of its earlier starts, for the controller that of the trainer's. Raises AsyncmoeError if it cannot be started.
-        end: ends all of its processes, before it starts again: those of the trainer are asked first, and killed if they do not end in time.
-        due: when it is to start, in time.monotonic's seconds; infinite once it was started.
-        lost: how often it was lost and started again.
-        processes: of its newest start; empty while its next one is awaited.
+        loss: the rule for its loss.
+        start: starts it, and returns its processes, exactly one for the controller. None of its earlier processes may run. Called with the
+            number of its earlier starts, for the controller with the trainer's. Raises AsyncmoeError if it cannot be started.
+        end: ends all its processes before it restarts: the trainer's are asked first, and killed if they do not end in time.
+        due: when to start it, in time.monotonic's seconds; infinite once started.
+        lost: how often it was lost and restarted.
+        processes: of its newest start; empty before the next one.
     """
 
     loss: LossRule
@@ -78,7 +78,7 @@ class RunPart:
 
 
 RunParts = dict[str, RunPart]
-"""The parts of a run by name, in the order in which they start, without those that it goes on without."""
+"""The parts of a run by name, in starting order, without those that the run has dropped."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ class RunProcesses:
 
     @property
     def failed(self) -> list[Process]:
-        """The processes that ended with a status different from 0. How an engine ends after the controller does not matter."""
+        """The processes that ended with a status different from 0. An engine's end after the controller's does not count."""
         return [process for found in self._of_run.values() for process in found if process.returncode not in (None, 0)]
 
     @property
     def ended(self) -> dict[str, How]:
-        """How the parts ended that failed; and the controller, if it has ended before a trainer that failed."""
+        """How each failed part ended; also the controller, if it ended before a trainer that failed."""
         found = {name: _how(here) for name, here in self._of_run.items() if any(one.returncode not in (None, 0) for one in here)}
         return found | ({CONTROLLER: "said"} if self._is_over and TRAINER in found else {})
 
@@ -122,7 +122,7 @@ class RunProcesses:
 
     @property
     def finished(self) -> bool:
-        """True if controller and trainer ended with status 0; how an engine ends after that does not matter."""
+        """True if controller and trainer ended with status 0; an engine's end after that does not count."""
         main = (self.controller, *self.trainers)
         return len(main) > 1 and all(process is not None and process.returncode == 0 for process in main)
 
@@ -144,28 +144,28 @@ def root_cause(failed: Sequence[Process]) -> AsyncmoeError:
 
 
 def explained(failed: Sequence[Process]) -> bool:
-    """Whether a failure among them has a reason of its own."""
+    """Return whether one of the failures has a reason of its own."""
     return min(map(_rank, failed)) < _UNEXPLAINED
 
 
 def certain(failed: Sequence[Process]) -> bool:
-    """Whether a failure among them does not follow from that of another process which has not ended yet: a user error, or a kill."""
+    """Return whether one of the failures cannot follow from a process that has not ended yet: a user error, or a kill."""
     return min(map(_rank, failed)) <= _KILL
 
 
 def only_lost(failed: Sequence[Process]) -> bool:
-    """Whether all failures are the loss of another process."""
+    """Return whether all failures are reactions to the loss of another process."""
     return all(_rank(process) == _LOST for process in failed)
 
 
 def _rank(ended: Process) -> int:
-    """Sort key of a failure: a user error with its reason is lowest, then a kill, the controller's own reason, wrong numbers or programs, a
-    crash, another own reason, no reason, and the loss of another process.
+    """Return the sort key of a failure: a user error with its reason first, then a kill, the controller's own reason, wrong numbers or
+    programs, a crash, another own reason, no reason, and the loss of another process.
 
     The controller's own reason precedes a crash, because a rank may crash while it ends for lack of a controller; a kill has another cause.
     """
     status, reason = ended.returncode, ended.reason or ""
-    if status == UserError.exit_code and reason:  # a full disk keeps reasons out of logs, perhaps not all of them
+    if status == UserError.exit_code and reason:  # a full disk may keep some reasons out of the logs
         return 0
     if (status is not None and status < 0) or reason.startswith(KILLED):
         named = reason.startswith(tuple(f"{KILLED} {number.name}" for number in _CRASHES))

@@ -1,7 +1,7 @@
-"""`asyncmoe stacks RUN`: what every process of a run on this host does at the moment, e.g. where it hangs.
+"""`asyncmoe stacks RUN`: show what every process of a run on this host is doing, e.g. where it hangs.
 
 The processes are those that the run recorded (`asyncmoe.telemetry.processes`), which write their own stacks
-(`asyncmoe.telemetry.heartbeats`); none is found by its name.
+(`asyncmoe.telemetry.heartbeats`); none is looked up by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OWN_S, _WRITES_S = 3.0, 0.1
 
 
 def stacks(run_dir: Path) -> Iterator[str]:
-    """Yield paragraphs: of each process its stacks, and at the end what is not covered.
+    """Yield paragraphs: the stacks of each process, then what is not covered.
 
     Raises:
         UserError: no process of the run is on this host.
@@ -50,9 +50,9 @@ def _elsewhere(recorded: Sequence[Recorded]) -> str:
 
 
 def _own(run_dir: Path, one: Recorded, beats: Mapping[int, Beat]) -> str:
-    """Have a process write its own stacks, and return them."""
+    """Make a process write its own stacks, and return them."""
     beat = beats.get(one.pid)
-    # The signal ends a process that has no handler for it: the pid alone may be another's by now.
+    # The signal ends a process without a handler for it, and the pid may be another's by now.
     if beat is None or not beat.dumps or beat.role != one.role:
         return "no stacks: it has not begun its work"
     path = heartbeats.stacks_file(run_dir, beat.role)

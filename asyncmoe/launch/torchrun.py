@@ -1,7 +1,7 @@
 """torchrun for the trainer ranks of one machine: `python -m asyncmoe.launch.torchrun ARGUMENTS_OF_TORCHRUN`.
 
 torchrun itself exits with 1 for every failure of a rank and reports it in a traceback. This command exits with the status of the root-cause
-rank, so a user error is distinct from a crash, and names a rank that a signal ended.
+rank, so that a user error is distinct from a crash, and names a rank ended by a signal.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def run(arguments: Sequence[str]) -> None:
 
         from asyncmoe.launch import agent_store
 
-    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):  # its ranks do not hear it either (`launch.slurm.task`)
+    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):  # its ranks block it too (`launch.slurm.task`)
         close: Callable[..., None] = PContext.close
         setattr(PContext, "close", lambda context, *_: close(context, signal.SIGHUP))  # noqa: B010
     scratch = Scratch()
     agent_store.install(scratch.path)
     os.environ.update(scratch.environment())
     os.environ[AGENT] = str(os.getpid())
-    tempfile.tempdir = None  # Python remembers the folder before
+    tempfile.tempdir = None  # Python caches the previous folder
     try:
         agent.main(list(arguments))
     except ChildFailedError as error:

@@ -1,4 +1,4 @@
-"""Checks a configuration as a run would, without starting or writing anything."""
+"""Check a configuration as a run would, without starting or writing anything."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from asyncmoe.rollout import parts
 
 
 def validate(config: Config) -> str:
-    """Check whatever can be known before a run starts: sizes, the model and its files, the engines' Python, checkpoints, and the user's own
-    code, tasks and data, which are imported, read and tried as before a run. Return what the run would be, in one line.
+    """Check everything that can be checked before a run starts: sizes, the model and its files, the engines' Python, checkpoints, and the
+    user's own code, tasks and data, which are imported, read and tried as before a run. Return a one-line description of the run.
 
-    Of the weights only headers are read, and none are downloaded: of a model on the hub that is not in the cache, the other files are
-    fetched and then deleted.
+    Only the headers of weights are read, and no weights are downloaded: for a model on the hub that is not in the cache, the other files
+    are fetched and then deleted.
 
     Raises:
         UserError: what would stop the run.
@@ -33,7 +33,7 @@ def validate(config: Config) -> str:
 
 
 def _with_tokenizer(config: Config, scratch: Path) -> Config:
-    """Return a configuration whose model has a tokenizer: of a model still to be made, its tokenizer alone is made, in `scratch`."""
+    """Return a configuration whose model has a tokenizer: for a model not made yet, only its tokenizer is made, in `scratch`."""
     made = config.model.make
     if made is None or not make.to_make(config.model, config.run.dir):
         return config

@@ -1,6 +1,6 @@
 """Supervise the processes of a run, on any machine, until all have ended, and apply the restart rule (`asyncmoe.launch.rule`).
 
-Ctrl-C is passed to the controller, which has the trainer save a checkpoint at its next step; the same command then resumes from that
+Ctrl-C is passed to the controller, which makes the trainer save a checkpoint at its next step; the same command then resumes from that
 checkpoint. A second Ctrl-C ends all processes at once.
 """
 
@@ -33,7 +33,7 @@ from asyncmoe.telemetry.schema import METRICS
 from asyncmoe.telemetry.summary import write_summary
 
 PROFILE = "profile"
-"""Folder of a run that the trainer writes profiles to."""
+"""Folder of the trainer's profiles in a run's directory."""
 _POLL_S = 0.25
 _SETTLE_S, _UNEXPLAINED_S = 1.0, 6.0
 """Seconds to wait after the first failure for the other processes' reasons: the first once a root cause is known, else the second."""
@@ -41,22 +41,22 @@ _GOODBYE_S = 60.0
 """Seconds for controller and trainer to end after each other. torchrun's agents wait for each other at the end, and on busy machines 20
 seconds were not enough."""
 _DISMISSED_S = 5.0
-"""Seconds for engines to end after the controller has dismissed them; one that never joined does not know of it."""
+"""Seconds for engines to end after the controller has dismissed them; one that never joined is not told."""
 _INTERRUPTED = (-signal.SIGINT, 130)
-"""Exit statuses of a command that received SIGINT before it installed its handler: while Python started, and later."""
+"""Exit statuses of a command that received SIGINT before it installed its handler: during Python's start, and later."""
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """How a launcher hears that its run is to stop, and has the controller save it.
+    """How a launcher learns that its run must stop, and makes the controller save it.
 
     Attributes:
-        asked: whether the run is to save a checkpoint and end.
-        hurried: how often its user has insisted; once more ends the wait for the copy of the last checkpoint.
-        at_once: the error with which the run is to end at once, if it is.
-        tell: asks the controller to stop, which may happen only once; false: it cannot be asked yet.
-        seconds: for a checkpoint, after which the run ends as it is; called at the first request.
-        settle_s: seconds to wait after a failure for what the launcher has yet to hear of it, even if its cause seems clear.
+        asked: whether the run must save a checkpoint and end.
+        hurried: number of stop requests so far; one more ends the wait for the copy of the last checkpoint.
+        at_once: the error with which the run must end at once, if it must.
+        tell: asks the controller to stop, which may happen only once; returns false if it cannot be asked yet.
+        seconds: seconds allowed for a checkpoint, after which the run ends without one; called at the first request.
+        settle_s: seconds to wait after a failure for later reports, even if its cause seems clear.
     """
 
     asked: Callable[[], bool]
@@ -68,13 +68,13 @@ class Stopping:
 
 
 def watch(config: Config, parts: RunParts, end: Callable[[], None], stop: Stopping) -> None:
-    """Start the processes of a prepared run, show and supervise it until it is finished or has stopped as it was asked to.
+    """Start the processes of a prepared run, display and supervise it until it is finished or has stopped as requested.
 
     Args:
-        end: ends all processes that there are, however the run ends.
+        end: ends all processes, however the run ends.
 
     Raises:
-        AsyncmoeError: a process failed, or the run is to end at once.
+        AsyncmoeError: a process failed, or the run must end at once.
     """
     recorded.record(config.run.dir, "supervisor")
     watcher = Watcher(config)
@@ -82,7 +82,7 @@ def watch(config: Config, parts: RunParts, end: Callable[[], None], stop: Stoppi
         watcher.say = view.say
         try:
             _watch(_Supervision(config, parts, watcher, view, stop))
-        finally:  # within the view, whose loggers get the last records
+        finally:  # within the view, so that its loggers get the last records
             end()
 
 
@@ -123,7 +123,7 @@ def supervise(config: Config, parts: RunParts, end: Callable[[], None]) -> dict[
 
 
 def begins(config: Config) -> str:
-    """Say what starts now, from where, and where its processes write: the first step takes a while."""
+    """Describe what starts, from where, and where its processes write: the first step takes a while."""
     newest = checkpoints.newest(config.run.dir)
     begin = "starting" if newest is None else f"resuming from {newest}"
     parts = f"{counted(config.trainer.ranks, 'trainer rank')}, {counted(config.engines.count, 'engine')}"
@@ -131,7 +131,7 @@ def begins(config: Config) -> str:
 
 
 def saved(ended: str, config: Config) -> str:
-    """Say which steps of a run that has `ended` are saved, and what the same command does next."""
+    """Describe which steps of a run that has `ended` are saved, and what the same command does next."""
     steps, newest = read_steps(config.run.dir / METRICS), checkpoints.newest(config.run.dir)
     if newest is None:
         return f"{ended} before the first {'checkpoint' if steps else 'step'}; the same command starts over"
@@ -144,7 +144,7 @@ def saved(ended: str, config: Config) -> str:
 
 
 def written(config: Config) -> list[str]:
-    """Return what a finished run has left to look at, and how, in lines."""
+    """Return lines that list a finished run's outputs and how to view them."""
     run_dir = config.run.dir
     lines = [f"report: {run_dir / 'report.html'}"] if (run_dir / "report.html").exists() else []
     if (run_dir / SAMPLES).is_dir():
@@ -177,7 +177,7 @@ def _watch(run: _Supervision) -> None:
                 save_by = now + (seconds := stop.seconds())
                 how = f"{seconds:.0f} s for a checkpoint" if seconds < math.inf else "saving a checkpoint (Ctrl-C again ends at once)"
                 run.view.say(f"stopping: {how}")
-            # An interrupted controller was joined by no other process. Without a trainer, lost and not started again, none saves.
+            # No process had joined a controller that was interrupted early. With the trainer lost and not restarted, nothing can save.
             if controller is None or controller.returncode in (0, *_INTERRUPTED) or not processes.trainers or now > min(save_by, end_by):
                 break
             told = told or stop.tell(controller)
@@ -199,7 +199,7 @@ def _watch(run: _Supervision) -> None:
 
 
 class _Supervision:
-    """Starts the parts of a run, and again what was lost."""
+    """Starts the parts of a run, and restarts lost ones."""
 
     def __init__(self, config: Config, parts: RunParts, watcher: Watcher, view: LiveView, stop: Stopping) -> None:
         self.processes, self.watcher, self.view, self.stop = RunProcesses(parts), watcher, view, stop
@@ -207,7 +207,7 @@ class _Supervision:
         self._history: list[Failure] = []
 
     def start_due(self, now: float) -> None:
-        """Start the parts whose time has come, unless the run stops: then there is nothing more to save.
+        """Start the parts that are due, unless the run is stopping: then there is nothing more to save.
 
         Raises:
             AsyncmoeError: one cannot be started.
@@ -218,7 +218,7 @@ class _Supervision:
             part.processes = part.start(self._parts[TRAINER if name == CONTROLLER else name].lost)
 
     def lost(self) -> None:
-        """Apply the rule to what has failed, or hangs.
+        """Apply the rule to parts that have failed or hang.
 
         Raises:
             AsyncmoeError: the run ends; names the root cause.
@@ -258,14 +258,14 @@ class _Supervision:
             part.due = time.monotonic() + again.after_s
 
     def _in_context(self, error: AsyncmoeError, more: str, failure: Failure) -> AsyncmoeError:
-        """Return the error that ends the run, with the loss from which it may follow."""
+        """Return the error that ends the run, with the earlier loss that may have caused it."""
         if not more and self._history and failure.step <= self._history[-1].step:
             more = f"{titled(next(iter(self._history[-1].ended)))} was lost before: {self._history[-1].why}"
         return AsyncmoeError(f"{error}; {more}", exit_code=error.exit_code) if more else error
 
 
 def _controller_ends(processes: RunProcesses) -> bool:
-    """Return whether failures follow from the end of a controller that was asked to stop, which only the next look at it will show."""
+    """Return whether failures follow from the end of a controller that was asked to stop, even if its end is not visible yet."""
     controller = processes.controller
     if controller is not None and controller.returncode is None:  # the trainer may have noticed the controller's end before this process
         return only_lost(processes.failed) and controller.wait(STOP_GRACE_S)
@@ -273,7 +273,7 @@ def _controller_ends(processes: RunProcesses) -> bool:
 
 
 def _wait(processes: Sequence[Process], seconds: float, stop: Stopping) -> None:
-    """Wait up to `seconds` for all processes together. Raises AsyncmoeError if the run is to end at once."""
+    """Wait up to `seconds` for all processes together. Raises AsyncmoeError if the run must end at once."""
 
     def ended() -> bool:
         if (error := stop.at_once()) is not None:

@@ -1,4 +1,4 @@
-"""Watches a run from its supervisor: heartbeats, stacks of what hangs, and alerts."""
+"""Watch a run from its supervisor: heartbeats, stacks of hanging processes, and alerts."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Watcher:
             raise named from error
 
     def feed(self, records: list[Followed]) -> None:
-        """Consume new records, and look after every process.
+        """Consume new records, and check the heartbeats of every process.
 
         Raises:
-            DataError: run.dir has been moved or deleted; what its processes write from then on would lie in two places.
+            DataError: run.dir has been moved or deleted; its processes' further output would be split between two places.
         """
         now = self._clock()
         if _inode(self._config.run.dir) != self._folder:
@@ -87,26 +87,26 @@ class Watcher:
 
     @property
     def hanging(self) -> str | None:
-        """The part of which a process has been silent for watch.end_after_s, and cannot be done without: the controller if that is silent
-        too, else the trainer; None: there is none."""
+        """The indispensable part with a process that has been silent for watch.end_after_s: the controller if it is silent too, else the
+        trainer; None without one."""
         limit = self._watch.end_after_s
         if limit is None or not any(one.seconds > limit and heartbeats.ends_the_run(one.role) for one in self._silences):
             return None
         return CONTROLLER if CONTROLLER in self._dumped else TRAINER
 
     def alert(self, event: Event, text: str) -> None:
-        """Send an alert of now."""
+        """Send an alert about the current step."""
         self._alarm.send(Alert(event, text, self._told.step))
 
     def forget(self, roles: str) -> None:
-        """Forget processes that have ended, whose roles begin with `roles`, until those of the next start are heard."""
+        """Forget ended processes whose roles begin with `roles`, until the next start's heartbeats."""
         heartbeats.forget(self._config.run.dir, roles)
         self._listener.forget(roles)
         self._silences = [one for one in self._silences if not one.role.startswith(roles)]
         self._dumped = {role: path for role, path in self._dumped.items() if not role.startswith(roles)}
 
     def named(self, error: AsyncmoeError) -> AsyncmoeError:
-        """Return an error that names the process that was silent longest, if one was: other processes fail for lack of it."""
+        """Return an error that names the process that was silent longest, if any: others fail because of it."""
         first = next((one for one in self._silences if one.role in self._dumped), None)
         if first is None:
             return error
@@ -139,6 +139,6 @@ def write_stacks(run_dir: Path, silent: list[Silence]) -> Path:
             try:
                 for paragraph in stacks.stacks(run_dir):
                     print(paragraph, file=file, flush=True)
-            except AsyncmoeError as error:  # none runs any more
+            except AsyncmoeError as error:  # no process runs any more
                 print(error, file=file)
     return path

@@ -1,1 +1,1 @@
-"""`asyncmoe plan`: estimates memory, traffic and placement of a run from its configuration alone."""
+"""`asyncmoe plan`: estimate memory, traffic and placement of a run from its configuration alone."""

@@ -14,15 +14,15 @@ the first of p stages has p micro-batches in flight (section 4.2.3). Their layer
   and after the multiplication by the router's weight; rows are spread unevenly over ranks; shared experts are an MLP with the same
   input h;
 - adapters keep their low-rank rows;
-- the output layer keeps its input and 12 bytes per row whose token counts; its logits exist in blocks (`asyncmoe.models.head_blocks`). All
-  rows are taken to count, which is the most: those of prompts and tool results do not;
-- context-parallel ranks keep their own rows only, and hold the keys and values of all of them while a layer attends.
+- the output layer keeps its input and 12 bytes per row whose token counts; its logits exist in blocks (`asyncmoe.models.head_blocks`). As
+  an upper bound all rows are assumed to count, though those of prompts and tool results do not;
+- context-parallel ranks keep only their own rows, and hold the keys and values of all ranks while a layer attends.
 
 The terms describe Megatron's unfused layers, and a test compares them with the tensors that torch saves. Fused kernels keep less.
 
-A backward pass needs gradients besides. On a GPU the formula takes as many bytes for them as a layer's activations have, the most that
-there can be, because what kernels and the allocator take there has not been measured. On CPUs it follows the operations, each of which
-frees what was kept for it (`_backward_on_cpu`); `asyncmoe bench memory` compares it with the bytes of tensors in real steps.
+A backward pass also needs gradients. On a GPU the formula assumes the maximum for them, the bytes of a layer's activations, because the
+needs of kernels and the allocator have not been measured there. On CPUs it follows the operations, each of which frees its kept tensors
+(`_backward_on_cpu`); `asyncmoe bench memory` compares it with the bytes of tensors in real steps.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Microbatch:
     """A micro-batch and how it is computed.
 
     Attributes:
-        rows: rows of the micro-batch on a rank, padding included: with context parallelism a share of all.
+        rows: rows of the micro-batch on a rank, padding included; with context parallelism, a share of all.
         recompute: keep only the input of each layer, and recompute the layer in the backward pass.
         modules: otherwise, parts of a layer that are recomputed, by Megatron's names (`trainer.recompute_modules`).
         dtype: dtype of the model.
         adapter: the adapter that is trained in place of the weights, if any.
-        support: ids that a token was sampled from at most, if they are kept; 0 if not.
+        support: maximum ids that a token was sampled from, if they are kept; else 0.
         cpu: the trainer runs on CPUs, where blocks of logits are smaller.
         cp: context-parallel ranks among which the micro-batch is divided.
     """
@@ -98,14 +98,14 @@ def _under_way(parallel: MegatronParallel, stage: int) -> float:
 
 
 def layer(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
-    """Return the bytes that one layer keeps of one micro-batch without recomputation."""
+    """Return the bytes that one layer keeps for one micro-batch without recomputation."""
     return _attention(m, parallel.tp, pass_) + (_mlp(m, parallel.tp, pass_) if dense else _experts(m, parallel, pass_))
 
 
 def recomputed(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
-    """Return the bytes of a layer's activations that are not kept, because `modules` are computed again in the backward pass.
+    """Return the bytes of a layer's activations that are not kept, because `modules` are recomputed in the backward pass.
 
-    Each keeps its input, which something before it keeps as its output (`CheckpointWithoutOutput` and `checkpoint` of Megatron's
+    Each keeps its input, which the previous operation keeps as its output (`CheckpointWithoutOutput` and `checkpoint` of Megatron's
     tensor_parallel/random.py, where transformer_layer.py, attention.py, multi_latent_attention.py and moe_layer.py call them).
     """
     modules, here = pass_.modules, pass_.rows // parallel.tp
@@ -147,7 +147,8 @@ def _grouped(m: Shape) -> tuple[int, int]:
 
 
 def _latent(m: Shape, kind: Latent) -> tuple[int, int]:
-    """Return the same as `_grouped`. The kernel has copies of queries and keys, joined from two parts, and of values, split from keys."""
+    """Return the same as `_grouped`. The kernel has copies of queries and keys, concatenated from two parts, and of values, split from
+    keys."""
     small = 3 * (kind.q_rank or 0) + 3 * kind.kv_rank + kind.rope
     each = 2 * (kind.nope + kind.rope) + kind.value + 2 * kind.value  # the last two as in `_grouped`
     return small + m.heads * each, 4 * kind.rope
@@ -178,8 +179,8 @@ def _ranks(pass_: Microbatch, targets: tuple[str, ...]) -> int:
 
 
 def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
-    """Return the peak bytes of a backward pass besides the kept ones: of the current layer, or of the output layer before. On CPUs also
-    those of the rotary angles of all rows, which layers share, and of the norm before the output layer."""
+    """Return the peak bytes of a backward pass in addition to the kept ones: of the current layer, or of the output layer before. On CPUs,
+    include the rotary angles of all rows, which layers share, and the norm before the output layer."""
     kinds = {number in m.dense_layers for number in held_layers(m, parallel, stage * parallel.tp * parallel.dp)}
     most = max((_layer_backward(m, parallel, pass_, dense) for dense in kinds), default=0)
     if stage == parallel.pp - 1:
@@ -204,11 +205,12 @@ def _layer_backward(m: Shape, parallel: MegatronParallel, pass_: Microbatch, den
 
 
 def _backward_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: bool) -> int:
-    """Return the most bytes of gradients at once in a layer's backward pass, less those of activations that it has freed before.
+    """Return the peak bytes of gradients in a layer's backward pass, less those of activations freed by then.
 
-    It begins with the gradient of the layer's output. That of a gated MLP's product then becomes those of its two factors, before anything
-    but the product is freed. A mixture of experts holds inputs or outputs of all its experts three times when it sorts them, or the
-    gradients of their outputs while one expert, one after the other, is an MLP. When attention begins, the MLP's activations are gone.
+    It begins with the gradient of the layer's output. The gradient of a gated MLP's product then becomes those of its two factors, before
+    anything but the product is freed. A mixture of experts holds inputs or outputs of all its experts three times while sorting them, or
+    the gradients of their outputs while the experts run one after another as MLPs. When attention begins, the MLP's activations have been
+    freed.
     """
     here, item = pass_.rows // parallel.tp, pass_.item
     gradient = here * item * m.hidden + (pass_.rows * item * m.hidden if parallel.tp > 1 else 0)  # gathered for weights
@@ -222,7 +224,8 @@ def _backward_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch, de
 
 
 def _attention_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
-    """Return the bytes of attention's gradients: of its output, and of queries, keys and values, by the kernel and joined.
+    """Return the bytes of attention's gradients: of its output, and of queries, keys and values, separately from the kernel and
+    concatenated.
 
     Context-parallel ranks have the gradients of a block's keys and values for every query head, before the heads that share them are
     summed (`asyncmoe.platform.megatron.context_attention`); the longest block, of a micro-batch of one sequence, has all rows but a chunk.
@@ -243,8 +246,8 @@ def gathered(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
     """Return the bytes of the keys and values of all context-parallel ranks that a rank holds while a layer attends.
 
     Transformer Engine's ring receives one block after another, each into a buffer of its own, and frees them together
-    (`AttnFuncWithCPAndKVP2P`). On CPUs, where models are float32, keys and values are gathered, and the backward pass holds the gradients
-    of all of them besides (`asyncmoe.platform.megatron.context_attention`).
+    (`AttnFuncWithCPAndKVP2P`). On CPUs, where models are float32, keys and values are gathered, and the backward pass also holds the
+    gradients of all of them (`asyncmoe.platform.megatron.context_attention`).
     """
     if pass_.cp == 1:
         return 0
@@ -256,8 +259,8 @@ def gathered(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
 
 
 def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool, cpu: bool) -> int:
-    """Return the entries of a layer's largest weight on a rank; on a GPU the experts' weights count as one, because one operation uses them
-    all."""
+    """Return the entries of a layer's largest weight on a rank; on a GPU the experts' weights count as one, because one operation uses all
+    of them."""
     attention = max(prod(shape) for shape in m.attention.shapes(m).values()) // parallel.tp
     if dense:
         return max(attention, 2 * m.hidden * m.dense_width // parallel.tp)
@@ -268,11 +271,11 @@ def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool, cpu: bool
 def head(m: Shape, parallel: MegatronParallel, pass_: Microbatch, entropy: bool = True) -> int:
     """Return the peak bytes of the output layer with the log-probabilities (`asyncmoe.trainer.model.logprobs`).
 
-    That is what it keeps, and the larger of the blocks of the forward pass and those of the backward pass with the gradient of its input,
-    which is summed in float32. The weight's gradient is added where data parallelism sums it.
+    These are its kept bytes, plus the larger of the forward pass's blocks and the backward pass's with the gradient of its input, which is
+    summed in float32. The weight's gradient is added directly to data parallelism's buffer.
 
     Args:
-        entropy: the entropy is computed too, as in training.
+        entropy: the entropy is computed, too, as in training.
     """
     rows, vocab = pass_.rows, m.vocab // parallel.tp
     ids = head_blocks.width(rows, vocab, pass_.cpu)

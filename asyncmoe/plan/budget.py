@@ -25,7 +25,7 @@ _OFFLOAD = "trainer.memory.optimizer_offload"
 _PREFILL = "--chunked-prefill-size"
 _TOKENS, _FRACTION = "--max-total-tokens", "--mem-fraction-static"
 _STATIC = ("weights", "adapters", "derived", "KV cache")
-"""Parts that SGLang 0.5.23 counts as static: --mem-fraction-static is their share of the memory that is free when an engine starts
+"""Parts that SGLang 0.5.23 counts as static: --mem-fraction-static is their share of the free memory when an engine starts
 (`_profile_available_bytes` of mem_cache/kv_cache_configurator.py)."""
 
 
@@ -39,7 +39,7 @@ class Budget:
         gpu_gb: memory of each GPU, or the limit of each process on a CPU, in GB.
         cpu: the run is for machines without GPUs.
         shared: a trainer rank and an engine share each GPU.
-        host: bytes that a trainer rank needs of its host's memory, by the configuration key that asks for them.
+        host: bytes of host memory that a trainer rank needs, by the configuration key that requires them.
     """
 
     trainer: GpuMemory
@@ -57,7 +57,7 @@ class Budget:
 
     @property
     def refusals(self) -> tuple[ConfigError, ...]:
-        """The refusals of GPUs that cannot hold their part of the run, with the way out; none if all fit."""
+        """Errors for GPUs that cannot hold their part of the run, with fixes; empty if all fit."""
         every = [(self.trainer, self.engine)] if self.shared else [(self.trainer, relief.NOTHING), (relief.NOTHING, self.engine)]
         room = memory.usable(self.gpu_gb)
         return tuple(relief.too_large(*held, self.gpu_gb) for held in every if sum(one.total for one in held) > room)
@@ -83,13 +83,13 @@ def of_run(config: Config, hf: Hf, gpu_gb: float = 80.0, cpu: bool = False) -> B
 
 
 def check_host(config: Config, found: Budget, ram: int) -> None:
-    """Refuse an offload for which a trainer's machine has no memory.
+    """Refuse an offload that exceeds the memory of a trainer's machine.
 
     Args:
         ram: bytes of memory of a machine.
 
     Raises:
-        ConfigError: with the share of the optimizer's state that would fit.
+        ConfigError: names the share of the optimizer's state that would fit.
     """
     share, ranks = config.trainer.memory.optimizer_offload, -(-config.trainer.ranks // config.cluster.trainer_nodes)
     needed, room = ranks * sum(found.host.values()), int(HOST * ram)
@@ -106,8 +106,8 @@ def check_host(config: Config, found: Budget, ram: int) -> None:
 
 
 def least(config: Config, hf: Hf, staged: bool = False, conversations: int = 1) -> tuple[GpuMemory, GpuMemory]:
-    """Return the least memory of a trainer's GPU and of an engine's GPU. As `of_run`, but an unconfigured KV cache holds that many
-    conversations.
+    """Return the minimum memory of a trainer's GPU and of an engine's GPU. Like `of_run`, but an unconfigured KV cache holds
+    `conversations`.
 
     Args:
         staged: see `EngineMemory`.
@@ -123,8 +123,8 @@ def least(config: Config, hf: Hf, staged: bool = False, conversations: int = 1) 
 
 
 def stages(config: Config, hf: Hf, gpu_gb: float, cpu: bool = False) -> bool:
-    """Return whether engines stage a whole version: unless GPUs have no room for a second copy of the weights and the KV cache, or, if
-    that has no size, `memory.LEAST` conversations. What is broadcast is written in place.
+    """Return whether engines stage a whole version: if GPUs have room for a second copy of the weights besides the KV cache, or, if its
+    size is not set, `memory.LEAST` conversations. Broadcast weights are written in place.
 
     Raises: as `of_run`.
     """
@@ -141,9 +141,9 @@ def engine_arguments(config: Config, hf: Hf, gpu_gb: float) -> tuple[str, ...]:
     default SGLang leaves 10 to 15 GB (`handle_gpu_memory_settings` of arg_groups/memory_hook.py) and assumes that it has the GPU to
     itself. The result is empty without staging and sharing, and omits arguments that the user gives.
 
-    The KV cache gets the rest of the GPU; on a shared GPU at most what `engines.max_running` conversations can fill. It is bounded in
-    tokens, because the free memory at an engine's start depends on the progress of the trainer beside it. The memory fraction leaves room
-    for these tokens and keeps the rest of the GPU free.
+    The KV cache gets the rest of the GPU; on a shared GPU, at most what `engines.max_running` conversations can fill. It is bounded in
+    tokens, because the free memory at an engine's start depends on the progress of the trainer on the same GPU. The memory fraction leaves
+    room for these tokens and keeps the rest of the GPU free.
 
     Args:
         gpu_gb: memory of each GPU in GB.
@@ -171,7 +171,7 @@ def engine_arguments(config: Config, hf: Hf, gpu_gb: float) -> tuple[str, ...]:
 
 
 def is_bounded(config: Config) -> bool:
-    """Whether an engine needs no bounds of its memory besides those that the user gives (see `engine_arguments`)."""
+    """Return whether an engine needs no memory bounds other than the user's (see `engine_arguments`)."""
     given = _tokens(config) is not None and sglang_arguments.value(config.engines.args, _FRACTION) is not None
     return given or not (config.sync.method == "reshard" or config.engines.share_gpus)
 
@@ -183,14 +183,14 @@ def _tokens(config: Config) -> int | None:
 
 
 def hf_of(config: Config, model: Path | None = None) -> Hf:
-    """Return the model's Hugging Face configuration, even before the model is made or fetched.
+    """Return the model's Hugging Face configuration, even before the model is made or downloaded.
 
     Args:
         model: a config.json or its directory, to read instead of `model.path`.
 
     Raises:
         DataError: there is none.
-        ConfigError: the model is to be made where no run may make one.
+        ConfigError: the model would be made where a run must not make one.
     """
     made = config.model.make
     if model is None and made is not None and make.to_make(config.model, config.run.dir):
@@ -205,8 +205,8 @@ def for_cpu(config: Config) -> bool:
 
 
 def training(config: Config, hf: Hf, cpu: bool = False) -> Training:
-    """Return the settings for a trainer's memory. A micro-batch is the larger of a full packed one and the longest conversation, of which
-    a context-parallel rank has its part."""
+    """Return the settings for a trainer's memory. A micro-batch is the larger of a full packed one and the longest conversation; a
+    context-parallel rank has its share."""
     trainer, objective, saved = config.trainer, config.objective, config.trainer.memory
     dtype = ("float32" if cpu else "bfloat16") if trainer.weights_dtype == "auto" else trainer.weights_dtype
     microbatch = Microbatch(
@@ -233,7 +233,7 @@ def training(config: Config, hf: Hf, cpu: bool = False) -> Training:
 
 
 def serving(config: Config, hf: Hf, cpu: bool = False, staged: bool = True) -> EngineMemory:
-    """Return the settings for an engine's memory. Without `engines.max_total_tokens`, SGLang's KV cache takes whatever
+    """Return the settings for an engine's memory. Without `engines.max_total_tokens`, SGLang's KV cache takes all that
     --mem-fraction-static leaves; here it gets the tokens of `engines.max_running` longest conversations.
 
     Args:

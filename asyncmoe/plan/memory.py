@@ -1,9 +1,9 @@
-"""Memory of a trainer's GPU and of an engine's GPU, computed from layouts, and so from a configuration alone.
+"""Memory of a trainer's GPU and of an engine's GPU, computed from layouts and thus from a configuration alone.
 
-Parameters are exact, because they are counted in the layouts by which weights are loaded and moved (`asyncmoe.models`). Gradients and
+Parameters are exact, because they are counted in the layouts that are used to load and move weights (`asyncmoe.models`). Gradients and
 optimizer state follow Megatron (`asyncmoe.trainer.model.gpt`, `asyncmoe.trainer.model.optimizer`); a test compares them with the real
 ones. Activations are a formula (`asyncmoe.plan.activations`), an engine's working memory is SGLang's own estimate, and drivers, other
-communicators and the allocator use the unplanned part of a GPU (`USABLE`). No figure has been measured on a GPU.
+communicators and the allocator use the unplanned part of a GPU (`USABLE`). Nothing has been measured on a GPU.
 
 Sizes are in bytes, and 1 GB is 1e9 bytes. A GPU sold with 80 GB has 85 GB.
 """
@@ -30,7 +30,7 @@ from asyncmoe.reshard.layout import ITEM_BYTES, RankLayout
 USABLE = 0.95
 """Planned share of a GPU's memory. The rest is for CUDA's context, NCCL's channels, and fragmentation."""
 GRADIENT = 4
-"""Bytes of a parameter's gradient, which is reduced in float32 (`grad_reduce_in_fp32`) for every dtype of the model."""
+"""Bytes of a parameter's gradient, which is reduced in float32 (`grad_reduce_in_fp32`) whatever the model's dtype."""
 BUFFERS = 2
 """Buckets of messages in flight (`asyncmoe.reshard.exchange`)."""
 LEAST = 8
@@ -48,7 +48,7 @@ class GpuMemory:
     """Bytes on one GPU, by purpose.
 
     Attributes:
-        host: bytes that its process may need of the host's memory, by the configuration key that asks for them.
+        host: bytes of host memory that its process may need, by the configuration key that requires them.
     """
 
     parts: Mapping[str, int]
@@ -70,7 +70,7 @@ def usable(gpu_gb: float) -> int:
 
 @dataclass(frozen=True)
 class Training:
-    """The settings of a run that determine a trainer GPU's memory, besides the model and the parallel sizes.
+    """The settings of a run, other than the model and the parallel sizes, that determine a trainer GPU's memory.
 
     Attributes:
         microbatch: micro-batch and recomputation, see `Microbatch`.
@@ -78,10 +78,10 @@ class Training:
         reference: the run has a reference policy.
         bucket_bytes: `sync.bucket_bytes`.
         communicators: bytes of the communicator that moves weights (`asyncmoe.reshard.nccl.CTA_BYTES`).
-        delta_base: what a rank sent last is kept in this memory, to send only what changed since (`sync.delta`).
+        delta_base: the rank keeps what it sent last in this memory, to send only later changes (`sync.delta`).
         averages: bytes of each of Adam's two averages (`trainer.memory.exp_avg_dtype` and `exp_avg_sq_dtype`).
         offload: share of the optimizer's state in host memory (`trainer.memory.optimizer_offload`).
-        float8_edges: layers compute in float8, but for so many at either end; None: none does.
+        float8_edges: all layers compute in float8 except this many at either end; None: none do.
     """
 
     microbatch: Microbatch
@@ -102,7 +102,7 @@ class Training:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The settings of a run that determine an engine GPU's memory, besides the model and the parallel sizes.
+    """The settings of a run, other than the model and the parallel sizes, that determine an engine GPU's memory.
 
     Attributes:
         tokens: tokens of the KV cache.
@@ -134,7 +134,7 @@ class RankParameters:
         experts: parameters replicated over expert-data-parallel ranks.
         nbytes: bytes of all parameters in their dtypes, and of the router biases, which have no gradient.
         copies: bytes of the parameters that are sent to engines in a dtype different from their own.
-        sent: bytes that the rank sends to an engine, in the dtypes of the engine: ranks with the same weights each send a share.
+        sent: bytes that the rank sends to an engine, in the engine's dtypes: ranks with the same weights each send a share.
     """
 
     dense: int = 0
@@ -149,7 +149,7 @@ class RankParameters:
 
 
 def trainer(hf: Hf, parallel: MegatronParallel, training: Training) -> tuple[GpuMemory, ...]:
-    """Return the memory of a rank of each pipeline stage; ranks of a stage hold equal amounts.
+    """Return the memory of a rank of each pipeline stage; ranks of a stage use equal amounts.
 
     Raises:
         ConfigError: the sizes do not divide the model.
@@ -164,7 +164,7 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
     adapters = RankParameters() if pass_.adapter is None else adapters_of(m, pass_.adapter, parallel, rank, pass_.dtype)
     trained = weights if pass_.adapter is None else adapters
     kept = activations.kept(m, parallel, stage, pass_)
-    # A second copy of the weights (`trainer.model.reference`); with adapters, which are switched off instead, none. On a GPU it is there
+    # A second copy of the weights (`trainer.model.reference`); none with adapters, which are switched off instead. On a GPU it is present
     # only during its forward passes, which keep no activations; on CPUs always.
     reference = weights.nbytes if training.reference and pass_.adapter is None else 0
     parts = {
@@ -181,16 +181,16 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "weight sync": BUFFERS * training.bucket_bytes
         + training.communicators
         + (weights.copies if pass_.adapter is None else adapters.nbytes),
-        # `DeltaEncoder`: what was sent last, a message as it is now, and its code
+        # `DeltaEncoder`: what was sent last, a current message, and its code
         "delta base": weights.sent + BUFFERS * min(training.bucket_bytes, weights.sent) if training.delta_base else 0,
     }
     host = {
-        # The second copy of what a rank writes of a checkpoint: the weights (of a replica one rank writes them) and the optimizer's state,
+        # The second copy of a rank's part of a checkpoint: the weights (one rank of each replica writes them) and the optimizer's state,
         # 8 bytes a parameter for Adam's moments, and 4 for float32 weights unless the checkpoint's weights are these. A sharded optimizer
-        # saves its own float32 weights even so.
+        # saves its own float32 weights in any case.
         "trainer.async_save": trained.nbytes
         + (12 * stepped(trained, parallel, training) if training.distributed else trained.all * training.state),
-        # In pinned memory: float32 weights and averages, and gradients as float32 of what the CPU updates (`HybridDeviceOptimizer`)
+        # In pinned memory: float32 weights, averages and gradients of the parameters that the CPU updates (`HybridDeviceOptimizer`)
         "trainer.memory.optimizer_offload": 16 * offloaded(trained, parallel, training),
         "objective.kl.coefficient": reference,  # kept there while it is not in use
     }
@@ -203,7 +203,8 @@ def optimizer_bytes(trained: RankParameters, parallel: MegatronParallel, trainin
 
 
 def stepped(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
-    """Return the parameters that a rank's optimizer updates: all of its own, or a share of those that data-parallel ranks have too."""
+    """Return the number of parameters that a rank's optimizer updates: all its own, or a share of those replicated over data-parallel
+    ranks."""
     return trained.all if not training.distributed else sum(_shares(trained, parallel))
 
 
@@ -212,14 +213,14 @@ def _shares(trained: RankParameters, parallel: MegatronParallel) -> tuple[int, i
 
 
 def offloaded(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
-    """Return how many of these parameters the CPU updates. Megatron offloads whole parameters until they are as many: the last of them may
-    lie beyond (`HybridDeviceOptimizer._get_sub_optimizer_param_groups`)."""
+    """Return how many of these parameters the CPU updates. Megatron offloads whole tensors until this number is reached, so the last may
+    exceed it (`HybridDeviceOptimizer._get_sub_optimizer_param_groups`)."""
     return int(training.offload * stepped(trained, parallel, training))
 
 
 def _step_copies(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
-    """Return the bytes of float32 copies of averages in bfloat16, which Transformer Engine's Adam makes of all parameters of a group before
-    it updates them (`FusedAdam.step`). Dense weights and experts have optimizers of their own, one after the other."""
+    """Return the bytes of float32 copies of averages in bfloat16, which Transformer Engine's Adam makes for all parameters of a group
+    before updating them (`FusedAdam.step`). Dense weights and experts have separate optimizers, which step one after the other."""
     return 4 * sum(size < 4 for size in training.averages) * max(_shares(trained, parallel))
 
 
@@ -283,7 +284,7 @@ def adapters_of(m: Shape, kind: Kind, parallel: MegatronParallel, rank: int, dty
 
 
 def engine(hf: Hf, parallel: EngineParallel, serving: EngineMemory) -> GpuMemory:
-    """Return the memory of an engine's rank; all ranks hold equal amounts.
+    """Return the memory of an engine's rank; all ranks use equal amounts.
 
     Raises:
         ConfigError: the sizes do not divide the model.
@@ -303,8 +304,8 @@ def engine(hf: Hf, parallel: EngineParallel, serving: EngineMemory) -> GpuMemory
 
 
 def kv_bytes(hf: Hf, parallel: EngineParallel, dtype: str) -> int:
-    """Return the KV cache bytes per token on an engine's rank; ranks beyond the number of key heads hold copies. With latent attention
-    every rank holds the compressed vector and the key part shared by all heads, once."""
+    """Return the KV cache bytes per token on an engine's rank; ranks beyond the number of key heads hold copies. With latent attention,
+    every rank holds the compressed vector and the key part shared by all heads."""
     m = family_of(hf).shape_of(hf)
     if isinstance(m.attention, Latent):
         entries = m.attention.kv_rank + m.attention.rope
@@ -323,8 +324,8 @@ def _derived(hf: Hf, parallel: EngineParallel, dtype: str) -> int:
 
 
 def kv_room(hf: Hf, parallel: EngineParallel, serving: EngineMemory, gpu_gb: float) -> int:
-    """Return the tokens of KV cache that fit beside everything else, ignoring `serving.tokens`; 0 if none fit, or where the sizes split
-    blocks of float8."""
+    """Return the tokens of KV cache that fit beside everything else, ignoring `serving.tokens`; 0 if none fit, or if the sizes split float8
+    blocks."""
     try:
         left = usable(gpu_gb) - engine(hf, parallel, replace(serving, tokens=0)).total
     except LayoutError:
@@ -340,7 +341,7 @@ def _working(parallel: EngineParallel, serving: EngineMemory) -> int:
 
 
 def _sizes(layout: RankLayout) -> Iterator[tuple[str, int, str]]:
-    """Yield each tensor's name within its layer, its elements in all equal layers, and the dtype in which it is sent."""
+    """Yield each tensor's name within its layer, its number of elements over all equal layers, and the dtype in which it is sent."""
     for block in layout.blocks:
         yield from ((name, storage.size * len(block.prefixes), storage.dtype) for name, storage in block.storages.items())
 

@@ -22,7 +22,7 @@ from asyncmoe.plan import budget, render_plan, traffic
 from asyncmoe.plan.split import Cluster, suggest
 
 GPU_GB = 80.0
-"""Memory of a GPU where nothing is said."""
+"""Default memory of a GPU in GB."""
 
 
 def of_run(path: Path, overrides: Sequence[str], model: Path | None, gpu_gb: float | None, nic: float, console: Console) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def of_run(path: Path, overrides: Sequence[str], model: Path | None, gpu_gb: flo
         overrides: keys of the configuration, key.path=value.
         model: a config.json or its directory, in place of `model.path`.
         gpu_gb: memory of a GPU in GB (1e9 bytes); None: `GPU_GB`, or `budget.CPU_GB` for a run on CPUs.
-        nic: GB per second that a rank sends while it receives as much.
+        nic: GB per second that a rank sends while receiving as much.
 
     Raises:
         ConfigError: the configuration is refused, or its sizes do not suit the model.

@@ -1,4 +1,4 @@
-"""The refusal of a GPU with too little memory: configuration keys that lower what it has to hold, by the part they govern."""
+"""The error for a GPU with too little memory: configuration keys that lower its use, by the part they govern."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncmoe.plan.memory import USABLE, GpuMemory, usable
 
 NOTHING = GpuMemory({})
 _LARGE = 0.25
-"""Share of the sum from which a part counts as large, besides the largest."""
+"""Share of the total above which a part counts as large, in addition to the largest."""
 _TRAINER: Mapping[str, str] = {
     "weights": "more trainer.ranks with a larger trainer.tp, ep or pp",
     "gradients": "more trainer.ranks with a larger trainer.tp, ep or pp",
@@ -28,9 +28,9 @@ _ENGINE: Mapping[str, str] = {
 
 
 def too_large(trainer: GpuMemory, engine: GpuMemory, gpu_gb: float, card: str = "a GPU") -> ConfigError:
-    """Return the refusal of a GPU that cannot hold a trainer rank, an engine rank, or both; one that is not there is `NOTHING`.
+    """Return the error for a GPU that cannot hold a trainer rank, an engine rank, or both; an absent one is `NOTHING`.
 
-    It names what lowers the largest parts that a key governs.
+    It names the keys that lower the largest parts governed by one.
     """
     sides = [side for side in (("the trainer", trainer.parts, _TRAINER), ("an engine", engine.parts, _ENGINE)) if side[1]]
     parts = [

@@ -15,7 +15,7 @@ from asyncmoe.tables import grid
 
 
 def show_update(found: Forecast, method: str, nic: float, console: Console) -> None:
-    """Print what an update of the weights moves by `sync.method`; of a method other than reshard, which moves whole models, in a line.
+    """Print what a weight update moves by `sync.method`; for a method other than reshard, which moves whole models, in one line.
 
     Args:
         nic: see `asyncmoe.plan.traffic.foresee`.
@@ -39,7 +39,7 @@ def show_update(found: Forecast, method: str, nic: float, console: Console) -> N
 
 
 def show_budget(found: Budget, console: Console) -> None:
-    """Print the memory of a run's GPUs and machines, the line that states it in a YAML, and what to do where it does not fit."""
+    """Print the memory of a run's GPUs and machines, the line that states it in a YAML, and fixes if it does not fit."""
     columns = {"trainer": found.trainer, "engine": found.engine}
     if found.shared:
         columns["both on a GPU"] = GpuMemory({f"the {name}": one.total for name, one in columns.items()})

@@ -6,8 +6,8 @@ The rule considers memory, not speed:
    double and quadruple the trainer's nodes while the engines keep at least as many. `asyncmoe simulate --sweep` finds the fastest.
 2. On these nodes the trainer's sizes are the first that fit in this order: tensor parallelism within a node; expert parallelism within a
    node, if that fits; the fewest pipeline stages; no recomputation, if that fits; then the least tensor parallelism. Pipeline stages
-   are equal, except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks. Where none
-   fits, as few context-parallel ranks as do, of which each has at least `_LEAST_ROWS` rows of a context.
+   are equal, except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks. If nothing
+   fits, the fewest context-parallel ranks that do, each with at least `_LEAST_ROWS` rows of a context.
 3. Engines get all other nodes, each engine within a node, or over the fewest nodes (1, 2, 4, ...) on which one fits. Sizes that stage
    new weights during generation come first, then the largest prefills, then the most tokens of KV cache per GPU. Sizes without room for
    `memory.LEAST` conversations are excluded.
@@ -34,14 +34,14 @@ from asyncmoe.reshard.nccl import CTA_BYTES
 _PREFILLS = (8192, 4096, 2048)
 _TIMES = (1, 2, 4)
 _LEAST_ROWS = 8192
-"""Rows of a context that a context-parallel rank has at least: with fewer, keys and values travel longer than a rank attends."""
+"""Minimum rows of a context on a context-parallel rank: with fewer, transfer of keys and values takes longer than attention."""
 _MOST_NODES = 1 << 10
 _COMMUNICATOR = SyncSection().nccl_max_ctas * CTA_BYTES
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster and the run that it is planned for.
+    """A cluster and the run planned for it.
 
     Attributes:
         gpus: GPUs per node.
@@ -64,7 +64,7 @@ class TrainerSizes:
     Attributes:
         rows: rows of a micro-batch.
         memory: memory of a rank of the largest pipeline stage.
-        cp: context-parallel ranks, which `parallel` counts as data-parallel ones.
+        cp: context-parallel ranks, which `parallel` counts as data-parallel.
     """
 
     parallel: MegatronParallel
@@ -81,7 +81,7 @@ class EngineSizes:
     Attributes:
         serving: the engine's settings; the KV cache takes the rest of the GPU.
         memory: memory of the largest rank.
-        nodes: machines that an engine is spread over.
+        nodes: machines over which an engine is spread.
     """
 
     parallel: EngineParallel
@@ -90,7 +90,7 @@ class EngineSizes:
     nodes: int = 1
 
     def count(self, nodes: int, gpus: int) -> int:
-        """Return how many engines fit on so many nodes with so many GPUs each."""
+        """Return how many engines fit on `nodes` nodes with `gpus` GPUs each."""
         return nodes // self.nodes * (self.nodes * gpus // self.parallel.world)
 
 
@@ -153,7 +153,7 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
     for parallel, recompute, cp in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], choice[2], cluster)):
         try:
             stages = memory.trainer(hf, parallel, _training(cluster, recompute, cp))
-        except LayoutError:  # these sizes split blocks of float8
+        except LayoutError:  # these sizes split float8 blocks
             continue
         most = max(stages, key=lambda stage: stage.total)
         if most.fits(cluster.gpu_gb):
@@ -162,7 +162,7 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
 
 
 def _context_ranks(parallel: MegatronParallel, cluster: Cluster) -> Iterator[int]:
-    """Yield the numbers of context-parallel ranks that these data-parallel ranks can be."""
+    """Yield the possible numbers of context-parallel ranks among these data-parallel ranks."""
     yield from (cp for cp in _divisors(parallel.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS)
 
 
@@ -238,7 +238,7 @@ def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
 
 
 def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
-    """Return the first sizes by the rule of an engine over so many nodes, or None."""
+    """Return the first sizes, by the rule, of an engine over `nodes` nodes, or None."""
     m = family_of(hf).shape_of(hf)
     for staged, prefill in product((True, False), _PREFILLS):
         serving = EngineMemory(0, staged, prefill, adapter=cluster.adapter, communicators=_COMMUNICATOR)
@@ -253,7 +253,7 @@ def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
 
 
 def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
-    """Yield sizes on so many GPUs, with whole experts on each rank if the rank count divides them."""
+    """Yield sizes on `gpus` GPUs, with whole experts on each rank if the rank count divides them."""
     for tp in _divisors(gpus):
         sizes = EngineParallel(tp, tp if m.experts and m.experts % tp == 0 else 1)
         if _suits(partial(checks.check_engine, "", m, sizes)):

@@ -1,4 +1,4 @@
-"""What an update of the weights moves from a trainer to its engines, from configurations alone."""
+"""Forecast the traffic of a weight update from a trainer to its engines, from configurations alone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Forecast:
     """A full update of all engines, in bytes and seconds.
 
     Attributes:
-        model_bytes: of the checkpoint or the adapter.
-        wire: between all ranks.
-        sent, received: of the trainer rank that sends the most, and of the engine rank that receives the most.
-        seconds: for which the busiest rank's bytes take the wire. Excludes packing, unpacking and any shortfall of the network.
+        model_bytes: size of the checkpoint or the adapter.
+        wire: total between all ranks.
+        sent, received: by the trainer rank that sends the most, and by the engine rank that receives the most.
+        seconds: transfer time of the busiest rank's bytes. Excludes packing, unpacking and any shortfall of the network.
     """
 
     model_bytes: int
@@ -43,12 +43,12 @@ def foresee(
     adapter: Kind | None = None,
     nic: float = 50.0,
 ) -> Forecast:
-    """Forecast an update by `sync.method: reshard`, of sizes that suit the model.
+    """Forecast an update by `sync.method: reshard`, for sizes that suit the model.
 
     Args:
         hf: the model's Hugging Face configuration.
         dtype: dtype of the moved tensors, as torch prints it without the prefix.
-        adapter: move such an adapter in place of the weights.
+        adapter: move an adapter of this kind in place of the weights.
         nic: GB (1e9 bytes) per second that a rank sends while it receives at the same rate.
     """
     payload = Payload(hf, adapter)

@@ -1,4 +1,4 @@
-"""Tasks of an event loop: several that are useless without each other, and those that go on beside what began them."""
+"""Groups of asyncio tasks: all-or-nothing ones, and background ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def together(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def begun(one: Coroutine[Any, Any, T], among: set[asyncio.Task[T]]) -> asyncio.Task[T]:
-    """Begin a task, which is in a set until it ends: the event loop alone would not keep it."""
+    """Start a task and keep it in a set until it ends: the event loop holds only a weak reference."""
     task = asyncio.create_task(one)
     among.add(task)
     task.add_done_callback(among.discard)
@@ -31,7 +31,7 @@ def begun(one: Coroutine[Any, Any, T], among: set[asyncio.Task[T]]) -> asyncio.T
 
 
 async def cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, and wait for their ends, whatever these are."""
+    """Cancel tasks and wait until all have ended, ignoring their results and errors."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,7 +1,7 @@
-"""What a chat template leaves out.
+"""Find out what a chat template leaves out.
 
-A template drops without a word what it does not know: a role, an assistant's calls, tools. Each kind of thing is tried by itself, once,
-with a mark in its place; whatever surrounds it is what most templates accept, such as ids of nine characters for Mistral's.
+A template silently drops what it does not know: a role, an assistant's calls, tools. Each kind of content is tried by itself, once, with a
+mark in its place; everything around it is what most templates accept, such as ids of nine characters for Mistral's.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from asyncmoe.errors import DataError
 _MARK = "zqxvkj"
 """Letters only, so that no template changes them."""
 CALL_ID = "call00000"
-"""Of a call that no one made."""
+"""Id of an invented call."""
 _KEYS = ("tool_calls", "reasoning_content", "content beside tool_calls")
 
 
 class CallArguments(dict[str, Any]):
-    """The arguments of a call: an object, as most templates want, that DeepSeek's can join to a text."""
+    """The arguments of a call: an object, as most templates want, which DeepSeek's can also append to a string."""
 
     def __radd__(self, text: str) -> str:
         return text + json.dumps(self, ensure_ascii=False)
 
 
 def names(template: str | Mapping[str, str] | None) -> set[str]:
-    """Return the names in the code of a template, or of several: its variables among them, without what every request gives."""
+    """Return the names in the code of one or several templates, their variables included, without those that every request gives."""
     from jinja2 import Environment
 
     source = "".join(template.values()) if isinstance(template, Mapping) else template or ""
@@ -36,7 +36,7 @@ def names(template: str | Mapping[str, str] | None) -> set[str]:
 
 
 def kinds(message: Mapping[str, Any], first: bool) -> list[str]:
-    """Return the kinds of things in a message that a template may leave out.
+    """Return the kinds of content in a message that a template may leave out.
 
     Args:
         first: the message begins its conversation.
@@ -49,21 +49,21 @@ def kinds(message: Mapping[str, Any], first: bool) -> list[str]:
 
 @lru_cache(256)
 def lacks(kind: str, template: str, render: Callable[..., str]) -> bool:
-    """Return whether a template leaves out a kind of thing.
+    """Return whether a template leaves out a kind of content.
 
     Args:
         kind: one of `kinds`, "tools", or "name" of a message.
-        template: it, to tell it from another.
+        template: its text, as a key of the cache.
         render: `Tokenizer.render` with it.
     """
     try:
         return _MARK not in render(*_trial(kind))
     except DataError:
-        return False  # a template that refuses it says so itself
+        return False  # a template that refuses it raises its own error
 
 
 def _trial(kind: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return messages and tools in which only the thing itself has the mark."""
+    """Return messages and tools in which only content of this kind has the mark."""
     asked, key = {"role": "user", "content": "?"}, kind.split()[0]
     tool = {"type": "function", "function": {"name": _MARK, "description": "?", "parameters": {"type": "object"}}}
     if kind in ("tools", "name"):

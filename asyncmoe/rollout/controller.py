@@ -55,7 +55,7 @@ from asyncmoe.weights.coordinator.driver import UpdateDriver
 log = logging.getLogger(__name__)
 _RECORD_S = 1.0
 _LAST_WORDS_S = 1.0
-"""Seconds in which requests are still answered at the end, so that the trainer learns of a failure, and each rank that it may leave."""
+"""Seconds at the end in which requests are still answered, so that the trainer learns of a failure, and each rank that it may leave."""
 
 
 @named("controller")
@@ -66,7 +66,7 @@ def run(config: Config, run_dir: Path) -> None:
     process started here has ended when this function returns or raises.
 
     Raises:
-        Interrupted: SIGINT arrived before the trainer did, so nothing was to be saved.
+        Interrupted: SIGINT arrived before the trainer did, so there was nothing to save.
         UserError: the task, an answer, scorer, environment, tokenizer, a port or the engines' Python is unusable, or
             the run has another controller; nothing was sampled.
         EngineError: an engine did not start, or none is left.
@@ -84,7 +84,7 @@ async def _serve(config: Config, run_dir: Path, asked: Tasks, run_log: RunLog) -
     succession = Succession(run_dir) if config.survives_controller else None  # after the log, which refuses a second controller
     try:
         if succession is not None and run_log.queue_log.state.first is None:  # no queue has used this log
-            succession.forget()  # the engines' version is of steps that nothing knows any more
+            succession.forget()  # the engines' version belongs to steps that are no longer recorded
         controller = Controller(config, recorder, asked, run_log, succession)
         host, port = address.reachable(config.cluster.network), config.cluster.port
         here_only = not (address.several(config.cluster.network) or port)
@@ -119,7 +119,7 @@ class Controller:
         self._config, self._recorder, self._run_log = config, recorder, run_log
         self._task = asked.training
         self._pool = parts.pool_of(config, config.rollout.max_concurrent)
-        untried = succession is None or succession.is_first  # else the controller before this one has had that tried
+        untried = succession is None or succession.is_first  # else the previous controller has tried them
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers, untried)
         self._evaluator = Evaluator(config, self._fleet, asked.sets, recorder.evaluated)
         driver = UpdateDriver(
@@ -297,7 +297,7 @@ class Controller:
         known = self._evaluator.known(asked.version)
         if known or self._stopping or await self._evaluator.ended(asked.wait_s):
             return Evaluated(known, ended=True)
-        if asked.wait_s and not self._pool.serving:  # whatever engine comes again gets no weights any more
+        if asked.wait_s and not self._pool.serving:  # an engine that returns gets no weights any more
             log.warning("version %d, the last, is not evaluated: no engine has it any more", asked.version)
             return Evaluated(known, ended=True)
         return Evaluated(known, ended=False)
@@ -335,7 +335,7 @@ class Controller:
         self._evaluator.resume(version)
 
     def _unfinished(self) -> int:
-        """Trajectories to finish before a version lands: in one_step_off, where versions land between batches, all that have started."""
+        """Trajectories that must finish before a version lands: in one_step_off, where versions land between batches, all running ones."""
         queue = self._session.queue
         return queue.stats().running if queue is not None and self._config.run.mode == "one_step_off" else 0
 

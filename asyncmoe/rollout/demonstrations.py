@@ -20,13 +20,13 @@ TRIES = 100
 class Demonstrations:
     """The demonstrations of a warm-up, by number.
 
-    A question whose demonstration is too long or fails is replaced by a later question, which the numbers alone choose: a resumed warm-up
-    takes the same.
+    A question whose demonstration is too long or fails is replaced by a later question, chosen by the numbers alone, so that a resumed
+    warm-up takes the same one.
 
     Args:
         teaching: runs the environment with its teacher; None: the task's own solutions are the demonstrations.
         total: number of demonstrations that the warm-up takes.
-        most: tokens that a demonstration may have.
+        most: maximum tokens of a demonstration.
     """
 
     def __init__(self, task: Task, teaching: Teaching | None, total: int, most: int) -> None:
@@ -51,12 +51,12 @@ class Demonstrations:
             if where not in self._replaced:
                 self._replaced.add(where)
                 log.warning("%s; a later question takes the place of this demonstration", why)
-            await asyncio.sleep(0)  # long texts take long to encode, and the trainer's requests wait meanwhile
+            await asyncio.sleep(0)  # long texts are slow to encode: let the trainer's requests in between
         got, hint = f"{TRIES} questions that give none, the last of them {why}", "leave long rows out by task.filter"
         raise DataError(f"demonstration {index} of the warm-up", got=got, expected="one that can be trained on", hint=hint)
 
     async def _demonstration(self, index: int, question: int) -> tuple[str, Sequence[Trajectory] | TrajectoryRejected]:
-        """Return the name of a question, for messages, and its demonstration as that of number `index`, or why there is none."""
+        """Return the name of a question, for messages, and its demonstration, numbered `index`, or why there is none."""
         if self._teaching is None:
             made = self._task.demonstration(question)
             return made.where, (episode.demonstration(index, made),)

@@ -1,5 +1,4 @@
-"""The life of a controller's engines: it waits until they have joined, takes over those of the controller before it, fences, probes and
-counts them."""
+"""Life cycle of a controller's engines: wait for them to join, take over those of the previous controller, fence, probe and count them."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ class EngineLifecycle:
     Attributes:
         membership: answers the engines.
         prober: compares engines with the trainer.
-        taken: set once it is known which engines of the controller before this one go on with what they hold; at once if there was none.
+        taken: set once it is known which engines of the previous controller keep their weights; at once if there was none.
 
     Args:
         coordinator: learns when all engines have started.
-        succession: None: no other controller takes the engines over.
+        succession: None if no other controller takes the engines over.
     """
 
     def __init__(self, config: Config, pool: Pool, coordinator: WeightUpdateCoordinator, succession: Succession | None = None) -> None:
@@ -53,7 +52,7 @@ class EngineLifecycle:
             self.taken.set()
 
     def parts(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """Return the work, to be done at the same time; only the first part, the start, ends. Each part raises what ends the run."""
+        """Return the coroutines to run concurrently; only the first, the start, ends. An exception of any ends the run."""
         return (self._start_all(), *(self._once_started(run) for run in (self._pool.watch, self._alive.run)))
 
     def lost(self) -> int:
@@ -66,26 +65,26 @@ class EngineLifecycle:
         return len(self._down())
 
     def _returns(self, alone_s: float) -> bool:
-        """Whether an engine will come back, though there has been none for `alone_s`."""
+        """Return whether an engine will come back after `alone_s` seconds without any."""
         return bool(self._down()) and alone_s < self._section.start_timeout_s  # else they have left
 
     def _down(self) -> list[Member]:
         return [member for member in self._pool.members if member.fenced not in (None, LEFT)]
 
     async def _start_all(self) -> None:
-        """Wait for engines to join; after a controller that was lost for those that return, with which the run goes on."""
+        """Wait for engines to join, or after a lost controller for its engines to return."""
         count = self._section.count
         if not self.taken.is_set():
             await self.membership.wait_returned(self._section.orphan_s)
             self.taken.set()
             count = min(count, max(1, len(self._pool.present)))
-        # An engine whose server does not start in time says so itself.
+        # An engine whose server does not start in time reports that itself.
         await self.membership.wait_joined(count, self._section.start_timeout_s + GRACE_S)
         self._coordinator.engines_started()
         log.info("%d engine(s) ready", len(self._pool.present))
 
     async def _returned(self, member: Member, served: str) -> str:
-        """Have an engine that served a controller go on with what it holds; return why it cannot, or nothing."""
+        """Let an engine that served a controller keep its weights; return why it cannot, or ""."""
         succession = self._succession
         if succession is None or served != succession.before:
             return f"{member.engine.name} did not serve the controller before this one"
@@ -94,10 +93,10 @@ class EngineLifecycle:
         return await self._doubt(member, succession.weights)
 
     async def _doubt(self, member: Member, weights: EngineWeights) -> str:
-        """Have an engine go on with what it holds; return why it cannot, or nothing.
+        """Let an engine keep its weights; return why it cannot, or "".
 
         Args:
-            weights: what the last controller said of its engines.
+            weights: the last controller's record of its engines' weights.
         """
         engine = member.engine
         try:
@@ -111,7 +110,7 @@ class EngineLifecycle:
                 return f"{engine.name} {held} {weights.coming}, which was under way when the last controller was lost"
             if weights.changing:
                 await engine.client.resume()
-            await engine.client.abort()  # the requests of the last controller, which nobody waits for
+            await engine.client.abort()  # requests of the last controller, for which nothing waits any more
         except AsyncmoeError as error:
             return f"{engine.name} could not be taken over: {error}"
         member.serve(taken.version, taken.lineage)
@@ -120,7 +119,7 @@ class EngineLifecycle:
         return ""
 
     async def _end_update(self, engine: EngineHandle) -> None:
-        """End the update that may be open; an engine answers when it has done what it was asked before."""
+        """End the update that may be open; an engine answers once it has handled all earlier requests."""
         try:
             await engine.client.end_update()
         except EngineLost:

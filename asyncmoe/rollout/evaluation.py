@@ -1,9 +1,9 @@
-"""Evaluation beside training: puts the same questions to every `evaluation.every`-th version and to the last, through the same engines.
+"""Evaluation during training: ask every `evaluation.every`-th version and the last the same questions, on the same engines.
 
 An evaluation of version v begins when every engine serves v, and no step waits for it: if later versions land before it has ended, they
 answer the remaining questions, and its record shows the range of versions. The end of the run waits for it. It uses a small share of the
-places at the engines, and does not appear in the queue or its counts. The sets of `evaluation.sets` follow one another, and each has its
-own record.
+engines' slots, and does not appear in the queue or its counts. The sets of `evaluation.sets` are evaluated in turn, each with its own
+record.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from asyncmoe.trajectory import NOTHING
 
 log = logging.getLogger(__name__)
 _SHARE = 8
-"""Evaluation uses 1/`_SHARE` of the places at the engines, unless `evaluation.max_concurrent` is set."""
+"""Evaluation uses 1/`_SHARE` of the engines' slots, unless `evaluation.max_concurrent` is set."""
 
 _ATTEMPTS = 3
 """Attempts at an episode whose engine died or whose worker was lost; as in training."""
@@ -84,7 +84,7 @@ class Evaluator:
         self._due.put_nowait(version)
 
     def resume(self, version: int) -> None:
-        """Report that every engine serves `version` from the controller before this one, which may have finished its evaluation."""
+        """Report that every engine still serves `version` from the previous controller, which may have finished its evaluation."""
         if not self.known(version):
             self.published(version)
 
@@ -106,7 +106,7 @@ class Evaluator:
             self._due.task_done()
 
     async def ended(self, wait_s: float) -> bool:
-        """Return whether no evaluation is due or running, as soon as that is so, at the latest after `wait_s` seconds."""
+        """Wait at most `wait_s` seconds until no evaluation is due or running; return whether that is so."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._due.join()
@@ -130,7 +130,7 @@ class Evaluator:
                     outcome: Outcome = await self._workers.evaluate(asked.name, prompt, EpisodeId(place.group, place.episode, attempt))
                 except TrajectoryRejected as rejected:
                     outcome = rejected
-                    if rejected.reason in ("engine_died", LOST):  # the others can answer
+                    if rejected.reason in ("engine_died", LOST):  # other engines or workers can answer
                         continue
                 break
             outcomes.append((place.group, outcome))
@@ -143,14 +143,14 @@ def due(version: int, first: int, last: int, every: int) -> bool:
 
 
 def stage_of(training: RolloutContext, name: str, section: EvaluationSet) -> RolloutContext:
-    """Return what an evaluation set's episodes run with."""
+    """Return the context of an evaluation set's episodes."""
     return replace(
         training,
         teacher=None,
         sampling=sampling(section, training.sampling),
-        # A stream of its own: places of two sets must not share conversations or random draws.
+        # Its own stream: episodes of two sets must not share conversations or random draws.
         stream=f"{STREAM} {name}".strip(),
-        # Its few requests go ahead: with a high `max_staleness` thousands of training may wait, and later versions would answer instead.
+        # Its few requests go first: with a high `max_staleness`, thousands from training may wait, and later versions would answer instead.
         ahead=True,
     )
 
@@ -178,7 +178,7 @@ def pass_chances(rewards: Sequence[Sequence[float]], samples: int, threshold: fl
     Args:
         rewards: the rewards of each question's episodes.
         samples: episodes per question; the largest k.
-        threshold: reward from which an episode passes.
+        threshold: lowest reward with which an episode passes.
     """
     counts = [(len(of_question), sum(reward >= threshold for reward in of_question)) for of_question in rewards]
     ks = sorted({*(1 << bit for bit in range(samples.bit_length())), samples})
@@ -190,9 +190,9 @@ def standard_error(of_questions: Sequence[float]) -> float | None:
     """Return the standard error of a mean over questions, s / sqrt(n) with the sample standard deviation s of the n questions' values; None
     for fewer than two.
 
-    By the central limit theorem, for questions drawn independently from all there could be (Miller 2024, "Adding Error Bars to Evals",
-    arXiv:2411.00640). A question's value is the mean over its episodes, so the draws of its episodes are contained in s; episodes of one
-    question are not independent, and counting each as one would understate the error.
+    By the central limit theorem, for questions drawn independently from all possible ones (Miller 2024, "Adding Error Bars to Evals",
+    arXiv:2411.00640). A question's value is the mean over its episodes, so s includes the variance of sampling its episodes; episodes of
+    one question are not independent, and counting each as one would understate the error.
     """
     return stdev(of_questions) / sqrt(len(of_questions)) if len(of_questions) > 1 else None
 

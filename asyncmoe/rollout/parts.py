@@ -1,4 +1,4 @@
-"""What a controller and its workers are made of, by the configuration: tokenizer, tasks, scorer and environment, and the engine pool."""
+"""Build the parts of a controller and its workers from the configuration: tokenizer, tasks, scorer, environment and engine pool."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ class RolloutParts(Tasks):
 
 
 class _Unawaited(ThreadPoolExecutor):
-    """The loop's threads, also of users' `asyncio.to_thread`. One that never ends takes no place that another call needs, nor is it
-    awaited."""
+    """The loop's threads, also for users' `asyncio.to_thread`. One that never ends blocks no other call and is not awaited."""
 
     def __init__(self) -> None:
         super().__init__(_MOST_THREADS, "loop")
@@ -58,10 +57,10 @@ class _Unawaited(ThreadPoolExecutor):
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run an event loop until a coroutine has ended. Threads that are left are not awaited, and tasks that are left only for `_END_S`.
+    """Run an event loop until a coroutine has ended. Remaining threads are not awaited, remaining tasks only for `_END_S`.
 
-    SystemExit or KeyboardInterrupt in another task, such as one that a user's code has begun, ends that task alone: it is raised where the
-    task is awaited. The loop stops at it (asyncio's `Task` raises it twice), and goes on where it was.
+    SystemExit or KeyboardInterrupt in another task, such as one started by a user's code, ends only that task, and is raised where it is
+    awaited. It stops the loop (asyncio's `Task` raises it twice), which then resumes.
 
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C.
@@ -93,7 +92,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def questions(config: Config) -> Tasks:
-    """Load what is asked. Raises as `load`."""
+    """Load the questions. Raises as `load` does."""
     return tasks.load(config, Tokenizer(config.model.path, config.model.trust_remote_code, config.task.chat_template_kwargs))
 
 
@@ -124,13 +123,13 @@ async def load_and_check(config: Config) -> None:
 
 
 def pool_of(config: Config, limit: int, generated: Callable[[str, float, float], None] = lambda *_: None) -> Pool:
-    """Return a pool that engines join, with a limit on the requests in flight. `generated` is called as `Recorder.generated`."""
+    """Return a pool that engines join, with a limit on the requests in flight. `generated` is called like `Recorder.generated`."""
     rollout = config.rollout
     return Pool((), limit, rollout.request_timeout_s, generated, order=rollout.order, adapter=adapters.asked(config))
 
 
 def context_of(config: Config, parts: RolloutParts, pool: Pool, recording: Recording) -> RolloutContext:
-    """Return what every episode runs with. `recording`: what engines report of each token."""
+    """Return the context of all episodes. `recording`: what engines report of each token."""
     rollout, tokenizer = config.rollout, parts.tokenizer
     sampling = Sampling(
         rollout.temperature,
@@ -159,7 +158,7 @@ def demonstrations_of(config: Config, parts: RolloutParts) -> Demonstrations:
     """Return the demonstrations of the warm-up."""
     bounds, environment, teaching = environments.bounds(config, parts.tokenizer), parts.environment, None
     if isinstance(environment, Demonstrator):
-        # The teacher plays an episode of any size: `Demonstrations` measures it, and replaces a question that is too long.
+        # The teacher may play an episode of any length: `Demonstrations` measures it and replaces a question that is too long.
         free = replace(bounds, tokens=sys.maxsize)
         teaching = Teaching(environment, parts.tokenizer, free, config.run.seed)
     return Demonstrations(parts.training, teaching, config.warmup.steps * config.warmup.batch, bounds.tokens)

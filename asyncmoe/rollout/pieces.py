@@ -1,4 +1,4 @@
-"""The text of single tokens, so that a reader needs no tokenizer."""
+"""The text of each token, so that a reader needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import lru_cache
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"
-"""What decoders write for bytes that are no whole character."""
+"""What decoders write for bytes of an incomplete character."""
 _LONGEST = 4
-"""Tokens over which a character can be spread: one for each of its bytes in UTF-8."""
+"""Most tokens of one character: one for each of its bytes in UTF-8."""
 _AT_ONCE = 64
-"""Decodings between which the event loop may do other things."""
+"""Number of decodings between yields to the event loop."""
 
 _REMEMBERED = 1 << 18
 """Cached texts, of single tokens and of several."""
@@ -32,8 +32,8 @@ class Pieces:
     async def of(self, tokens: Sequence[int]) -> list[str]:
         """Return a piece for each token; together they are the text.
 
-        A character that is spread over several tokens belongs to its last token. Yields to the event loop between decodings, which are not
-        made in a thread, because tokenizers are not safe to use in two threads at once.
+        A character that is spread over several tokens belongs to its last token. Yields to the event loop between decodings; they do not
+        run in a thread, because tokenizers are not thread-safe.
         """
         found: list[str] = []
         while len(found) < len(tokens):
@@ -43,7 +43,7 @@ class Pieces:
         return found
 
     def _next(self, tokens: Sequence[int], at: int) -> list[str]:
-        """Return the pieces of the character that begins at `at`, or of one token."""
+        """Return the pieces of the character that begins at token `at`, or of that token alone."""
         alone = self._text((tokens[at],))
         for end in range(at + 2, min(at + _LONGEST, len(tokens)) + 1) if BROKEN in alone else ():
             if BROKEN not in (text := self._text(tuple(tokens[at:end]))):

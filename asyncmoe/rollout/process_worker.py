@@ -1,7 +1,7 @@
-"""One of `asyncmoe.rollout.processes`: `python -m asyncmoe.rollout.process_worker package.module:function`.
+"""Main program of a process of `asyncmoe.rollout.processes`: `python -m asyncmoe.rollout.process_worker package.module:function`.
 
-The function is a context manager, which yields what answers a request. Each message is a line of JSON. First input: the function's keyword
-arguments; first output: "", or why it cannot be used. Then each input is a request, and each output its answer.
+The function is a context manager that yields a function from request to answer. Each message is a line of JSON. First input: the function's
+keyword arguments; first output: "", or why the function cannot be used. After that, each input is a request and each output its answer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from asyncmoe.process import die_with_parent
 def main(serve: str) -> None:
     """Answer until standard input ends.
 
-    Prints of the function go to standard error, and its standard input is empty, so that neither it nor a process that it starts takes a
-    request. A process that it has forked and that comes back ends without an answer.
+    The function's output goes to standard error, and its standard input is empty, so that neither it nor a process it starts reads a
+    request. If the function forks, a child that returns from it exits without an answer.
     """
     die_with_parent()
     requests, answers, own = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1), os.getpid()

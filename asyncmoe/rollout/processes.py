@@ -1,7 +1,7 @@
 """Processes for functions that may hang, end their process or hold the interpreter: users' scorers and tools, and mathematics.
 
-A process answers one request at a time, each a line of JSON (`asyncmoe.rollout.process_worker`). Its calls are limited by whoever makes
-them: a process whose call is cancelled is killed, with its process group, so that a late answer is not taken for the next one's.
+A process answers one request at a time, each a line of JSON (`asyncmoe.rollout.process_worker`). Callers set the time limits: a process
+whose call is cancelled is killed, with its process group, so that a late answer is not taken for the next call's.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Broken(AsyncmoeError):
 
 
 class Processes:
-    """As many processes as there are requests at once; each is started when first needed, and kept for later requests.
+    """A pool of processes, one per concurrent request, started on demand and kept for later requests.
 
     Args:
         serve: "package.module:function" for `asyncmoe.rollout.process_worker`.
-        given: its keyword arguments, as JSON values.
+        given: keyword arguments of the function, as JSON values.
         whose: name of a process in errors.
         key: the key of the configuration that names the function.
     """
@@ -48,7 +48,7 @@ class Processes:
         """Return the answer to a request.
 
         Args:
-            timeout_s: limit for the answer, in which the start of the process does not count; None: the caller's own.
+            timeout_s: limit for the answer, not counting the start of the process; None: the caller limits it.
 
         Raises:
             Broken: the process ended, or answered too many bytes.
@@ -62,7 +62,7 @@ class Processes:
         return answer
 
     async def close(self) -> None:
-        """Let the idle processes close what they have opened, then end them; a call that runs ends its own."""
+        """Let the idle processes clean up, then end them; a running call ends its own."""
         idle, self._idle = self._idle, []
         await asyncio.gather(*map(self._close, idle))
 
@@ -108,8 +108,8 @@ class Processes:
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Kill the group of a process that leads one, and wait for the process, for which its output must be read."""
+    """Kill the process group that a process leads, and wait for the process, reading its output meanwhile."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with suppress(TimeoutError):  # what has left the group may hold its pipes
+    with suppress(TimeoutError):  # a process that left the group may hold its pipes
         await asyncio.wait_for(process.communicate(), _CLOSE_S)

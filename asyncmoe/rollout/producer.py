@@ -1,4 +1,4 @@
-"""Produces groups without end: starts them when the capacity law allows, generates them concurrently, and queues them when whole.
+"""Produce groups endlessly: start them when the capacity law allows, generate them concurrently, and queue them when complete.
 
 The trainer needs whole groups, so a group succeeds or fails as a whole: when one member is rejected, the others are cancelled, and all
 started members are counted as rejected with that reason. If the reason was an engine, the group is restarted with the same prompt and a
@@ -34,13 +34,13 @@ _ENGINE = frozenset({"engine_died", "engine_error", "engine_timeout"})
 _ATTEMPTS = 3
 EQUAL = "equal_rewards"
 _SHOWN = 16
-"""Demonstrations that a worker is asked for at once."""
+"""Demonstrations per request to a worker."""
 _NOTHING_TO_LEARN = 1024
 """Consecutive groups of equal rewards that end the run."""
 
 
 class Workers(Protocol):
-    """All rollout workers: they run episodes, and hold what these bring."""
+    """All rollout workers: they run episodes and keep the results."""
 
     async def episode(self, prompt: Prompt, place: EpisodeId) -> Sequence[Made]:
         """Run and score one episode of training. Raises TrajectoryRejected."""
@@ -51,11 +51,12 @@ class Workers(Protocol):
         ...
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
-        """Return the group of these episodes, checked; `newest`: version that may have sampled a token. Raises TrajectoryRejected."""
+        """Return the group of these episodes, checked; `newest`: newest version that may have sampled a token. Raises
+        TrajectoryRejected."""
         ...
 
     def forget(self, episodes: Sequence[EpisodeId], groups: Sequence[int]) -> None:
-        """End and forget the episodes of groups that are given up or start again."""
+        """End and forget the episodes of groups that are dropped or restarted."""
         ...
 
 
@@ -76,7 +77,7 @@ class Producer:
         group_size: number of responses to each prompt.
         filter_equal: drop groups whose rewards are all equal, and count them under "equal_rewards".
         start_over: reasons after which a group is restarted, in addition to engine failures.
-        samples: keeps some groups to be read; None: keeps none.
+        samples: keeps some groups for readers; None: none are kept.
         max_rejected: the run ends if more than this share of the groups is rejected and not restarted; see `Rejections`.
     """
 
@@ -129,7 +130,7 @@ class Producer:
 
     async def _group(self, flight: Flight) -> None:
         try:
-            # One that fails cancels the others.
+            # A failed one cancels the others.
             episodes = await together([self._workers.episode(flight.prompt, place) for place in flight.places])
             if self._filter_equal and nothing_to_learn([one for made in episodes for one in made]):
                 self._queue.discarded(self._size, EQUAL)
@@ -153,7 +154,7 @@ class Producer:
             self._rejections = self._rejections.note("")
 
     def _restart(self, group: Start, rejected: TrajectoryRejected) -> bool:
-        """Have a rejected group start again if the reason permits and it has not failed too often; return whether it does."""
+        """Schedule a rejected group's restart if the reason permits and it has not failed too often; return whether it restarts."""
         again = Start(group.number, group.attempt + 1, group.failures + 1)
         if rejected.reason not in self._start_over or again.failures >= _ATTEMPTS:
             self._log.ended(group.number)

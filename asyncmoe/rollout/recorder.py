@@ -26,7 +26,7 @@ class Recorder:
         self._last, self._last_tokens = unix(), 0
 
     def generated(self, engine: str, begin: float, end: float) -> None:
-        """Record that `engine` was generating from `begin` to `end`, Unix seconds; what several workers say of it may overlap."""
+        """Record that `engine` was generating from `begin` to `end`, Unix seconds; reports of several workers may overlap."""
         self._generated.append((begin, end, engine))
 
     def paused(self, engine: str, begin: float, end: float) -> None:
@@ -44,7 +44,7 @@ class Recorder:
         pool: object,
         **counted: Any,
     ) -> None:
-        """Record the current counters: `Rollout` says which it copies from `stats` and `pool`; `counted` are others by name."""
+        """Record the current counters: `Rollout` declares those copied from `stats` and `pool`; `counted` has the others by name."""
         now = unix()
         seconds = max(now - self._last, 1e-6)
         self._merge()
@@ -75,7 +75,7 @@ class Recorder:
         self._generated.clear()
 
     def close(self) -> None:
-        """Write what is left, and close all files."""
+        """Flush, and close all files."""
         self._merge()
         self._lines.close()
         self._evaluations.close()

@@ -1,4 +1,4 @@
-"""The controller's use of the log: which run it belongs to, what a queue goes on with, and what a checkpoint makes superfluous."""
+"""The controller's use of the log: check its run, resume the queue from it, and delete what checkpoints make superfluous."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from asyncmoe.trajectory import Recording
 
 log = logging.getLogger(__name__)
 Open = Callable[[str, int | None], Log]
-"""Opens the log of a writer, with a bound on its bytes."""
+"""(writer, bound on its bytes) -> its log, opened."""
 
 
 @dataclass(frozen=True)
 class WorkerLog:
-    """What a worker writes: payloads of whole groups, and the engines' answers to episodes under way."""
+    """The logs of a worker: payloads of whole groups, and the engines' answers to episodes in progress."""
 
     payloads: Log
     turns: Turns
 
     @classmethod
     def open(cls, section: LogSection, run_dir: Path, run: str, number: int, under_way: Mapping[int, int]) -> WorkerLog:
-        """Open what worker `number` of a run writes, and find the answers of groups under way. Blocks. Raises as `FileLog`."""
+        """Open the logs of worker `number` of a run, and find the answers of groups in progress. Blocks. Raises as `FileLog`."""
         opened = opener(section, run_dir, run)
         with ExitStack() as held:
             payloads = opened(str(number), section.max_bytes)
@@ -51,7 +51,7 @@ class WorkerLog:
         return made
 
     def close(self) -> None:
-        """Make durable what was handed over, and close both. Blocks."""
+        """Make all records durable, and close both logs. Blocks."""
         self.turns.close()
         self.payloads.close()
 
@@ -79,7 +79,7 @@ class RunLog:
         """
         run_dir, section = config.run.dir, config.log
         known, now = belonging.read(run_dir), belonging_of(config, recording)
-        if now != known:  # first, so that nothing is left of which no run knows
+        if now != known:  # first, so that no log is left without its run's record
             belonging.write(run_dir, now)
         opened = opener(section, run_dir, now.run)
         with ExitStack() as held:
@@ -96,11 +96,11 @@ class RunLog:
         return cls(config, kept, now.run)
 
     def for_workers(self) -> WorkerBegin:
-        """Return what a rollout worker must know of the log that joins now."""
+        """Return what a rollout worker that joins now must know of the log."""
         return WorkerBegin(self._run, self.queue_log.state.under_way)
 
     async def resume(self, step: int) -> Resumption:
-        """Return what the queue of a trainer that has taken `step` steps goes on with.
+        """Return what the queue of a trainer that has taken `step` steps resumes with.
 
         Raises:
             DataError: the log does not belong to this checkpoint, or is damaged.
@@ -116,7 +116,7 @@ class RunLog:
         return Resumption(found.accounts, queued, found.starts, found.arrivals, served=max(found.replays, default=-1) + 1)
 
     def reopen(self, queue: BoundedQueue, step: int) -> int:
-        """Have a queue that goes on answer a trainer that was started again in place and has taken `step` steps; return the history.
+        """Set a running queue back for a trainer restarted in place at `step` steps; return the history.
 
         Raises:
             DataError: the log does not belong to this checkpoint.
@@ -127,7 +127,7 @@ class RunLog:
         return found.history
 
     async def saved(self) -> bool:
-        """Delete what no checkpoint needs that the run may go back to; return whether there is any checkpoint.
+        """Delete what none of the kept checkpoints needs; return whether there is a checkpoint.
 
         Raises:
             StorageError: a file could not be deleted.
@@ -138,12 +138,12 @@ class RunLog:
         return True
 
     async def close(self) -> None:
-        """Write what was handed over, and close the log."""
+        """Write pending records, and close the log."""
         await asyncio.to_thread(self.queue_log.close)
 
 
 def opener(section: LogSection, run_dir: Path, run: str) -> Open:
-    """Return what opens the logs of a run. Raises UserError: the client of Redis is not installed."""
+    """Return the function that opens a run's logs. Raises UserError if the Redis client is not installed."""
     if section.redis is None:
         return lambda writer, most: FileLog(section.place(run_dir), run, writer, most)
     installed.need("redis", "log.redis")
@@ -154,7 +154,7 @@ def opener(section: LogSection, run_dir: Path, run: str) -> Open:
 
 
 def belonging_of(config: Config, recording: Recording) -> Belonging:
-    """Return which run a log is of, and refuse a configuration that it does not belong to. Raises as `belonging.read` and `check`."""
+    """Return the run that a log belongs to; refuse a configuration that does not match. Raises as `belonging.read` and `check`."""
     run_dir, of, redis, folder = config.run.dir, identity(config, recording), config.log.redis is not None, str(config.log.folder or "")
     if (known := belonging.read(run_dir)) is None:
         return Belonging(belonging.FORM, of, redis, folder=folder)
@@ -165,14 +165,14 @@ def belonging_of(config: Config, recording: Recording) -> Belonging:
 
 
 def identity(config: Config, recording: Recording) -> dict[str, str]:
-    """Return what must be the same for a log's groups to be trained, by the key that names it; `asyncmoe.models.origin` has the rest, which
-    must be the same for any run that goes on."""
+    """Return, by key, the values that must stay the same for a log's groups to be trained; `asyncmoe.models.origin` has those that must
+    stay the same in any resumed run."""
     kept = hashlib.sha256(json.dumps(repr(recording)).encode()).hexdigest()[:12]
     return {"run.seed": str(config.run.seed), "rollout.group_size": str(config.rollout.group_size), "keep": kept}
 
 
 def oldest(run_dir: Path, keep: int) -> int | None:
-    """Return the step of the oldest of the `keep` newest checkpoints, which the run may go back to; None if there is none."""
+    """Return the step of the oldest of the `keep` newest checkpoints, the earliest the run may resume from; None without one."""
     complete = checkpoints.directory(run_dir, 0).parent.glob("step-*")
     steps = sorted(int(path.name.removeprefix("step-")) for path in complete if path.name.removeprefix("step-").isdecimal())
     return min(steps[-keep:], default=None)

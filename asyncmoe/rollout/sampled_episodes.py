@@ -1,4 +1,4 @@
-"""What an episode leaves for readers of samples: the records of its paths, without routes and masks, and without the texts of tokens."""
+"""Records of an episode's paths for readers of samples, without routes, masks and the texts of tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from asyncmoe.telemetry.samples.records import Role, SampledMember, Stretch
 from asyncmoe.trajectory import Trajectory
 
 SHOWN = 2000
-"""Characters kept of a failure."""
+"""Maximum characters kept of a failure."""
 
 
 class SampledPath(msgspec.Struct, frozen=True):
     """One path of an agent in an episode.
 
     Attributes:
-        prompt: tokens before its first response; empty if it has none.
+        prompt: tokens before its first response; empty without a response.
         member: its record; `rest` has all other tokens, and no texts.
     """
 
@@ -34,11 +34,11 @@ class SampledPath(msgspec.Struct, frozen=True):
 
 
 SampledEpisode = tuple[SampledPath, ...]
-"""What an episode left: each path that spoke, and the agents that have said nothing."""
+"""Records of an episode: each path that responded, and the agents that did not."""
 
 
 class EpisodeNotes:
-    """Notes the episodes of the groups that are kept, from their beginnings to their ends.
+    """Records the episodes of kept groups from beginning to end.
 
     Args:
         choice: the groups to keep.
@@ -54,7 +54,7 @@ class EpisodeNotes:
             self._episodes[episode.place] = episode
 
     def ended(self, place: EpisodeId, outcome: Sequence[Trajectory] | TrajectoryRejected | None) -> SampledEpisode | None:
-        """Return what an episode leaves, which ended so (None: it was cancelled); None: it is not one to keep."""
+        """Return the records of an episode that ended with `outcome` (None: cancelled), or None if it is not kept."""
         if (made := self._episodes.pop(place, None)) is None:
             return None
         agents = list(made.agents.values())
@@ -62,13 +62,13 @@ class EpisodeNotes:
             failure = "cancelled" if outcome is None else cleaned(str(outcome)[:SHOWN])
             return tuple(_path(place, agent, None, failure) for agent in agents)
         results = {(t.agent, t.branch): t for t in outcome}
-        # A path that is the beginning of another is part of that one.
+        # A path that is a prefix of another is part of that one.
         kept = [agent for agent in agents if (agent.number, agent.branch) in results or not agent.turns]
         return tuple(_path(place, agent, results.get((agent.number, agent.branch)), "") for agent in kept)
 
 
 def cleaned(text: str) -> str:
-    """Return text that can be written: a lone surrogate, which a user's program may give, becomes a question mark."""
+    """Return text that can be encoded: a lone surrogate, which a user's code may produce, becomes a question mark."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -77,7 +77,7 @@ _decode = msgspec.msgpack.Decoder(SampledEpisode).decode
 
 
 def from_bytes(sent: bytes) -> SampledEpisode:
-    """Read what another process noted. Raises ProtocolError."""
+    """Decode the records of another process. Raises ProtocolError."""
     try:
         return _decode(sent)
     except (ValueError, RecursionError) as error:
@@ -125,8 +125,8 @@ def _with_result(member: SampledMember, made: Trajectory) -> SampledMember:
 
 
 def _roles(turns: Sequence[Turn], shared: int, unanswered: int) -> list[tuple[Role, int]]:
-    """Return the (role, size) of each stretch that is not empty; adjacent responses (an interrupted one was continued) are one. The first
-    `shared` responses, which another path trains, are context: observations."""
+    """Return the (role, size) of each non-empty stretch; adjacent responses (after an interruption) are merged. The first `shared`
+    responses, which another path trains, are context: observations."""
     sizes: list[tuple[Role, int]] = []
     for i, turn in enumerate(turns):
         given, said = len(turn.given), len(turn.generation.tokens)

@@ -1,7 +1,7 @@
-"""Keeps some groups as samples: what was asked, given, sampled and scored, also of groups that fail or are dropped.
+"""Keep some groups as samples: what was asked, given, sampled and scored, including groups that fail or are dropped.
 
-Of a kept group, the worker notes the episodes when they begin and sums them up when they end. When the group has ended, its record is built
-and written: pieces of text between other work of the event loop, the file in a thread.
+The worker notes the episodes of a kept group when they begin and summarises them when they end. When the group has ended, its record is
+built and written: text is split between other work of the event loop, the file written in a thread.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Samples:
         self._writing = asyncio.Lock()
 
     def noted(self, place: EpisodeId, left: SampledEpisode) -> None:
-        """Take what a worker noted of an episode that has ended."""
+        """Take a worker's records of an episode that has ended."""
         if self._file.is_open:
             self._ended[place] = left
 
     async def write(
         self, group: int, attempt: int, places: Iterable[EpisodeId], prompt: Prompt, fate: Fate, version: int, reason: str, detail: str = ""
     ) -> None:
-        """Write a group that has ended, if it is one to keep.
+        """Write a group that has ended, if it is kept.
 
         Args:
             places: the episodes that were started for it.
@@ -60,7 +60,7 @@ class Samples:
             return
         shared = next((path.prompt for path in paths if path.prompt), prompt.tokens)
         now = time.time()
-        async with self._writing:  # the memory that one group takes, not that of all that end at once
+        async with self._writing:  # limits memory to one group's when many end at once
             members = [await self._member(path, shared) for path in paths]
             record = records.SampledGroup(
                 time=now,
@@ -78,7 +78,7 @@ class Samples:
             await asyncio.to_thread(self._file.write, record)
 
     def stale(self, groups: Sequence[Group], requeued: bool, version: int) -> None:
-        """Write that groups were too old for a step that begins at `version`."""
+        """Record that groups were too old for a step that begins at `version`."""
         for group in groups:
             if self._choice.takes(group.number):
                 self._file.write(
@@ -98,7 +98,7 @@ class Samples:
         self._file.close()
 
     async def _member(self, path: SampledPath, shared: tuple[int, ...]) -> SampledMember:
-        """Return the record of a path in a group with this prompt, with the texts of its tokens and of a bounded size."""
+        """Return the record of a path in a group with the prompt `shared`: with its tokens' texts, and of bounded size."""
         member, begins = path.member, bool(path.prompt) and path.prompt == shared
         head, tail = kept(len(member.logprobs), self._most)
         return msgspec.structs.replace(

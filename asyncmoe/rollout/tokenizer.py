@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer stored beside the model."""
+"""Convert between text and token ids with the tokenizer stored beside the model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Tokenizer:
     """A Hugging Face tokenizer, and the size of the model's vocabulary, which limits its ids.
 
     Args:
-        variables: of the chat template, as task.chat_template_kwargs.
+        variables: variables of the chat template, as task.chat_template_kwargs.
 
     Attributes:
         eos: id of the end-of-sequence token, which ends a response.
         vocabulary: number of token ids the model knows.
-        positions: tokens that a conversation may have; None: the model's configuration does not say.
+        positions: maximum tokens of a conversation; None if the model's configuration does not say.
 
     Raises:
         DataError: `path` has no tokenizer, or the tokenizer has Python code of its own while `trust_remote_code` is false, needs a package
@@ -67,7 +67,7 @@ class Tokenizer:
             raise DataError("task.chat_template_kwargs", got=unused, expected="variables that the model's chat template uses")
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text, with nothing added before or after it. Half a surrogate pair, which is no text, is U+FFFD."""
+        """Return the token ids of a text, with nothing added before or after it. A lone surrogate becomes U+FFFD."""
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
@@ -78,7 +78,7 @@ class Tokenizer:
             messages: each with "role", "content" and any other key that the template knows.
             tools: OpenAI's function schemas.
             asked: add the prompt for the assistant's next message.
-            variables: of the template, besides the tokenizer's own.
+            variables: variables of the template, in addition to the tokenizer's own.
 
         Raises:
             DataError: the tokenizer has no chat template, or the template cannot render the conversation.
@@ -100,11 +100,11 @@ class Tokenizer:
         return next((name for name in variables if name not in chat_template.names(self._tokenizer.chat_template)), None)
 
     def lacks(self, kind: str) -> bool:
-        """Return whether the chat template leaves out a kind of thing; see `chat_template.lacks`."""
+        """Return whether the chat template leaves out a kind of content; see `chat_template.lacks`."""
         return chat_template.lacks(kind, str(self._tokenizer.chat_template), self.render)
 
     def check(self, messages: Mappings, begin: int = 0, where: str = "messages") -> None:
-        """Refuse messages of which the chat template would leave something out.
+        """Refuse messages from which the chat template would leave something out.
 
         Args:
             begin: number of messages before them in their conversation.
@@ -121,7 +121,7 @@ class Tokenizer:
         """Return the token ids of tool answers: from the end of an assistant's turn, whose last token was sampled, to its next turn.
 
         Args:
-            ids: of their calls, as the policy wrote them; None, and any left out: it wrote none.
+            ids: of their calls, as the policy wrote them; None or missing: it wrote none.
 
         Raises:
             DataError: the chat template does not support tool answers, or leaves them or the turn before them out.
@@ -140,5 +140,5 @@ class Tokenizer:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def decode_all(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included, as it is: no white space is cleaned up."""
+        """Return the text of token ids, special tokens included, unchanged: no white space is cleaned up."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))

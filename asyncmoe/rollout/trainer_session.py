@@ -1,7 +1,7 @@
-"""What the controller has for its trainer, from the first `Hello` on, and what each `Hello` makes of it.
+"""The controller's state for its trainer, from the first `Hello` on, and how each `Hello` changes it.
 
-The first start of the trainer makes the queue, which goes on from the log. A later start, after the trainer was lost, has the same
-queue go back to a checkpoint.
+The first start of the trainer creates the queue, which resumes from the log. A later start, after the trainer was lost, sets the same queue
+back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ log = logging.getLogger(__name__)
 
 
 class TrainerSession:
-    """Meets each start of the trainer once, with the first of its ranks that says hello.
+    """Admits each start of the trainer once, when the first of its ranks says hello.
 
     Attributes:
-        queue, service, samples: None until the first start is met. The queue's versions and counts continue from the steps that the
-            trainer reports; the service is another for each start; samples stay None if none are kept.
-        went_back: set, and replaced, when a later start is met, which trains again from a checkpoint on.
+        queue, service, samples: None until the first start is admitted. The queue's versions and counts continue from the steps that the
+            trainer reports; each start gets a new service; samples stay None if none are kept.
+        went_back: set, and replaced, when a later start is admitted, which trains again from a checkpoint on.
 
     Args:
-        taken: set once it is known which engines of the controller before this one go on with what they hold.
-        serve: called with the version that they hold, once the queue has it.
+        taken: set once it is known which engines of the previous controller keep their weights.
+        serve: called with the version of those engines, once the queue has it.
         freed: as `on_freed` of `BoundedQueue`.
     """
 
@@ -60,14 +60,14 @@ class TrainerSession:
         self.queue: BoundedQueue | None = None
         self.service: QueueService | None = None
         self.samples: Samples | None = None
-        # Epochs grow each time the trainer is started again in place. Of such a one this process may meet a rank that is left over first.
+        # Epochs grow with each restart of the trainer in place; a leftover rank of an older start may say hello first.
         self._newest, self._served = trainer_epoch() or -1, -1
-        """Of any trainer that was met, and of the one that is served; -1: none. They differ while the newest is being met."""
+        """Epochs of the newest trainer known and of the one served; -1: none. They differ while the newest is being admitted."""
         self.went_back = asyncio.Event()
         self._met, self._meeting = asyncio.Event(), asyncio.Lock()
 
     def check(self, request: TrainerMessage) -> None:
-        """Refuse what comes neither from the trainer that is served nor is the next one's `Hello`.
+        """Refuse requests other than those of the trainer that is served and the next one's `Hello`.
 
         Raises:
             ProtocolError: the request is an older trainer's, or comes before its trainer's `Hello`.
@@ -82,22 +82,22 @@ class TrainerSession:
             raise ProtocolError(f"{name}: got it before any Hello of start {epoch} of the trainer, expected Hello first")
 
     async def joined(self) -> BoundedQueue:
-        """Return the queue once the first start is met."""
+        """Return the queue once the first start is admitted."""
         await self._met.wait()
         assert self.queue is not None
         return self.queue
 
     async def greet(self, hello: Hello) -> None:
-        """Meet a start of the trainer, unless another of its ranks has brought that about.
+        """Admit a start of the trainer, unless another of its ranks has already done so.
 
         Raises:
             UserError: it has another configuration, clock or version of asyncmoe, or its checkpoint is not the log's.
             ProtocolError: it is an older start, or has taken other steps than the log or the queue knows.
-            AsyncmoeError: engines did not end what the lost trainer had asked of them.
+            AsyncmoeError: engines did not finish the lost trainer's requests.
         """
         check(facts("controller"), hello.facts)
         async with self._meeting:
-            self.check(hello)  # a newer one may have been met meanwhile
+            self.check(hello)  # a newer one may have been admitted meanwhile
             if hello.epoch == self._served:
                 return
             if self.queue is None:
@@ -134,7 +134,7 @@ class TrainerSession:
         self._met.set()
 
     async def _meet_again(self, hello: Hello, queue: BoundedQueue) -> None:
-        """Serve a trainer that was started again in place; the one before it is lost. Engines and producer go on all the time."""
+        """Serve a trainer that was restarted in place after the previous one was lost. Engines and producer keep running."""
         config = self._config
         check_digest("the trainer", hello.without_layout, config.digest_without_layout)  # its parallel layout may differ
         if (taken := hello.step) > (counted := queue.trained_steps):

@@ -2,6 +2,6 @@
 
 `asyncmoe simulate` predicts, before any GPU is rented, how many GPUs should generate, which staleness bound to choose, and the speed-up.
 Start with `plant`, the keys of a plant, and `laws`, the speed-up to expect. `simulation` connects the engines (`generating`), with which it
-shares a `state`, with what follows them; `fleet` models how they decode, `workload` draws lengths; `compare` and `sweep` run many, `show`
-prints them.
+shares a `state`, to scoring, queue, trainer and weight sync; `fleet` models decoding, `workload` draws lengths; `compare` and `sweep` run
+many simulations, `show` prints them.
 """

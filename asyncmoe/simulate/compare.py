@@ -1,4 +1,4 @@
-"""Comparison of modes on the same resources, and with the bound of the law."""
+"""Compare modes on the same resources, and with the law's bound."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Baseline:
 
     Attributes:
         step_s: seconds of a step, weight sync included.
-        s_pools: the largest speed-up of asynchrony in the same two pools, with the cost of the weight sync.
-        engine_gpus: how many of all GPUs should generate, by the law.
+        s_pools: the largest speed-up of asynchrony in the same two pools, including the cost of weight sync.
+        engine_gpus: number of GPUs that should generate, by the law.
     """
 
     step_s: float
@@ -53,7 +53,7 @@ class Comparison:
     """The result of `asyncmoe simulate`.
 
     Attributes:
-        cautions: where the figures need care, a sentence each.
+        cautions: caveats about the figures, a sentence each.
     """
 
     workload: str
@@ -95,7 +95,7 @@ def compare(plant: Plant, workload: Workload) -> Comparison:
 
 
 def _cautions(plant: Plant, t_gen: float, outcomes: Mapping[Mode, SimulatedRun]) -> Iterator[str]:
-    """Yield what to know before believing a speed-up: where an assumption of the laws does not hold, and what was sampled for nothing."""
+    """Yield caveats about a speed-up: assumptions of the laws that do not hold, and samples that were wasted."""
     slots = plant.engines.count * plant.engines.max_running
     if plant.batch < slots:
         yield (

@@ -1,13 +1,13 @@
-"""Engines that decode: each by continuous batching, with a step time that grows with the batch, and all of them together.
+"""A fleet of decoding engines, each with continuous batching and a step time that grows with the batch.
 
 An engine with B requests takes t(B) = t0 (1 + B / b0) seconds per step, and a step gives each request one token. So all requests of an
-engine share one clock that counts steps. A request finishes when the clock has advanced by as many steps as the request has tokens, and an
-arrival or departure changes only the speed of the clock. The engine has a heap of clock readings at which its requests finish.
+engine share a clock that counts steps. A request finishes when the clock has advanced by as many steps as it has tokens; arrivals and
+departures change only the speed of the clock. The engine keeps a heap of the clock readings at which its requests finish.
 
-Between two steps, one pass prefills all prompts that have arrived; the clock stands still meanwhile. This models SGLang's scheduler without
-mixed chunks. Contexts cost nothing: `t0` and `b0` are measured at the usual length of one.
+Between two steps, one pass prefills all prompts that have arrived; the clock stops meanwhile. This models SGLang's scheduler without mixed
+chunks. Context length has no cost of its own: `t0` and `b0` are measured at the usual length.
 
-A heap orders the engines by their next event. An engine that changed has an entry with a newer stamp, which makes its former one void. A
+A heap orders the engines by their next event. A changed engine gets an entry with a newer stamp, which invalidates its former one. A
 request goes where the live pool would send it.
 """
 
@@ -20,20 +20,20 @@ from heapq import heappop, heappush
 from asyncmoe.simulate.state import SimulatedResponse
 
 Span = tuple[float, float]
-"""Clock readings between which a request was sampled: start and end."""
+"""Clock readings at the start and end of a request's sampling."""
 
 
 class DecodingEngine:
-    """An engine whose steps cost the same whatever the contexts. Times are in seconds of engine time.
+    """An engine whose step time does not depend on context lengths. Times are in seconds of engine time.
 
     Args:
-        step_s: seconds of a step by the number of requests.
+        step_s: seconds per step, by number of requests.
         prefill_s: seconds of a pass over the prompts that have arrived.
 
     Attributes:
         clock: steps done, at time `since`. During a prefill `since` lies in the future.
-        load: requests that hold a slot.
-        tokens, busy: tokens sampled, and seconds with a request, until `since`.
+        load: requests in slots.
+        tokens, busy: tokens sampled, and seconds with at least one request, until `since`.
     """
 
     __slots__ = ("_heap", "_prefill_s", "_prefilled", "_step_s", "busy", "clock", "load", "since", "tokens")
@@ -46,7 +46,7 @@ class DecodingEngine:
         self._heap: list[tuple[float, int, SimulatedResponse, float]] = []
 
     def add(self, request: SimulatedResponse, tokens: int, now: float, number: int) -> None:
-        """Take a request with `tokens` to sample; later requests have higher numbers."""
+        """Add a request with `tokens` to sample; later requests have higher numbers."""
         self.advance(now)
         self.load += 1
         start = self.clock
@@ -59,7 +59,7 @@ class DecodingEngine:
         heappush(self._heap, (start + tokens, number, request, start))
 
     def next_event(self) -> float:
-        """Return the time of `happen`, if nothing else happens before; inf without requests."""
+        """Return the time of the next `happen`, if nothing else happens before; inf without requests."""
         if not self._heap:
             return math.inf
         left = self._heap[0][0] - self.clock
@@ -95,11 +95,11 @@ class Fleet:
     Times are in seconds of engine time, which stops while the engines are paused.
 
     Args:
-        step_s: seconds of an engine's step by the number of its requests.
-        limit: most requests placed and not finished; None: as many as there are slots.
+        step_s: seconds of an engine's step, by number of requests.
+        limit: maximum requests in progress; None: the number of slots.
 
     Attributes:
-        free: requests that may be placed.
+        free: number of requests that may be placed now.
     """
 
     def __init__(self, engines: int, slots: int, step_s: Callable[[int], float], prefill_s: float = 0.0, limit: int | None = None) -> None:
@@ -150,7 +150,7 @@ class Fleet:
         return upcoming[0][0] if upcoming else math.inf
 
     def happen(self) -> tuple[SimulatedResponse, int, Span]:
-        """Finish the next request and return it, its engine, and the readings of the engine's clock between which it was sampled."""
+        """Finish the next request; return it, its engine, and its span on the engine's clock."""
         now, _, number = heappop(self._next)
         self._changed.add(number)
         request, span = self._engines[number].happen(now)

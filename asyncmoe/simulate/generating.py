@@ -1,6 +1,6 @@
 """The engines of a simulation: groups start as the capacity law allows, turns are sampled and sometimes wait for tools.
 
-What waits for a slot does so in the order in which it came.
+Responses wait for slots in order of arrival.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class SimulatedEngines:
     """The generating pool.
 
     Args:
-        groups: episodes of the groups to sample, without end.
+        groups: episodes of the groups to sample; endless.
         sampled: receives each response whose last turn is complete.
     """
 
@@ -55,16 +55,16 @@ class SimulatedEngines:
         self._place()
 
     def land(self) -> None:
-        """Serve the version of the state."""
+        """Begin to serve the state's version."""
         self._served_at.append(self._fleet.clocks(self._clock.engine_time))
 
     def read(self) -> None:
-        """Bring the engines' totals of the state's reading up to date."""
+        """Update the engines' totals in the state's reading."""
         self._fleet.settle(self._clock.engine_time)
         self._state.now.busy, self._state.now.sampled = self._fleet.busy, self._fleet.tokens
 
     def _may_start(self) -> int:
-        """Return how many groups may start now: at most a batch less what is under way, in modes that start whole batches."""
+        """Return how many groups may start now; in modes that start whole batches, at most the rest of the current batch."""
         state, size = self._state, self._size
         if not state.law.may_start(state.ledger, size, state.version):
             return 0
@@ -76,7 +76,7 @@ class SimulatedEngines:
         return self._most((state.law.max_staleness + 1) * self._batch // size)
 
     def _most(self, bound: int) -> int:
-        """Return how many groups the law admits together, up to a bound; it admits one."""
+        """Return how many groups the law admits together, up to a bound; it is known to admit one."""
         law, ledger, version = self._state.law, self._state.ledger, self._state.version
         return 1 + bisect_left(range(2, bound + 1), True, key=lambda count: not law.may_start(ledger, count * self._size, version))
 

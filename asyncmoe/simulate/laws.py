@@ -1,18 +1,18 @@
-"""Two closed-form laws: upper bounds of the speed-up of asynchronous over synchronous training.
+"""Two closed-form laws: upper bounds on the speed-up of asynchronous over synchronous training.
 
 Symbols, all for the *synchronous* step, which generates a batch, waits for its last response, and then trains on it:
 
 - t_gen: seconds from the start of the first response to the end of the last. Towards the end few responses remain, and engines idle.
 - t_train: seconds of training on the batch.
 - g = t_gen / (t_gen + t_train): generation's share of the step.
-- e: the time the same engines would need for the same tokens with all slots always taken, divided by t_gen. The number of engines cancels,
-  and 1 - e is the cost of stragglers.
+- e: the time the same engines would need for the same tokens with all slots always occupied, divided by t_gen. The number of engines
+  cancels, and 1 - e is the cost of stragglers.
 
 Asynchronous engines never wait for a straggler: they need e t_gen for a batch's tokens, and training runs at the same time.
 
 One pool of N GPUs. The baseline uses all GPUs for each phase in turn; asynchronous training permanently gives a share f to the engines and
 the rest to the trainer. Work spread over f N instead of N GPUs takes 1/f as long, so a step takes max(e t_gen / f, t_train / (1 - f)). The
-minimum is where both are equal, at f = e t_gen / (e t_gen + t_train), and is e t_gen + t_train. Hence
+minimum, where both are equal, is e t_gen + t_train, at f = e t_gen / (e t_gen + t_train). Hence
 
     S_max = (t_gen + t_train) / (e t_gen + t_train) = 1 / (g e + 1 - g).
 

@@ -1,4 +1,4 @@
-"""The plant of a simulation, as YAML describes it: sizes and speeds of a cluster, and the policy of the run on it.
+"""The plant of a simulation, described in YAML: sizes and speeds of a cluster, and the policy of the run on it.
 
 The loader of `asyncmoe.config` reads it, so a wrong key or value is refused as in the configuration of a run.
 """
@@ -25,8 +25,8 @@ Spread = Annotated[float, Field(ge=0, le=5), FINITE, NUMBER]
 class PlantEngines(Section):
     """The GPUs that generate. A decoding step with B requests takes step_s * (1 + B / step_batch) seconds and gives each of them a token.
 
-    Measure an engine's step at two batch sizes and solve for `step_s` and `step_batch`, with contexts as long as they usually are: steps do
-    not grow with contexts here, and there is room for any. Let `max_running` be what has room.
+    Measure an engine's step at two batch sizes, with contexts of the usual length, and solve for `step_s` and `step_batch`: here steps do
+    not grow with contexts, and memory is not modelled. Set `max_running` to the number of requests that fit.
     """
 
     count: Annotated[int, Field(gt=0, le=1_000_000), NUMBER] = Field(48, description="Number of SGLang servers.")
@@ -83,9 +83,9 @@ class Plant(Section):
     )
     max_concurrent: Positive | None = Field(
         None,
-        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most as many as there are slots. null: so many.",
+        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most, and with null, the number of slots.",
     )
-    steps: Positive = Field(40, description="Training steps to simulate; speeds leave out the first 2 * (max_staleness + 1), at most half.")
+    steps: Positive = Field(40, description="Training steps to simulate; speeds exclude the first 2 * (max_staleness + 1), at most half.")
     seed: NonNegative = Field(0, description="Seed of every random draw; the same seed gives the same result.")
     engines: PlantEngines = PlantEngines()
     trainer: PlantTrainer = PlantTrainer()
@@ -113,24 +113,24 @@ class Plant(Section):
 
     @property
     def gpus(self) -> int:
-        """GPUs of both pools together."""
+        """GPUs of both pools in total."""
         return self.engine_gpus + self.trainer.gpus
 
     def step_s(self, requests: int) -> float:
-        """Seconds of an engine's step with so many requests."""
+        """Return the seconds of an engine's step with this many requests."""
         return self.engines.step_s * (1 + requests / self.engines.step_batch)
 
     @property
     def full_rate(self) -> float:
-        """Tokens per second of all engines with every slot taken and nothing to prefill."""
+        """Tokens per second of all engines with every slot occupied and nothing to prefill."""
         slots = self.engines.max_running
         return self.engines.count * slots / self.step_s(slots)
 
     def admission(self, mode: Mode) -> Admission:
         """Return the live system's admission policy.
 
-        Mode async has the capacity law with `max_staleness`. sync has the bound 0: a batch is generated, trained and published before the
-        next starts. one_step_off has the bound 1, and a batch starts only when the previous one is complete.
+        Mode async uses the capacity law with `max_staleness`. sync uses the bound 0: a batch is generated, trained and published before the
+        next starts. one_step_off uses the bound 1, and a batch starts only when the previous one is complete.
         """
         return Admission(self.batch, {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[mode])
 
@@ -144,7 +144,7 @@ class Plant(Section):
 
 
 def read_plant(arguments: Sequence[str]) -> Plant:
-    """Read the plant from `[PLANT] [KEY=VALUE]...`; without a file every key has its default.
+    """Read the plant from `[PLANT] [KEY=VALUE]...`; without a file, every key has its default.
 
     Raises:
         ConfigError: a file, key or value that is refused; see `asyncmoe.config.loading.load_as`.

@@ -2,10 +2,10 @@
 
 The live system's own policy decides (`asyncmoe.queue.admission`): groups start when `Admission.may_start` allows it, the trainer leases the
 groups with the oldest first-sampled token and drops groups that `Admission.is_stale` reports, and `Ledger` counts every trajectory. The
-rest follows the live system too. Versions are published one at a time, while the next step trains: a trainer that finishes a step before
-engines serve the previous version waits for it. Nothing fails.
+rest follows the live system, too. Versions are published one at a time, while the next step trains: a trainer that finishes a step before
+engines serve the previous version waits. There are no failures.
 
-The engines are in `generating`; scorer, queue, trainer and weight sync, which follow them, are here.
+The engines are in `generating`; scoring, queue, trainer and weight sync are here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def simulate(plant: Plant, workload: Workload, mode: Mode = "async", skip: int |
     """Simulate `plant.steps` training steps.
 
     Args:
-        skip: number of first steps that the outcome leaves out; None: the steps that train the batches started together at the beginning.
+        skip: number of initial steps excluded from the outcome; None: those that train the batches started together at the beginning.
 
     Raises:
-        InvariantBroken: a token older than the bound reached the trainer, counts do not add up, or no event is left. Each would be a bug
-            in the policy that runs live.
+        InvariantBroken: a token older than the bound reached the trainer, counts do not add up, or no event is left. Each would be a bug in
+            the live system's policy.
     """
     with _without_collector():
         return Simulation(plant, workload, mode, skip).run()
@@ -45,7 +45,8 @@ def simulate(plant: Plant, workload: Workload, mode: Mode = "async", skip: int |
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Stop the search for cycles, which takes 40 % of the time with 10,000 engines and finds nothing: a group that ends breaks its own."""
+    """Disable the search for cycles, which takes 40 % of the time with 10,000 engines and finds nothing: groups break their own at the
+    end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -58,7 +59,7 @@ def _without_collector() -> Iterator[None]:
 class Simulation:
     """A simulation; see the module. All times are in seconds.
 
-    A method with the name of an event says what follows it.
+    A method named after an event handles it.
     """
 
     def __init__(self, plant: Plant, workload: Workload, mode: Mode, skip: int | None = None) -> None:
@@ -69,7 +70,7 @@ class Simulation:
         self._scoring = 0
         self._queued: list[QueuedGroup] = []
         self._arrivals = 0
-        # Settling: the trainer has finished a step, and leases nothing until engines serve the version of the step before.
+        # Settling: the trainer has finished a step, and leases nothing until engines serve the previous step's version.
         self._training = self._settling = self._publishing = False
         self._free_since = 0.0
         self._warm = min(2 * (self._state.law.max_staleness + 1), plant.steps // 2) if skip is None else skip
@@ -131,7 +132,7 @@ class Simulation:
     # ------------------------------------------------------------ training on the oldest groups
 
     def _go_on(self) -> None:
-        """Start groups, where whole batches start, and the next step."""
+        """Start groups, in modes that start whole batches, and the next step."""
         if self._state.mode != "async":
             self._engines.start_groups()
         self._lease()
@@ -142,7 +143,7 @@ class Simulation:
         if self._training or self._settling or state.steps >= plant.steps:
             return
         if self._drop_stale():
-            # Deferred, because freed places may trigger a lease, and a lease is being decided here.
+            # Deferred, because freed capacity may trigger a lease, which is being decided here.
             self._clock.after(0.0, self._dropped)
         if state.ledger.queued < plant.batch:
             return
@@ -153,7 +154,7 @@ class Simulation:
         self._clock.after(plant.trainer.step_s, partial(self._stepped, lease))
 
     def _drop_stale(self) -> bool:
-        """Drop groups that are too old for the next step; True if there were any."""
+        """Drop groups that are too old for the next step; return whether there were any."""
         state, stale = self._state, 0
         while self._queued and state.law.is_stale(int(self._queued[0][0]), state.steps):
             heappop(self._queued)[2].end()

@@ -1,4 +1,4 @@
-"""What a simulation and its engines share: time and events, the admission policy, counts, groups of responses; and the outcome."""
+"""State shared by a simulation and its engines: time and events, admission policy, counts, groups of responses; and the outcome."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SimulatedGroup:
         self.tokens: dict[int, float] = {}
 
     def end(self) -> None:
-        """Forget the members: the group is trained or dropped. Without the cycle, both are freed at once."""
+        """Drop the members, once the group is trained or dropped. Without the cycle, both are freed at once."""
         self.members = []
 
 
@@ -52,7 +52,7 @@ class SimulatedResponse:
 
 
 class EventClock:
-    """Simulated seconds, and the events to come. Engine time stands still while the engines pause.
+    """Simulated seconds and future events. Engine time stops while the engines pause.
 
     Attributes:
         now: simulated seconds since the start.
@@ -71,7 +71,7 @@ class EventClock:
         return (self._paused_at if self.paused else self.now) - self._paused_s
 
     def at_engine_time(self, seconds: float) -> float:
-        """Return when engine time reads `seconds`; inf while the engines pause."""
+        """Return when engine time will be `seconds`; inf while the engines pause."""
         return math.inf if self.paused else seconds + self._paused_s
 
     def pause(self) -> None:
@@ -79,12 +79,12 @@ class EventClock:
         self.paused, self._paused_at = True, self.now
 
     def resume(self) -> None:
-        """Let engine time run again."""
+        """Resume engine time."""
         self.paused = False
         self._paused_s += self.now - self._paused_at
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
-        """Call `what` after `seconds`; events at the same time happen in the order in which they were scheduled."""
+        """Call `what` after `seconds`; events at the same time happen in scheduling order."""
         self._scheduled += 1
         heappush(self._events, (self.now + seconds, self._scheduled, what))
 
@@ -133,22 +133,22 @@ class RunState:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """One simulated run. Seconds per step and idle shares are for the steady state, the steps after the first few.
+    """One simulated run. Seconds per step and idle shares are for the steady state, after the first few steps.
 
     Attributes:
         wall: simulated seconds of all steps.
         step_s: seconds per step.
         train_s: seconds per step spent training.
         sync_s: seconds per step spent publishing, with engines generating or paused.
-        wait_s: seconds per step in which the trainer had nothing to train on.
+        wait_s: seconds per step in which the trainer waited for a batch.
         tokens: tokens trained per step.
         trainer_idle: share of the time in which the trainer did not train.
         engine_idle: share of the engines' time in which they had no request or were paused.
-        engine_rate: tokens sampled, as a share of the tokens that engines sample with every slot taken.
+        engine_rate: tokens sampled, as a share of the tokens that engines sample with every slot occupied.
         ages: share of the trained tokens by age in versions.
         oldest_age: largest age of a trained token.
         lost: share of the started trajectories that were dropped.
-        ledger: number of trajectories by what became of them, and of those that were started.
+        ledger: number of trajectories started, and by outcome.
     """
 
     mode: str

@@ -1,4 +1,4 @@
-"""Sweep over splits of one cluster and over max_staleness: how many GPUs should generate, and which max_staleness to choose."""
+"""Sweep over splits of one cluster and over max_staleness, to find how many GPUs should generate and which max_staleness to choose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncmoe.simulate.state import SimulatedRun
 from asyncmoe.simulate.workload import Workload
 
 BOUNDS = frozenset({1, 2, 4, 8})
-"""Values of max_staleness that are tried, besides the plant's."""
+"""Values of max_staleness to try in addition to the plant's."""
 _SPLITS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5)
 """Ratios of generating to training GPUs to try, relative to the law's ratio."""
 _AS_FAST = 1.03
@@ -24,7 +24,7 @@ class Point:
     """One split and one max_staleness.
 
     Attributes:
-        speedup, s_pools: over synchronous steps in the same two pools, and the largest that there can be.
+        speedup, s_pools: speed-up over synchronous steps in the same two pools, and the largest possible.
     """
 
     engine_gpus: int
@@ -39,7 +39,7 @@ class Sweep:
     """The result of `asyncmoe simulate --sweep`.
 
     Attributes:
-        law_engine_gpus: how many GPUs should generate, by the law.
+        law_engine_gpus: number of GPUs that should generate, by the law.
         fastest: the point with the shortest step.
         advised: among the points whose step is at most 3 % longer, the fastest one with the smallest max_staleness, because older
             trajectories are worse to learn from.
@@ -55,7 +55,7 @@ class Sweep:
 
 
 def sweep(plant: Plant, workload: Workload) -> Sweep:
-    """Simulate splits around the law's best, each with several bounds of the staleness. Every split does the same work per training step.
+    """Simulate splits around the law's best, each with several staleness bounds. Every split does the same work per training step.
 
     Raises:
         InvariantBroken: see `asyncmoe.simulate.simulation.simulate`.
@@ -69,7 +69,7 @@ def sweep(plant: Plant, workload: Workload) -> Sweep:
 
 
 def _splits(plant: Plant, best: float) -> list[Plant]:
-    """Return the plant with other numbers of engines; a training step takes less time in proportion to the number of GPUs."""
+    """Return the plant with other numbers of engines; training time is inversely proportional to the trainer's GPUs."""
     most = (plant.gpus - 1) // plant.engines.gpus
     shares = [factor * best / (factor * best + plant.gpus - best) for factor in _SPLITS]
     counts = sorted({min(most, max(1, round(share * plant.gpus / plant.engines.gpus))) for share in shares})

@@ -1,6 +1,6 @@
 """Workloads: named distributions of response lengths, tool calls between turns, and measured lengths from a file.
 
-A distribution is a function from a standard normal z to tokens, F^-1(Phi(z)). The members of a group share a part of their z, so that
+A distribution is a function from a standard normal z to tokens, F^-1(Phi(z)). The members of a group share part of their z, so that
 responses to one prompt have similar lengths (`icc`, the intra-class correlation of z: 0 independent, 1 equal).
 
 Sources. Traces and fits: PolyTrace, "RL in the Wild" (arXiv 2509.25279), the mixture of Intern-S1 math, the turns
@@ -25,7 +25,7 @@ from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES, SampledG
 Floats = NDArray[np.float64]
 Quantile = Callable[[Floats], Floats]
 Episode = tuple[tuple[int, ...], tuple[float, ...]]
-"""Tokens sampled in each turn, and seconds of the tool call after each turn but the last."""
+"""Tokens sampled in each turn, and seconds of the tool call after each turn except the last."""
 
 _GRID = 4096
 _BLOCK = 1024
@@ -43,7 +43,7 @@ class Workload:
         icc: intra-class correlation of a group's z.
         turns: weights of 1, 2, ... turns.
         tool: seconds of a tool call, by z; None: 0.
-        recorded: groups of a run, drawn from at random instead; all else is then without effect.
+        recorded: groups of a run, from which groups are drawn at random instead; everything else then has no effect.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Workload:
     recorded: Sequence[Sequence[Episode]] = ()
 
     def groups(self, size: int, seed: int) -> Iterator[list[Episode]]:
-        """Yield groups of `size` episodes without end; the same seed gives the same groups."""
+        """Yield groups of `size` episodes endlessly; the same seed gives the same groups."""
         block = 0
         while True:
             yield from self._block(np.random.default_rng([seed, block]), size)
@@ -77,7 +77,7 @@ class Workload:
         ]
 
     def _drawn(self, rng: np.random.Generator, size: int) -> list[Episode]:
-        """A recorded group, with as many members: each once if it has enough of them."""
+        """Draw a recorded group with `size` members, without repetition if it has enough."""
         group = self.recorded[int(rng.integers(len(self.recorded)))]
         return [group[int(member)] for member in rng.choice(len(group), size, replace=len(group) < size)]
 
@@ -148,10 +148,10 @@ def parse(text: str) -> Workload:
 
 
 def spec(text: str) -> tuple[str, Mapping[str, float] | None]:
-    """Return the name of a workload and the values of its keys, or None for a path, which is not read.
+    """Return the name of a workload and the values of its keys (None for a path, which is not read).
 
     Raises:
-        ConfigError: neither the one nor the other.
+        ConfigError: the text is neither.
     """
     name, _, rest = text.partition(":")
     if name not in _DEFAULTS:
@@ -209,13 +209,13 @@ def _read(path: Path) -> list[float]:
 
 
 def recorded(run_dir: Path) -> list[list[Episode]]:
-    """Return the episodes of the groups that a run kept (`asyncmoe.telemetry.samples`); the run may still be running.
+    """Return the episodes of the groups that a run has kept (`asyncmoe.telemetry.samples`); it may still be running.
 
-    Kept groups are chosen by their number alone, so their lengths are those of all. A trajectory of several agents or paths counts as an
-    episode of its own.
+    Kept groups are chosen by number alone, so their lengths are representative. Each trajectory of several agents or paths counts as an
+    episode.
 
     Raises:
-        DataError: it kept no groups yet, or has records that are malformed.
+        DataError: it has kept no groups yet, or a record is malformed.
     """
     groups = [record for record, _ in lines(run_dir / FOLDER / ROLLOUT_SAMPLES) if isinstance(record, SampledGroup)]
     found = [[episode for member in group.members if (episode := _episode(member))] for group in groups]
@@ -226,7 +226,7 @@ def recorded(run_dir: Path) -> list[list[Episode]]:
 
 
 def _episode(member: SampledMember) -> Episode | None:
-    """Return the turns of a whole trajectory; the seconds of its tool calls are divided evenly over the gaps between them."""
+    """Return the turns of a complete trajectory; the seconds of its tool calls are spread evenly over the gaps between turns."""
     turns = tuple(count for role, count in member.roles if role == "response" and count)
     if member.digest is None or not turns:
         return None

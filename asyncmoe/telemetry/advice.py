@@ -14,7 +14,7 @@ IDLE = 0.4
 BOTH_IDLE = 0.25
 """Share of idle time of both sides above which they are reported to wait for each other."""
 SETTLED_STEPS = 5
-"""RL steps without which shares of time say more about the start than about the run."""
+"""Minimum RL steps; before that, shares of time reflect the start more than the run."""
 DROPPED = 0.1
 REJECTED = 0.05
 SYNC_SHARE = 0.2
@@ -34,7 +34,7 @@ def advise(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> list[str]:
 
     Args:
         rl: RL steps, oldest first.
-        rollout: rollout records, oldest first; counters are those of the newest.
+        rollout: rollout records, oldest first; counters are taken from the newest.
     """
     if not rl:
         return [NO_STEP]
@@ -70,7 +70,7 @@ def _wrong(rl: Sequence[Step], last: Rollout) -> Iterator[str]:
 
 
 def _slow(rl: Sequence[Step], rollout: Sequence[Rollout]) -> Iterator[str]:
-    # The median of the steps, because one slow start does not move it; of engines what follows the first step, which waits for their start.
+    # The median over steps is robust to one slow start; for engines, only records after the first step, which waits for their start.
     trainer = median(share([step.wait_seconds], step.step_seconds or 0.0) for step in rl) or 0.0
     busy = mean(at_work for record in rollout if record.time > rl[0].time for at_work in record.engine_utilization.values())
     engines = 0.0 if busy is None else 1 - busy

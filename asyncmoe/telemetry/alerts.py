@@ -1,4 +1,4 @@
-"""Which events of a run are told to somebody: `tell` decides, and `Alarm` gives them to `watch.alerts.command`."""
+"""Alerts about events of a run: `tell` raises them, and `Alarm` passes them to `watch.alerts.command`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from asyncmoe.telemetry.schema import Step
 _TIMEOUT_S = 10.0
 """Seconds that the command may take for one alert."""
 NO_STEP_S = 1800.0
-"""Seconds without a step after which `no_step` is told, once."""
+"""Seconds without a step after which `no_step` is raised, once."""
 Event = Literal["failed", "silent", "no_step", "engine_lost", "worker_lost", "trainer_lost", "controller_lost", "anomaly"]
 """failed: the run ended with an error; silent: a process is silent for watch.stacks_after_s; no_step: no step for `NO_STEP_S`; engine_lost:
 an engine died or was fenced; worker_lost: a rollout worker does not answer any more; trainer_lost, controller_lost: it was lost and is
-started again; anomaly: a rule of verify is broken."""
+restarted; anomaly: a rule of verify is broken."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Alert:
 
 @dataclass(frozen=True)
 class Told:
-    """What is known of the run, so that nothing is told twice.
+    """State of the run's alerts, so that nothing is reported twice.
 
     Attributes:
         step: steps taken.
         stepped: seconds, on the clock of `now`, of the latest step or of the start; None before the first call.
         lost: engines lost since the controller started.
         workers: rollout workers lost since the controller started.
-        late: whether `no_step` is told.
+        late: `no_step` has been raised.
         anomalies: rules of `verify` that the previous step broke.
     """
 
@@ -55,7 +55,7 @@ class Told:
 
 
 def tell(told: Told, records: Sequence[Followed], now: float) -> tuple[Told, list[Alert]]:
-    """Return what is known after new records, and the alerts that they raise.
+    """Return the state after new records, and the alerts that they raise.
 
     Args:
         now: seconds on any steady clock.
@@ -86,7 +86,7 @@ def tell(told: Told, records: Sequence[Followed], now: float) -> tuple[Told, lis
 
 
 class Alarm:
-    """Gives the alerts of one run to a command, from a thread: slow or failing, it holds up nothing, and a failure is said once.
+    """Passes the alerts of one run to a command from a thread, so that a slow command delays nothing; a failure is reported once.
 
     Args:
         command: program and arguments; None: alerts go nowhere.
@@ -106,7 +106,7 @@ class Alarm:
             self._sent.append(self._sender.submit(self._call, self._command, json.dumps(body).encode()))
 
     def close(self) -> None:
-        """Wait for the alerts that are not sent yet, for at most twice the time of one: for the one under way, and the last."""
+        """Wait for unsent alerts, for at most twice the limit of one: for the current and the last."""
         wait(self._sent, 2 * _TIMEOUT_S)
         self._sender.shutdown(wait=False, cancel_futures=True)
 

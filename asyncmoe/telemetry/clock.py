@@ -1,4 +1,4 @@
-"""The time of records: Unix seconds, whatever becomes of the system's clock meanwhile."""
+"""The time of records: Unix seconds, unaffected by changes of the system clock."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _BEGIN = time.time() - time.monotonic()
 
 
 def unix() -> float:
-    """Return the Unix time as of the start of this process, which the monotonic clock carries on.
+    """Return the Unix time at the start of this process plus the monotonic time since.
 
-    A system's clock that is set while a process runs changes no duration between two of its records. Clocks of processes that started
-    before and after that differ.
+    Setting the system clock while a process runs changes no duration between its records, but processes started before and after that
+    differ.
     """
     return _BEGIN + time.monotonic()

@@ -1,6 +1,6 @@
-"""Heartbeats: each process of a run says in run.dir/heartbeats/ROLE.json that it gets on, and what it does.
+"""Heartbeats: each process of a run reports in run.dir/heartbeats/ROLE.json that it makes progress, and what it does.
 
-A heartbeat comes from the code that does the work, not from a thread of its own: a process whose work hangs is silent. The reader measures
+A heartbeat comes from the code that does the work, not from a separate thread: a process whose work hangs is silent. The reader measures
 silence with its own clock, from the last change of a file, so clocks of several hosts do not matter.
 """
 
@@ -22,15 +22,15 @@ from asyncmoe.storage import replace
 
 FOLDER = "heartbeats"
 DUMP_SIGNAL = signal.SIGUSR2
-"""A process that says `Beat.dumps` writes its stacks to `stacks_file` when it gets this signal."""
+"""A process whose `Beat.dumps` is true writes its stacks to `stacks_file` on this signal."""
 TRAINER = "trainer."
 """Beginning of the roles of trainer ranks."""
 ENDED = "ended"
-"""`Beat.does` of a process that has ended well, and is expected to be silent."""
+"""`Beat.does` of a process that has ended successfully, and is expected to be silent."""
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """A heartbeat. `number` counts those of the process; `does` says what it begins, in words."""
+    """A heartbeat. `number` counts the process's heartbeats; `does` describes what it begins."""
 
     role: str
     pid: int
@@ -43,7 +43,7 @@ class Heart:
     """Writes this process's heartbeats.
 
     Args:
-        every_s: least seconds between two, except for the first and the last.
+        every_s: minimum seconds between two, except for the first and the last.
     """
 
     def __init__(self, run_dir: Path, role: str, every_s: float) -> None:
@@ -52,20 +52,19 @@ class Heart:
 
     def hears_signals(self, file: Path) -> None:
         """Write this process's stacks to `file` at each `DUMP_SIGNAL`, even while it hangs in native code."""
-        with suppress(OSError):  # then `asyncmoe stacks` shows its state only
+        with suppress(OSError):  # then `asyncmoe stacks` shows only its state
             file.parent.mkdir(parents=True, exist_ok=True)
             self._stacks = file.open("a")
             faulthandler.register(DUMP_SIGNAL, self._stacks, all_threads=True, chain=False)
             self._dumps = True
 
     def beat(self, does: str) -> None:
-        """Say that work goes on, and what begins."""
+        """Report progress, and what begins now."""
         now = time.monotonic()
         if now < self._next and does != ENDED:
             return
         self._next, self._number = now + self._every_s, self._number + 1
-        # A disk that fails is named by the records on it; heartbeats must not end a run that goes on, nor remake its folder where it was
-        # moved away.
+        # Records on a failing disk report it; heartbeats must not end a healthy run, nor recreate its folder after it was moved.
         with suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
             replace(self._path, msgspec.json.encode(Beat(self._role, os.getpid(), self._number, does, self._dumps)))
@@ -75,14 +74,14 @@ _HEARTS: list[Heart] = []
 
 
 def start(run_dir: Path, role: str, every_s: float) -> None:
-    """Make this process `role` of a run. It is watched from its first `beat` on, because starting may take long."""
+    """Make this process `role` of a run. It is watched from its first `beat` on, because starting may be slow."""
     heart = Heart(run_dir, role, every_s)
     heart.hears_signals(stacks_file(run_dir, role))
     _HEARTS[:] = [heart]
 
 
 def beat(does: str) -> None:
-    """Write a heartbeat of this process, unless the last one is recent; nothing in a process without `start`."""
+    """Write a heartbeat of this process, unless the last one is recent; do nothing without a prior `start`."""
     for heart in _HEARTS:
         heart.beat(does)
 
@@ -115,7 +114,7 @@ def forget(run_dir: Path, roles: str = "") -> None:
 
 @dataclass(frozen=True)
 class Silence:
-    """A process that is expected to get on: how long it has been silent, and what it began last."""
+    """A process that should make progress: how long it has been silent, and what it began last."""
 
     role: str
     seconds: float
@@ -145,5 +144,5 @@ class BeatListener:
 
 
 def ends_the_run(role: str) -> bool:
-    """Whether a run cannot go on without this role; an engine is fenced by the controller instead."""
+    """Return whether a run cannot continue without this role; the controller fences engines instead."""
     return role == "controller" or role.startswith(TRAINER)

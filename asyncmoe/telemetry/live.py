@@ -1,4 +1,4 @@
-"""A run as it goes on: lines on the terminal and, if configured, Prometheus and loggers."""
+"""Live output of a run: lines on the terminal and, if configured, Prometheus and loggers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LiveView:
     It prints a line for each step and evaluation, and advice when it changes. Records of earlier starts of the run are not printed again.
 
     Args:
-        sinks: get new records too; they are not closed.
+        sinks: also get new records; they are not closed.
     """
 
     def __init__(self, config: Config, console: Console | None = None, sinks: Sequence[Sink] = ()) -> None:
@@ -88,7 +88,7 @@ class LiveView:
             self._steps = list(chain.from_iterable(sessions([*self._steps, *steps])))[-RECENT_STEPS:]
 
     def _left(self, step: Step) -> float | None:
-        """Estimate the remaining time: the steps that remain, each as long as the recent ones."""
+        """Estimate the remaining time from the median of recent steps."""
         seconds = median(one.step_seconds for one in self._steps if one.phase == "rl")
         return None if seconds is None else seconds * (self._config.warmup.steps + self._config.run.steps - step.step)
 

@@ -1,4 +1,4 @@
-"""Statistics of values of which some, None, were not measured."""
+"""Statistics of values, some of which (None) were not measured."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a metric is: the declaration beside a field of a record, and what readers derive from it.
+"""Metrics: their declaration beside a field of a record, and what readers derive from it.
 
-A field of a record is a metric if its type is annotated with a `Metric`; a field annotated with a text is described, but not exported.
+A field of a record is a metric if its type is annotated with a `Metric`; a field annotated with a string is described, but not exported.
 TensorBoard, Prometheus, the terminal and docs/metrics.md know no metric by name: they show what is declared. So does the report, where
 `report.plots` puts several metrics into a figure.
 """
@@ -22,10 +22,10 @@ class Metric:
     Attributes:
         help: one or two sentences, for Prometheus and docs/metrics.md.
         unit: unit in words, the label of the figure's axis. If it begins with "share", values are between 0 and 1, and people see per cent.
-        key: what the keys of a mapping are; the label in Prometheus.
-        word: its name in the line of a step on the terminal; "" leaves it out.
+        key: meaning of a mapping's keys; the label in Prometheus.
+        word: its name in a step's line on the terminal; "" omits it.
         over_updates: how the figures of a step's optimizer updates (`StepMetrics.figures` of the trainer) become one.
-        source: the record copies the attribute of the same name, of the queue's statistics or of the engine pool.
+        source: the queue's statistics or the engine pool, from which the record copies the attribute of the same name.
     """
 
     help: str
@@ -41,8 +41,8 @@ class Metric:
 
 
 class Number(NamedTuple):
-    """A measured number of a record, and its declaration. `key`: of an entry of a mapping; None for a plain number. `label`: what the key
-    is."""
+    """A measured number of a record, and its declaration. `key`: of an entry of a mapping; None for a plain number. `label`: meaning of the
+    key."""
 
     name: str
     label: str | None
@@ -61,7 +61,7 @@ def declared(kind: type[msgspec.Struct]) -> Mapping[str, Metric]:
 def numbers(record: msgspec.Struct) -> Iterator[Number]:
     """Yield every measured number of a record's metrics.
 
-    A mapping to records yields each of their metrics under the name of both ("tools_calls"); counts by reason in it are summed.
+    A mapping to records yields each of their metrics under both names ("tools_calls"); counts by reason are summed.
     """
     for name, metric in declared(type(record)).items():
         value = getattr(record, name)

@@ -1,4 +1,4 @@
-"""Which processes a run has: each that a launcher starts writes run.dir/processes/ROLE.json; its children follow from it."""
+"""The processes of a run: each one started by a launcher writes run.dir/processes/ROLE.json; children are found from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = "processes"
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """A process of a run. Pid, boot and start name one process for all time; a pid alone is used again."""
+    """A process of a run. Pid, boot and start time identify a process uniquely; a pid alone is reused."""
 
     role: str
     """Its name in the run: "supervisor", "trainer.3"."""
@@ -28,7 +28,7 @@ class Recorded(msgspec.Struct, frozen=True):
     started: int
     """Clock ticks from boot to the start of the process: field 22 of /proc/PID/stat (proc(5))."""
     directory: int = 0
-    """Inode of the run's directory on this host, which a copy of it does not have; 0: not recorded."""
+    """Inode of the run's directory on this host, which differs in a copy; 0: not recorded."""
 
 
 def record(run_dir: Path, role: str) -> None:
@@ -46,8 +46,8 @@ def record(run_dir: Path, role: str) -> None:
 
 
 def read(run_dir: Path) -> list[Recorded]:
-    """Return what the processes of a run recorded, by role. In a copy of a run's directory nothing is of this host: the processes are the
-    run's from which it was copied.
+    """Return the recorded processes of a run, by role. In a copy of a run's directory, those of this host are left out: they belong to the
+    original run.
 
     Raises:
         DataError: a file is damaged.

@@ -1,4 +1,4 @@
-"""Export records as Prometheus gauges over HTTP, by the server of prometheus_client."""
+"""Export records as Prometheus gauges over HTTP, with the server of prometheus_client."""
 
 from __future__ import annotations
 

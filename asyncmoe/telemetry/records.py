@@ -30,7 +30,7 @@ class JsonLines:
     writer, whose `write` is thread-safe.
 
     Args:
-        mode: permissions of a file that is made here; None: those that the process gives its files.
+        mode: permissions of a new file; None: the process's default.
 
     Raises:
         StorageError: the file cannot be opened or written. A record is written completely or not at all.
@@ -93,7 +93,7 @@ class Tail:
         return [decoded(where, line, Resume) if b'"resumed_at"' in line else decoded(where, line, Step) for where, line in self.lines()]
 
     def lines(self) -> Iterator[tuple[str, bytes]]:
-        """Return the new lines and where each is, without a look at what they hold."""
+        """Return the new lines, undecoded, each with its location."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -176,7 +176,7 @@ def sessions(records: Iterable[Step | Resume]) -> list[list[Step]]:
 
 
 def trainer_restarts(records: Iterable[Step | Resume]) -> int:
-    """Return how often the trainer was started again in place, over all starts of the run, as far as its starts came to train."""
+    """Return how often the trainer was restarted in place, over all starts of the run, counting only starts that began to train."""
     count = before = 0
     for record in records:
         if isinstance(record, Resume):
@@ -190,14 +190,14 @@ def _until(found: list[list[Step]], last: int) -> list[list[Step]]:
 
 
 def decoded(where: str, content: bytes, kind: type[T], expected: str = "", hint: str | None = None) -> T:
-    """Return the object that JSON of a run holds.
+    """Decode JSON of a run.
 
     Args:
         where: the file, and the line in it.
-        expected: what it is, in words; "": a record of the kind's name.
+        expected: the expected content, in words; "": a record of the kind's name.
 
     Raises:
-        DataError: it holds something else.
+        DataError: the content is something else.
     """
     try:
         return msgspec.json.decode(content, type=kind)

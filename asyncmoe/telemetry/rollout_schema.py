@@ -31,11 +31,10 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """The controller's counters, and what there is at the moment.
+    """The controller's counters and gauges.
 
-    Trajectories that were started, accepted, rejected, dropped or requeued are counted since the run began: a controller that starts again
-    takes the counts over from the log. The other counters,
-    tokens too, begin at 0 when the controller starts, unless their line says otherwise.
+    Started, accepted, rejected, dropped and requeued trajectories are counted since the run began: a restarted controller takes the counts
+    over from the log. The other counters, including those of tokens, start at 0 with the controller, unless they say otherwise.
     """
 
     time: Annotated[float, "Unix seconds."]
@@ -55,7 +54,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         int, Metric("Tokens of prefixes that were sent again because a response was interrupted.", "tokens", source="pool")
     ] = 0
     recalled_tokens: Annotated[
-        int, Metric("Tokens sampled before a restart with which unfinished episodes went on.", "tokens", source="pool")
+        int, Metric("Tokens sampled before a restart and reused by unfinished episodes.", "tokens", source="pool")
     ] = 0
     scoring: Annotated[Mapping[str, Scoring], Metric('Statistics by stage, "scorer" and "teacher", for stages in use.', key="who")] = {}
     tools: Annotated[Mapping[str, Calls], Metric("Calls by the tool's name.", key="tool")] = {}
@@ -66,7 +65,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     ] = {}
     engines_serving: Annotated[int, Metric("Engines that get requests, at the moment.", "engines")] = 0
     engines_lost: Annotated[int, Metric("Engines that died or were fenced since the controller started.", "engines")] = 0
-    engines_missing: Annotated[int, Metric("Of those, engines that have not started again.", "engines")] = 0
+    engines_missing: Annotated[int, Metric("Of those, engines that have not restarted.", "engines")] = 0
     workers_lost: Annotated[int, Metric("Rollout workers that were lost since the controller started.", "workers")] = 0
     workers_missing: Annotated[int, Metric("Of those, rollout workers that have not joined again.", "workers")] = 0
 
@@ -74,8 +73,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation of one set: the same questions to one version.
 
-    None: every episode failed; for `reward_stderr`, also if fewer than two questions have answers. `pass_at` and `pass_at_stderr` lack
-    such a k.
+    None: every episode failed; for `reward_stderr`, also if fewer than two questions have rewards. `pass_at` and `pass_at_stderr` omit such
+    a k.
     """
 
     time: Annotated[float, "Unix seconds at the end of the evaluation."]

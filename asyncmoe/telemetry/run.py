@@ -22,7 +22,7 @@ class RunRecords:
 
     Attributes:
         sessions: the valid steps, one list per start of the trainer (`records.sessions`).
-        trainer_restarts: how often the trainer was started again in place (`records.trainer_restarts`).
+        trainer_restarts: how often the trainer was restarted in place (`records.trainer_restarts`).
     """
 
     sessions: Sequence[Sequence[Step]]
@@ -63,7 +63,7 @@ class RunRecords:
 
 
 def load(run_dir: Path) -> RunRecords:
-    """Read a run directory, even before the first step. All files may be absent but one.
+    """Read a run directory, even before the first step. All files but one may be absent.
 
     Raises:
         DataError: nothing is recorded, or a record is damaged; names file and line.

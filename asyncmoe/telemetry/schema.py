@@ -6,9 +6,9 @@ evaluation.jsonl        Evaluation, one per evaluation; written by the controlle
 spans-trainer.jsonl     Span; written by trainer rank 0
 spans-controller.jsonl  Span; written by the controller
 
-Step, Resume and Span are here, Rollout and Evaluation in `rollout_schema`. A field with a `Metric` is a metric, and this declaration is all
-that TensorBoard, Prometheus, the terminal and docs/metrics.md know of it; `report.plots` says which metrics share a figure. They show
-metrics in the order of the fields.
+Step, Resume and Span are here, Rollout and Evaluation in `rollout_schema`. A field with a `Metric` is a metric, and TensorBoard,
+Prometheus, the terminal and docs/metrics.md know only this declaration; `report.plots` says which metrics share a figure. They show metrics
+in the order of the fields.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     sync_wait_seconds: Annotated[
         float | None, Metric("Time that the step waited for weight sync, during or after training.", "seconds")
     ] = None
-    checkpoint_s: Annotated[float | None, Metric("Time that training stood still for a checkpoint since the last step.", "seconds")] = None
-    checkpoint_wait_s: Annotated[float | None, Metric("The part of it in which a save waited for the one before.", "seconds")] = None
+    checkpoint_s: Annotated[float | None, Metric("Time that training paused for a checkpoint since the last step.", "seconds")] = None
+    checkpoint_wait_s: Annotated[float | None, Metric("The part of it in which a save waited for the previous one.", "seconds")] = None
     pause_ms: Annotated[float | None, Metric("Longest pause of an engine for that version.", "milliseconds", word="pause")] = None
     sync_bytes: Annotated[
         int | None,
@@ -177,7 +177,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     sync_changed: Annotated[
         float | None,
         Metric(
-            "Share of weights whose bits, as engines store them, changed since the version before. Present: it came as a delta. Absent: "
+            "Share of weights whose bits, as engines store them, changed since the previous version. Present: it came as a delta. Absent: "
             "it was sent in full."
         ),
     ] = None
@@ -201,7 +201,7 @@ class Resume(msgspec.Struct, frozen=True):
     resumed_at: int
     time: float = 0.0
     epoch: int = 0
-    """Number of times this trainer was started again in place before: 0 for each start of the whole run."""
+    """Number of earlier restarts of this trainer in place: 0 for each start of the whole run."""
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ ENDS = 5
 """Number of RL steps over which `reward_first` and `reward_last` are averaged."""
 _REASONS = 3
 Row = tuple[str, str, str]
-"""What, its value, and what it means."""
+"""Name, value and meaning."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,19 +38,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: Annotated[float | None, Metric("Trained tokens, prompt and response, over RL time.", "tokens/s")]
     max_staleness_seen: Annotated[float | None, Metric("Largest age of a trained token.", "versions")]
     sync_seconds_median: Annotated[float | None, Metric("Median of sync_seconds over the updates.", "seconds")]
-    pause_ms_median: Annotated[float | None, Metric("Median of pause_ms over the updates: how long engines stood still.", "milliseconds")]
+    pause_ms_median: Annotated[float | None, Metric("Median of pause_ms over the updates: how long engines paused.", "milliseconds")]
     max_abs_logprob_diff_same_version: Annotated[
         float | None, Metric("Largest |trainer - engine| log-probability on trained tokens of the same version, if there were any.", "nats")
     ]
-    same_version_tokens: Annotated[int | None, Metric("Tokens compared for it.", "tokens")]
-    same_version_versions: Annotated[int | None, Metric("Versions that they are of.", "versions")]
+    same_version_tokens: Annotated[int | None, Metric("Number of tokens compared for it.", "tokens")]
+    same_version_versions: Annotated[int | None, Metric("Number of versions of those tokens.", "versions")]
     train_infer_kl_mean: Annotated[float | None, Metric("Mean of train_infer_kl over the RL steps; staleness included.", "nats a token")]
     routing_mismatch_mean: Annotated[
         float | None,
         Metric("Tokens that the trainer's router would have sent elsewhere; mean over layers and steps.", "share of tokens"),
     ]
     trainer_idle_share: Annotated[float | None, Metric("RL time in which the trainer waited for a batch.", "share of RL time")]
-    engine_idle_share: Annotated[float | None, Metric("RL time in which an engine generated nothing; mean of all.", "share of RL time")]
+    engine_idle_share: Annotated[float | None, Metric("RL time in which an engine generated nothing; mean over all.", "share of RL time")]
     overlap_share: Annotated[
         float | None,
         Metric("RL training time of trainer.0 in which at least one engine generated.", "share of training time"),
@@ -123,7 +123,7 @@ def what_it_was(run: RunRecords, summary: Summary) -> str:
 
 
 def rows(run: RunRecords, summary: Summary) -> list[Row]:
-    """Return the summary as a table, with a row for each evaluation, stage of scoring, and what was rejected."""
+    """Return the summary as a table, with rows for evaluations, stages of scoring, and rejections."""
     found = [(name.replace("_", " "), _shown(getattr(summary, name), one), one.help) for name, one in declared(Summary).items()]
     for name in ("evaluation_first", "evaluation_last"):
         if (evaluation := getattr(summary, name)) is not None:
@@ -156,8 +156,7 @@ def _rejected_share(last: Rollout) -> float | None:
 
 
 def rejected(records: Sequence[Rollout]) -> str:
-    """Describe the rejected trajectories of a run, which the newest record counts: "64 % of 132 started (scorer_error 80)"; "" if there are
-    none."""
+    """Describe the rejected trajectories of a run, by the newest record: "64 % of 132 started (scorer_error 80)"; "" without any."""
     last = records[-1] if records else Rollout(time=0.0)
     return f"{percent(_rejected_share(last))} of {number(last.started)} started ({counts(last.rejected)})" if last.rejected else ""
 
@@ -171,8 +170,8 @@ def describe(stage: Scoring) -> str:
 
 
 def evaluated(record: Evaluation) -> str:
-    """Describe an evaluation: "version 20   math   reward 0.43 ± 0.05   pass@4 0.7   25 % failed"; omits a name, pass@k and failures that
-    are not there."""
+    """Describe an evaluation: "version 20   math   reward 0.43 ± 0.05   pass@4 0.7   25 % failed"; omits an absent name, pass@k or
+    failures."""
     error = "" if record.reward_stderr is None else f" ± {number(record.reward_stderr)}"
     failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
     passed = [f"pass@{record.samples} {number(passing)}" for k, passing in record.pass_at.items() if k == str(record.samples) != "1"]

@@ -1,4 +1,4 @@
-"""Versions of what computes a run, recorded at each of its starts in run.dir/versions.jsonl."""
+"""Versions of the software that computes a run, recorded at each start in run.dir/versions.jsonl."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record(run_dir: Path, engine_python: Path | str | None) -> None:
 
 
 def read(run_dir: Path) -> Mapping[str, str]:
-    """Return the versions of the newest start of a run; {} of a run that an older asyncmoe began.
+    """Return the versions of the newest start of a run; {} for a run begun by an older asyncmoe.
 
     Raises:
         DataError: a line is damaged.
@@ -35,7 +35,7 @@ def read(run_dir: Path) -> Mapping[str, str]:
 
 
 def versions(engine_python: Path | str | None) -> dict[str, str]:
-    """Return the versions of Python, of the packages that compute (of this environment, else of the engines'), and of the checkout."""
+    """Return the versions of Python, of computing packages (from this environment, else the engines'), and of the checkout."""
     found = {"python": platform.python_version()}
     folders = [] if engine_python is None else Path(engine_python).parent.parent.glob("lib/python*/site-packages")
     places = [str(folder) for folder in folders]
@@ -48,7 +48,7 @@ def versions(engine_python: Path | str | None) -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Return the commit of this checkout, with "-dirty" if files that git knows differ from it; None without a checkout or without git."""
+    """Return the commit of this checkout, with "-dirty" if tracked files differ from it; None without a checkout or without git."""
     if not installed.from_checkout():
         return None
     describe = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]

@@ -163,7 +163,7 @@ def test_overrides_are_yaml_and_reach_any_depth(tmp_path: Path) -> None:
         ("telemetry.profile.memory=true", "telemetry.profile.steps", "nothing"),
         ("run.dir=", "run.dir", "None"),
         ("run.dir=" + "[" * 3000, "run.dir", "sections or lists nested too deeply"),
-        ("task.sources=[{weight: 1e308}, {weight: 1e308}]", "task.sources", "weights whose sum is no finite number"),
+        ("task.sources=[{weight: 1e308}, {weight: 1e308}]", "task.sources", "weights whose sum is not finite"),
     ],
 )
 def test_a_bad_override_is_one_line(tmp_path: Path, override: str, key: str, got: str) -> None:

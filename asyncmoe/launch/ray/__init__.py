@@ -5,6 +5,6 @@ lines that SLURM or a shell would start: `asyncmoe rollout`, `asyncmoe engine` a
 
 - `planning`: the nodes, their resources, and the processes to start on each. Pure.
 - `cluster`: connects to the cluster and reserves a placement group.
-- `node`: the actor on each node, which starts the processes there, and the driver's side of it.
+- `node`: the actor on each node, which starts the processes there, and its counterpart in the driver.
 - `driver`: the whole launcher, from `asyncmoe run` to the summary.
 """

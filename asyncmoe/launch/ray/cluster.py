@@ -28,7 +28,7 @@ def connected() -> Iterator[Any]:
     """Yield the `ray` module, connected to the cluster of RAY_ADDRESS, by default to this machine's cluster.
 
     Raises:
-        UserError: Ray is not installed, no cluster answers, or this process cannot be one of its drivers.
+        UserError: Ray is not installed, no cluster answers, or this process cannot be a driver of it.
     """
     installed.need("ray", "launch: ray")
     import ray
@@ -73,7 +73,7 @@ def reserved(ray: Any, wanted: Sequence[Bundle], wait_s: float, say: Callable[[s
 
 
 class Unreachable(AsyncmoeError):
-    """A node cannot be reached, for now or for good."""
+    """A node cannot be reached, temporarily or permanently."""
 
 
 def result(ray: Any, reference: Any, whom: str, what: str, waited_s: float, wait_s: float) -> Any:
@@ -86,7 +86,7 @@ def result(ray: Any, reference: Any, whom: str, what: str, waited_s: float, wait
 
     Raises:
         WaitTimeout: there was no result in that time.
-        Unreachable: the node cannot be reached, for now or for good.
+        Unreachable: the node cannot be reached, temporarily or permanently.
         AsyncmoeError: the call failed, or Ray's worker on the node has ended.
     """
     try:

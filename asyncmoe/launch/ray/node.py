@@ -1,4 +1,4 @@
-"""The processes of a run on a node: the actor there (`Node`), and the driver's side of it (`Post`), which presents them for supervision
+"""The processes of a run on a node: the actor there (`Node`), its counterpart in the driver (`Post`), and the driver's view of a process
 (`Remote`).
 """
 
@@ -27,7 +27,7 @@ _LET_THROUGH = {signal.SIGINT, signal.SIGTERM}
 
 @dataclass(frozen=True)
 class End:
-    """The end of a process: exit status or negative signal number, None if it runs, and the reason that the process gave."""
+    """The end of a process: exit status or negative signal number (None while it runs), and the reason that the process gave."""
 
     status: int | None
     reason: str | None
@@ -63,7 +63,7 @@ class Node:
 
     def start(self, launch: Launch) -> None:
         """Start a process."""
-        # Ray sets OMP_NUM_THREADS to the bundle's CPUs. A value of the user's is in the launches' environment.
+        # Ray sets OMP_NUM_THREADS to the bundle's CPUs. A user's value is in the launches' environment.
         os.environ.pop("OMP_NUM_THREADS", None)
         # Ray blocks SIGINT in its worker processes, and child processes inherit the signal mask.
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, _LET_THROUGH)
@@ -95,7 +95,7 @@ class Post:
     Args:
         ray: the connected `ray` module.
         actor: Ray's handle of the actor.
-        address, host: what the actor says of its place.
+        address, host: as reported by the actor.
         heartbeat_timeout_s: seconds without an answer after which the node counts as lost.
     """
 
@@ -146,13 +146,13 @@ class Post:
         return self._ended
 
     def start(self, launch: Launch) -> None:
-        """Start a process on the node. The end of an earlier process with its name is forgotten.
+        """Start a process on the node, forgetting the end of an earlier one of the same name.
 
         Raises:
             AsyncmoeError: see `call`.
         """
         self.call("start", launch)
-        # An unanswered question of before would be answered with those ends, and its time was spent on ending them.
+        # A pending query would report the earlier ends, and its waiting time includes ending those processes.
         self._ended, self._asked, self._since = {}, None, 0.0
 
     def _result(self, reference: Any, waited_s: float, wait_s: float = 0.0) -> Any:

@@ -22,7 +22,7 @@ class Bundle:
     Attributes:
         title: the bundle's purpose in words.
         resources: what Ray reserves there, in its form.
-        machine: the engines, of which the first has the controller beside it; None: trainer ranks.
+        machine: the engines, on the first machine together with the controller; None: trainer ranks.
     """
 
     title: str
@@ -36,10 +36,10 @@ def bundles(config: Config, gpus: bool) -> tuple[Bundle, ...]:
     A bundle has a CPU for each rank of engines and trainer, and with `gpus` also a GPU for each.
 
     Args:
-        gpus: whether the cluster has GPUs.
+        gpus: the cluster has GPUs.
 
     Raises:
-        ConfigError: engines that cannot be spread over their nodes, or GPUs that Ray is not to choose.
+        ConfigError: the engines cannot be spread over their nodes, or engines.first_gpu is set, though Ray chooses the GPUs.
     """
     machines, each = engine_machines(config), config.engines.ranks_per_node
     if config.engines.first_gpu:

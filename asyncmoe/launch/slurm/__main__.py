@@ -12,7 +12,7 @@ from asyncmoe.process import unbroken_output
 
 
 def main() -> None:
-    """Run a configuration in this allocation. Signals are heard before the long imports: an unhandled one ends the process."""
+    """Run a configuration in this allocation. Signals are handled before the long imports: an unhandled one ends the process."""
     stop = Stop()
     unbroken_output()
     forget_options()

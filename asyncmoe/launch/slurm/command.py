@@ -1,4 +1,4 @@
-"""What a batch script hears from SLURM: the signals that stop it, and the variables that would change its steps."""
+"""SLURM's influence on a batch script: signals that stop it, and variables that would change its steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _READ_BY_SRUN = re.compile(
     r"|TIMELIMIT|TRES_\w+|UNBUFFEREDIO|USE_MIN_NODES|WAIT|WORKING_DIR)"
 )
 """Variables by which srun changes steps (srun(1), "Input environment variables"). sbatch sets some of them from options of the whole job,
-where a step has one task a node, all of its memory and every GPU."""
+while a step has one task per node, all of its memory and every GPU."""
 
 
 class Stop:
@@ -38,6 +38,6 @@ class Stop:
 
 
 def forget_options() -> None:
-    """Remove the variables by which srun would do something else than its arguments say: `steps.srun` says all that there is to say."""
+    """Remove the variables that would override srun's arguments: `steps.srun` sets all it needs."""
     for name in filter(_READ_BY_SRUN.fullmatch, [*os.environ]):
         del os.environ[name]

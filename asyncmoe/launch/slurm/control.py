@@ -24,7 +24,7 @@ def address(node: str) -> str:
 
 
 def fact(kind: str, name: str, key: str) -> str:
-    """Return a value of `scontrol show job` or `show node`; empty: it has none."""
+    """Return a value of `scontrol show job` or `show node`; empty if it has none."""
     match = re.search(rf"(?:^|\s){key}=(\S*)", _run("scontrol", "--oneliner", "show", kind, name))
     return "" if match is None else match[1]
 
@@ -62,7 +62,7 @@ def running(name: str) -> bool:
 
 
 def preempted(name: str) -> bool:
-    """Return whether SLURM has chosen to preempt a job, whose steps it warns by SIGTERM if its partition has a grace time."""
+    """Return whether SLURM has chosen to preempt a job; its steps get SIGTERM as a warning if its partition has a grace time."""
     return fact("job", name, "PreemptTime")[:1].isdigit()
 
 

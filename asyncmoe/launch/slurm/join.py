@@ -52,10 +52,10 @@ def step(where: Allocation, config: Config, file: Path, each: int, program: Sequ
     """Return the command of the step.
 
     Args:
-        each: engines per node, or of engines over several nodes (`engines.nodes`), per group of so many.
+        each: engines per node, or per group of `engines.nodes` nodes if an engine spans several.
 
     Raises:
-        UserError: the nodes are no multiple of `engines.nodes`, or the run does not accept engines.
+        UserError: the number of nodes is not a multiple of `engines.nodes`, or the run does not accept engines.
     """
     nodes = config.engines.nodes
     if not config.engines.join:
@@ -74,7 +74,7 @@ def engines_each(config: Config) -> int:
 
 
 def _task(file: str, nodes: str) -> None:
-    """Run the engine of this task. Names that no other job gives: the default has job and node; nodes of an engine share theirs."""
+    """Run the engine of this task, under a name unique across jobs: by default from job and node; nodes of an engine share one."""
     place, index = int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_LOCALID"])
     group, node = divmod(place, int(nodes))
     name = f"engine.job{os.environ['SLURM_JOB_ID']}.group{group}.{index}" if int(nodes) > 1 else None

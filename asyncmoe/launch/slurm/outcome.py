@@ -35,7 +35,7 @@ def conclude(where: Allocation, config: Config, before: Path | None, cause: Asyn
     newest = checkpoints.newest(config.run.dir)
     finished = newest is not None and bool(checkpoints.facts(newest)["step"] >= config.warmup.steps + config.run.steps)
     recurs = cause is not None and cause.exit_code in RECURRING
-    # Steps that SLURM warns of a preemption save and end by themselves; nothing was lost that `cluster.requeues` would count.
+    # Steps that SLURM warns of a preemption save and end by themselves, which is not a loss that `cluster.requeues` counts.
     warned = cause is None and not stop.save
     if not finished and not recurs and (warned or _says(control.preempted, where, otherwise=False)):
         _say(f"job {where.name} is requeued with {_at(newest)}: SLURM warned its steps of their end, as before a preemption")

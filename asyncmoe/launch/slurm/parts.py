@@ -27,11 +27,11 @@ _POLITE_S = 15.0
 _FORCED_S = 45.0
 """Seconds for srun to end; it waits KillWait + 2 s (32 s by default) for its tasks before it gives up."""
 _ENDED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: ")
-"""How srun reports the status of a task, which is its own."""
+"""srun's report of a task's status, not a complaint of SLURM's."""
 
 
 class SlurmPart(Child):
-    """A step and the `srun` that runs it, as a `Process` of the run. What its task writes comes through srun into the log.
+    """A step and the `srun` that runs it, as a `Process` of the run. srun copies its task's output to the log.
 
     Args:
         step: name of the step in `squeue --steps`: "controller", "trainer", "engine.0".
@@ -51,7 +51,7 @@ class SlurmPart(Child):
 
     @property
     def reason(self) -> str | None:
-        """The reason that the process gave for its end, else the last complaint of SLURM; None: there is none."""
+        """The reason that the process gave for its end, else SLURM's last complaint, else None."""
         if (said := super().reason) is not None:
             return said
         complaint = next(filter(_complains, reversed(self.output().splitlines())), None)
@@ -66,7 +66,7 @@ class SlurmPart(Child):
 
 
 def ask_to_stop(job: str, step: str) -> bool:
-    """Ask a step to stop by itself; return false, after a while, if SLURM does not know it yet or does not answer."""
+    """Ask a step to stop by itself; return false, after a pause, if SLURM does not know it yet or does not answer."""
     try:
         if (number := control.steps(job).get(step)) is not None:
             control.signal_step(number, STOP)

@@ -91,8 +91,8 @@ def place(allocation: Allocation, config: Config) -> Placement:
 
 
 def implied(allocation: Allocation, config: Config) -> tuple[str, ...]:
-    """Return the configuration overrides that an allocation implies: engines join; several nodes rendezvous by host name; on one node that
-    other machines may reach, the engines' GPUs follow the trainer's."""
+    """Return the configuration overrides that an allocation implies: engines join; several nodes rendezvous by host name; on one node with
+    an address that other machines can reach, the engines' GPUs follow the trainer's."""
     one, local = len(allocation.nodes) == 1, config.cluster.network == "loopback"
     network = [] if one or not local else ["cluster.network=hostname"]
     behind = [f"engines.first_gpu={config.trainer.ranks}"] if one and not local and config.engines.first_gpu is None else []
@@ -133,13 +133,13 @@ def program(environ: Mapping[str, str], executable: str) -> tuple[str, ...]:
 
 
 def srun(nodes: Sequence[str], tasks: int, program: Sequence[str], name: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the command of a step that runs the Python arguments in `tasks` tasks on each of `nodes`; `program`: of `program`.
+    """Return the command of a step that runs the Python arguments in `tasks` tasks on each of `nodes`; `program`: as returned by `program`.
 
     - `--overlap`: engines and the controller share a node, but by default a step has exclusive use of its CPUs and GPUs.
     - `--cpu-bind=none`: a task would be bound to one core, but starts many processes.
     - `--mpi=none`: tasks do not use MPI, so SLURM need not start a PMIx server.
     - `--wait=0`, `--kill-on-bad-exit=0`: engines that join do not affect each other.
-    - `--export=ALL`: a step has the batch script's variables also where `sbatch --export=NONE` started that without the user's.
+    - `--export=ALL`: a step gets the batch script's variables, even if `sbatch --export=NONE` started the script without the user's.
     """
     flags = [f"--job-name={name}", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={tasks * len(nodes)}", f"--ntasks-per-node={tasks}"]
     flags += [f"--nodelist={','.join(nodes)}", "--wait=0", "--kill-on-bad-exit=0", "--cpu-bind=none", "--mpi=none", "--export=ALL"]

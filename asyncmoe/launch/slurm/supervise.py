@@ -24,11 +24,11 @@ from asyncmoe.launch.watch import Stopping
 from asyncmoe.models.hub import with_local_model
 
 _SIGNALLED_S = 300.0
-"""Seconds before the time limit at which slurm/train.sbatch has SIGUSR1 sent."""
+"""Seconds before the time limit at which SLURM sends SIGUSR1, as slurm/train.sbatch requests."""
 _KEPT_S = 45.0
 """Seconds reserved before the time limit to end parts that did not stop by themselves, and to requeue."""
 _UNLIMITED_S = 3600.0
-"""Upper bound in seconds for a last step and its checkpoint, if the time limit is far away."""
+"""Maximum seconds for a last step and its checkpoint, if the time limit is far away."""
 
 
 def run(path: Path, overrides: Sequence[str], stop: Stop) -> None:
@@ -73,7 +73,7 @@ def _describe(where: Allocation, placed: steps.Placement, config: Config, newest
 
 
 def _table(where: Allocation, placed: steps.Placement, config: Config, file: Path, address: str, started: list[SlurmPart]) -> RunParts:
-    """Return the parts, whose processes are steps; each is appended to `started` so that those are known if a later one fails to start."""
+    """Return the parts, whose processes are steps; each is appended to `started`, so that they are known if a later one fails to start."""
     program = steps.program(os.environ, sys.executable)
 
     def start(node: str, launch: Launch) -> SlurmPart:

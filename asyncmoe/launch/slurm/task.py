@@ -1,8 +1,9 @@
-"""The task of a step: `python -m asyncmoe.launch.slurm.task -m MODULE ARGUMENTS` runs MODULE as `python -m` does, and has it hear SLURM.
+"""The task of a step: `python -m asyncmoe.launch.slurm.task -m MODULE ARGUMENTS` runs MODULE as `python -m` does, and translates SLURM's
+signals.
 
-SLURM sends a signal to every process of a step. SIGURG asks a part to stop: only the task handles it, by raising the signal that asks its
-part. SIGHUP ends all of them. With SIGTERM SLURM warns of the end of the job, as before a preemption: all processes of a run block it but
-the controller's task, which takes it for SIGURG, and the trainer saves.
+SLURM sends a signal to every process of a step. SIGURG asks a part to stop: only the task handles it, by raising the signal that its part
+expects. SIGHUP ends all processes. SIGTERM warns of the end of the job, as before a preemption: all processes of a run block it except the
+controller's task, which treats it as SIGURG, so that the trainer saves.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ def main() -> None:
 
 
 def stop_as(number: signal.Signals, *asked: signal.Signals) -> None:
-    """Send this process the signal `number` at the first of those in `asked`; a warning may be followed by the batch script's own request.
-
-    A thread waits for them, because uvloop hears a signal that is raised in the handler of another one twice.
+    """Send this process the signal `number` once, at the first of those in `asked`; a warning may be followed by the batch script's own
+    request. A thread waits for them, because uvloop handles a signal twice if another one's handler raises it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, asked)
 

@@ -32,10 +32,10 @@ class Examples:
     Args:
         environment: id of a taskset.
         arguments: the other fields of the environment's `EnvConfig`, such as `agent` and `taskset`.
-        limit: most examples; needed where a taskset is infinite.
+        limit: maximum number of examples; needed if the taskset is infinite.
 
     Raises:
-        UserError: the environment has no such examples, or needs what one episode cannot give.
+        UserError: the environment has no such examples, or needs something that an episode cannot give.
     """
 
     def __init__(self, environment: str, arguments: Mapping[str, Any] | None = None, limit: int | None = None) -> None:
@@ -48,7 +48,7 @@ class Examples:
     def __getitem__(self, index: int) -> Example:
         data = self._tasks[index].data
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-        # For records alone: the environment itself asks the policy.
+        # For records only: the environment itself prompts the policy.
         asked = data.prompt if isinstance(data.prompt, str) else data.description or data.name
         answer = getattr(data, "answer", None)
         prompt = [*system, {"role": "user", "content": asked or f"{self._columns['environment']} {index}"}]
@@ -116,5 +116,5 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     while True:
-        with suppress(SystemExit, KeyboardInterrupt):  # of one rollout, which has it as its result: the others go on
+        with suppress(SystemExit, KeyboardInterrupt):  # raised in one rollout, which it ends: the others continue
             loop.run_forever()

@@ -46,7 +46,7 @@ _ORDER = count()
 """Numbers the responses of all episodes as they end."""
 
 Rewards = float | Mapping[str, float] | None
-"""One reward for all agents; or rewards by name, where a path without one has its agent's; or None: the configured scorer scores every
+"""One reward for all agents; or rewards by name, where a path without one gets its agent's; or None: the configured scorer scores every
 agent."""
 
 
@@ -96,7 +96,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of an episode: responses and tokens of one path, the number of agents, and of the paths of one agent."""
+    """Limits of an episode: responses and tokens of one path, number of agents, and number of paths of one agent."""
 
     turns: int = 8
     tokens: int = 1 << 20
@@ -117,19 +117,18 @@ class Agent:
 
     Attributes:
         name: its name in the environment.
-        number: its index among the agents of the episode, the same for all paths of a tree; a group compares the responses of equal
-            numbers.
-        tree: the name of the agent whose tree it is a path of; its own if it was not forked from another.
+        number: its index among the agents of the episode, the same for all paths of a tree; a group compares responses of equal number.
+        tree: the name of the agent in whose tree it is a path; its own if it was not forked.
         branch: its index among the paths of its tree.
         turns: tokens given and sampled so far, as the engines answered.
         answered: int32[n], the tokens of `turns`: all but those given since its last response.
         responses: its responses so far, decoded.
         credits: {index of a sampled token: reward} of the steps that the environment rewarded.
         calls: tool calls that the environment made for it, for readers of samples.
-        why: what the scorer says about its reward, for readers of samples.
-        spoke_last: greater the later its last response ended; -1 before the first.
+        why: the scorer's explanation of its reward, for readers of samples.
+        spoke_last: increases with the end of its last response, across episodes; -1 before the first.
         speaking: True while a response is in progress.
-        episode: to which it belongs.
+        episode: the episode it belongs to.
     """
 
     def __init__(self, episode: Episode, name: str, number: int, tree: str | None = None, branch: int = 0) -> None:
@@ -207,9 +206,9 @@ class Agent:
         Args:
             max_new_tokens: at most `rollout.max_new_tokens`, which is the default.
             stop: whole numbers are token ids that end the response instead of the end-of-sequence token; an empty sequence: only its length
-                ends it. Texts end it besides: the token that completes a text is the response's last, so all its tokens were sampled and
+                ends it. Texts are additional: the token that completes a text is the response's last, so all its tokens were sampled and
                 are trained on, and text after the stop text within that token remains.
-            ends: asked, with the response up to the end of a stop text, whether it ends there; None: always.
+            ends: called with the response up to the end of a stop text; returns whether it ends there. None: always.
 
         Raises:
             TrajectoryRejected: the episode cannot continue: it is too long, an engine failed, or a token is outside the vocabulary. An
@@ -234,7 +233,7 @@ class Agent:
         return self.responses[-1]
 
     def _stops(self, stop: Sequence[int | str] | str | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Return the token ids that end a response, and the texts; the text of a special token is its id."""
+        """Return the token ids and the texts that end a response; the text of a special token becomes its id."""
         usual = self.episode.sampling.stop
         if stop is None:
             return usual, ()
@@ -271,7 +270,7 @@ class Agent:
 
 
 def finite(reward: object) -> float:
-    """Return what a user's code gives as a reward. Raises ValueError, which says what it is, for what is no number or infinite."""
+    """Return a user's reward as a float. Raises ValueError, which names the value, if it is not a finite number."""
     if abs(found := number(reward)) <= LARGEST_REWARD:
         return found
     raise ValueError(found)
@@ -286,7 +285,7 @@ class Episode:
         random: generator for the environment's own draws; the same run seed and place give the same draws.
         parse: the engines' parsers of tool calls; None without engines.
         agents: agents requested so far, by name.
-        failure: the first failure of the episode or an agent, or None; what is no `TrajectoryRejected` ends the run.
+        failure: the first failure of the episode or an agent, or None; any but `TrajectoryRejected` ends the run.
     """
 
     prompt: Prompt
@@ -319,7 +318,7 @@ class Episode:
             name: name of the new path; None: the tree's name and the path's number, like "policy/2".
 
         Raises:
-            TrajectoryRejected: the tree has too many paths, the name is taken, or the agent has not responded as often.
+            TrajectoryRejected: the tree has too many paths, the name is taken, or the agent has fewer responses.
         """
         tree = [one for one in self.agents.values() if one.number == agent.number]
         if len(tree) >= self.bounds.paths:
@@ -347,7 +346,7 @@ class Episode:
         return [agents[i] for i in turn_tree.leaves([agent.turns for agent in agents])]
 
     def check(self) -> None:
-        """Raise the first failure of the episode or an agent, whatever the environment made of it."""
+        """Raise the first failure of the episode or an agent, even if the environment caught it."""
         if self.failure is not None:
             raise self.failure
 
@@ -358,7 +357,7 @@ class Episode:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Reject the episode for an error inside, which the environment may catch."""
+        """Reject the episode for an error within the block, even if the environment catches it."""
         try:
             yield
         except AsyncmoeError as error:

@@ -47,10 +47,10 @@ class RolloutContext:
         seed: seed of the run; together with `stream` and the episode's place, it seeds the environment's own random draws.
         stream: namespace of group numbers; the same number in two streams means two different prompts.
         opened: called with every episode that begins.
-        turns: keeps the engines' answers for episodes that begin again after a restart; None: nobody does.
+        turns: keeps the engines' answers for episodes that begin again after a restart; None: they are not kept.
         piece: maximum number of tokens of a request; 0: no limit.
         ahead: the episodes' first requests go before those of other episodes, as later ones always do.
-        teacher: supplies `Score.teacher` of every path; None: there is none.
+        teacher: supplies `Score.teacher` of every path, or None.
     """
 
     pool: Pool
@@ -74,7 +74,7 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     """Run and score one episode.
 
     Returns:
-        One trajectory per agent that responded, in the order in which the environment first requested the agents; of a forked agent, one
+        One trajectory per agent that responded, in the order in which the environment first requested the agents; for a forked agent, one
         per leaf of its tree.
 
     Raises:
@@ -108,13 +108,13 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
         credits, agent.why = _credits(agent, made.agents.values()), score.why
         rewards = step_rewards(credits, len(agent.answered)) if credits else score.rewards
         made_of = partial(record, agent.turns, reward=score.reward, path=path, teacher=score.teacher, rewards=rewards)
-        # Routes of a long response are megabytes, for which other responses would wait too long.
+        # Routes of a long response are megabytes: assembling them here would delay other responses too long.
         trajectories.append(await asyncio.to_thread(made_of) if len(agent.answered) > _LONG else made_of())
     return tuple(trajectories)
 
 
 async def play(environment_: Environment, made: Episode, timeout_s: float) -> tuple[list[float] | None, list[Agent]]:
-    """Run the environment; return the agents that have spoken at its end and, unless the scorer decides, the reward of each."""
+    """Run the environment; return the reward of each agent (None: the scorer decides) and the agents that responded."""
 
     async def played() -> tuple[list[float] | None, list[Agent]]:
         rewards, agents = await environment_.run(made), made.spoke
@@ -155,7 +155,7 @@ async def _worth(stage: RolloutContext, given: list[float] | None, agents: list[
         given: the environment's rewards, one per path; None: the scorer decides.
     """
     last = {agent.number: agent for agent in sorted(agents, key=lambda agent: agent.spoke_last)}
-    steps = stage.sampling.recording.rewards  # of which the scorer must see every path
+    steps = stage.sampling.recording.rewards  # for them the scorer must see every path
     scored = [agent for agent in agents if given is None and (steps or agent is last[agent.number])]
     asked = [stage.scorer.score(_sample(agent, prompt)) for agent in scored]
     if stage.teacher is not None:
@@ -163,7 +163,7 @@ async def _worth(stage: RolloutContext, given: list[float] | None, agents: list[
     answers = await together(asked)
     if given is None:
         found = dict(zip((agent.name for agent in scored), answers, strict=False))
-        # A tree is worth what its last response is worth: that is where the conversation ended.
+        # A tree gets the reward of its last response, with which the conversation ended.
         trees = [(agent.name, found[last[agent.number].name]) for agent in agents]
         scores = [replace(found.get(name, Score(0.0)), reward=tree.reward, why=tree.why) for name, tree in trees]
     else:
@@ -209,7 +209,7 @@ class Teaching:
         """Run episode number `index` of a warm-up.
 
         Raises:
-            TrajectoryRejected: see `run`. Rewards are checked although nothing uses them: reinforcement learning will.
+            TrajectoryRejected: see `run`. Rewards are checked although only reinforcement learning uses them.
         """
 
         async def speak(agent: Agent, given: tuple[int, ...], sampling: Sampling, listener: Listener | None) -> list[Turn]:

@@ -10,8 +10,8 @@
 An abort is SGLang's /abort_request, repeated until every request has been answered, before weights change: SGLang's own pause in
 mode "abort" checks only once a second whether all requests have been answered (`tokenizer_manager.py`, `pause_generation`).
 
-A long response may be sampled in pieces, so that each can be recorded: requests that continue one another. Keys and values of the tokens so
-far come from the engine's prefix cache; after a new version they are recomputed.
+A long response may be sampled in pieces, by consecutive requests that are recorded one by one. Keys and values of the tokens so far come
+from the engine's prefix cache; after a new version they are recomputed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
 
 WITHOUT_PIECES: frozenset[Interruption] = frozenset({"abort_retry", "drain"})
-"""Modes in which a response is one request: it begins again as a whole, or ends before the next version lands."""
+"""Modes in which a response is one request: it restarts as a whole, or ends before the next version lands."""
 
 
 async def respond(
@@ -47,11 +47,11 @@ async def respond(
     """Generate one whole response, in as many requests as interruptions and pieces split it into.
 
     Args:
-        given: tokens before the response that no earlier turn has.
+        given: tokens before the response that are in no earlier turn.
         before: the tokens of all earlier turns.
         request: scheduling information of the first request.
-        listener: hears the response; tokens after the one with which it ends the response are dropped.
-        answers: answers the requests; None: the pool.
+        listener: receives the tokens and may end the response; tokens after that are dropped.
+        answers: answers the requests in place of the pool, or None.
         piece: maximum number of tokens of a request; 0: no limit.
 
     Returns:
@@ -70,7 +70,7 @@ async def respond(
         asked = np.concatenate((prefix, np.array(front, np.int32)))
         known = max(len(prefix) - 1, 0)  # the last token has not passed through the model
         most = min(room, piece or room)
-        # Most responses are one request as it was given; a copy of both would cost them more than all else here.
+        # Most responses need one unchanged request; copying both objects would cost more than everything else here.
         request = request if request.partial == (most < room) else replace(request, partial=most < room)
         sampled = sampling if sampling.max_new_tokens == most else replace(sampling, max_new_tokens=most)
         answer = await (answers or pool).generate(asked, sampled, known, request=request, listener=listener)

@@ -1,4 +1,4 @@
-"""The texts that end a response while it is sampled."""
+"""Stop texts: they end a response while it is sampled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 32, 1000
 _EVERY = 4
-"""Tokens between two looks for a stop text: at most so many are sampled in vain, and at a quarter of the cost."""
+"""Tokens between two searches for a stop text: at most this many are sampled in vain, for a quarter of the cost."""
 _WINDOW = 64
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -17,8 +17,8 @@ class Listening:
     """Follows a response: a `Listener`.
 
     Args:
-        stops: texts, the first of which to appear ends the response. The token that completes it is the response's last.
-        ends: asked, with the response up to the end of a stop text, whether it ends there; None: always.
+        stops: stop texts; the first to appear ends the response. The token that completes it is the response's last.
+        ends: called with the response up to the end of a stop text; returns whether it ends there. None: always.
 
     Attributes:
         stopped_by: the text that ended the response, or None.
@@ -74,7 +74,7 @@ class Listening:
 
 
 def wrong_stop(stop: object, vocabulary: int) -> str | None:
-    """Return what is wrong with the stops of a response, or None; right are token ids and texts."""
+    """Return what is wrong with the stops of a response, or None; valid stops are token ids and texts."""
     if not isinstance(stop, list | tuple) or len(stop) > MAX_STOPS:
         return f"{stop!r:.100}, expected at most {MAX_STOPS} token ids and texts"
     for one in stop:

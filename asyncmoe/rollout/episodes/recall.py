@@ -1,4 +1,4 @@
-"""Answers the requests of an episode that begins again after a restart of its run: with what was recorded, as far as that goes."""
+"""Answer the requests of an episode that begins again after a restart of its run from recorded answers, as far as these go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncmoe.engines.types import ABORTED, Generation, IdLists, Listener, Sampl
 from asyncmoe.log.turns import EpisodeId, Turns
 
 _FORM = 3
-"""Of a recorded answer; those of another form are asked for again."""
+"""Version of the record format; answers recorded in another are requested again."""
 _DIGEST_BYTES = 16
 _Recorded = tuple[int, bytes, bytes, tuple[VersionSpan, ...], str, int, bytes | None, tuple[bytes, bytes] | None]
 """A `PooledGeneration`: its salt, then the fields of the generation, where arrays are little-endian bytes."""
@@ -22,10 +22,10 @@ _Recorded = tuple[int, bytes, bytes, tuple[VersionSpan, ...], str, int, bytes | 
 
 @dataclass(frozen=True)
 class Recall:
-    """The pool, for the requests of one episode; it records every answer.
+    """Stands in for the pool for the requests of one episode, and records every answer.
 
     Attributes:
-        resumes: a response that was cut short is continued, so that its first part is an answer too.
+        resumes: an aborted response is continued, so its first part is recorded, too.
     """
 
     pool: Pool
@@ -62,7 +62,7 @@ class Recall:
         return answer
 
     def _digest(self, tokens: Tokens, sampling: Sampling, routed: int) -> bytes:
-        """Return the digest of all that a request asks, but for what the whole run records of each token."""
+        """Return the digest of everything in a request except what the run records of each token."""
         asked = (sampling.temperature, sampling.max_new_tokens, sampling.stop, sampling.top_p, sampling.top_k, sampling.min_p)
         terms = repr((*asked, routed, self.resumes, _FORM)).encode()
         return blake2b(terms + np.asarray(tokens, "<i8").tobytes(), digest_size=_DIGEST_BYTES).digest()

@@ -1,4 +1,4 @@
-"""Builds the trajectory of an agent from its turns, as the engine answered them."""
+"""Build the trajectory of an agent from its turns, as the engine answered them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGEST_REWARD = 3.4e38
 
 @dataclass(frozen=True)
 class PlaceInTree:
-    """The place of a trajectory in its episode.
+    """The position of a trajectory in its episode.
 
     Attributes:
         agent, branch, parent: as in `Trajectory`.
@@ -42,7 +42,7 @@ class Turn:
     """One request and its response.
 
     Attributes:
-        given: tokens before the response that no earlier turn has: the prompt, an observation.
+        given: tokens before the response that are in no earlier turn: the prompt, an observation.
         generation: the response to all tokens so far.
         salt: version under which the engine's prefix cache keeps its prompt.
     """
@@ -56,7 +56,7 @@ class Turn:
 
 
 def sampled(turns: Sequence[Turn]) -> np.ndarray:
-    """Return bool[T], True for each token of some turns that the policy sampled."""
+    """Return bool[T] over the tokens of some turns, True for those that the policy sampled."""
     return np.concatenate([np.arange(len(turn)) >= len(turn.given) for turn in turns])
 
 
@@ -78,14 +78,14 @@ def assemble(
     teacher: np.ndarray | None = None,
 ) -> Trajectory:
     """Build the trajectory of one path of an agent in an episode. Each turn's routes start at the last token of the earlier turns, which
-    had not passed through the model then. Shared turns become context: no token of theirs counts as sampled here.
+    had not yet passed through the model. Shared turns become context: no token of theirs counts as sampled here.
 
     `prefix_version` is the salt of all turns if that version also sampled the first token of each turn. Then that version computed
     everything the turns read from the prefix cache under the salt: requests carry the salt only while the version is served, so a later
     version computes entries under it only after the first token was sampled.
 
     Args:
-        rewards, teacher: as in `Trajectory`, but also of shared turns.
+        rewards, teacher: as in `Trajectory`, but including shared turns.
 
     Raises:
         TrajectoryRejected: "bad_version" if a span's version is not a version of this run; or see `routed_experts` and `sampling_masks`.
@@ -118,7 +118,7 @@ def assemble(
 
 
 def _without(values: np.ndarray, forked: int, blank: float) -> np.ndarray:
-    """Return `values` with its first `forked` ones blank. An answer may have too few values, which the queue refuses."""
+    """Return `values` with the first `forked` replaced by `blank`. An answer may have too few values, which the queue refuses."""
     if not forked:
         return values
     return np.concatenate([np.full(min(forked, len(values)), blank, values.dtype), values[forked:]])

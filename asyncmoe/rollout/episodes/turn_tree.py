@@ -1,7 +1,7 @@
 """The paths of a tree of turns: which of them are leaves, and which turns each shares with an earlier one.
 
 A path is the list of an agent's turns from its first to its last; two paths share a turn if both have the same `Turn` object at the same
-place after only shared turns, so a turn is shared because it was forked, never because its tokens happen to be equal.
+index after only shared turns, so a turn is shared because it was forked, never because its tokens happen to be equal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def common(one: Turns, other: Turns) -> int:
 
 
 def leaves(paths: Sequence[Turns]) -> list[int]:
-    """Return the indices of the paths that have a turn and are not the beginning of another; of equal paths, that of the first."""
+    """Return the indices of the paths that have a turn and are not a prefix of another; of equal paths, the first index."""
     found = []
     for i, path in enumerate(paths):
         longer = (j for j, other in enumerate(paths) if j != i and common(path, other) == len(path))
@@ -30,8 +30,8 @@ def leaves(paths: Sequence[Turns]) -> list[int]:
 
 
 def forks(paths: Sequence[Turns]) -> list[tuple[int, int]]:
-    """Return where each path leaves the paths before it: the index of the one that shares most turns with it, the first of several, and
-    their number; (0, 0) if no turn is shared."""
+    """Return where each path leaves the earlier paths: the index of the one (the first of several) that shares most turns with it, and the
+    number of shared turns; (0, 0) if there are none."""
     found = []
     for i, path in enumerate(paths):
         shared = [common(path, earlier) for earlier in paths[:i]]

@@ -12,7 +12,7 @@ failures has its own reason, and none becomes a reward of zero.
 
 from __future__ import annotations
 
-# A scorer's process starts with what this file imports, so it imports nothing but types.
+# Every scorer process imports this file, so it imports only types.
 from asyncmoe.rollout.scoring.types import Sample, Score, Scorer
 
 __all__ = ["Sample", "Score", "Scorer"]

@@ -1,6 +1,6 @@
-"""Arithmetic that ends: numbers of 4096 bits; what would be larger, or lost beside another number, is refused.
+"""Bounded arithmetic with numbers of 4096 bits; results that are too large, or sums that would lose a term, are refused.
 
-The bounds are of bits, never of time, so that they are the same on every machine.
+The bounds are on bits, never on time, so that they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ mp.prec = 4096
 Number = Any
 """mp.mpf or mp.mpc."""
 _SAME_BITS, _NOTHING_BITS = 2500, 3500
-"""Numbers that differ by less than the first part are equal, which leaves room for cancellation; a sum below the second part is 0."""
+"""Numbers whose relative difference is below 2^-first are equal, which leaves room for cancellation; a sum below 2^-second is 0."""
 _EXPONENT, _ARGUMENT, _FACTORIAL, _CHOSEN = 1 << 20, 1 << 500, 1 << 16, 1000
-"""Bounds of an exponent to base 2, of an angle, so that its sine has digits after cancellation, of a factorial, and of a coefficient."""
+"""Bounds on an exponent to base 2; an angle, so that its sine keeps digits after cancellation; a factorial; a binomial coefficient."""
 
 
 class TooLarge(Exception):
-    """A number that is too large, or would hide another one; a text that is too long or too nested."""
+    """A number that is too large, or would absorb another one; a text that is too long or too nested."""
 
 
 class Undefined(Exception):
@@ -41,7 +41,7 @@ def equal(a: Number, b: Number) -> bool:
 
 
 def integer(x: Number) -> int | None:
-    """Return an integer below 2^64 as one, else None."""
+    """Return a number below 2^64 as an int if it is an integer, else None."""
     nearest = int(mp.nint(mp.re(x))) if mp.isfinite(x) and abs(x) < 1 << 64 else 0
     return nearest if equal(x, mp.mpf(nearest)) else None
 
@@ -54,7 +54,7 @@ def add(a: Number, b: Number) -> Number:
 
 
 def power(a: Number, b: Number) -> Number:
-    """Return a to the power of b: of an odd root of a negative number the real one. Raises TooLarge or Undefined."""
+    """Return a to the power of b; an odd root of a negative number is the real one. Raises TooLarge or Undefined."""
     need(mp.isfinite(a) and mp.isfinite(b) and (a != 0 or mp.re(b) >= 0), Undefined)
     if a == 0 or b == 0:
         return mp.mpf(b == 0)
@@ -84,7 +84,7 @@ def _cleared(x: Number, beside: Number = mp.one) -> Number:
 
 
 def _turn(name: str, x: Number) -> Number:
-    """Return the value of a function of mpmath without the traces of rounding: at a pole it is undefined, at a root 0."""
+    """Return the value of an mpmath function without traces of rounding: undefined at a pole, 0 at a root."""
     need(abs(x) < _ARGUMENT, TooLarge)
     found = getattr(mp, name)(x)
     need(abs(found) < mp.ldexp(1, _NOTHING_BITS), Undefined)
@@ -101,10 +101,10 @@ TURNS: Mapping[str, Callable[..., Number]] = {
     **{name: partial(_turn, name.replace("arc", "a")) for name in _OF_ANGLES.split()},
     **{"ln": _log, "log": _log, "lg": partial(_log, base=mp.mpf(10)), "exp": partial(power, mp.e)},
 }
-"""Functions that may stand before an argument without brackets."""
+"""Functions whose argument may follow without brackets."""
 FUNCTIONS: Mapping[str, Callable[..., Number]] = {
     **{"+": add, "*": lambda a, b: a * b, "^": power, "frac": lambda a, b: a * power(b, -mp.one), "brackets": lambda x: x},
     **{"binom": _binomial, "perm": lambda n, k: _binomial(n, k) * mp.factorial(k), "|": abs, "⌊": mp.floor, "⌈": mp.ceil, **TURNS},
     **{"sqrt": mp.sqrt, "!": lambda n: mp.factorial(_natural(n, _FACTORIAL)), "root": lambda n, x: power(x, power(n, -mp.one))},
 }
-"""Of the nodes of expressions that have a value, by their name."""
+"""Functions of the expression nodes that have a value, by name."""

@@ -1,4 +1,4 @@
-"""Whether two expressions mean the same: functions are compared at points, sets of real numbers where their members may change."""
+"""Compare the meanings of two expressions: functions at points, sets of real numbers where membership may change."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from asyncmoe.rollout.scoring.expressions import NO_BASE, SETS, Term, negative
 from asyncmoe.rollout.scoring.meaning import MOST, POINTS, At, defined, has_units, members, named, plain, value, variables, walk
 
 _NEAR = mp.mpf(10) ** -30
-"""How near a tie in rounding is one, and how far beside an edge a set is tried, as a part of the way to the next one."""
+"""Tolerance of a tie in rounding; also how far beside an edge a set is tested, as a fraction of the distance to the next edge."""
 
 
 def same(gold: Term, given: Term, at: At | None = None) -> bool:
     """Return whether an answer means what the reference does.
 
-    Both sides are treated alike, with two exceptions: a reference with two or more decimals equals what rounds to it, unless that is a
-    decimal number too; and its percent sign may be left out.
+    Both sides are treated alike, with two exceptions: a reference with two or more decimals equals an answer that rounds to it, unless that
+    is a decimal number, too; and its percent sign may be left out.
 
     Raises:
-        TooLarge: to find out takes more than the bounds allow.
+        TooLarge: the comparison would exceed the bounds.
     """
     at, gold, given = at or At(), plain(gold), plain(given)
     if gold.op == given.op == "relation" and gold.text == given.text and _same_relation(gold, given, at):
@@ -61,7 +61,7 @@ def _same_lists(ours: Sequence[Term], theirs: Sequence[Term], at: At) -> bool:
 
 
 def _at_points(gold: Term, given: Term, at: At) -> Iterator[tuple[Number | None, Number | None]]:
-    """The values of two expressions, at all points if they have variables."""
+    """Yield the values of two expressions, at all points if they have variables."""
     whole = any(one.op in ("!", "binom", "perm") for node in (gold, given) for one in walk(node))
     for number in (POINTS[len(POINTS) // 2 :] if whole else POINTS) if variables(gold, given) - {"i"} else POINTS[:1]:
         place = replace(at, number=number)
@@ -69,7 +69,7 @@ def _at_points(gold: Term, given: Term, at: At) -> Iterator[tuple[Number | None,
 
 
 def _same_relation(gold: Term, given: Term, at: At) -> bool:
-    """Compare the differences of both sides of two equations or inequalities: one is a multiple of the other; chains side by side."""
+    """Compare two equations or inequalities by the differences of their sides, one a multiple of the other; chains side by side."""
     if len(gold.text) > 1:
         return _alike(gold, given, at)
     ours, theirs = (Term("+", (one.args[0], negative(one.args[1]))) for one in (gold, given))
@@ -78,7 +78,7 @@ def _same_relation(gold: Term, given: Term, at: At) -> bool:
 
 
 def _same_values(gold: Term, given: Term, at: At) -> bool:
-    """Compare numbers or functions. A unit that only one side has does not count; but degrees may be radians."""
+    """Compare numbers or functions. Units are ignored if only one side has them, except that degrees may be radians."""
     factors, others = ({one.text for one in walk(node) if one.op == "factor"} for node in (gold, given))
     one_sided = {"unit"} if has_units(gold) != has_units(given) else set()
     left_out = {"factor"} if factors == {"%"} and not others else set()
@@ -127,7 +127,7 @@ def _same_sets(gold: Term, given: Term, at: At) -> bool:
 
 
 def _edges(node: Term, at: At) -> Iterator[Number]:
-    """Where a set may change: at the numbers in it, and at their roots."""
+    """Yield where membership of a set may change: at the numbers in it, and at their roots."""
     for one in walk(node):
         edge = None if variables(one) else defined(one, at)
         if edge is not None and mp.isfinite(edge) and mp.im(edge) == 0:
@@ -135,7 +135,7 @@ def _edges(node: Term, at: At) -> Iterator[Number]:
 
 
 def _contains(node: Term, t: Number, at: At) -> bool:
-    """Return whether a set has a number. Raises Undefined if the expression is no set."""
+    """Return whether a set contains a number. Raises Undefined if the expression is not a set."""
     node = plain(named(node)[1])
     if node.text in SETS:
         return node.text != "∅" and (node.text == r"\R" or integer(t) is not None) and (node.text != r"\N" or t >= 1)

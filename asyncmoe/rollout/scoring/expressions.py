@@ -1,4 +1,4 @@
-"""Expressions of mathematics, read from a text to its last character: a text of which something is not read is no expression."""
+"""Parse mathematical expressions: a text is an expression only if it can be parsed to its last character."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _ARGUMENTS = {"frac": 2, "binom": 2, "perm": 2, "root": 2, "sqrt": 1}
 _GREEK = "pi alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega ell"
 _NAMES = {*_GREEK.split(), *_GREEK.title().split(), *TURNS, *_ARGUMENTS, "infty"}
 NO_BASE = r"\log"
-"""The base of logarithms without one: a constant of which nothing is known."""
+"""The base of logarithms written without one: an unknown constant."""
 SETS = ("∅", r"\R", r"\Z", r"\N")
 _CLOSED_BY = {"{": "}", "(": ")]", "[": ")]", "⦃": "⦄", "⟨": "⟩", "⌊": "⌋", "⌈": "⌉", "|": "|", "⟦": "⟧"}
 _PARTS = {"matrix": "¶", "row": "&", "described": "¦", "list": (",", "and", "or"), "relation": "=<>≤≥≠∈", ":": ":", "sets": "∪∩∖"}
-"""What separates the parts of an expression, the loosest first."""
+"""Separators of the parts of an expression, loosest first."""
 _LEVELS = [*_PARTS.items()]
 _TURNED = str.maketrans(">≥", "<≤")
 _SIGNS = ("+", "-", "±")
 _BETWEEN = {*_SIGNS}.union(*_PARTS.values())
 _OPEN = {*"*/^_", *_BETWEEN, *TURNS, *_CLOSED_BY} - {"|"}
-"""After these a factor begins."""
+"""Tokens after which a factor begins."""
 _ENDS = {"", *_BETWEEN, *")]}⦄⟩⌋⌉⟧"}
-"""Before these a product ends."""
+"""Tokens before which a product ends."""
 
 
 class Unread(Exception):
-    """A text that is no expression."""
+    """A text that is not an expression."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def read(text: str) -> Term:
     """Read a text as `asyncmoe.rollout.scoring.notation.tidy` returns it.
 
     Raises:
-        Unread: it is no expression.
+        Unread: it is not an expression.
         TooLarge: it is too long, too nested, or has a number with too many digits.
     """
     reader = _Reader([*_tokens(text)])
@@ -70,7 +70,7 @@ def read(text: str) -> Term:
 
 
 def _tokens(text: str) -> Iterator[str]:
-    """Signs and names, numbers, letters, and units behind a quotation mark."""
+    """Yield signs, names, numbers, letters, and units prefixed with a quotation mark."""
     need(not PATTERNS["token"].sub("", text).strip(), Unread)
     last = ","
     for count, found in enumerate(PATTERNS["token"].finditer(text)):
@@ -85,11 +85,11 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 def _word(quoted: str, spaced: bool, follows: str, last: str) -> Iterator[str]:
-    """The tokens of a word: a name, a unit, or letters.
+    """Yield the tokens of a word: a name, a unit, or letters.
 
     Args:
-        spaced: it stands apart, as a unit of one letter does.
-        follows: the two characters behind it.
+        spaced: white space precedes it, as it does a unit of one letter.
+        follows: the two characters after it.
         last: the token before it.
     """
     word, behind = quoted.strip('" '), last not in _OPEN
@@ -116,7 +116,7 @@ class _Reader:
         self._nested = 0
 
     def _take(self, *signs: str) -> str:
-        """The next token if it is one of these, else ""."""
+        """Consume and return the next token if it is one of these, else return ""."""
         return self.rest.pop() if self.rest[-1] in signs else ""
 
     def level(self, number: int = 0) -> Term:
@@ -151,7 +151,7 @@ class _Reader:
         return factors[0] if len(factors) == 1 else Term("*", tuple(factors))
 
     def _factor(self, alone: bool = False) -> Term:
-        """Read a factor, or what may stand before its exponent."""
+        """Read a factor; with `alone`, without its factorial sign and exponent."""
         self._nested += 1
         need(self._nested <= _NESTED, TooLarge)
         part = self.rest.pop()
@@ -191,7 +191,7 @@ class _Reader:
         return Term("list", members, "set") if opening == "⦃" else Term("brackets", members, (opening + closing).replace("⟨⟩", "()"))
 
     def _function(self, name: str) -> Term:
-        """The argument of a function is one in brackets, else the factors up to the next function or sign."""
+        """Read a function: its argument is in brackets, else the factors up to the next function or sign."""
         index = [self._factor(alone=True)] if self._take("_") else [Term("variable", text=NO_BASE)] * (name == "log")
         power = [self._factor(alone=True)] if self._take("^") else []
         argument = self._factor(alone=True) if self.rest[-1] == "(" else self._product(("*", "/", *TURNS))

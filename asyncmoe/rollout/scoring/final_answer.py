@@ -1,4 +1,4 @@
-"""Where the final answer of a response stands: at the last of the marks of the highest rank, as `docs/guides/reward.md` lists them."""
+"""Find the final answer of a response: at the last of the marks of the highest rank, as `docs/guides/reward.md` lists them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from asyncmoe.rollout.scoring import notation
 from asyncmoe.rollout.scoring.notation import PATTERNS
 
 ANSWER_CHARS = 8000
-"""A longer text is not one answer."""
+"""Maximum length of an answer."""
 
 
 def find(response: str, reference: bool = False) -> Sequence[str]:
-    """Return the final answer of a response; behind it, if it is a sentence, shorter texts in it that may be meant.
+    """Return the final answer of a response, followed, if it is a sentence, by shorter texts in it that may be meant.
 
     Args:
-        reference: it is a reference, which is an answer, or a whole solution with marks.
+        reference: the text is a reference: an answer, or a whole solution with marks.
     """
     text = re.sub(r"[^\S\n]+", " ", PATTERNS["thought"].split(PATTERNS["unseen"].sub("", response))[-1]).strip()
     if PATTERNS["thinking"].search(text):
@@ -30,18 +30,18 @@ def find(response: str, reference: bool = False) -> Sequence[str]:
 
 
 def _marks(text: str, *names: str) -> list[re.Match[str]]:
-    """Return the marks of these kinds in a text, but for those of which it says that they are no answer."""
+    """Return the marks of these kinds in a text, except those that the text itself denies to be the answer."""
     found = sorted((one for name in names for one in PATTERNS[name].finditer(text)), key=re.Match.start)
     return [one for one in found if not _beside("denied", text, one.start(), one.end(one.re.groups))]
 
 
 def _beside(name: str, text: str, start: int, end: int) -> bool:
-    """Return whether a pattern with "⋯" in the place of a part of a text matches what is around that part."""
+    """Return whether a pattern matches the surroundings of a part of a text, with "⋯" in place of that part."""
     return bool(PATTERNS[name].search(f"{text[max(0, start - 40) : start]}⋯{text[end : end + 40]}"))
 
 
 def _is_sure(mark: re.Match[str], text: str) -> bool:
-    """The signs of GSM8K, bold and code are also those of Markdown for headings and stress."""
+    """Return whether a mark is sure: GSM8K's sign, bold and code also mean headings and emphasis in Markdown."""
     content, sign = mark[1] or "", mark[0][0]
     if sign not in "*`#":
         return True
@@ -63,7 +63,7 @@ def _sentence(text: str, marked: bool, with_numbers: bool = True) -> Sequence[st
 
 
 def _joined(text: str, parts: Sequence[re.Match[str]]) -> str:
-    """Return the content of the last part, with those before that only a comma or a word such as "and" separates from it."""
+    """Return the content of the last part, with earlier ones separated from it only by a comma or a word such as "and"."""
     last = parts[-1]
     content = last[last.re.groups] or ""
     for one in parts[-2:-20:-1]:

@@ -1,4 +1,4 @@
-"""A judge behind an HTTP endpoint that receives a sample and returns its score, both as JSON, and the POST to any scoring server."""
+"""A judge behind an HTTP endpoint that receives a sample and returns its score, both as JSON; also the POST to any scoring server."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class HttpJudge:
     """See `Judge`.
 
     Args:
-        asked: the body that is posted for a sample, and the bytes that its answer may have.
+        asked: returns the body to post for a sample, and the maximum bytes of its answer.
     """
 
     def __init__(self, poster: Poster, asked: Callable[[Sample], tuple[bytes, int]]) -> None:
@@ -91,7 +91,7 @@ class HttpJudge:
 
 
 def asked(sample: Sample) -> tuple[bytes, int]:
-    """Return what a scorer is posted, whose answer `parse_score.read_json` parses."""
+    """Return the body to post to a scorer, whose answer `parse_score.read_json` parses, and the maximum bytes of that answer."""
     told: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer, "agent": sample.agent}
     told["columns"] = dict(sample.columns)
     return json.dumps(told).encode(), _ANSWER_BYTES  # msgspec writes no integer of more than 64 bits

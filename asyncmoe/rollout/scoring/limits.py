@@ -1,9 +1,9 @@
 """Limits around a judge: concurrency, deadline and retries.
 
-A sample waits for one of `concurrency` slots, then for the judge. After a transient failure it backs off without a slot and starts over; a
-judge that cannot be reached is asked again until the deadline, any other at most `retries` times. The deadline bounds all of this together.
-A waiting sample still holds its place under the capacity law, so the backlog of a slow judge is bounded, and generation continues until
-that bound is reached.
+A sample waits for one of `concurrency` slots, then for the judge. After a transient failure it backs off without a slot and starts over; an
+unreachable judge is retried until the deadline, any other failure at most `retries` times. The deadline bounds all of this together. A
+waiting sample still counts under the capacity law, so the backlog of a slow judge is bounded, and generation continues until that bound is
+reached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Progress:
     """Progress of one sample.
 
     Attributes:
-        calling: it is in a call, or was in one that scored it.
+        calling: True during a call, and after one that scored it.
         last: the failure of its previous attempt.
         called: seconds in calls so far.
     """
@@ -108,7 +108,7 @@ class LimitedScorer:
         await self._judge.close()
 
     def stats(self) -> Scoring:
-        """Return the statistics since the start. Cancelled samples are in none of them."""
+        """Return the statistics since the start. They exclude cancelled samples."""
         return Scoring(
             in_flight=self._in_flight,
             waiting=self._here - self._in_flight,
@@ -155,7 +155,7 @@ class LimitedScorer:
                 progress.called += _now() - begin
 
     def _log(self, raised: ScorerRaised) -> None:
-        """Log what the user's scorer raised, once for each place."""
+        """Log what the user's scorer raised, once for each line."""
         if raised.at not in self._places:
             self._places.add(raised.at)
             log.warning("%s raised at %s, which is said once:\n%s", self.name, raised.at, raised.trace.rstrip())

@@ -42,7 +42,7 @@ def load(section: ScoringSection, task: TaskSection, decode: Decode, seed: int =
 
 
 def load_teacher(section: ScoringSection, seed: int = 0) -> Scorer | None:
-    """Return what gives scores of the teacher, without a reward; None: there is no teacher. Raises ConfigError: its key is missing."""
+    """Return the teacher as a scorer without rewards; None without a teacher. Raises ConfigError if its key is missing."""
     if (given := section.teacher) is None:
         return None
     poster = http.Poster(f"{given.url.rstrip('/')}/generate", given.timeout_s, _teacher_key(given))

@@ -1,7 +1,7 @@
-"""Mathematical equality of answers: what a reference and the final answer of a response mean, compared by their values.
+"""Mathematical equality of answers: a reference and the final answer of a response are parsed and compared by value.
 
-A text is read to its last character, or compared as a text; no work begins whose bounds are not known. A response that exceeds the bounds
-is wrong, and a reference that does is refused, so that no answer takes the time of its group.
+A text is parsed to its last character, or compared as text; all work is bounded in advance. A response that exceeds the bounds is wrong,
+and a reference that does is refused, so that no answer delays its group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncmoe.rollout.scoring.expressions import Term, Unread, read
 
 
 class ReadAnswer(NamedTuple):
-    """What a text means: the text without markup and case, the letters of choices, and an expression if it is one."""
+    """The meaning of a text: the text without markup and case, the letters of choices, and its expression, if it is one."""
 
     text: str
     choices: str
@@ -42,7 +42,7 @@ def score(prompt: str, response: str, answer: str) -> float:
 
 
 def check(answer: str) -> None:
-    """Refuse a reference that no answer equals.
+    """Refuse a reference that no answer can equal.
 
     Raises:
         ValueError: as `score`.

@@ -1,4 +1,4 @@
-"""What an expression stands for: its value at a point, the members of a list, the value behind a name."""
+"""The meaning of an expression: its value at a point, the members of a list, the value of a name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asyncmoe.rollout.scoring.expressions import NO_BASE, SETS, Term, negative
 
 CONSTANTS: Mapping[str, Number] = {"pi": +mp.pi, "e": +mp.e, "i": mp.j, "infty": mp.inf, NO_BASE: mp.e * mp.sqrt(mp.pi)}
 _RANGES = ((0.0, 1.0), (1.0, 4.0), (-1.0, 0.0), (-5.0, -1.0), (0.0, 1.0), (1.0, 4.0))
-"""Where variables are, point after point; at as many later points they are natural numbers."""
+"""Ranges of the variables, one for each point; at as many further points they are natural numbers."""
 POINTS = range(2 * len(_RANGES))
 _WORK, MOST = 40_000, 100
-"""Bounds of operations, and of the members of a list."""
+"""Bounds on operations, and on the members of a list."""
 _SKIPPED = {"number": 0, "variable": 0, "+": 0, "*": 0}
-"""Operations that one counts for beside itself; another counts for 40."""
+"""Operations, beyond the first, that a node counts for; an unlisted node counts for 40 in all."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class At:
     """Where expressions are evaluated.
 
     Attributes:
-        number: that of the point.
+        number: index of the point.
         given: values of variables.
-        ignored: "unit", "factor": what is 1, but for arguments of functions.
-        work: counts the operations.
+        ignored: ops ("unit", "factor") with the value 1, except in arguments of functions.
+        work: counter of operations.
     """
 
     number: int = 0
@@ -46,7 +46,7 @@ def value(node: Term, at: At) -> Number:
 
     Raises:
         Undefined: it has no value.
-        TooLarge: it takes more than the bounds allow.
+        TooLarge: it exceeds the bounds.
     """
     need(next(islice(at.work, _SKIPPED.get(node.op, 39), None)) < _WORK, TooLarge)
     if node.op in at.ignored:
@@ -94,7 +94,7 @@ def has_units(node: Term) -> bool:
 
 
 def plain(node: Term) -> Term:
-    """Without brackets around one expression; of "x = 1, y = 2" the values in the order of their names."""
+    """Strip brackets around one expression; reduce "x = 1, y = 2" to the values in the order of their names."""
     while len(node.args) == 1 and ((node.op == "list" and node.text != "where" and node.args[0].text != "set") or node.text == "()"):
         node = node.args[0]
     values = dict(map(named, node.args)) if node.op == "list" and node.text not in ("set", "where") else {"": node}
@@ -104,7 +104,7 @@ def plain(node: Term) -> Term:
 
 
 def members(node: Term) -> Sequence[Term]:
-    """What a list has, or an expression with ± means, or the expression alone."""
+    """Return the members of a list, the values of an expression with ±, or the expression alone."""
     if node.text == "∅":
         return ()
     parts = [members(one) for one in node.args]
@@ -118,7 +118,8 @@ def members(node: Term) -> Sequence[Term]:
 
 
 def named(node: Term) -> tuple[str, Term]:
-    """The name and the value of "x = 5", "f(x) = 5" or "x in S"; without a name the expression, or the last side of "2 + 3 = 5"."""
+    """Return the name and value of "x = 5", "f(x) = 5" or "x in S"; without a name, "" and the expression, or the last side of "2 + 3 =
+    5"."""
     node = plain(node)
     if node.op != "relation" or node.text not in ("=", "==", "===", "∈"):
         return "", node

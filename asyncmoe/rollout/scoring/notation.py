@@ -1,4 +1,4 @@
-"""How answers are written: one notation for texts that mean the same, by the rules of `words.txt`, then of `notation.txt`."""
+"""Normalise the notation of answers by the rules of `words.txt`, then of `notation.txt`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncmoe.rollout.scoring.types import MARK
 from asyncmoe.rollout.scoring.units import FACTORS, UNITS
 
 _BRACES = 9
-"""How many braces in each other the content of a box may have."""
+"""Maximum nesting of braces in the content of a box."""
 
 
 def _rows(name: str) -> list[list[str]]:
@@ -25,11 +25,11 @@ PATTERNS = {name: re.compile(pattern) for name, pattern in _rows("patterns.txt")
 _WORDS, _RULES = ([(re.compile(pattern), sign) for pattern, sign in _rows(name)] for name in ("words.txt", "notation.txt"))
 _NARROW = {code + 0xFEE0: chr(code) for code in range(ord("!"), ord("~") + 1)}
 _REPEATED_DIGITS = 790
-"""Of a decimal fraction with a period, which is then equal to its value at the precision of comparisons."""
+"""Digits to which a repeating decimal is expanded, so that it equals its value at the precision of comparisons."""
 
 
 def plain(text: str) -> str:
-    """Return an answer without the delimiters of LaTeX and Markdown, and without a sign at its end."""
+    """Return an answer without the delimiters of LaTeX and Markdown, and without punctuation at its end."""
     text = PATTERNS["delimiter"].sub(" ", text.translate(_NARROW))
     if len(re.findall(r"(?<!\\)\$", text)) % 2 == 0:
         text = re.sub(r"(?<!\\)\$", " ", text)
@@ -37,7 +37,7 @@ def plain(text: str) -> str:
 
 
 def unwrapped(text: str, word: str = r"\g<0>") -> str:
-    """Return a text without the commands that set text in LaTeX; a replacement for each word of such a text may be given."""
+    """Return a text without LaTeX's text commands; `word` replaces each word in their arguments."""
     for _ in range(3):
         text = PATTERNS["wrapped"].sub(lambda found: re.sub(r"(?<![\\A-Za-z\"])[^\W\d_]+", word, found[1]), text)
     return text.strip()
@@ -53,7 +53,7 @@ def bare(text: str) -> str:
 def choices(text: str) -> str:
     """Return the letters of an answer to a multiple-choice question: B of "B", "(B)" and "B. 12 apples", "AC" of "C and A".
 
-    Letters that stand together keep their order: "FACE" may be a word.
+    Adjacent letters keep their order: "FACE" may be a word.
     """
     text = unwrapped(text).replace("\\ ", " ")
     if len(text) < 200 and PATTERNS["choices"].fullmatch(text):
@@ -82,6 +82,6 @@ def tidy(text: str) -> str:
 
 
 def _fraction(repeating: re.Match[str]) -> str:
-    """Return a decimal fraction with a period, such as "0.1\\overline{6}", as a fraction."""
+    """Return a repeating decimal, such as "0.1\\overline{6}", as a fraction."""
     whole, _, places = (repeating[1] + repeating[2] * _REPEATED_DIGITS)[:_REPEATED_DIGITS].partition(".")
     return rf"\frac{{{whole}{places}}}{{10^{{{len(places)}}}}}"

@@ -59,10 +59,10 @@ def _worth(value: object) -> float:
 
 
 def number(value: Any) -> float:
-    """Return what any user's code gives as a reward: a number of Python, NumPy or torch, also alone in an array, a fraction or a decimal.
+    """Return a user's reward as a float: a number of Python, NumPy or torch, also alone in an array, a Fraction or a Decimal.
 
     Raises:
-        ValueError: it is none, as a text is not; says what it is.
+        ValueError: it is not a number (text never is); says what it is.
     """
     shown = ""
     try:

@@ -22,7 +22,7 @@ _FRAMES, _TRACE_CHARS = 32, 8000
 
 @dataclass(frozen=True)
 class Loaded:
-    """A user's function or class. `function`: it itself, or the class's method `score`."""
+    """A user's function or class. `function`: the function itself, or the class's method `score`."""
 
     target: str
     found: Callable[..., Any]
@@ -71,7 +71,7 @@ async def close(made: object | None) -> None:
 
 
 async def close_own(made: object | None, whose: str, seconds: float = _CLOSE_S) -> None:
-    """Close a user's object. Only logs what goes wrong: the run is over, and its result stands."""
+    """Close a user's object. Errors are only logged: the run is over, and its result stands."""
     try:
         await plugins.awaited(lambda: close(made), seconds, f"{whose}'s close()")
     except Exception as error:  # noqa: BLE001  user code may raise anything

@@ -1,4 +1,4 @@
-"""A teacher beside a scorer: a second SGLang server that returns its log-probability of every token the policy sampled.
+"""The teacher: a second SGLang server that returns its log-probability of every token the policy sampled.
 
 A request prefills the conversation and generates nothing (POST /generate with `max_new_tokens` 0, `logprob_start_len` 0). SGLang computes
 the log-probabilities of a prompt from the plain softmax, whatever the temperature (`temp_scaled_logprobs`, schedule_batch.py).
@@ -28,7 +28,7 @@ class _Read(msgspec.Struct, frozen=True):
 
 
 def asked(sample: Sample) -> tuple[bytes, int]:
-    """Return the request of a sample's log-probabilities, and the bytes that its answer may have."""
+    """Return the request for a sample's log-probabilities, and the maximum bytes of its answer."""
     body = {
         "input_ids": sample.tokens,
         "return_logprob": True,

@@ -1,4 +1,4 @@
-"""What is checked before engines start: that the scorer scores, and that reference answers equal themselves."""
+"""Checks before engines start: the scorer scores, and reference answers equal themselves."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PASSING = frozenset({ERROR, TIMEOUT, UNAVAILABLE})
 
 
 class Later(TrajectoryRejected):
-    """No server was reached, or it asks for another request (429, 503) after `after_s` seconds, 0 if it does not say: nothing has begun."""
+    """No server was reached, or it asks for a retry (429, 503) after `after_s` seconds, 0 if it does not say; nothing has begun."""
 
     def __init__(self, detail: str, after_s: float = 0.0) -> None:
         self.after_s = after_s
@@ -76,7 +76,7 @@ class Score:
         reward: reward of the whole sample; finite.
         rewards: float32[T]; the score of each step at its last token, NaN elsewhere. None: steps were not scored.
         teacher: float32[T]; the teacher's log-probability, in nats, of each sampled token, 0 elsewhere. None: no teacher.
-        why: what the scorer says about it, for readers of samples.
+        why: the scorer's explanation, for readers of samples.
     """
 
     reward: float

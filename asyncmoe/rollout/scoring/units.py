@@ -25,11 +25,11 @@ FACTORS: Mapping[str, Number] = _SIGNS | _FACTORS | {f"{name}s": value for name,
 
 
 def known(name: str) -> Number | None:
-    """Return the value of a unit, in any number, and in any case that cannot be another unit's; None: it is none that is known."""
+    """Return the value of a unit, singular or plural, in any letter case that is not another unit's; None if it is unknown."""
     lower = name if len(name) == 1 or (len(name) == 2 and name[0] == "M") else name.lower()
     return next((UNITS[one] for one in (name, lower, lower.removesuffix("s"), lower.removesuffix("es")) if one in UNITS), None)
 
 
 def unknown(name: str) -> str:
-    """Return the name of another unit in the singular; in lower case unless the case is that of a symbol, as in mW and MHz."""
+    """Return the name of an unknown unit in the singular, in lower case unless it looks like a symbol, such as mW and MHz."""
     return (name.lower() if len(name) > 2 and (name.istitle() or name.isupper()) else name).removesuffix("s")

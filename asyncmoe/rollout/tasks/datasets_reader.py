@@ -61,15 +61,15 @@ def read(source: WeightedSource, key: str) -> DatasetRows:
 
     Raises:
         ConfigError: `datasets` is not installed.
-        DataError: no such data set or split, the hub cannot be reached, a file that `datasets` cannot read, a column that is missing or
-            holds another type, or no row left; names row and column.
+        DataError: no such data set or split, the hub cannot be reached, a file that `datasets` cannot read, a column that is missing or of
+            another type, or no row left; names row and column.
     """
     columns = source.columns or ColumnsSection()
     return DatasetRows(_only(_load(source, key), columns, source), f"{key}.path {source.path}", columns, keeps(source, key))
 
 
 def _only(data: Any, columns: ColumnsSection, source: WeightedSource) -> Any:
-    """Return the data set without columns that nothing reads: images and audio would be decoded for nothing."""
+    """Return the data set without columns that nothing reads: images and audio would be decoded in vain."""
     if columns.keep is None or source.filter is not None:
         return data
     wanted = {columns.question, columns.answer, *columns.keep, *(source.where or {})}
@@ -114,7 +114,7 @@ def _local(path: Path, source: WeightedSource, key: str) -> tuple[tuple[str, ...
     given: dict[str, Any] = {"data_files": str(path)}
     columns = source.columns or ColumnsSection()
     if builder == "csv":
-        # Text as it is written: 007 and True are no number and no truth value.
+        # Keep text as written: 007 and True are neither a number nor a truth value.
         given["converters"] = {name: str for name in (columns.question, columns.answer) if name is not None}
     return (builder,), given
 
@@ -136,5 +136,5 @@ def _split(data: Any, source: WeightedSource, key: str) -> Any:
 
 
 def _told(error: Exception) -> str:
-    """Return an exception in one line, with the one it came from, which names what is wrong with a file."""
+    """Format an exception in one line, with its cause, which says what is wrong with a file."""
     return "; ".join(dict.fromkeys(plugins.told(one)[:300] for one in (error, error.__cause__ or error.__context__) if one is not None))

@@ -1,4 +1,4 @@
-"""Examples to tokens: system prompt, chat template, and the checks that need the tokenizer."""
+"""Encode examples: system prompt, chat template, and the checks that need the tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Encoder:
         self._tokenizer, self._chat, self._system, self._ending = tokenizer, chat, system, ending
 
     def prompt(self, example: Example) -> Prompt:
-        """Return the prompt of an example that is checked.
+        """Return the prompt of a checked example.
 
         Raises:
             DataError: the tokenizer has no chat template, the template cannot render the messages or leaves some of them
@@ -50,7 +50,7 @@ class Encoder:
         return Prompt(str(messages[-1]["content"]), tokens, example.answer, example.columns, messages, where)
 
     def demonstration(self, example: Example) -> Demonstration:
-        """Return the example with its solution, which the end-of-sequence token ends. Raises as `prompt`, or if there is no solution."""
+        """Return the example with its solution and the end-of-sequence token. Raises as `prompt`, and DataError without a solution."""
         solution = example.answer if example.solution is None else example.solution
         if not solution:
             hint = "name the column in task.columns.answer, return an Example with a solution, or set warmup.steps=0"
@@ -66,8 +66,8 @@ class Encoder:
 
 
 def example_at(source: Finite, index: int, name: str) -> Example:
-    """Return an example, checked, with its name, which without one of its own is that of its source. Raises DataError: as `check`, or what
-    a user's code raises."""
+    """Return a checked example, named after its source and index unless it has a name. Raises DataError as `check` does, or for an error of
+    a user's code."""
     where = f"{name}, example {index}"
     example = plugins.called(lambda: source[index], where)
     check(example, where)
@@ -75,7 +75,7 @@ def example_at(source: Finite, index: int, name: str) -> Example:
 
 
 def drawn(source: Endless, random: Random, where: str) -> Example:
-    """Return the next example of an endless source. Else as `example_at`."""
+    """Return the next example of an endless source; otherwise like `example_at`."""
     example = plugins.called(lambda: source.draw(random), where)
     check(example, where)
     return replace(example, where=where)
@@ -91,7 +91,7 @@ def check(example: object, where: str) -> None:
 
     Raises:
         DataError: not an `Example`; an empty prompt, or one that is neither text nor messages nor token ids; an answer or a solution that
-            is no text; columns that JSON cannot hold.
+            is not text; columns that JSON cannot hold.
     """
     if not isinstance(example, Example):
         raise DataError(where, got=f"{type(example).__name__} {str(example)[:100]!r}", expected="an asyncmoe.rollout.tasks.Example")
@@ -137,7 +137,7 @@ def check_columns(columns: object, where: str) -> None:
 
 
 def check_json(value: object, where: str, hint: str | None = None) -> None:
-    """Refuse what JSON in UTF-8 cannot hold, such as NaN and half a surrogate pair; raises DataError."""
+    """Refuse values that JSON in UTF-8 cannot hold, such as NaN and a lone surrogate; raises DataError."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -145,7 +145,7 @@ def check_json(value: object, where: str, hint: str | None = None) -> None:
 
 
 def identity(prompt: str | Sequence[Message] | Sequence[Any]) -> bytes:
-    """Return a digest that two prompts share if they ask the same: white space and system messages do not count."""
+    """Return a digest that is equal for prompts that differ only in white space and system messages."""
     if isinstance(prompt, str):
         said: object = [" ".join(prompt.split())]
     elif is_tokens(prompt):

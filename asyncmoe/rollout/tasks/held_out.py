@@ -1,4 +1,4 @@
-"""Which examples training asks and which the evaluation: held-out examples, and those that evaluation sets have in common with training."""
+"""Split examples between training and evaluation: held-out examples, and those that evaluation sets have in common with training."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def divide(parts: Sequence[TaskPart], held: int, asked: frozenset[bytes], seed: 
     """Divide the questions of a task's parts between training and evaluation; an endless part draws its own.
 
     Args:
-        held: number of questions to hold out: of each part as many as the evaluation's numbers take from it, drawn from the seed.
-        asked: identities of what the evaluation asks besides, which training leaves out.
+        held: number of questions to hold out; from each part, as many as the evaluation takes from it, drawn by the seed.
+        asked: identities of the evaluation's other questions, which training leaves out.
 
     Raises:
         DataError: more than half of a part would be held out, or nothing is left to train on.
@@ -42,7 +42,7 @@ def divide(parts: Sequence[TaskPart], held: int, asked: frozenset[bytes], seed: 
     counts = Counter(draws.at(EVALUATION, number)[0] for number in range(held))
     named = enumerate(zip(parts, known, strict=True))
     drawn = [_drawn(part.name, len(ids), counts[number], f"{seed} held out {number}") for number, (part, ids) in named]
-    # One question may be in several rows, and in several sources.
+    # The same question may be in several rows and sources.
     banned = asked.union(ids[index] for ids, indices in zip(known, drawn, strict=True) for index in indices)
     divided = []
     for part, source, ids, indices in zip(parts, sources, known, drawn, strict=True):

@@ -45,10 +45,10 @@ def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = No
 def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield "FILE line N" and the object of every line that is not blank. Raises as `read`."""
     try:
-        # Binary: in text, JSON may contain other line separators than "\n".
+        # Binary, because text in JSON may contain line separators other than "\n".
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                raw = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # which editors on Windows write
+                raw = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # as editors on Windows write
                 if raw.strip():
                     yield f"{path} line {number}", _object(f"{path} line {number}", raw)
     except OSError as error:
@@ -66,14 +66,15 @@ def _object(where: str, raw: bytes) -> Mapping[str, Any]:
 
 
 def example_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> Example:
-    """Return what a row of a file or data set asks. Its reference is the text after the last `MARK`, or the whole answer without a mark, as
-    written: scorers decide what a comma means. Its solution is the whole answer.
+    """Return the example in a row of a file or data set. Its reference is the text after the last `MARK`, or without a mark the whole
+    answer, as written: scorers decide what a comma means. Its solution is the whole answer.
 
     Args:
         where: the row, for messages.
 
     Raises:
-        DataError: the question is neither text nor messages, the answer no text or number, or a column is missing; names row and column.
+        DataError: the question is neither text nor messages, the answer neither text nor number, or a column is missing; names row and
+            column.
     """
     question = _value(where, values, columns.question)
     check_prompt(question, f"{where}, {columns.question}")

@@ -38,7 +38,7 @@ class EvaluationQuestions:
 
 @dataclass(frozen=True)
 class Tasks:
-    """All tasks of a run, and the tokenizer that made tokens of them; `sets` is empty without evaluation."""
+    """All tasks of a run, and the tokenizer that encodes them; `sets` is empty without evaluation."""
 
     tokenizer: Tokenizer
     training: Task
@@ -77,7 +77,7 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
 
 
 def _check_room(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> None:
-    """Refuse a first prompt that fills the context. A later one is rejected when it is asked, and counted as too long."""
+    """Refuse a first prompt that fills the context. Later ones are rejected when asked, and counted as too long."""
     if config.environment.kind not in ("single_turn", "tools"):
         return  # what the policy is asked is up to the user's own code
     limits = {"the model's context": tokenizer.positions, "environment.max_tokens": config.environment.max_tokens}

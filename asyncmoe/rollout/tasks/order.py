@@ -1,4 +1,4 @@
-"""Which example a prompt number asks: of an endless source, of a finite one, and of a mixture of sources."""
+"""Map prompt numbers to examples: of an endless source, a finite one, or a mixture."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TaskPart:
     """A source of a task, with its name for messages.
 
     Attributes:
-        trained: indices that training and warm-up ask; None: all.
-        held: what the evaluation asks; None: the source itself.
+        trained: indices for training and warm-up; None: all.
+        held: examples for the evaluation; None: the source itself.
     """
 
     source: Finite | Endless
@@ -59,7 +59,7 @@ class ListedTask:
 
     Args:
         part: its source is finite.
-        order: names the orders of this source among those of a mixture.
+        order: distinguishes this source's orders from those of others in a mixture.
     """
 
     def __init__(self, part: TaskPart, encoder: Encoder, seed: int, order: str = "") -> None:
@@ -85,7 +85,7 @@ class ListedTask:
         return (example for example in every if example.answer)
 
     def index(self, stream: str, number: int) -> int:
-        """Return the index that a number of a stream asks: of the source, or for `EVALUATION` of the held-out examples."""
+        """Return the index of a number of a stream: into the source, or for `EVALUATION` into the held-out examples."""
         every = range(len(self._held)) if stream == EVALUATION else self._trained
         epoch, place = divmod(number, len(every))
         if self._orders.get(stream, (-1,))[0] != epoch:
@@ -115,12 +115,12 @@ class MixedTask:
         return self._tasks[part].demonstration(number)
 
     def golds(self) -> Iterable[Example]:
-        """See `HasGolds`; of the tasks that know theirs."""
+        """See `HasGolds`; covers the tasks that have them."""
         return chain.from_iterable(task.golds() for task in self._tasks if isinstance(task, HasGolds))
 
 
 class MixedDraws:
-    """Which task of a mixture each number takes, in blocks of `_BLOCK` numbers, so that a resumed run finds its place quickly."""
+    """Draws the task of a mixture for each number, in blocks of `_BLOCK` numbers, so that a resumed run finds its position quickly."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         self._weights, self._seed = weights, seed

@@ -15,14 +15,14 @@ _WANTED = "a class with `draw(self, random)`, or with `__len__(self)` and `__get
 
 
 def load(target: str, options: Mapping[str, object], key: str) -> Finite | Endless:
-    """Make the source `package.module:Class`, and try it.
+    """Construct the source `package.module:Class`, and try it.
 
     Args:
         key: section that names the class, for messages.
 
     Raises:
-        ConfigError: the class cannot be imported or made, or is no source.
-        DataError: it raises, it is empty, or its first or last example is none or differs when it is asked for again.
+        ConfigError: the class cannot be imported or constructed, or is not a source.
+        DataError: it raises, it is empty, or its first or last example is invalid or differs when requested again.
     """
     found = plugins.load(target, f"{key}.kind", forms=FORMS, wanted="a class that can be imported")
     made = plugins.make(found, target, options, f"{key}.kind", f"a class that can be made with {key}.options")

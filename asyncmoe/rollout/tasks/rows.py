@@ -1,4 +1,4 @@
-"""Which rows of a source are kept: `where` and `filter`."""
+"""Select the rows of a source to keep: `where` and `filter`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncmoe.errors import DataError
 
 Row = Mapping[str, Any]
 Keep = Callable[[str, Row], bool]
-"""(row's name for messages, row) -> whether it is kept. Raises DataError if it cannot be told."""
+"""(row's name for messages, row) -> whether it is kept. Raises DataError if that cannot be determined."""
 
 
 def keeps(source: SourceSection, key: str) -> Keep | None:

@@ -1,4 +1,4 @@
-"""Questions of a task: what a source of questions provides, and what the rest of the run receives.
+"""Questions of a task: the interface of their sources, and the form in which the rest of the run receives them.
 
 A source is a task's content and knows no tokenizer. It is one of
 - `Finite`: it has a length, and an example for each index; the run visits all examples once in an epoch, in an order drawn from the seed;
@@ -31,7 +31,7 @@ class Example:
         prompt: text, which becomes the user's message if `task.chat_template` is true; or messages, for the chat template; or token ids,
             which the policy sees unchanged.
         answer: reference answer, for scorers and environments.
-        columns: anything else that scorers and environments need; values that JSON can hold.
+        columns: other values that scorers and environments need; JSON must be able to hold them.
         solution: text that a warm-up imitates; None: the answer.
         where: its name, for messages: file and line, or data set and row; empty: its source and index.
     """
@@ -56,7 +56,7 @@ class Finite(Protocol):
 
 
 class Endless(Protocol):
-    """A source without end."""
+    """An endless source."""
 
     def draw(self, random: Random) -> Example:
         """Return an example that depends on the draws from `random` only. Must not wait."""
@@ -72,7 +72,7 @@ class Prompt:
         tokens: the whole prompt, chat template included.
         answer: the reference answer.
         columns: the example's other columns.
-        messages: the conversation, with the system prompt; empty if the prompt is no conversation.
+        messages: the conversation, with the system prompt; empty if the prompt is not a conversation.
         where: name of the example, for messages.
     """
 
@@ -85,12 +85,12 @@ class Prompt:
 
 
 def to_bytes(prompt: Prompt) -> bytes:
-    """Return a prompt for another process. It is JSON as columns are: msgpack has no integer above 64 bits, and no numbers of NumPy."""
+    """Encode a prompt for another process: in JSON, like columns, because msgpack has no integers above 64 bits and no NumPy numbers."""
     return json.dumps(vars(prompt), default=dict).encode()
 
 
 def from_bytes(sent: bytes) -> Prompt:
-    """Read what `to_bytes` wrote. Raises ProtocolError."""
+    """Decode the result of `to_bytes`. Raises ProtocolError."""
     try:
         return msgspec.convert(json.loads(sent), Prompt)
     except (ValueError, RecursionError) as error:

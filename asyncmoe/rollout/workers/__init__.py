@@ -1,2 +1,2 @@
-"""Rollout workers: processes that run all episodes, at all engines, and hold the trajectories until the trainer has them. The controller
-keeps the ledger: what starts, what is leased, what is over."""
+"""Rollout workers: processes that run all episodes, at all engines, and keep the trajectories until the trainer has them. The controller
+keeps the ledger: what starts, is leased and has ended."""

@@ -1,4 +1,4 @@
-"""The engines of a rollout worker: what the controller says of them, made so in the worker's pool."""
+"""The engines of a rollout worker: keep its pool in the state that the controller reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Connect = Callable[[str, str, str], Engine]
 
 @dataclass(eq=False)
 class LentEngine:
-    """An engine that the controller lets the worker use, and alone can end; an `asyncmoe.engines.engine.EngineHandle`."""
+    """An engine that the worker may use but only the controller can end; an `asyncmoe.engines.engine.EngineHandle`."""
 
     name: str
     client: Engine
@@ -27,7 +27,7 @@ class LentEngine:
     died: str | None = None
 
     def kill(self) -> None:
-        """Do nothing: the controller hears with the next news that it is fenced, and ends it."""
+        """Do nothing: the controller learns from the next news that it is fenced, and ends it."""
 
 
 class LentEngines:
@@ -40,7 +40,7 @@ class LentEngines:
     def __init__(self, pool: Pool, connect: Connect) -> None:
         self._pool, self._connect = pool, connect
         self._lent: dict[int, Member] = {}
-        """By the serial number that the engine has at the controller."""
+        """By the controller's serial number of the engine."""
 
     async def use(self, told: WorkerEngines) -> None:
         """Use these engines from now on, with the gate open or closed."""
@@ -60,7 +60,7 @@ class LentEngines:
             await member.engine.client.close()
 
     def uses(self) -> tuple[EngineUse, ...]:
-        """Return what is known of each engine."""
+        """Return the state of each engine."""
         now = time.monotonic()
         return tuple(
             EngineUse(serial, member.in_flight, now - member.heard if member.heard else None, member.fenced or "")

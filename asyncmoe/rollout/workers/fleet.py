@@ -1,8 +1,8 @@
-"""The rollout workers of a run, as the controller has them: they join, run groups, are lost, and come again.
+"""The rollout workers of a run, as the controller sees them: they join, run groups, are lost, and return.
 
-A group belongs to the number of the worker that its first episode was given to, because it is one payload. A worker that does not answer is
-lost: the one that takes its place goes on with its unfinished groups from the answers that were recorded, and reads its finished ones from
-the log. The run ends if none comes in time.
+A group belongs to the number of the worker that got its first episode, because it is one payload. A worker that does not answer is lost:
+its replacement continues the unfinished groups from recorded answers, and reads the finished ones from the log. The run ends if no
+replacement joins in time.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 _LOOK_S = 0.05
 _READ_S, _EPISODE_S = 600.0, 7 * 86_400.0
-"""What a worker loads, reads or writes may be large; what an episode may take, its own limits say."""
+"""Generous limits: a worker may load, read or write much, and an episode has limits of its own."""
 
 
 class WorkerFleet:
     """All rollout workers of a run; an `asyncmoe.rollout.producer.Workers`. For the controller's event loop.
 
     Attributes:
-        sampled: called with what an episode leaves for readers of samples.
+        sampled: called with an episode's records for readers of samples.
         times_lost: how often a worker was lost.
 
     Args:
         pool: the run's engines, which the workers use.
         generated: called as `asyncmoe.rollout.recorder.Recorder.generated`.
-        first: returns what a worker that joins now is told first.
-        untried: whether nobody has tried yet if the scorer and the answers can be used.
+        first: returns the first message to a worker that joins now.
+        untried: the scorer and the reference answers have not been tried yet.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class WorkerFleet:
         self._config, self._pool, self._generated, self._first, self._untried = config, pool, generated, first, untried
         self._workers: dict[int, RemoteWorker] = {}
         self._groups: dict[int, tuple[int, bytes]] = {}
-        """The number of the worker of each group, and its encoded prompt."""
+        """By group: the number of its worker, and its encoded prompt."""
         self._refused: AsyncmoeError | None = None
         self._figures: dict[Rendezvous, Figures] = {}
-        """Those of lost workers stay."""
+        """Figures of lost workers stay."""
         self._recorded: dict[int, int] = {}
         self.sampled: Callable[[EpisodeId, SampledEpisode], None] = lambda place, left: None
         self.times_lost = 0
@@ -88,7 +88,7 @@ class WorkerFleet:
     # ------------------------------------------------------------ workers
 
     async def join(self, request: WorkerJoin) -> Done:
-        """Meet a worker.
+        """Admit a worker.
 
         Raises:
             ConfigError: it has another configuration.
@@ -119,7 +119,7 @@ class WorkerFleet:
         return Done()
 
     async def find(self, request: FindWorker) -> WorkerFound:
-        """Say which worker has what a writer of the log wrote: the one of that number; if the run has no longer so many, another."""
+        """Return the worker that has a log writer's payloads: the one of that number, or another if the run now has fewer workers."""
         number = (request.writer - 1) % self._config.rollout.workers + 1
         with suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
@@ -132,14 +132,14 @@ class WorkerFleet:
         return {(one.host, one.pid) for one in gone}
 
     def figures(self) -> Figures:
-        """Return the statistics of all workers, those included that are lost."""
+        """Return the statistics of all workers, including lost ones."""
         return added(self._figures.values())
 
     async def run(self) -> None:
         """Follow the engines of the pool, and the workers; never returns.
 
         Raises:
-            AsyncmoeError: a worker has not joined in time, or not come again; or the first one cannot load what episodes need.
+            AsyncmoeError: a worker has not joined or returned in time; or the first one cannot load what episodes need.
         """
         numbers, limit = range(1, self._config.rollout.workers + 1), self._config.engines.start_timeout_s
         seen = dict.fromkeys(numbers, time.monotonic())
@@ -168,7 +168,7 @@ class WorkerFleet:
         """
         if place.group not in self._groups:
             least, before = await self._serving(), self._recorded.pop(place.group, 0)
-            self._groups.setdefault(place.group, (before or least.joined.number, to_bytes(prompt)))  # unless another member has meanwhile
+            self._groups.setdefault(place.group, (before or least.joined.number, to_bytes(prompt)))  # unless another member has done so
         number, asked = self._groups[place.group]
         return await self._on(number, lambda worker: self._train(worker, asked, place))
 
@@ -181,7 +181,7 @@ class WorkerFleet:
         return await self._on(None, lambda worker: worker.pack(WorkerShow(first, count), _EPISODE_S))
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
-        """Make a group of its episodes, which run again where that has not seen them end.
+        """Assemble a group from its episodes; those that its worker has not seen end run again.
 
         Raises:
             TrajectoryRejected: it is unfit for training, or as `episode`.
@@ -198,24 +198,24 @@ class WorkerFleet:
         return await self._on(number, packed)
 
     def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
-        """Have the worker of each group forget all of it, what was recorded too, and end these episodes of it."""
+        """Make the worker of each group forget it, including what was recorded, and end these of its episodes."""
         for group in groups:
             if (known := self._groups.pop(group, None)) is not None:
                 self._workers[known[0]].forget([place for place in episodes if place.group == group], [group])
 
     def over(self, groups: Sequence[Group]) -> None:
-        """Have workers forget groups that the queue has deleted."""
+        """Make workers forget groups that the queue has deleted."""
         self.forget(groups=[group.number for group in groups])
 
     def retain(self, needed: Mapping[int, int]) -> None:
-        """Let go of payloads that no record names. `needed`: position of the oldest one that one names, by number of the worker."""
+        """Free payloads that no record references. `needed`: by worker number, the position of the oldest referenced payload."""
         for worker in self._alive():
             worker.tell(WorkerForget(needed=dict(needed)))
 
     # ------------------------------------------------------------ internals
 
     async def _on(self, number: int | None, ask: Callable[[RemoteWorker], Awaitable[T]]) -> T:
-        """Ask a worker, and whoever takes its place if it is lost meanwhile: that one goes on from the answers that were recorded."""
+        """Ask a worker, and its replacement if it is lost meanwhile, which continues from the recorded answers."""
         while True:
             worker = await self._serving(number)
             try:
@@ -223,10 +223,10 @@ class WorkerFleet:
             except TrajectoryRejected as rejected:
                 if rejected.reason != LOST:
                     raise
-                await asyncio.sleep(_LOOK_S)  # one that ends well says so before it is gone
+                await asyncio.sleep(_LOOK_S)  # a worker that ends normally says so before it is gone
 
     async def _serving(self, number: int | None = None) -> RemoteWorker:
-        """Return the worker with this number, once there is one; None: that with the fewest episodes, once all have joined."""
+        """Return the worker with this number, once there is one; None: the one with the fewest episodes, once all have joined."""
         while True:
             alive = [worker for worker in self._alive() if number in (None, worker.joined.number)]
             if alive and (number is not None or len(self._workers) == self._config.rollout.workers):

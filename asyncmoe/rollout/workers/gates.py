@@ -1,9 +1,8 @@
-"""What rollout workers are told of the engines, and what they say of them. Each uses all engines, and sends nothing while the gates are
-closed.
+"""Exchange the state of engines with rollout workers. Each worker uses all engines, and sends nothing while the gates are closed.
 
-For its answer a worker has as long as an engine has to pause (`asyncmoe.engines.liveness`): then it is lost. A weight update waits for it
-only at first, as for an engine. A late worker may still send requests that name the version before: what is cached under that name is used
-by nobody after.
+A worker may take as long to answer as an engine to pause (`asyncmoe.engines.liveness`), then it is lost. A weight update waits for it only
+briefly, as for an engine. A late worker may still send requests that name the previous version: nothing uses what is cached under that name
+afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from asyncmoe.rpc.worker_messages import EngineUse, WorkerEngine, WorkerEngines
 from asyncmoe.weights.coordinator.driver import PATIENCE
 
 _LEAST_S = 30.0
-"""A worker that does not say so long that it does what it was told is lost. An update waits for less (`WorkerGates.late`)."""
+"""A worker that does not confirm within at least this many seconds is lost. An update waits for less (`WorkerGates.late`)."""
 
 
 class WorkerGates:
@@ -29,7 +28,7 @@ class WorkerGates:
     Args:
         pool: the run's engines.
         alive: returns the workers that are not lost.
-        answer_s: seconds that an engine has to pause.
+        answer_s: seconds within which an engine must pause.
     """
 
     def __init__(self, pool: Pool, alive: Callable[[], Sequence[RemoteWorker]], answer_s: float) -> None:
@@ -37,18 +36,18 @@ class WorkerGates:
         self._open = True
 
     async def close_gates(self) -> int:
-        """Have no worker send requests; return how many are in flight at engines, a worker that does not answer in time counted as one."""
+        """Stop all workers from sending requests; return the number in flight, counting a worker that does not answer in time as one."""
         self._open = False
         self.tell(always=True)
         return await self.late() + sum(member.elsewhere for member in self._pool.present)
 
     def open_gates(self) -> None:
-        """Have the workers send requests again, with the versions that the engines serve now."""
+        """Let the workers send requests again, with the versions that the engines serve now."""
         self._open = True
         self.tell(always=True)
 
     def tell(self, *, always: bool = False) -> None:
-        """Tell workers which engines there are and how these are, those only for whom that has changed, unless `always`. Never waits."""
+        """Send workers the engines and their states; unless `always`, only to those whose information is out of date. Never waits."""
         told = WorkerEngines(tuple(map(self._told, self._pool.present)), self._open)
         for worker in self._alive():
             if always or told != worker.engines:
@@ -58,13 +57,13 @@ class WorkerGates:
                 task.add_done_callback(worker.telling.discard)
 
     async def late(self) -> int:
-        """Return the number of workers that have not said yet that they do what they were told, after some patience with them."""
+        """Return the number of workers that have not confirmed the last message, after waiting a little."""
         if telling := {task for worker in self._alive() for task in worker.telling}:
             await asyncio.wait(telling, timeout=self._answer_s * PATIENCE)
         return sum(bool(worker.telling) for worker in self._alive())
 
     def note(self, worker: RemoteWorker, uses: Sequence[EngineUse]) -> None:
-        """Take what a worker says of the engines. What it says of one that has started again since is of no use."""
+        """Take a worker's report on the engines. Reports on an engine that has restarted since are ignored."""
         if worker.gone:
             return
         worker.uses = {use.serial: use for use in uses}
@@ -78,7 +77,7 @@ class WorkerGates:
         self.count()
 
     def count(self) -> None:
-        """Add up what the workers that are not lost have in flight at each engine."""
+        """Sum the requests in flight at each engine over the workers that are not lost."""
         for member in self._pool.present:
             uses = [worker.uses.get(member.serial) for worker in self._alive()]
             member.elsewhere = sum(use.in_flight for use in uses if use is not None)

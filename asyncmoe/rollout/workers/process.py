@@ -1,4 +1,4 @@
-"""The process of a rollout worker: loads what episodes need, joins the run, and serves until the run ends. And those processes that the
+"""The process of a rollout worker: load what episodes need, join the run, and serve until the run ends. Also the workers that the
 controller starts beside itself."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from asyncmoe.telemetry import heartbeats
 
 log = logging.getLogger(__name__)
 _JOIN_S, _GRACE_S, _LOOK_S = 630.0, 5.0, 0.5
-"""The controller answers a join once the worker has tried the scorer, and read what was recorded of groups under way."""
+"""The controller answers a join once the worker has tried the scorer and read the records of groups in progress."""
 
 
 def process_name(number: int) -> str:
@@ -42,7 +42,7 @@ def process_name(number: int) -> str:
 
 
 def check_number(config: Config, number: int) -> None:
-    """Refuse a worker that the run does not have. Raises UserError."""
+    """Refuse a worker number that the run does not have. Raises UserError."""
     if not 1 <= number <= (workers := config.rollout.workers):
         raise UserError("--number", got=number, expected=f"1 to {workers}, because rollout.workers is {workers}")
 
@@ -54,15 +54,15 @@ def run(config: Config, run_dir: Path, number: int) -> None:
         number: which of the run's `rollout.workers` it is, from 1.
 
     Raises:
-        UserError: the task, scorer, environment or tokenizer is unusable, which the controller is told too; or this machine has no address
-            in `cluster.network`.
-        ConfigError: the controller has another configuration, or no such worker.
-        WaitTimeout: the controller did not start, or is gone.
+        UserError: the task, scorer, environment or tokenizer is unusable, which is also reported to the controller; or this machine has no
+            address in `cluster.network`.
+        ConfigError: the controller's configuration differs, or has no such worker.
+        WaitTimeout: the controller did not start, or has ended.
     """
     with named(process_name(number)):
         keep_files()
         try:
-            loaded: RolloutParts | UserError = parts.load(config)  # outside of the loop: users' code may have one of its own
+            loaded: RolloutParts | UserError = parts.load(config)  # outside the loop: users' code may run its own
         except UserError as error:
             loaded = error
         parts.run(_serve(config, run_dir, number, loaded))
@@ -78,7 +78,7 @@ async def _serve(config: Config, run_dir: Path, number: int, loaded: RolloutPart
             serving = asyncio.create_task(server.serve())
             controller = await asyncio.to_thread(keys.read, run_dir, config.engines.start_timeout_s)
             await _join(config, controller, number, rendezvous)
-            # Until now they end the process, whatever it waits for: a run may be over before a worker that has started again has joined.
+            # Before this, signals end the process, whatever it waits for: a run may end before a restarted worker has joined.
             for signal_ in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(signal_, worker.over.set)
             freeze()
@@ -103,10 +103,10 @@ async def _join(config: Config, controller: Rendezvous, number: int, rendezvous:
 
 
 async def watch(config: Config, worker: WorkerService) -> None:
-    """Look for the controller, which asks for news all the time; never returns.
+    """Watch for the controller, which asks for news all the time; never returns.
 
     Raises:
-        WaitTimeout: it has not asked for `cluster.heartbeat_timeout_s`.
+        WaitTimeout: it has not asked for `cluster.heartbeat_timeout_s` seconds.
     """
     began, limit, parent = time.monotonic(), config.cluster.heartbeat_timeout_s, os.getppid()
     while True:
@@ -138,7 +138,7 @@ class WorkerProcesses:
             self._children[number] = self._started(number)
 
     async def watch(self, lost: Callable[[], Collection[tuple[str, int]]]) -> None:
-        """Start workers again that have ended; never returns.
+        """Restart workers that have ended; never returns.
 
         Args:
             lost: returns host and process id of workers that do not answer, which are killed first.
@@ -163,8 +163,8 @@ class WorkerProcesses:
             await asyncio.sleep(_LOOK_S)
 
     def end(self) -> None:
-        """Ask those to end that have not been told that the run is over, and kill those that do not in time. Blocks, for 10 s at most:
-        the launcher waits for 20 s."""
+        """Wait for the workers to end, ask the others to, and kill those that do not in time. Blocks for at most 10 s: the launcher waits
+        for 20 s."""
         until = time.monotonic() + _GRACE_S
         late = [child for child in self._children.values() if not child.wait(max(0.0, until - time.monotonic()))]
         with ThreadPoolExecutor(max(1, len(late))) as threads:

@@ -1,4 +1,4 @@
-"""A rollout worker as the controller sees it: whom it asks, and whether it is lost."""
+"""A rollout worker as the controller sees it: its connection, and whether it is lost."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class RemoteWorker:
     """One worker. For the controller's event loop.
 
     Args:
-        lost: called once, when the worker is gone.
+        lost: called once, when the worker is lost.
         heard: called with its news.
 
     Attributes:
-        joined: how it joined.
-        gone: why it is lost; empty: it is not.
-        engines: what it was told last.
-        telling: what tells it of engines, until it does what it was told.
-        uses: what it said of the engines, by their serial numbers.
+        joined: the request with which it joined.
+        gone: why it is lost; empty if it is not.
+        engines: the engines it was last told of.
+        telling: tasks that tell it of engines, until it confirms.
+        uses: its latest report on the engines, by serial number.
         running: number of episodes that run there.
         ended: the episodes that have ended there and are not yet part of a group.
     """
@@ -75,12 +75,12 @@ class RemoteWorker:
         try:
             if not self.gone:
                 return await self.ask(request, kind, timeout_s)
-        except WaitTimeout as error:  # the connection is lost, or nobody answers
+        except WaitTimeout as error:  # the connection is lost, or there is no answer
             self.lose(str(error))
         raise TrajectoryRejected(LOST, self.gone)
 
     async def pack(self, request: WorkerPack | WorkerShow, timeout_s: float) -> list[Group]:
-        """Have the worker make groups, and return them. Raises as `do`."""
+        """Let the worker assemble groups, and return them. Raises as `do`."""
         packed = await self.do(request, WorkerPacked, timeout_s)
         return [Group(0, made.items, made.attempt, made.place) for made in packed.groups]
 
@@ -89,23 +89,23 @@ class RemoteWorker:
         return begun(self._hear(request, timeout_s), self._asking)
 
     def follow(self) -> None:
-        """Ask for news again and again: a request is always there that fails with the connection."""
+        """Ask for news continuously, so that a pending request always fails with the connection."""
         begun(self._ask_always(), self._asking)
 
     def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
-        """Have the worker end and forget episodes, one that runs is rejected as `LOST`; and forget groups."""
+        """Make the worker end and forget episodes, rejecting running ones as `LOST`, and forget groups."""
         self.ended.difference_update(episodes)
         self.tell(WorkerForget(tuple(episodes), tuple(groups)))
 
     def lose(self, why: str) -> None:
-        """Note that the worker is gone, and tell all who wait for it."""
+        """Mark the worker as lost, and fail all requests to it."""
         if not self.gone:
             self.gone = why
             self._lost(self)
             self._client.close()
 
     async def end(self) -> None:
-        """Tell the worker that the run is over, and wait for no other answer any more."""
+        """Tell the worker that the run is over, and stop waiting for other answers."""
         await cancelled(self._asking)
         if not self.gone:
             with suppress(AsyncmoeError):

@@ -1,4 +1,4 @@
-"""What a rollout worker answers: to the controller, which starts episodes, and to the trainer's ranks."""
+"""Answer requests to a rollout worker: the controller's, which start episodes, and those of the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from asyncmoe.trajectory import Buffer, Recording
 
 log = logging.getLogger(__name__)
 _MOST_SAMPLED = MAX_FRAME_BYTES // 2
-"""Bytes that an episode may leave for readers of samples, which are sent in one message."""
+"""Maximum bytes of an episode's records for readers of samples, which are sent in one message."""
 _MOST_BUSY = 1 << 14
-"""Intervals kept until the controller asks; older ones are forgotten."""
+"""Maximum intervals kept until the controller asks; older ones are dropped."""
 _TOKENS = ("generated_tokens", "lost_tokens", "recomputed_tokens", "recalled_tokens")
 _NEWS_S, _MOST_DETAIL = 0.25, 2000
-"""Seconds between two news, and characters kept of why an episode was rejected."""
+"""Seconds between news; characters kept of the reason of a rejection."""
 
 
 class WorkerService:
@@ -61,12 +61,12 @@ class WorkerService:
 
     Args:
         number: of the worker.
-        loaded: what episodes need; an error is what the controller is told when it begins.
+        loaded: what episodes need, or the error that answers the controller's first request.
         recording: what engines report of each token.
         connect: as `asyncmoe.engines.backend.connect`.
 
     Attributes:
-        over: set when the run is over, or the worker is to end.
+        over: set when the run is over, or the worker must end.
         heard: monotonic time of the controller's last request.
         pool: the engines.
     """
@@ -92,12 +92,12 @@ class WorkerService:
         """Answer one request.
 
         Raises:
-            ProtocolError: it is out of turn, not for a worker, or about what this worker does not hold.
+            ProtocolError: it is out of turn, not for a worker, or for a trajectory that this worker does not hold.
             TrajectoryRejected: a group to pack is unfit for training.
             StorageError: the log cannot be written.
-            AsyncmoeError: the run cannot go on without what an episode has met.
+            AsyncmoeError: an episode failed in a way that ends the run.
         """
-        if not isinstance(request, WorkerFetch):  # which a trainer's rank sends
+        if not isinstance(request, WorkerFetch):  # that comes from a trainer's rank
             self.heard = time.monotonic()
         if isinstance(request, WorkerBegin):
             return await self._begin(request)
@@ -114,7 +114,7 @@ class WorkerService:
             case WorkerEngines():
                 await self._engines.use(request)
                 return self._news()
-            case WorkerAsk():  # waits here, so that the controller always has a request that fails with the connection
+            case WorkerAsk():  # waits, so that the controller always has a pending request that fails with the connection
                 await asyncio.sleep(_NEWS_S)
                 return self._news()
             case WorkerRun():
@@ -134,7 +134,7 @@ class WorkerService:
         return Done()
 
     async def close(self) -> None:
-        """Close what is open, after all episodes have ended."""
+        """Close the engines and the log, after all episodes have ended."""
         await self._engines.close()
         if self._kept is not None:
             await asyncio.to_thread(self._kept.close)
@@ -148,7 +148,7 @@ class WorkerService:
         if request.first:
             await trial.before_engines(config, loaded, loaded.scorer, loaded.teacher)
         opened = config.log, config.run.dir, request.log, self._number, request.under_way
-        self._kept = kept = await asyncio.to_thread(WorkerLog.open, *opened)  # reads all that was recorded
+        self._kept = kept = await asyncio.to_thread(WorkerLog.open, *opened)  # reads all records
         self._worker = worker_of(config, loaded, self.pool, self._recording, self._number, kept)
         return WorkerBegun(tuple(sorted(kept.turns.groups)))
 
@@ -158,7 +158,7 @@ class WorkerService:
             if request.evaluation is not None:
                 return WorkerRan(await worker.evaluate(request.evaluation, asked, place))
             return WorkerRan(await worker.episode(asked, place), sampled=_sampled(worker, place))
-        except asyncio.CancelledError:  # it is forgotten, or the worker ends
+        except asyncio.CancelledError:  # the episode is forgotten, or the worker ends
             return WorkerRan(reason=LOST, detail="it was stopped")
         except TrajectoryRejected as rejected:
             detail = cleaned(str(rejected).removeprefix(f"{rejected.reason}: ")[:_MOST_DETAIL])
@@ -180,7 +180,7 @@ class WorkerService:
 
 
 def _sampled(worker: Worker, place: EpisodeId) -> bytes:
-    """Take what an episode has left for readers of samples; empty if that is nothing, or too much for a message."""
+    """Take an episode's records for readers of samples; empty if there are none, or too large for a message."""
     if not (left := worker.left.pop(place, ())):
         return b""
     if len(made := to_bytes(left)) > _MOST_SAMPLED:

@@ -1,4 +1,4 @@
-"""Runs episodes, makes whole groups of them, and holds these until they are over."""
+"""Run episodes, assemble them into groups, and hold these until they are over."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from asyncmoe.trajectory import NOTHING, Buffer, Recording, Trajectory, part, va
 Play = Callable[[Prompt, EpisodeId], Awaitable[tuple[Trajectory, ...]]]
 Show = Callable[[int], Awaitable[Sequence[Trajectory]]]
 _LONG = 1 << 17
-"""Tokens of a group that is checked and encoded in a thread: for a smaller one the thread costs more than it spares the event loop."""
+"""Tokens above which a group is checked and encoded in a thread: for smaller ones the thread costs more than it saves the event loop."""
 
 
 class Worker:
-    """What one worker does, without its process. For one event loop.
+    """The work of one rollout worker, apart from its process. For one event loop.
 
     Args:
         play: runs and scores one episode of training; raises TrajectoryRejected.
         group_size: number of episodes in a group.
         recording: data that each trajectory must carry.
         kept: where payloads and answers are kept; None: nowhere.
-        number: of the worker, and so of what it writes.
-        notes: of the episodes that are kept to be read.
-        evaluated: as `play`, of each evaluation set by name.
-        shown: returns the demonstration of the warm-up with a number.
+        number: of the worker, and so of its logs.
+        notes: records the episodes that are kept for readers.
+        evaluated: like `play`, for each evaluation set by name.
+        shown: returns a demonstration of the warm-up by number.
 
     Attributes:
-        left: what episodes have left for readers of samples, until somebody takes it.
+        left: records of episodes for readers of samples, until taken.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Worker:
         self._frames: dict[str, list[Buffer]] = {}
         self._writing: list[int] = []
         self._newest_shown: list[int] = []
-        """Positions of the demonstrations of which the queue may not know yet."""
+        """Log positions of demonstrations that the queue may not know yet."""
 
     async def episode(self, prompt: Prompt, place: EpisodeId) -> tuple[Made, ...]:
         """Run and score one episode, in a task of its own, which `forget` cancels; keep its trajectories for `pack`. Raises as `play`."""
@@ -77,7 +77,7 @@ class Worker:
         try:
             made = await self._play(prompt, place)
             self._note(place, made)
-            if self._running.get(place) is mine:  # else it was forgotten while it ended
+            if self._running.get(place) is mine:  # else it was forgotten meanwhile
                 self._ended.setdefault(place.group, {})[place] = made
             return tuple(Made(one.agent, one.reward) for one in made)
         except TrajectoryRejected as rejected:
@@ -89,7 +89,7 @@ class Worker:
                 del self._running[place]
 
     async def evaluate(self, name: str, prompt: Prompt, place: EpisodeId) -> tuple[Made, ...]:
-        """Run and score one episode of an evaluation set, of which nothing is kept. Raises as `play`."""
+        """Run and score one episode of an evaluation set; keep nothing. Raises as `play`."""
         return tuple(map(summed_up, await self._evaluated[name](prompt, place)))
 
     async def show(self, first: int, count: int) -> list[Group]:
@@ -112,7 +112,7 @@ class Worker:
         return [replace(group, place=Place(self._number, at)) for (group, _), at in zip(packed, places, strict=True)]
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
-        """Make a group of episodes that have ended; return once its payload is in the log.
+        """Assemble a group from episodes that have ended; return once its payload is in the log.
 
         Raises:
             ProtocolError: one of them has not ended here.
@@ -140,11 +140,11 @@ class Worker:
     async def fetch(
         self, keys: Sequence[str], places: Sequence[Place], layers: Sequence[int] | None = None, masks: bool = True
     ) -> list[Buffer]:
-        """Return encoded frames (`asyncmoe.trajectory.encode`) of trajectories, in the order of `keys`. What this worker does not hold, but
-        perhaps one before it, is read from the log.
+        """Return encoded frames (`asyncmoe.trajectory.encode`) of trajectories, in the order of `keys`. Groups that only an earlier worker
+        held are read from the log.
 
         Args:
-            places: where the log has each one's group.
+            places: log position of each one's group.
             layers, masks: see `asyncmoe.trajectory.part`.
 
         Raises:
@@ -165,8 +165,8 @@ class Worker:
         return payload.decode(data, 0, place)[1]
 
     def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
-        """End and forget episodes at once, whether they run or have ended: the next attempt of a group may have one of the same name. And
-        forget all of groups, what was recorded of them too."""
+        """End and forget episodes at once, running or ended: a group's next attempt may have episodes of the same name. Also forget whole
+        groups, including what was recorded of them."""
         for place in episodes:
             if (task := self._running.pop(place, None)) is not None:
                 task.cancel()
@@ -184,14 +184,14 @@ class Worker:
         self.forget(groups=[group.number for group in groups])
 
     async def retain(self, needed: Mapping[int, int]) -> None:
-        """Let go of payloads that neither a record names nor this worker holds. Raises StorageError.
+        """Free payloads that no record references and this worker does not hold. Raises StorageError.
 
         Args:
-            needed: position of the oldest payload that a record names, by number of the worker.
+            needed: by worker number, the position of the oldest payload that a record references.
         """
         if self._kept is not None:
             held = [group.place.position for group in self._groups.values() if group.place is not None]
-            below = min((*held, *self._writing, *self._newest_shown), default=self._kept.payloads.end)  # what is written has no place yet
+            below = min((*held, *self._writing, *self._newest_shown), default=self._kept.payloads.end)  # writes have no place yet
             await asyncio.to_thread(self._kept.payloads.forget, min(needed.get(self._number, below), below))
 
     def _forget_episodes(self, number: int) -> None:
@@ -205,7 +205,7 @@ class Worker:
 
 
 def summed_up(trajectory: Trajectory) -> Made:
-    """Return what an evaluation needs to know of a trajectory."""
+    """Return the summary of a trajectory that an evaluation needs."""
     sampled, newest = int(trajectory.loss_mask.sum()), int(trajectory.versions.max())
     return Made(trajectory.agent, float(trajectory.reward), sampled, trajectory.oldest_version, newest)
 

@@ -1,4 +1,4 @@
-"""What a logger needs and can be known before anything starts."""
+"""Check the requirements of loggers before anything starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(section: TelemetrySection) -> None:
 
 
 def _wandb_key() -> bool:
-    """True if there may be a key where W&B looks: its variables, or the file that `wandb login` writes."""
+    """Return whether there may be a key where W&B looks: its variables, or the file that `wandb login` writes."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     named = os.environ.get("NETRC")

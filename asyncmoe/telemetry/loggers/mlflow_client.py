@@ -1,4 +1,4 @@
-"""MLflow, through its client of the tracking server."""
+"""MLflow, by its client of the tracking server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncmoe.config.telemetry import MlflowSection
 from asyncmoe.telemetry.loggers.points import LoggedPoint, flat
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
-"""Largest batches that the server takes (mlflow/utils/validation.py)."""
+"""Largest batches that the server accepts (mlflow/utils/validation.py)."""
 _MOST_NAME, _MOST_PARAM = 250, 6000
 
 
@@ -48,7 +48,7 @@ class Mlflow:
             for i in range(0, len(params), _MOST_PARAMS):
                 self._client.log_batch(self._id, params=params[i : i + _MOST_PARAMS])
         base = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
-        shown = base.startswith("http") and "@" not in base  # else it has a password
+        shown = base.startswith("http") and "@" not in base  # else it contains a password
         return self._id, f"{base}/#/experiments/{experiment}/runs/{self._id}" if shown else ""
 
     def log(self, point: LoggedPoint) -> None:
@@ -66,6 +66,6 @@ class Mlflow:
 
 
 def metric_name(name: str) -> str:
-    """Return a name that MLflow takes: letters, digits and `/_-.: ` make it up, and as a path it is the shortest of its kind."""
+    """Return a name that MLflow accepts: of letters, digits and `/_-.: `, and normalised as a path."""
     legal = posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", name)).lstrip("/")
     return legal.replace("..", "_")[:_MOST_NAME]

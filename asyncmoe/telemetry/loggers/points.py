@@ -1,4 +1,4 @@
-"""Records as points: figures with names and a step, as every logger takes them."""
+"""Convert records to points: named values of a step, as every logger takes them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from asyncmoe.telemetry.schema import Resume, Step
 
 @dataclass(frozen=True)
 class LoggedPoint:
-    """Figures of one step.
+    """Values of one step.
 
     Attributes:
         step: the trainer's step; of an evaluation, the evaluated version.
         time: Unix seconds.
-        values: figures by name. A step's names are the fields of metrics.jsonl ("loss", "ages/0"); those of the newest rollout record by
-            then begin with "rollout/". An evaluation's begin with "evaluation/".
-        evaluation: it is of an evaluation.
+        values: by name. A step's names are the fields of metrics.jsonl ("loss", "ages/0"), and those of the newest rollout record up to
+            then, with the prefix "rollout/". An evaluation's have the prefix "evaluation/".
+        evaluation: True for an evaluation's.
     """
 
     step: int
@@ -37,8 +37,8 @@ class LoggedPoint:
 class Sent(msgspec.Struct, frozen=True):
     """What a logger has been sent: the last step, the time of the last evaluation, and the number of points.
 
-    A step is sent once: after a resume from an earlier checkpoint, the repeated steps are skipped, because no logger can take a figure
-    back. metrics.jsonl has both.
+    A step is sent once: after a resume from an earlier checkpoint, the repeated steps are skipped, because no logger can retract a value.
+    metrics.jsonl has both.
     """
 
     step: int = 0
@@ -46,11 +46,11 @@ class Sent(msgspec.Struct, frozen=True):
     points: int = 0
 
     def has(self, point: LoggedPoint) -> bool:
-        """True if the point, or a later one of its kind, was sent."""
+        """Return whether the point, or a later one of its kind, was sent."""
         return point.time <= self.evaluated if point.evaluation else point.step <= self.step
 
     def plus(self, point: LoggedPoint) -> Sent:
-        """What has been sent once this point is sent too."""
+        """Return what has been sent once this point is sent, too."""
         step, evaluated = (self.step, point.time) if point.evaluation else (point.step, self.evaluated)
         return Sent(step, evaluated, self.points + 1)
 

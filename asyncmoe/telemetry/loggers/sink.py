@@ -1,6 +1,6 @@
-"""Hands the records of a run to a logger, from a thread: slow or down, it holds up nothing.
+"""Pass the records of a run to a logger from a thread: a slow or failing logger delays nothing.
 
-What was sent is kept in run.dir/loggers, so that a run that is started again continues the logger's run, and sends what it misses.
+What was sent is kept in run.dir/loggers, so that a restarted run continues the logger's run and sends what is missing.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from asyncmoe.telemetry.versions import versions
 
 FOLDER = "loggers"
 FINISH_S = 30.0
-"""Seconds that the end of a run waits for a logger."""
+"""Seconds to wait for a logger at the end of a run."""
 _MOST_PROBLEM = 300
-"""Longest problem to tell, in characters."""
+"""Maximum characters shown of a problem."""
 
 
 class LoggerClient(Protocol):
-    """A logger's client. Every method may raise whatever the logger's package raises."""
+    """A logger's client. Every method may raise any error of the logger's package."""
 
     def open(self, id: str | None, points: int, parameters: Mapping[str, Any]) -> tuple[str, str]:
         """Begin a run, or continue run `id`, to which `points` points were sent; return its id, and its address ("" without one).
 
-        `parameters` is nested; its keys are texts.
+        `parameters` is nested; its keys are strings.
         """
 
     def log(self, point: LoggedPoint) -> None:
-        """Take a point."""
+        """Log a point."""
 
     def close(self, complete: bool) -> None:
         """Deliver everything and end the logger's run; `complete`: the trainer took all its steps."""
@@ -57,7 +57,7 @@ class LoggerSink:
     """A `Sink` of the live view that feeds a logger.
 
     Args:
-        before: records of earlier starts of the run, of which the logger gets what it misses.
+        before: records of earlier starts of the run; the logger gets those it lacks.
         say: called, from another thread, with the address of the logger's run, and with a failure.
 
     Raises:
@@ -74,7 +74,7 @@ class LoggerSink:
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
 
     def feed(self, records: list[Followed]) -> None:
-        """Hand on new records; returns at once."""
+        """Queue new records; returns at once."""
         if self._thread.ident is None:
             self._thread.start()
         before, self._before = self._before, ()
@@ -119,7 +119,7 @@ class LoggerSink:
 
 
 def read(path: Path) -> LoggerState:
-    """Return what a logger was sent; nothing before its first start.
+    """Return a logger's state; the initial one before its first start.
 
     Raises:
         DataError: the file is damaged.

@@ -11,7 +11,7 @@ from asyncmoe.telemetry.loggers.points import LoggedPoint
 
 
 class TensorBoard:
-    """A folder of TensorBoard's; implements `LoggerClient`. Each start of the run writes a file of its own."""
+    """A folder of TensorBoard files; implements `LoggerClient`. Each start of the run writes a file of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -29,7 +29,7 @@ class TensorBoard:
         return "tensorboard", ""
 
     def log(self, point: LoggedPoint) -> None:
-        """See `LoggerClient`. TensorBoard groups figures by what is before the first slash of their names."""
+        """See `LoggerClient`. TensorBoard groups values by the part of their names before the first slash."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 

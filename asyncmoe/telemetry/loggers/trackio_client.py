@@ -1,4 +1,4 @@
-"""Trackio: SQLite on this machine, a Hugging Face Space, or a server of one's own."""
+"""Trackio: SQLite on this machine, a Hugging Face Space, or a private server."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from asyncmoe.telemetry.loggers.points import LoggedPoint, flat
 class Trackio:
     """A run of Trackio; implements `LoggerClient`.
 
-    Trackio continues a run by its name, so the name ends with an id. Once a run is open it raises nothing: it warns, keeps what it cannot
-    send on this machine, and sends it itself.
+    Trackio continues a run by its name, so the name ends with an id. Once a run is open it raises nothing: it warns, stores unsent values
+    on this machine, and sends them later itself.
 
     Args:
         name: first part of the run's name.

@@ -22,7 +22,7 @@ class Wandb:
     numbered in the order of sending, and `step` and `evaluation/version` are the axes of the charts.
 
     Args:
-        folder: holds what W&B writes.
+        folder: for the files that W&B writes.
         name: the run's name.
     """
 
@@ -43,7 +43,7 @@ class Wandb:
             resume="allow",
             dir=self._folder,
             config=dict(parameters),
-            # The output of the command line is not the run's; source code and its changes are nobody's business.
+            # The command line's output is not the run's; source code and its changes must stay private.
             settings=wandb.Settings(console="off", init_timeout=_INIT_S, disable_code=True, save_code=False, silent=True),
         )
         self._rows = points

@@ -1,5 +1,5 @@
 """The page of a run, or of several to compare: report.html, which needs no other file.
 
-`figures`, which draws what `plots` names, and `timeline` make data of runs' records, `run_page` collects them with the samples and the
+`figures`, which draws the figures of `plots`, and `timeline` convert runs' records to data, `run_page` adds the samples and the
 configuration, and `page` puts the data, the plot library and the scripts of assets/ into one file.
 """

@@ -17,8 +17,8 @@ REPORT, COMPARISON = "report.html", "comparison.html"
 
 
 def report(*run_dirs: Path, out: Path | None = None, samples: bool = True) -> Path:
-    """Write the page of runs atomically from their records so far, and return its path. Works during the runs. With samples, which only the
-    runs' owner can read, only its owner can read the page.
+    """Write the page of runs atomically from their records so far, and return its path. Works during the runs. Samples are readable only by
+    their owner, so a page with samples is, too.
 
     Args:
         out: the file; None: report.html of the run, or comparison.html of the first of several.
@@ -26,7 +26,7 @@ def report(*run_dirs: Path, out: Path | None = None, samples: bool = True) -> Pa
     Raises:
         DataError: nothing is recorded, or a record is damaged.
         StorageError: the file cannot be written.
-        UserError: plotly is not installed, or a path is not as it should be.
+        UserError: plotly is not installed, or a path is unsuitable.
     """
     target = out or run_dirs[0] / (REPORT if len(run_dirs) == 1 else COMPARISON)
     for path in run_dirs:
@@ -43,7 +43,7 @@ def report(*run_dirs: Path, out: Path | None = None, samples: bool = True) -> Pa
 
 
 def write_or_explain(run_dir: Path) -> Path | None:
-    """Write the report, or say how to get it where the plot library is not installed: the run itself needs none of it."""
+    """Write the report, or explain how to get it if the plot library, which the run itself does not need, is not installed."""
     if installed.has("plotly"):
         return report(run_dir)
     fix = installed.fix("report")

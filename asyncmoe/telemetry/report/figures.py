@@ -1,4 +1,4 @@
-"""The page's figures as Plotly takes them: those of `plots`, one for every other recorded metric, and runs overlaid."""
+"""The page's figures for Plotly: those of `plots`, and one for every other recorded metric; runs are overlaid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncmoe.telemetry.schema import Step
 
 MOST_POINTS = 500
 MOST_CURVES = 32
-"""Curves of a run in a figure."""
+"""Maximum curves of a run in a figure."""
 COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"),
     *("#7a6a00", "#30363d", "#8250df", "#bf3989", "#116329", "#a40e26"),
@@ -31,7 +31,7 @@ _SCALE = ((0, "#f7fafc"), (0.25, "#b9dcef"), (0.6, "#3d93c4"), (1, "#08306b"))
 _KINDS: Mapping[type[Drawn], str] = {Evaluation: "RL step", Step: "RL step", Rollout: "minutes of RL"}
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 Row = tuple[float | None, ...]
-"""x, and values there; None: not measured."""
+"""x and the values at x; None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of figures. wide: a figure has the width of the page; folded: it is closed at first."""
+    """A section of figures. wide: figures span the page; folded: initially closed."""
 
     title: str
     note: str
@@ -61,10 +61,10 @@ class Curve:
     """A metric of a run, or one key of it if it is a mapping.
 
     Attributes:
-        run, name: names of the run, and of the curve among those of the run in its figure.
+        run, name: names of the run, and of the curve among the run's in its figure.
         key: of the mapping; "" for a plain number.
         points: y by x; shares are in per cent.
-        errors: standard error of y by x, as far as it is known.
+        errors: standard error of y by x, where known.
     """
 
     run: str
@@ -80,7 +80,7 @@ Recorded = Mapping[str, tuple[Metric, Mapping[str, Mapping[float, float]]]]
 
 
 def sections(runs: Mapping[str, RunRecords]) -> list[PageSection]:
-    """Return the figures of the metrics of runs by name, as far as there is data."""
+    """Return the sections with the figures of runs (by name) for which there is data."""
     recorded = {(kind, name): _recorded(run, kind) for kind in _KINDS for name, run in runs.items()}
     named = {(plot.kind, field) for plot in PLOTS for field in plot.curves}
     others = dict.fromkeys((kind, field) for (kind, _), metrics in recorded.items() for field in metrics if (kind, field) not in named)
@@ -99,8 +99,8 @@ def sections(runs: Mapping[str, RunRecords]) -> list[PageSection]:
 
 
 def _placed(run: RunRecords, kind: type[Drawn]) -> Sequence[tuple[float, Drawn]]:
-    """Return the records of a kind with their place on the x axis: for steps the RL step, for evaluations the RL step evaluated, for
-    rollout records the minutes of RL time since the first RL step began."""
+    """Return the records of a kind with their x: for steps the RL step, for evaluations the RL step evaluated, for rollout records the
+    minutes of RL time since the first RL step began."""
     if kind is Step:
         return [(rl_step(run, step), step) for step in run.rl]
     if kind is Evaluation:
@@ -207,13 +207,13 @@ def _trace(curve: Curve, colour: str) -> dict[str, Any]:
 
 
 def thinned(rows: Sequence[Row]) -> list[Row]:
-    """Average neighbours, each place of a row by itself, if there are more than `MOST_POINTS`."""
+    """Average neighbouring rows, column by column, if there are more than `MOST_POINTS`."""
     size = -(-len(rows) // MOST_POINTS) or 1
     return [tuple(map(mean, zip(*rows[i : i + size], strict=True))) for i in range(0, len(rows), size)]
 
 
 def layout(height: int, x_axis: Mapping[str, Any], y_axis: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the layout that all figures have."""
+    """Return the common layout of figures."""
     return {
         "height": height,
         "font": {"family": 'system-ui, "DejaVu Sans", sans-serif', "size": 11, "color": "#30363d"},

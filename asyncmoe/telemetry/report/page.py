@@ -1,7 +1,7 @@
-"""Puts data, plot library, scripts and styles into one HTML file.
+"""Put data, plot library, scripts and styles into one HTML file.
 
-The library and the data are gzip in base64, which a browser decompresses: the file is less than half as large, and no text of a run can
-end a script. The page's security policy allows exactly the scripts that are in it, and no connection.
+The library and the data are gzip in base64, which a browser decompresses: this halves the file, and no text of a run can end a script. The
+page's security policy allows only its own scripts, and no connections.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def html(title: str, data: bytes, groups: Sequence[bytes]) -> str:
 
 
 def _packed(name: str, data: bytes) -> str:
-    """Return data that no browser runs; the same for the same data."""
+    """Return data in a script element that no browser runs; deterministic."""
     text = base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
     return f'<script type="text/plain" id="{name}">{text}</script>'
 

@@ -1,4 +1,4 @@
-"""The figures that have a name and a place in the report. What no figure here shows is drawn too, in the last section, one by one."""
+"""The report's named figures. Metrics in none of them are drawn in the last section, one figure each."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Plot:
     evaluated. A mapping is one curve for each key, or a heat map.
 
     Attributes:
-        curves: the curve's name in the legend by field; a mapping's key follows it. The metrics have one unit.
+        curves: names in the legend by field; a mapping's key follows the name. The metrics share one unit.
         from_zero: the axis begins at 0.
-        heat: draw a mapping from numbers as a heat map over the steps: its values, or the share of each in the step's total.
-        apart: draw every key of a mapping, whose units may differ, in a figure of its own, with the key in its title.
+        heat: draw a mapping from numbers as a heat map over the steps: its values, or their shares of the step's total.
+        apart: draw every key of a mapping in its own figure, titled with the key, because units may differ.
         error: field with the standard error of each value, drawn as error bars.
     """
 

@@ -1,4 +1,4 @@
-"""Everything that the page shows of runs, as data."""
+"""The content of the page of runs, as data."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _SECRET = re.compile(r"(?:^|[._-])(?:\w*key|token|secret|password|passwd|credent
 _USER = re.compile(r"(?<=://)[^/@]*@")
 _MOST_TEXT = 2000
 MOST_GROUPS, MOST_TOKENS = 200, 1500
-"""Groups that a page has of its runs, and tokens of a response, from both ends."""
+"""Maximum groups on a page over all its runs, and maximum tokens of a response, taken from both ends."""
 MOST_BYTES = 32 << 20
-"""Bound on the JSON of all groups of a page, of which about a sixth is left when it is packed."""
+"""Maximum bytes of JSON of all groups of a page; packing reduces them to about a sixth."""
 
 
 @dataclass(frozen=True)
 class RunPage:
-    """What the page shows of a run besides its figures.
+    """The content of the page for a run, apart from its figures.
 
     Attributes:
-        versions: those of the newest start; {} if none were recorded.
-        samples: what a reader should know of the groups.
+        versions: as of the newest start; {} if none were recorded.
+        samples: a note to readers on the groups.
     """
 
     name: str
@@ -66,7 +66,7 @@ def page_of(run_dirs: Sequence[Path], samples: bool = False) -> tuple[Page, list
     """Read runs, finished or running.
 
     Returns:
-        The page, and each run's groups in JSON (`samples.tokens.as_json`), without `samples` none.
+        The page, and each run's groups in JSON (`samples.tokens.as_json`), none without `samples`.
 
     Raises:
         DataError: nothing is recorded, or a record is damaged.
@@ -89,14 +89,14 @@ def page_of(run_dirs: Sequence[Path], samples: bool = False) -> tuple[Page, list
 
 
 def names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each run: that of its directory, or the whole path if others have the same."""
+    """Return a name for each run: its directory's, or the whole path if names coincide."""
     paths = [path.resolve() for path in run_dirs]
     short = len({path.name for path in paths}) == len(paths)
     return [visible(path.name if short else str(path)) for path in paths]
 
 
 def _groups(run_dir: Path, runs: int) -> tuple[list[str], str]:
-    """Return the newest groups of one of the page's runs, newest first, and what a reader should know."""
+    """Return the newest groups of one of the page's runs, newest first, and a note to readers."""
     try:
         entries = index(run_dir)
     except (DataError, PermissionError) as error:
@@ -114,8 +114,8 @@ def _groups(run_dir: Path, runs: int) -> tuple[list[str], str]:
 def settings(run_dir: Path) -> dict[str, str]:
     """Return the resolved configuration, by path of the key ("rollout.group_size"); {} if the run has no config.yaml that can be read.
 
-    No key of asyncmoe's own holds a secret, but the options of a user's parts, and addresses, may: a text under a key such as `api_key`,
-    and the user of an address, are hidden.
+    No key of asyncmoe itself holds a secret, but options of a user's parts and addresses may: text under a key such as `api_key`, and the
+    user in an address, are hidden.
     """
     try:
         values = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from asyncmoe.telemetry.summary import overlap_share
 
 MAX_ENGINES = 8
 RECENT = 10
-"""Steps of the timeline."""
+"""Number of steps in the timeline."""
 _DONE: Mapping[What, tuple[str, str]] = {
     "wait": ("waits for a batch", "#d8dee4"),
     "train": ("trains", "#0072B2"),
@@ -21,7 +21,7 @@ _DONE: Mapping[What, tuple[str, str]] = {
     "generate": ("generates", "#009E73"),
     "pause": ("pauses for an update", "#D55E00"),
 }
-"""What a process does: in words, and its colour."""
+"""Activities of processes: description and colour."""
 _NOTE = "A run that overlaps keeps its engines generating while the trainer trains."
 
 
@@ -32,8 +32,8 @@ def section(runs: Mapping[str, RunRecords]) -> PageSection:
 
 
 def _figure(name: str, run: RunRecords) -> Iterator[Figure]:
-    """Yield a bar for each stretch of time in which a process did one thing, in seconds since the first of the steps began, with a line
-    at the end of each step; nothing of a run that took no time."""
+    """Yield a figure with a bar for each activity of a process, in seconds since the start of the first step, and a line at the end of each
+    step; nothing for a run of no duration."""
     steps = (run.rl or run.steps)[-RECENT:]
     if not run.spans or not steps or steps[-1].time <= steps[0].begin:
         return

@@ -1,6 +1,7 @@
-"""Trajectories of a run that people can read: which are kept, their records, their files, and `asyncmoe show`.
+"""Readable trajectories of a run: the choice of those to keep, their records and files, and `asyncmoe show`.
 
-`choice` decides which groups are kept, alike in all processes. The controller writes samples/rollout.jsonl (what was asked, sampled and
-scored, and what became of the group), trainer rank 0 writes samples/trainer.jsonl (what the trainer made of each token). `index` finds and
-joins them, `tokens` aligns the two sides by token, also as the JSON that programs and the page of a run read, and `terminal` shows them.
+`choice` decides which groups are kept, identically in all processes. The controller writes samples/rollout.jsonl (what was asked, sampled
+and scored, and the outcome of the group), trainer rank 0 writes samples/trainer.jsonl (the trainer's values for each token). `index` finds
+and joins them, `tokens` aligns the two sides by token, also as the JSON that programs and the page of a run read, and `terminal` shows
+them.
 """

@@ -1,4 +1,4 @@
-"""Which groups are kept: a pure function of the configuration and the group's number, so that all processes agree without a message."""
+"""Choose the groups to keep, by a pure function of the configuration and the group's number: all processes agree without messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncmoe.config import Config
 class Choice:
     """Keeps `groups` of each `of` consecutive group numbers.
 
-    A group has its number in every attempt, lease and resumed run, and so the same answer.
+    A group keeps its number over attempts, leases and resumed runs, and so is always kept or never.
 
     Attributes:
         seed: run.seed.

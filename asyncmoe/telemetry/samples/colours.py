@@ -19,9 +19,9 @@ _VERSIONS = ("cyan", "yellow", "magenta", "green", "bright_blue", "bright_red", 
 _RAMP = (86, 190, 120), (225, 190, 80), (230, 90, 80)
 _DIVERGING = (90, 150, 240), (200, 200, 200), (230, 90, 80)
 _LEAST = 6.0
-"""Nats at which the colour of a log-probability ends: a probability of 0.25 %."""
+"""Nats at the end of the colour scale of log-probabilities: a probability of 0.25 %."""
 _MOST = math.log(2.0)
-"""Log-ratio at which the colour of a ratio ends."""
+"""Log-ratio at the end of the colour scale of ratios."""
 _STATES = {TRAINED: Style(color="green"), CLIPPED: Style(color="yellow"), CAPPED: Style(color="cyan")}
 _REJECTED = Style(color="red", strike=True)
 
@@ -38,7 +38,7 @@ def style_of(token: TokenView, colour: Colour, versions: Sequence[int], layers: 
     """Return the style of a token; tokens that were given, not sampled, are dim.
 
     Args:
-        versions: all versions of the tokens that are shown, ascending: neighbours differ in colour.
+        versions: all versions of the displayed tokens, ascending: neighbours differ in colour.
         layers: number of layers with experts.
     """
     if token.role != "response":
@@ -55,7 +55,7 @@ def style_of(token: TokenView, colour: Colour, versions: Sequence[int], layers: 
 
 
 def version_style(place: int) -> Style:
-    """Return the style of a version, by its place among those that are shown."""
+    """Return the style of a version, by its index among those displayed."""
     return Style(color=_VERSIONS[place % len(_VERSIONS)])
 
 

@@ -1,4 +1,4 @@
-"""`asyncmoe show`: choose which of a run's samples are shown, and print them."""
+"""`asyncmoe show`: select samples of a run and print them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ DEFAULT_TOKENS = 400
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """What to show; None: anything.
+    """Conditions on the samples to show; None: no condition.
 
     Attributes:
         step: trained in this step (`telemetry.schema.Step.step`).
         group: number of the prompt.
         version: has a token that this version sampled.
-        outcome: what became of it.
+        outcome: outcome of the group.
         order: worst: lowest mean reward first; best: highest first; newest: last written first.
-        limit: maximum number of groups; None: `DEFAULT_LIMIT`, or all of a step or a group that is asked for.
+        limit: maximum number of groups; None: `DEFAULT_LIMIT`, or all of the requested step or group.
     """
 
     step: int | None = None
@@ -49,10 +49,10 @@ class SampleQuery:
 
 
 def select(found: Sequence[Entry], wanted: SampleQuery) -> list[Entry]:
-    """Return the groups to show. Without any condition: those of the newest step that trained kept groups.
+    """Return the groups to show. Without a condition, those of the newest step that trained kept groups.
 
     Raises:
-        DataError: none is as wanted; says what there is.
+        DataError: none meets the conditions; says what there is.
     """
     chosen = [entry for entry in found if wanted.takes(entry)]
     if not chosen:
@@ -79,10 +79,10 @@ def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens:
     """Print samples of a run to standard output.
 
     Args:
-        tokens: shown of a prompt and of a response, 0: all; None: `DEFAULT_TOKENS`, or all in JSON.
+        tokens: maximum tokens shown of a prompt and of a response, 0: all; None: `DEFAULT_TOKENS`, or all in JSON.
 
     Raises:
-        DataError: the run has no samples, or none as wanted.
+        DataError: the run has no samples, or none that meet the conditions.
         UserError: standard output is closed.
     """
     if sys.__stdout__ is None:

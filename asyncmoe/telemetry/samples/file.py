@@ -1,4 +1,4 @@
-"""Writes samples within the bound of their folder, and never ends a run for them."""
+"""Write samples within the bound of their folder; a failure never ends the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class SampleFile:
     """Appends records to a file of run_dir/samples, which only the owner can read. Thread-safe.
 
-    When the file has half of the folder's bound, or a write fails, the log says so once, and nothing more is written.
+    When the file reaches half of the folder's bound, or a write fails, this is logged once and nothing more is written.
 
     Args:
         name: `ROLLOUT_SAMPLES` or `TRAINER_SAMPLES`.

@@ -1,4 +1,4 @@
-"""Finds the samples of a run and joins their halves. The lines are kept as bytes, which are a tenth of what they hold."""
+"""Find the samples of a run and join their halves. Lines are kept as bytes, a tenth of their decoded size."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from asyncmoe.telemetry.samples.records import FOLDER, ROLLOUT_SAMPLES, TRAINER_
 
 Line = Begin | SampledGroup | Stale | Trained | Full
 Outcome = Literal["trained", "queued", "dropped", "requeued", "rejected", "lost"]
-"""What became of a group. queued: it waits, or nothing more was written of it. lost: its training was undone, because the run resumed from
-an earlier checkpoint."""
+"""Outcome of a group. queued: it waits, or nothing more was recorded of it. lost: its training was undone, because the run resumed from an
+earlier checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ def _entry(group: SampledGroup, line: bytes, trained: _Steps, undone: set[_Key])
 
 
 def lines(path: Path) -> Iterator[tuple[Line, bytes]]:
-    """Yield the records of a file, with their lines. A missing file has none, and of a line that is being written nothing is known.
+    """Yield the records of a file, with their lines. A missing file has none; a line that is still being written is skipped.
 
     Raises:
-        DataError: a line is no record.
+        DataError: a line is not a record.
     """
     decoder = msgspec.json.Decoder[Line](Line)
     for where, line in Tail(path).lines():
         try:
             yield decoder.decode(line), line
-        except ValueError as error:  # also of a line that is no UTF-8
+        except ValueError as error:  # also for a line that is not UTF-8
             raise DataError(where, got=str(error)[:200], expected="a record of samples") from error

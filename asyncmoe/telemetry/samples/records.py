@@ -3,8 +3,8 @@
 samples/rollout.jsonl  Begin once per start of the controller, SampledGroup, Stale; written by the controller
 samples/trainer.jsonl  Begin once per start of the trainer, Trained; written by trainer rank 0
 
-A trajectory's halves have the same key and digest: a key names a trajectory within
-one start of a run, the digest of what the engine reported tells starts apart. Log-probabilities are natural, rounded to 5 decimals.
+A trajectory's halves have the same key and digest: a key identifies a trajectory within one start of a run, the digest of the engine's
+report distinguishes starts. Log-probabilities are natural, rounded to 5 decimals.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 
 FOLDER, ROLLOUT_SAMPLES, TRAINER_SAMPLES = "samples", "rollout.jsonl", "trainer.jsonl"
 MOST_TOKENS = 8192
-"""Tokens kept of a prompt, and of what follows it in a trajectory; of more, the middle is left out."""
+"""Maximum tokens kept of a prompt, and of what follows it in a trajectory; the middle of longer ones is left out."""
 MOST_BYTES = 256 << 20
 """Bound on the size of the folder, half of it for each file. When it is reached, the log says so and no more groups are kept."""
 
 Role = Literal["prompt", "response", "observation"]
 Fate = Literal["queued", "dropped", "rejected"]
 Value = float | None
-"""A number; None if it was not finite, which JSON cannot say."""
+"""A number; None if it was not finite, which JSON cannot represent."""
 
 TRAINED, CLIPPED, CAPPED, NO_WEIGHT = ".", "c", "w", "p"
 REJECTED: Mapping[str, str] = {
@@ -58,13 +58,13 @@ class Full(SampleRecord, frozen=True, kw_only=True, tag="full"):
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Consecutive tokens; of too many, the middle is left out.
+    """Consecutive tokens; if there are too many, the middle is left out.
 
     Attributes:
         tokens: ids of the kept tokens.
-        pieces: their texts, which together are the text; empty for all but the last token of a character that is spread over several.
+        pieces: their texts, whose concatenation is the text; of a character spread over several tokens, only the last has a text.
         left_out: number of tokens left out.
-        after: number of kept tokens before those.
+        after: number of kept tokens before the gap.
     """
 
     tokens: Sequence[int] = ()
@@ -74,7 +74,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A call of a tool, in the order of the calls. `name`: None for a call that is no valid call."""
+    """A call of a tool, in calling order. `name`: None for an invalid call."""
 
     name: str | None
     argument: str
@@ -89,12 +89,11 @@ class SampledMember(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     Attributes:
         key: name of the trajectory.
         branch: number of the path in the agent's tree.
-        parent, forked: the path begins with the first `forked` tokens of path `parent` of the same tree, which trains them; 0 tokens: of
-            none.
+        parent, forked: the path begins with the first `forked` tokens of path `parent` of the same tree, which trains them; 0: not forked.
         name: the agent's name in its environment.
-        shared: it begins with the group's prompt, whose tokens are not repeated in `rest`.
+        shared: True if it begins with the group's prompt, whose tokens are not repeated in `rest`.
         rest: its tokens, without the shared ones.
-        roles: (role, number) of consecutive tokens, T in all, shared ones and those left out included.
+        roles: (role, number) of consecutive tokens, T in all, including shared ones and those left out.
         logprobs: the engine's log-probability of each kept sampled token.
         versions: (weight version, number) of consecutive sampled tokens, S in all.
         finish: why its last response ended: "stop" or "length"; "" without a response.
@@ -102,8 +101,8 @@ class SampledMember(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         rewards: (index of a step's last token, reward of the step).
         teacher: the teacher's log-probability of each kept sampled token.
         seconds: duration of each stage, by name.
-        digest: see `digest_of`; None if it is no whole trajectory.
-        why: what the scorer says about the reward.
+        digest: see `digest_of`; None if the trajectory is incomplete.
+        why: the scorer's explanation of the reward.
         failure: why it was rejected, or "cancelled": its group had failed or was complete.
     """
 
@@ -137,7 +136,7 @@ class SampledGroup(SampleRecord, frozen=True, kw_only=True, tag="group"):
     Attributes:
         group: number of its prompt.
         attempt: number of times it was started before.
-        fate: "queued" groups wait for the trainer; a `Trained` or `Stale` record says what became of them.
+        fate: "queued" groups wait for the trainer; a `Trained` or `Stale` record has their outcome.
         reason, detail: why it was dropped or rejected: the name it is counted under, and a sentence.
         version: weight version that the engines served.
         question, answer: the task's text and reference answer.
@@ -157,7 +156,7 @@ class SampledGroup(SampleRecord, frozen=True, kw_only=True, tag="group"):
 
 
 class Stale(SampleRecord, frozen=True, kw_only=True, tag="stale"):
-    """A queued group left the queue untrained, because its oldest token was of `oldest` when the trainer had `version`."""
+    """A queued group left the queue untrained, because its oldest token was of version `oldest` when the trainer had `version`."""
 
     group: int
     attempt: int = 0
@@ -168,7 +167,7 @@ class Stale(SampleRecord, frozen=True, kw_only=True, tag="stale"):
 
 
 class Trained(SampleRecord, frozen=True, kw_only=True, tag="trained"):
-    """What the trainer made of a trajectory; values of sampled tokens in order, of which `kept` of the first and last are there.
+    """The trainer's values for a trajectory's sampled tokens, in order; of many, only the first and last that `kept` keeps.
 
     Attributes:
         step: as in `telemetry.schema.Step`.
@@ -176,7 +175,8 @@ class Trained(SampleRecord, frozen=True, kw_only=True, tag="trained"):
         logprobs: the trainer's log-probability when it trained on the token.
         advantages: one number if it is the same for all.
         weights: importance weights of objective.correction; one number if they are the same for all.
-        states: a letter for each token: `TRAINED`; `CLIPPED`: the clip acts on it; `CAPPED`: trained with a capped weight; or `REJECTED`.
+        states: a letter for each token: `TRAINED`; `CLIPPED`: the clip acts on it; `CAPPED`: trained with a capped weight; or one of
+            `REJECTED`.
         mismatch: number of layers whose router would have sent the token elsewhere than the engine's; empty if routing is not kept.
         layers: number of layers with experts.
     """
@@ -199,6 +199,6 @@ def digest_of(tokens: np.ndarray, logprobs: np.ndarray) -> int:
 
 
 def rounded(values: np.ndarray) -> list[float]:
-    """Return numbers as they are written; those that are not finite are written as null."""
+    """Round numbers for writing; those that are not finite are written as null."""
     found: list[float] = np.round(np.asarray(values, np.float64), 5).tolist()
     return found

@@ -1,4 +1,4 @@
-"""Samples on a terminal: a group's prompt, its responses beside each other where they fit, each token coloured."""
+"""Print samples on a terminal: a group's prompt and its responses, side by side where they fit, each token coloured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show(sample: GroupSample, console: Console, colour: Colour, tokens: int) -> 
     """Print a group.
 
     Args:
-        tokens: shown of a prompt and of a response; of more, the middle is left out. 0: all.
+        tokens: maximum tokens shown of a prompt and of a response; the middle of longer ones is left out. 0: all.
     """
     group = sample.group
     every = [tokens_of(group, member, sample.trained.get(member.key)) for member in group.members]

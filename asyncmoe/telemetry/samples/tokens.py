@@ -1,4 +1,4 @@
-"""Aligns the two halves of a sampled trajectory by token, for the terminal, and as JSON for other programs and the page of a run."""
+"""Align the two halves of a sampled trajectory by token, for the terminal, and as JSON for other programs and the page of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """A token as both sides saw it; None: not sampled, not known, or not finite.
+    """A token with the values of both sides; None: not sampled, not known, or not finite.
 
     Attributes:
         place: its index in the trajectory.
@@ -56,7 +56,7 @@ class TokenView:
 
 @dataclass(frozen=True)
 class Gap:
-    """Tokens that were left out of the sample. `role`: that of the first."""
+    """Tokens that were left out of the sample. `role`: role of the first."""
 
     place: int
     count: int
@@ -81,7 +81,7 @@ def tokens_of(group: SampledGroup, member: SampledMember, trained: Trained | Non
 
 
 def _parts(stretch: Stretch) -> list[tuple[int, str] | int]:
-    """Return id and text of each kept token, and in their place the number of those that were left out."""
+    """Return id and text of each kept token, with the number of omitted tokens in their place."""
     tokens = list(zip(stretch.tokens, stretch.pieces, strict=True))
     return [*tokens[: stretch.after], *([stretch.left_out] if stretch.left_out else []), *tokens[stretch.after :]]
 
@@ -113,7 +113,7 @@ def _sampled(member: SampledMember, trained: Trained | None, size: int) -> list[
 
 
 def _spread(values: float | Sequence[Any], size: int, absent: Any = None) -> list[Any]:
-    """Return a value for each of `size` sampled tokens, of which the middle may have been left out; one number is that of all."""
+    """Return a value for each of `size` sampled tokens, of which the middle may have been left out; a single number applies to all."""
     if isinstance(values, int | float):
         return [float(values)] * size
     head, tail = kept(size, len(values))
@@ -121,10 +121,10 @@ def _spread(values: float | Sequence[Any], size: int, absent: Any = None) -> lis
 
 
 def as_json(sample: GroupSample, most: int = 0) -> str:
-    """Return a group as one line of JSON, with a list for each property of its tokens; what was left out is named in `gaps`.
+    """Return a group as one line of JSON, with a list for each property of its tokens; `gaps` describes omitted tokens.
 
     Args:
-        most: tokens of a prompt and of what follows it; of more, the middle is left out. 0: all.
+        most: maximum tokens of a prompt and of what follows it; the middle of longer ones is left out. 0: all.
     """
     entry, group = sample.entry, sample.group
     values = {
@@ -132,7 +132,7 @@ def as_json(sample: GroupSample, most: int = 0) -> str:
         **{name: getattr(group, name) for name in ("detail", "version", "time", "question", "answer")},
         "members": [_member(sample, member, most) for member in group.members],
     }
-    return json.dumps(values).replace("\x7f", "\\u007f")  # of ASCII, the one control character that JSON leaves as it is
+    return json.dumps(values).replace("\x7f", "\\u007f")  # the one ASCII control character that JSON does not escape
 
 
 def advantage(trained: Trained | None) -> float | None:

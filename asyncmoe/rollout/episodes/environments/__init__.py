@@ -1,4 +1,4 @@
-"""The environments of asyncmoe, and how a configuration names them or a user's own."""
+"""Load the environment that a configuration names: a built-in one or a user's own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load(config: Config, tokenizer: Tokenizer | None = None) -> Environment:
     Raises:
         ConfigError: no such class, `environment.options` cannot construct it, or it cannot demonstrate and the run has a warm-up; see also
             `WithTools.described`.
-        DataError: the chat template has no place for the tools' answers.
+        DataError: the chat template cannot render the tools' answers.
     """
     section = config.environment
     if section.kind == "single_turn":

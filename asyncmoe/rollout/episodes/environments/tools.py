@@ -2,7 +2,7 @@
 
 After a response with tool calls, the policy sees the tools' answers and continues; a response without calls ends the episode, which the
 configured scorer then scores. Tool answers are given, not sampled, so they are not trained on. No engine waits for a tool: while a tool
-works, the episode has no request anywhere.
+works, the episode has no request in flight.
 
 An ordinary mistake (a wrong expression, code that raises) is an observation like any other, and the policy learns from it. A tool that
 hangs, crashes or floods ends the episode with that reason.
@@ -73,12 +73,12 @@ class WithTools:
         return None
 
     def asked(self, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the tokens of a prompt; those of messages with the tools' schemas, where the chat template puts them."""
+        """Return the tokens of a prompt; for messages, include the tools' schemas where the chat template puts them."""
         schemas = self.described(tokenizer)
         return tokenizer.encode(tokenizer.render(prompt.messages, schemas)) if schemas and prompt.messages else prompt.tokens
 
     def described(self, tokenizer: Tokenizer) -> tuple[Mapping[str, Any], ...]:
-        """Return the schemas for the chat template, () if it is not to describe the tools.
+        """Return the schemas for the chat template, () if it should not describe the tools.
 
         Raises:
             ConfigError: the template leaves tools out, but `schemas` is true; if it is None, this is logged once.
@@ -102,7 +102,7 @@ class WithTools:
         """Alternate responses and tool answers; return the first response that calls no tool or reaches its length limit.
 
         Args:
-            before: calls in the conversation so far, by which the next ones are numbered in the styles that number them.
+            before: calls in the conversation so far; some styles number the next ones from there.
         """
         async with self.sessions():
             while True:

@@ -1,1 +1,1 @@
-"""An endpoint for each episode with the APIs of OpenAI and Anthropic, so that an agent written for them is trained unchanged."""
+"""An endpoint with the APIs of OpenAI and Anthropic for each episode, so that agents written for them can be trained unchanged."""

@@ -56,7 +56,7 @@ def models() -> dict[str, Any]:
 
 
 def may_call(fields: Fields, tools: Sequence[Message]) -> tuple[bool, bool]:
-    """Take the choice of tools out of a request; return whether the policy may call tools, and whether only one. It cannot be made to."""
+    """Take the tool choice out of a request; return whether the policy may call tools, and whether only one. A call cannot be forced."""
     choice = fields.anything("tool_choice", "auto")
     fields.override("tool_choice", choice not in ("auto", "none"))
     calls = choice != "none" and bool(tools)
@@ -64,7 +64,7 @@ def may_call(fields: Fields, tools: Sequence[Message]) -> tuple[bool, bool]:
 
 
 def asks_for_format(form: object) -> bool:
-    """Return whether a response shall have another format than text. Engines have no tokenizer, so no grammar can force one."""
+    """Return whether a client asks for a format other than text. Engines have no tokenizer, so no grammar can enforce one."""
     return form not in (None, {"type": "text"})
 
 
@@ -105,7 +105,7 @@ def _tool_call(call: object, where: str) -> dict[str, str]:
 
 
 def _told(answer: Completion) -> dict[str, Any]:
-    """Return a message in the form the API returns it."""
+    """Return the answer as a message of the API."""
     calls = [
         {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}} for call in answer.calls
     ]

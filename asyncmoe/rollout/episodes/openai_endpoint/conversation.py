@@ -1,4 +1,4 @@
-"""Turns messages into tokens without ever tokenizing sampled tokens again.
+"""Turn messages into tokens without ever tokenizing sampled text again.
 
 A request of the chat API carries the whole conversation as text. If it continues a conversation that was answered here, the given and
 sampled tokens of that conversation stay as they are, and only the text after the last answer is tokenized. A request continues a
@@ -8,8 +8,8 @@ conversation if
   With a template that rewrites history (strips white space, drops thoughts), this fails and the tokens of that answer cannot be reused;
   those of earlier answers may be.
 
-An answer is rendered as the text that it was, calls included. Templates that want its calls as such before results of tools (Mistral's)
-refuse this; then only what they write after such an answer is taken from them.
+An answer is rendered as its sampled text, calls included. Templates that require structured calls before results of tools (Mistral's)
+refuse this; then only the text they write after such an answer is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PolicyRequest:
         messages: the client's messages, in `protocol`'s normal form.
         rendered: the same messages in the form the chat template accepts.
         tools: OpenAI's function schemas.
-        variables: of the chat template, besides the run's.
+        variables: variables of the chat template, in addition to the run's.
     """
 
     messages: tuple[Message, ...]
@@ -103,8 +103,8 @@ def extend(known: Conversation, asked: PolicyRequest, tokenizer: Tokenizer) -> N
 
 
 def _results(known: Conversation, asked: PolicyRequest, tokenizer: Tokenizer) -> NewContent | None:
-    """Return the results of tools that `asked` adds to a conversation, as the template writes them after an answer that called the tools;
-    None if it adds anything else, or the template does not end that answer as the policy did."""
+    """Return the tool results that `asked` adds to a conversation, as the template writes them after an answer with calls; None if it adds
+    anything else, or the template does not end that answer as the policy did."""
     size = len(known.asked.messages)
     more, (said,) = asked.rendered[size:], asked.rendered[size - 1 : size]
     if known.ended is None or any(message["role"] != "tool" for message in more):

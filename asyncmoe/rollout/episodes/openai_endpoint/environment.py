@@ -18,7 +18,7 @@ from asyncmoe.rollout.episodes.tools.calls import HERMES
 
 
 class OpenAIEnvironment:
-    """Runs a user's agent, every episode with an endpoint of its own.
+    """Runs a user's agent; every episode has its own endpoint.
 
     The agent is `async def agent(base_url: str, api_key: str, prompt: str, answer: str) -> float | None`, or the same without `async`. It
     may also take `columns`, the example's other columns. It returns the episode's reward, or None if the configured scorer scores the
@@ -60,20 +60,20 @@ class _Call(threading.Thread):
         super().__init__(name="agent", daemon=True)
         self._ask, self._awaits = ask, inspect.iscoroutinefunction(ask)
         self._result: Future[object] = Future()
-        self._result.set_running_or_notify_cancel()  # whoever stops waiting cancels the task
+        self._result.set_running_or_notify_cancel()  # a caller that stops waiting cancels the task
         self._task: asyncio.Task[Any] | None = None
         self._cancelled = False
 
     async def ended(self) -> object:
-        """Return the function's result, or raise its exception; RuntimeError in place of one that is no Exception.
+        """Return the function's result, or raise its exception; RuntimeError in place of one that is not an Exception.
 
-        If cancelled, the coroutine is cancelled; a plain function cannot be, and ends by itself.
+        If cancelled, the coroutine is cancelled; a plain function cannot be, and runs to its end.
         """
         self.start()
         try:
             return await asyncio.wrap_future(self._result)
         except asyncio.CancelledError:
-            self._cancelled = True  # before the look for the task, which looks for this after it is known
+            self._cancelled = True  # set before reading the task: `_awaited` reads this after setting it
             if self._task is not None:
                 with suppress(RuntimeError):  # the loop may have just ended
                     self._task.get_loop().call_soon_threadsafe(self._task.cancel)
@@ -84,7 +84,7 @@ class _Call(threading.Thread):
         try:
             self._result.set_result(asyncio.run(self._awaited()) if self._awaits else self._ask())
         except BaseException as error:  # noqa: BLE001  passed to the caller, in the caller's thread
-            passes = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which no future of asyncio takes
+            passes = isinstance(error, Exception) and not isinstance(error, StopIteration)  # asyncio's futures refuse it
             self._result.set_exception(error if passes else RuntimeError(plugins.told(error)))
 
     async def _awaited(self) -> object:

@@ -97,7 +97,7 @@ def _messages(messages: Sequence[object]) -> list[Message]:
         else:
             made += [_assistant(blocks, where)] if role == "assistant" else _user(blocks, where)
     if made[-1]["role"] == "assistant":
-        raise wrong("messages", "must end with a message of the user; the policy's answer cannot be begun for it")
+        raise wrong("messages", "must end with a message of the user; prefilling the policy's answer is not supported")
     return made
 
 

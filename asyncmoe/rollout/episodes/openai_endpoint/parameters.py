@@ -1,8 +1,8 @@
-"""What becomes of a request's parameters, whichever API the client speaks.
+"""How a request's parameters are handled, whichever API the client speaks.
 
 The run determines how tokens are sampled, because what is sampled is trained on. A parameter that ends a response earlier (a limit, a stop
 text, one tool call) is honoured. A parameter that asks for other sampling is overridden by the run's own value, and the client is told. A
-parameter that would change what the policy is asked is never dropped: it is honoured or refused.
+parameter that would change the policy's input is never dropped: it is honoured or refused.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _CACHE = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
 _NO_MATTER = ("user", "metadata", "client_metadata", "store", "safety_identifier", "service_tier", "prediction", *_CACHE)
 """Parameters that do not affect a response."""
 _HINTS = ("reasoning_effort", "verbosity")
-"""Parameters that ask models of other vendors for another style."""
+"""Parameters that change the style of other vendors' models."""
 _KINDS = {bool: "true or false", int: "a whole number", str: "text", list: "a list", dict: "an object"}
 
 
 class Fields:
-    """The parameters of one request: an API takes out those that it knows, and `request` refuses what is left. Null is no parameter.
+    """The parameters of one request: an API takes out those that it knows, and `request` refuses the rest. Null counts as absent.
 
     Attributes:
         given: all of them.
         sampling: the run's own.
-        overridden: those of them that ask for something else than the run's own sampling and chat template, which hold.
+        overridden: names of parameters that differ from the run's sampling and chat template, which apply instead.
 
     Raises:
-        RequestRefused: 400: the body is no JSON object. So do all methods, naming the parameter.
+        RequestRefused: 400: the body is not a JSON object. All methods raise it, too, naming the parameter.
     """
 
     def __init__(self, body: bytes, sampling: Sampling) -> None:
@@ -46,7 +46,7 @@ class Fields:
             self.overridden.append(name)
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
-        """Take a parameter out, which must be of a kind."""
+        """Take out a parameter, which must be of a kind."""
         if name not in self._left:
             return default
         value = self._left.pop(name)
@@ -55,25 +55,25 @@ class Fields:
         return value
 
     def anything(self, name: str, default: object = None) -> Any:
-        """Take a parameter out, whatever it is."""
+        """Take out a parameter of any kind."""
         return self._left.pop(name, default)
 
     def some(self, name: str) -> list[Any]:
-        """Take a list of at least one item out."""
+        """Take out a list of at least one item."""
         found = self.anything(name)
         if not isinstance(found, list) or not found:
             raise wrong(name, "must be a list of at least one item")
         return found
 
     def limit(self, *names: str) -> int | None:
-        """Take the limit on a response's tokens out: the least of several."""
+        """Take out the limit on a response's tokens: the least of several."""
         given = {name: value for name in names if (value := self.take(name, int)) is not None}
         if wrong_one := next((name for name, value in given.items() if value < 1), None):
             raise wrong(wrong_one, "must be a positive whole number")
         return min(given.values(), default=None)
 
     def stops(self, name: str) -> tuple[str, ...]:
-        """Take stop texts out."""
+        """Take out stop texts."""
         value = self.anything(name, [])
         stops = [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
@@ -83,7 +83,7 @@ class Fields:
         return tuple(stops)
 
     def request(self, messages: Sequence[Message], tools: Sequence[Message], calls: bool, **more: Any) -> CompletionRequest:
-        """Return the request, with what all APIs have.
+        """Return the request, with the parameters that all APIs have.
 
         Args:
             calls: the policy may call `tools`; else it does not see them.
@@ -122,7 +122,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def text_of(content: object, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return text given as such or in parts.
+    """Return text that is given as a string or in parts.
 
     Raises:
         RequestRefused: a part is not text.
@@ -145,7 +145,7 @@ def function(fields: Fields, tool: object, where: str, kind: str, schema: str, m
         more: other keys that it may have.
 
     Raises:
-        RequestRefused: it is no such tool.
+        RequestRefused: it is not such a tool.
     """
     if not isinstance(tool, dict) or (tool.get("type") or "custom") != kind:
         raise wrong(where, "must be a function of the client's; tools that a server would run are not supported")
@@ -178,6 +178,6 @@ class Api(Protocol):
         ...
 
     def error(self, refused: RequestRefused) -> dict[str, Any]:
-        """Return the body of an error; OpenAI's, if the API says nothing else."""
+        """Return the body of an error, by default in OpenAI's form."""
         kind = "invalid_request_error" if refused.status < 500 else "server_error"
         return {"error": {"message": str(refused), "type": kind, "param": refused.parameter, "code": refused.code}}

@@ -23,7 +23,7 @@ class RequestRefused(Exception):
 
 
 def event(content: Mapping[str, Any]) -> bytes:
-    """Return a server-sent event, which has the name of its content's type, if there is one."""
+    """Return a server-sent event, named after its content's type if it has one."""
     named = f"event: {content['type']}\n" if "type" in content else ""
     return f"{named}data: {json.dumps(content)}\n\n".encode()
 
@@ -45,7 +45,7 @@ class CompletionRequest:
         calls: True if the response is searched for tool calls.
         one_call: True if the response ends with its first tool call.
         stops: texts that end the response; the client gets the text before them.
-        fields: the request as it came, for APIs that repeat it.
+        fields: the request as received, for APIs that repeat it.
     """
 
     model: str
@@ -87,7 +87,7 @@ class Completion:
 
 
 def assistant(text: str, calls: Sequence[Mapping[str, str]]) -> Message:
-    """Return the policy's message in normal form. Arguments are compared as JSON values, because clients write them anew."""
+    """Return the policy's message in normal form. Arguments are compared as JSON values, because clients serialise them again."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [{**call, "arguments": canonical(call["arguments"])} for call in calls]
@@ -95,7 +95,7 @@ def assistant(text: str, calls: Sequence[Mapping[str, str]]) -> Message:
 
 
 def canonical(arguments: str) -> str:
-    """Return one text for all JSON texts of the same value, 1.0 and 1 included; any other text as it is."""
+    """Return the same text for all JSON texts of equal value, 1.0 and 1 included; return other text unchanged."""
     try:
         value = json.loads(arguments, parse_float=_number)
     except (ValueError, RecursionError):
@@ -109,7 +109,7 @@ def _number(text: str) -> float | int:
 
 
 def _for_template(message: Message) -> Message:
-    """Return a message in the form chat templates accept: call arguments are objects, and a developer is whom they call the system."""
+    """Return a message in the form chat templates accept: call arguments are objects, and the role developer becomes system."""
     message = {**message, "role": "system"} if message["role"] == "developer" else message
     if "tool_calls" not in message:
         return message
@@ -124,8 +124,8 @@ def _for_template(message: Message) -> Message:
 
 
 def for_template(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield messages in the form chat templates accept, results of tools in the order of their calls: few templates show the ids that
-    clients tell them apart by."""
+    """Yield messages in the form chat templates accept, results of tools in the order of their calls: few templates show the ids that tell
+    them apart."""
     order = {call["id"]: number for message in messages for number, call in enumerate(message.get("tool_calls", ()))}
     for _, group in groupby(messages, key=lambda message: message["role"] == "tool"):
         ordered = sorted(group, key=lambda message: order.get(message.get("tool_call_id", ""), len(order)))

@@ -1,7 +1,7 @@
 """OpenAI's Responses API.
 
-Source: OpenAI's API reference, "Create a model response", "The response object" and "Streaming events". The policy knows a function of a
-namespace by one name for both: NAMESPACE__FUNCTION, letters and underscores, which every parser of calls accepts.
+Source: OpenAI's API reference, "Create a model response", "The response object" and "Streaming events". To the policy, a function of a
+namespace is named NAMESPACE__FUNCTION: letters and underscores, which every parser of calls accepts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncmoe.rollout.episodes.openai_endpoint.request import Completion, Comple
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text")
 _REMEMBERED = 32
-"""Each response remembered holds the text of its conversation, and the next request names one of the last."""
+"""Responses remembered: each holds the text of its conversation, and requests refer to recent ones."""
 
 
 class ResponsesApi(Api):
@@ -45,7 +45,7 @@ class ResponsesApi(Api):
         calls, one_call = may_call(fields, tools)
         most = fields.limit("max_output_tokens")
         _check_other(fields)
-        fields.given |= {"temperature": fields.sampling.temperature, "top_p": fields.sampling.top_p}  # the answer repeats what holds
+        fields.given |= {"temperature": fields.sampling.temperature, "top_p": fields.sampling.top_p}  # the answer shows values in effect
         return fields.request(messages, tools, calls, most=most, one_call=one_call)
 
     def whole(self, request: CompletionRequest, answer: Completion) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _item_events(item: Mapping[str, Any], at: int) -> Iterator[dict[str, Any]]:
 
 
 def _messages(items: Sequence[Any]) -> list[Message]:
-    """Return messages in normal form. A call belongs to the assistant's message before it, as the policy said both at once."""
+    """Return messages in normal form. A call belongs to the assistant's message before it, as the policy sampled both at once."""
     messages: list[Message] = []
     for i, item in enumerate(items):
         where = f"input[{i}]"
@@ -189,7 +189,7 @@ def _client_name(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str, str
 
 
 def _check_other(fields: Fields) -> None:
-    """Take parameters out of a request that are about the form of a response, or about OpenAI's service and models."""
+    """Take out of a request the parameters about the form of a response, or about OpenAI's service and models."""
     text = fields.take("text", dict, {})
     fields.override("text.format", asks_for_format(text.get("format")))
     fields.override("text.verbosity", text.get("verbosity"))

@@ -20,7 +20,7 @@ from asyncmoe.rollout.episodes.tools.calls import HERMES
 
 log = logging.getLogger(__name__)
 PATH = "asyncmoe-path"
-"""Header of an answer that is not streamed: the name of the path to which it belongs, by which an agent may reward it."""
+"""Header of an answer that is not streamed: the name of its path, by which an agent may reward it."""
 OVERRIDDEN = "asyncmoe-overridden"
 """Header of an answer that names the parameters of the request that the run's own sampling overrides."""
 
@@ -29,7 +29,7 @@ BODY_BYTES = 8 << 20
 _HOST = "127.0.0.1"
 _SHUTDOWN_S = 1.0
 ALIVE_S = 15.0
-"""Time between two signs of life to a client that waits for a stream."""
+"""Seconds between keep-alive comments to a client that waits for a stream."""
 
 
 class OpenAIEndpoint:
@@ -116,7 +116,7 @@ class OpenAIEndpoint:
         Raises:
             RequestRefused: 401: no episode has the key.
         """
-        # Some clients send a key of their own in one header and what they were configured with in the other.
+        # Some clients send a key of their own in one header and the configured one in the other.
         given = (request.headers.get("Authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", ""))
         session = next((self._sessions[key] for key in given if key in self._sessions), None)
         if session is None:
@@ -133,7 +133,7 @@ async def _tell(request: web.Request, handler: Callable[[web.Request], Awaitable
         refused = error
     except web.HTTPException as error:
         refused = RequestRefused(error.status, error.text or error.reason)
-    # Errors of paths that no API has are in OpenAI's form.
+    # Errors for unknown paths are in OpenAI's form.
     api: Api = MessagesApi() if request.path.rstrip("/").endswith((f"/{MESSAGES}", "/count_tokens")) else chat.ChatApi()
     return web.json_response(api.error(refused), status=refused.status, headers={"x-should-retry": "false"})
 
@@ -141,8 +141,8 @@ async def _tell(request: web.Request, handler: Callable[[web.Request], Awaitable
 async def _stream(
     request: web.Request, session: Session, api: Api, asked: CompletionRequest, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Answer with server-sent events, all at once when the response is sampled: whether its text is a call shows only then. A request that
-    fails soon fails as any other; while one takes long, comments keep the connection alive."""
+    """Answer with server-sent events, all at once when the response is sampled: only then is it known whether its text is a call. A request
+    that fails soon gets an ordinary error; during a long one, comments keep the connection alive."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     answering = asyncio.create_task(session.answer(asked))
     try:
@@ -160,7 +160,7 @@ async def _stream(
 
 
 async def _write(request: web.Request, response: web.StreamResponse, content: bytes) -> None:
-    # A client that leaves cancels the handler, but not before the bytes for it are sent or lost: until then, writing raises.
+    # A client that disconnects cancels the handler, but only once the bytes for it are sent or lost: until then, writing raises.
     with suppress(ClientConnectionResetError):
         if not response.prepared:
             await response.prepare(request)

@@ -30,8 +30,8 @@ class _Line:
 
     Attributes:
         first: messages of the first request of its tree.
-        known: the conversation up to each of its answers, in order; those before a fork are the same objects in all paths.
-        seen: tokens that an unanswered request gave the agent; only the same request may be repeated, no other.
+        known: the conversation up to each of its answers, in order; paths share the objects before their fork.
+        seen: tokens that an unanswered request gave the agent; the path accepts only the same request again.
         busy: True while a request is being answered.
     """
 
@@ -49,15 +49,15 @@ class _Line:
 class Session:
     """The requests of one episode.
 
-    The first conversation belongs to the agent "policy". A request continues the longest recorded beginning that it repeats: at its end the
-    path goes on; elsewhere, or while another request goes on there, it forks and a new path begins, "policy/2" and so on. A request that
-    repeats no answer but the first request's messages is a path of the same tree, which shares no response; any other request begins
-    another agent. The episode limits agents, paths and their length (`environment.max_agents`, `max_paths`, `max_turns`, `max_tokens`). A
-    cancelled request can be repeated; a different request in its place forks.
+    The first conversation belongs to the agent "policy". A request continues the longest recorded conversation that it begins with: at the
+    end of a path it extends the path; elsewhere, or while another request extends that path, it forks a new one, "policy/2" and so on. A
+    request that repeats the first request's messages but no answer becomes a path of the same tree that shares no response; any other
+    request begins another agent. The episode limits agents, paths and their length (`environment.max_agents`, `max_paths`, `max_turns`,
+    `max_tokens`). A cancelled request can be repeated; a different request in its place forks.
 
     Attributes:
         key: its API key.
-        apis: the APIs it speaks, by the last parts of their paths.
+        apis: the APIs it serves, by the last parts of their paths.
     """
 
     def __init__(self, episode: Episode, style: str = HERMES) -> None:
@@ -69,11 +69,11 @@ class Session:
         self._over = False
 
     def parse(self, api: Api, body: bytes) -> tuple[CompletionRequest, Sequence[str]]:
-        """Parse a request, and name its parameters that are overridden: so is what the chat template leaves out. A response cannot end with
-        its first call where only an engine can read calls, once it has ended.
+        """Parse a request; also return the names of overridden parameters, including those that the chat template leaves out. A response
+        cannot end with its first call if only an engine can read calls, which it does after the end.
 
         Raises:
-            RequestRefused: as `Api.parse`, or a variable is none of the chat template.
+            RequestRefused: as `Api.parse`, or the chat template has no such variable.
         """
         fields, tokenizer = Fields(body, self._episode.sampling), self._episode.tokenizer
         asked, hermes = api.parse(fields), self._style == HERMES
@@ -82,13 +82,13 @@ class Session:
         for kind, sent in (("tools", asked.asked.tools), ("name", named)):
             fields.override(kind, sent and tokenizer.lacks(kind))
         if (unused := tokenizer.unused(asked.asked.variables)) is not None:
-            raise wrong(f"chat_template_kwargs.{unused[:100]}", "is no variable of the chat template. Leave it out")
+            raise wrong(f"chat_template_kwargs.{unused[:100]}", "is not a variable of the chat template. Leave it out")
         if hermes and tokenizer.lacks("tool_calls"):
             asked = replace(asked, asked=replace(asked.asked, rendered=tuple(map(_in_text, asked.asked.rendered))))
         return replace(asked, one_call=asked.one_call and hermes), fields.overridden
 
     def count(self, request: CompletionRequest) -> int:
-        """Return the number of tokens of a request as the beginning of a conversation.
+        """Return the number of tokens of a request as the first of a conversation.
 
         Raises:
             RequestRefused: 400: the chat template cannot render the messages.
@@ -135,15 +135,15 @@ class Session:
             finally:
                 line.busy = False
         except TrajectoryRejected as rejected:
-            # No retry can make room; clients retry 503, also those that ignore x-should-retry.
+            # No retry can make room; clients retry a 503, even those that ignore x-should-retry.
             raise RequestRefused(400 if rejected.reason == TOO_LONG else 503, str(rejected), code=rejected.reason) from rejected
         except DataError as error:
             raise _unrendered(error) from error
         return answer
 
     async def _settled(self, request: CompletionRequest, line: _Line, given: NewContent, response: Response) -> Completion:
-        """Return the answer, and note it in its path. If its calls cannot be read, or nobody waits for it any more, it was sampled all the
-        same: whoever repeats the request forks."""
+        """Return the answer, and record it in its path. It is recorded even if its calls cannot be read or its client has left: a repeated
+        request forks."""
         message = assistant(response.text, ())
         try:
             answer = await self._completion(request, line.agent, response)
@@ -182,7 +182,7 @@ class Session:
         return line, given
 
     def _recorded(self) -> dict[Conversation, tuple[_Line, int]]:
-        """Return all conversations up to an answer, the longest first, each with a path that has it and the number of its answers."""
+        """Return all conversations up to an answer, the longest first, each with a path that contains it and its number of answers."""
         found: dict[Conversation, tuple[_Line, int]] = {}
         for line in self._lines:
             for number, known in enumerate(line.known, start=1):
@@ -205,8 +205,8 @@ class Session:
 
 
 def _named(call: Call, style: str, number: int) -> dict[str, str]:
-    """Give a call, of a number in its conversation, an id that the chat templates of its family accept; Mistral's take nine letters or
-    digits only."""
+    """Give a call, numbered within its conversation, an id that its family's chat templates accept; Mistral's accept only nine letters or
+    digits."""
     chance = secrets.token_hex(9)[:9] if style == "mistral" else f"call_{secrets.token_hex(12)}"
     name = str(call.name)
     return {"id": written_id(style, name, number) or chance, "name": name, "arguments": call.arguments}
@@ -219,7 +219,7 @@ def _in_text(message: Message) -> Message:
 
 
 def _ends(opening: str, said: str) -> bool:
-    """Return whether a stop text ends a response: that of a call does not within a thought."""
+    """Return whether a stop text ends a response: the end of a call within a thought does not."""
     return not said.endswith(CLOSE) or bool(find(said, HERMES, opening))
 
 

@@ -35,7 +35,7 @@ async def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Number:
-    """Return the value of an expression, as Python has it. Raises ValueError or ArithmeticError for one that is not finite or not real, or
+    """Return the value of an expression, as Python computes it. Raises ValueError or ArithmeticError if it is not finite, not real, or
     exceeds a bound."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Finds tool calls in a model's response.
+"""Find tool calls in a model's response.
 
 Two styles:
 
@@ -6,8 +6,8 @@ Two styles:
 - `brackets`: `[calculator: 12+7]`, or `[12+7]` for the first tool. For models so small that every token counts. An argument cannot contain
   "]" or a newline; ordinary text in brackets is read as a call.
 
-What a model writes while it thinks is no call, in these styles and in those that an engine reads. A thought ends with the response if
-nothing else ends it, and begins before the response if the prompt ends with its opening, as some chat templates write it.
+Text within a thought is not a call, in these styles and in those that an engine reads. An unclosed thought ends with the response; it
+begins before the response if the prompt ends with its opening, as some chat templates write it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncmoe.rollout.episodes.tools.tool import read_json
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 HERMES, BRACKETS = STYLES = ("hermes", "brackets")
-"""The styles that `find` reads; any other name is that of a parser of the engine."""
+"""The styles that `find` reads; any other name is a parser of the engine."""
 MAX_CALLS = 16
 """Maximum number of calls in one response; the rest of the response is ignored."""
 
@@ -48,7 +48,7 @@ class Call:
     Attributes:
         name: name of the tool, or None for the first tool. The caller checks that the tool exists.
         arguments: the arguments as JSON text; in brackets, as written.
-        wrong: why text that looks like a call is none, for the model; "" if it is one.
+        wrong: why text that looks like a call is not one, for the model; "" if it is.
         start, end: range of its characters in the response, if `find` found it.
     """
 
@@ -60,9 +60,9 @@ class Call:
 
 
 def written_id(style: str, name: str, number: int) -> str | None:
-    """Return the id of a call if policies of a style write it themselves, and their chat templates show it again with the tool's answer:
-    Kimi's name the function and the number of the call in the conversation (sglang 0.5.23, srt/entrypoints/openai/serving_chat.py
-    `_process_tool_call_id`). None: the template leaves ids out."""
+    """Return the id of a call if policies of a style write it themselves and their chat templates repeat it with the tool's answer: Kimi's
+    consists of the function's name and the number of the call in the conversation (sglang 0.5.23, srt/entrypoints/openai/serving_chat.py
+    `_process_tool_call_id`). None: the template omits ids."""
     return {"kimi_k2": f"functions.{name}:{number}", "kimi_k3": f"{name}:{number}"}.get(style)
 
 
@@ -75,7 +75,7 @@ def find(text: str, style: str, opening: str = "") -> tuple[Call, ...]:
     found: list[Call] = []
     for part in _PARTS[style].finditer(opening + text):
         inner = part["inner"]
-        if inner is None:  # a thought, or the end of one that the prompt has begun
+        if inner is None:  # a thought, or the end of one that began in the prompt
             found = [] if part["ended"] else found
             continue
         if not part["end"]:
@@ -120,8 +120,8 @@ async def read_calls(
 
 
 async def _parsed(agent: Agent, response: Response, style: str, schemas: Sequence[Mapping[str, Any]]) -> Sequence[ParsedCall]:
-    """Return the calls in a response as an engine's parser reads them: from its text with special tokens, without the token that ended it,
-    up to the stop text if one did, and without thoughts. Raises as `read_calls`."""
+    """Return the calls in a response as an engine's parser reads them: from its text with special tokens, up to the token or stop text that
+    ended it, and without thoughts. Raises as `read_calls`."""
     parse, tokenizer = agent.episode.parse, agent.episode.tokenizer
     ended = response.finish == "stop" and not tokenizer.decode(response.tokens[-1:])
     text = tokenizer.decode_all(response.tokens[:-1] if ended else response.tokens)

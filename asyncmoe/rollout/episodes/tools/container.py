@@ -12,7 +12,7 @@ from asyncmoe.rollout.episodes.tools import sandbox
 
 _RUNTIMES = ("docker", "podman")
 _REST_BYTES = 64 * sandbox.MIB
-"""Memory of a container's runtime, besides the program's and its files."""
+"""Memory of a container's runtime, in addition to the program's and its files'."""
 
 
 class Container(sandbox.Sandbox):
@@ -47,11 +47,11 @@ class Container(sandbox.Sandbox):
             *("--user", f"{sandbox.NOBODY}:{sandbox.NOBODY}", "--tmpfs", f"{sandbox.DIRECTORY}:{files}", "--workdir", sandbox.DIRECTORY),
             *(["--read-only-tmpfs=false"] if podman else []),
         ]
-        # Ends a container whose controller was killed; a program that were process 1 itself would not hear every signal.
+        # Ends a container whose controller was killed; a program running as process 1 would ignore some signals.
         last_s = str(math.ceil(self.limits.wall_s + self.start_s))
         inside = ["-s", "KILL", last_s, "python3", "-I", "-S", "-c", sandbox.INSIDE, json.dumps(sandbox.rlimits(self.limits))]
         return [self._runtime, "run", *confined, "--entrypoint", "timeout", self._image, *inside]
 
     def removal(self, name: str) -> list[str]:
-        """See `Sandbox`: the container is the daemon's. One that cannot be removed ends by itself."""
+        """See `Sandbox`: the container is the daemon's. If it cannot be removed, it ends after its time limit."""
         return [self._runtime, "rm", "--force", name]

@@ -1,5 +1,5 @@
 """Functions as tools: coroutine functions, which run in the rollout worker's loop and must not block it, and plain ones, which run in
-processes of their own (`asyncmoe.rollout.processes`), because a user's may hang or hold the interpreter.
+processes of their own (`asyncmoe.rollout.processes`), because they may hang or hold the interpreter.
 
 A function gets its parameters by name from a JSON object, checked and converted by pydantic as the annotations say. A wrong argument is an
 observation, from which the policy learns.
@@ -31,7 +31,7 @@ class Function:
 
     Args:
         target: `package.module:function`, or "calculator".
-        own: the function, if it is none that can be imported.
+        own: the function itself, if it cannot be imported.
 
     Attributes:
         name: the function's.
@@ -39,7 +39,7 @@ class Function:
         parameters: JSON schema, an object.
 
     Raises:
-        ConfigError: no such function; a parameter has no name in calls, or an annotation that no JSON value fits.
+        ConfigError: no such function; a parameter cannot be passed by name, or has an annotation that fits no JSON value.
     """
 
     def __init__(self, target: str, own: Callable[..., Any] | None = None) -> None:
@@ -98,7 +98,7 @@ async def _ask(processes: Processes, arguments: Mapping[str, Any]) -> object:
 
 @contextmanager
 def serve(target: str) -> Iterator[Callable[[Mapping[str, Any]], object]]:
-    """Answer calls in a process: ("", return value, null if it is no text) or (`ToolError.reason`, `ToolError.detail`). See
+    """Answer calls in a process: ("", return value, null if it is not text) or (`ToolError.reason`, `ToolError.detail`). See
     `asyncmoe.rollout.process_worker`."""
     function = Function(target)
 
@@ -114,5 +114,5 @@ def serve(target: str) -> Iterator[Callable[[Mapping[str, Any]], object]]:
 
 
 def _shown(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a parameter without the title that pydantic derives from its name. One without annotation is a text."""
+    """Return the schema of a parameter without the title that pydantic derives from its name. One without annotation is a string."""
     return {key: value for key, value in schema.items() if key != "title"} or {"type": "string"}

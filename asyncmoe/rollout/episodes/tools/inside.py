@@ -1,7 +1,7 @@
 """The first program inside a sandbox: `python -I -S -c SOURCE LIMITS`, with the policy's program on standard input.
 
-Runs without asyncmoe, on Python 3.9 or newer. LIMITS is a JSON object: name of a limit of the module `resource` -> soft and hard. A zero
-byte on standard output says that the policy's program begins; its output follows, errors included.
+Runs without asyncmoe, on Python 3.9 or newer. LIMITS is a JSON object: name of a limit in the module `resource` -> soft and hard limit. A
+zero byte on standard output announces the policy's program; its output follows, errors included.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def main(limits: dict[str, tuple[int, int]]) -> None:
     with open("main.py", "wb") as file:
         file.write(sys.stdin.buffer.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # What the controller's process passes on by mistake, as uvloop does, and the walls keep for themselves.
+    # Descriptors that the controller's process leaks, as uvloop does, and those of bubblewrap.
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     for name, (soft, hard) in limits.items():
         resource.setrlimit(getattr(resource, name), (soft, hard))
-    # The user's keyring may hold tickets and passwords; a container has one of its own, and may refuse this.
+    # The user's keyring may hold tickets and passwords; a container has its own, and may refuse the call.
     ctypes.CDLL(None).syscall(_KEYCTL[os.uname().machine], _JOIN_SESSION_KEYRING, None)
     os.write(1, b"\0")
     os.dup2(1, 2)

@@ -30,7 +30,7 @@ def load(
 
     Args:
         names: "calculator", "python" or `package.module:function`.
-        options: options of each tool, by the name in a model's calls: fields of `ToolLimits`, of "python" those of `PythonLimits`.
+        options: options of each tool, by the name in a model's calls: fields of `ToolLimits`, or for "python" of `PythonLimits`.
         sandbox: where the programs of "python" run, as environment.sandbox; None: in bubblewrap.
 
     Raises:
@@ -66,7 +66,7 @@ def python_tool(limits: PythonLimits, where: SandboxSection) -> Runner:
         """Runs a Python program and returns what it prints. Standard library only; no network."""
         return await printed(sandbox.run, code, limits)
 
-    with ThreadPoolExecutor(1) as thread:  # with a loop of its own, because the caller may be inside one or outside
+    with ThreadPoolExecutor(1) as thread:  # with its own loop, because the caller may be inside one or not
         try:
             got = thread.submit(asyncio.run, python("print(1)")).result()
         except ToolError as error:

@@ -41,11 +41,11 @@ class Runner:
         name: the name used in calls; letters, digits and underscores.
         description: for the model.
         parameters: JSON schema of the arguments, an object.
-        function: returns the observation, a text. It raises `ToolError`, or what becomes an observation, from which the model learns. If
-            cancelled, it ends everything the call started.
-        begin: awaited before a call, of whose time it takes none.
+        function: returns the observation, a text. It raises `ToolError`; any other exception becomes an observation, from which the model
+            learns. If cancelled, it ends everything the call started.
+        begin: awaited before a call, outside its time limit.
         close: ends everything the tool started.
-        counts: of the calls that ended; their time is without the wait for their turns.
+        counts: statistics of the calls that ended; their time excludes the wait for their turns.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Runner:
 
         Raises:
             ToolError: the function's own; see `read_arguments`; `ERROR` for any other exception of the function, `TIMEOUT` after
-                `ToolLimits.timeout_s`, `FLOOD` beyond `ToolLimits.characters`, `CRASH` if the answer is no text.
+                `ToolLimits.timeout_s`, `FLOOD` beyond `ToolLimits.characters`, `CRASH` if the answer is not text.
         """
         begin = time.perf_counter()
         try:

@@ -1,4 +1,4 @@
-"""The tool "python": programs that a model wrote, in bubblewrap, a container or on a server, and what they print."""
+"""The tool "python": runs a model's programs in bubblewrap, a container or on a server, and returns their output."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ DIRECTORY = "/sandbox"
 INSIDE = Path(__file__).with_name("inside.py").read_text()
 _SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 PROCESSES = 16
-"""Processes and threads of a program: each has a memory of its own."""
+"""Processes and threads of a program: the memory limit applies to each process."""
 FIRST_VICTIM = "1000"
-"""Of oom_score_adj (proc(5)): a machine or job without memory ends a program before it ends anything else."""
+"""Value of oom_score_adj (proc(5)): a machine or job that runs out of memory kills a program before anything else."""
 NOBODY = "65534"
 """The kernel does not limit the number of root's processes."""
 _ADVICE = ("Run '", "See '")
-"""Beginnings of docker's last lines, which are no reasons."""
+"""Beginnings of docker's last lines that give no reason."""
 _CHUNK = 65536
 _REMOVE_S = 20.0
 
@@ -53,7 +53,7 @@ class PythonLimits(ToolLimits):
     Attributes:
         wall_s, cpu_s: wall-clock seconds, and CPU seconds of each of its processes, rounded up.
         memory_bytes: address space of each of its processes, including the interpreter's own.
-        file_bytes: size of one file, and of all its files together, which are in memory.
+        file_bytes: size of one file, and of all files together, which are in memory.
         open_files: number of files that a process may have open at once.
         output_bytes: standard output and error together.
         code_bytes: size of the program.
@@ -69,13 +69,13 @@ class PythonLimits(ToolLimits):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How a program ended, and the JSON that a server answers.
+    """How a program ended; also the JSON answer of a server.
 
     Attributes:
         output: standard output and error, at most `PythonLimits.output_bytes`.
         status: exit status; -n: signal n ended it.
-        timeout: the limit that it exceeded, of wall-clock or of CPU seconds.
-        flooded: there was more output.
+        timeout: the limit that it exceeded, wall-clock or CPU seconds; None: neither.
+        flooded: True if there was more output.
     """
 
     output: str
@@ -85,10 +85,10 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Sandbox(ABC):
-    """Runs programs, each by itself, in a command of this machine, which starts `inside.py`.
+    """Runs each program in a command on this machine, which starts `inside.py`.
 
     Attributes:
-        name: of what confines a program, for messages.
+        name: of the confinement, for messages.
         hint: what to do if it does not work.
         environment: variables of the command.
         start_s: seconds in which a program must begin.
@@ -107,7 +107,7 @@ class Sandbox(ABC):
         """Return the command that runs the program on its standard input; `name` is unique."""
 
     def removal(self, name: str) -> list[str]:
-        """Return the command that removes what is left when `command` was killed; empty: nothing is left."""
+        """Return the command that cleans up after `command` was killed; empty if nothing remains."""
         return []
 
     async def run(self, program: bytes) -> Ended:
@@ -128,13 +128,13 @@ class Sandbox(ABC):
                     await asyncio.to_thread(remove, timeout=_REMOVE_S, check=False)
 
     async def _begin(self, process: asyncio.subprocess.Process, program: bytes) -> None:
-        """Give the command its program, and wait until it begins. Raises ToolError."""
+        """Pass the program to the command, and wait until it begins. Raises ToolError."""
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
         try:
             async with asyncio.timeout(self.start_s):
-                with suppress(ConnectionError):  # one that ended early has said why
+                with suppress(ConnectionError):  # a command that ended early has printed why
                     process.stdin.write(program)
                     await process.stdin.drain()
                 process.stdin.close()
@@ -158,7 +158,7 @@ class Sandbox(ABC):
                 status = await process.wait()
         except TimeoutError:
             return Ended(_text(output), timeout="wall")
-        # As a shell does, the commands say 128 + n for signal n.
+        # Like a shell, the commands report 128 + n for signal n.
         status = 128 - status if status - 128 in signal.valid_signals() else status
         spent = status == -signal.SIGXCPU or (status == -signal.SIGKILL and time.monotonic() - begin > self.limits.cpu_s)
         return Ended(_text(output), status=status, timeout="cpu" if spent else None)
@@ -166,7 +166,7 @@ class Sandbox(ABC):
 
 class Bubblewrap(Sandbox):
     """A program sees /usr, a few devices and its own directory; none of this machine's other files, processes or networks. It ends with
-    bubblewrap, and all it has started with it.
+    bubblewrap, as does everything it has started.
 
     Raises:
         ConfigError: a program that this needs is missing.
@@ -194,14 +194,14 @@ def _around(limits: PythonLimits) -> Iterator[str]:
         elif os.path.isdir(path):
             yield from ("--ro-bind", path, path)
     yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
-    # The file systems in memory that bwrap makes for itself have no limit.
+    # The in-memory file systems that bwrap makes for itself have no size limit.
     yield from ("--dev", "/dev", "--remount-ro", "/dev")
     yield from ("--perms", "0700", "--size", str(limits.file_bytes), "--tmpfs", DIRECTORY)
     yield from ("--remount-ro", "/", "--chdir", DIRECTORY)
 
 
 def rlimits(limits: PythonLimits) -> dict[str, tuple[int, int]]:
-    """Return limits of each process (setrlimit(2)), but not of the number of processes, which counts those of all containers."""
+    """Return the limits of each process (setrlimit(2)), except on the number of processes, which would count those of all containers."""
     cpu_s = math.ceil(limits.cpu_s)
     most = {"AS": limits.memory_bytes, "FSIZE": limits.file_bytes, "NOFILE": limits.open_files}
     most |= {"CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
@@ -216,7 +216,7 @@ def _found(program: str, where: str | None = None) -> str:
 
 
 async def printed(run: Callable[[bytes], Awaitable[Ended]], code: str, limits: PythonLimits) -> str:
-    """Run a program; return its output, if it ended well.
+    """Run a program; return its output if it succeeded.
 
     Args:
         run: as `Bubblewrap.run`.

@@ -1,7 +1,6 @@
 """Programs of the tool "python" on a server of the user's own. docs/guides/environment.md has the protocol.
 
-A program is posted again only if no program has begun (`Later`). A connection that breaks later is not tried again, because the program
-may be running.
+A program is posted again only if none has begun (`Later`), not after a connection breaks later, because the program may be running.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from asyncmoe.rollout.scoring.http import Poster
 from asyncmoe.rollout.scoring.types import Later
 
 _GRACE_S = 10.0
-"""Seconds of a request in addition to the program's own; as long is a program posted again."""
+"""Seconds of a request in addition to the program's own; the sum also limits the retries."""
 _ESCAPED = 6
 """Bytes that JSON may need for one byte of output: \\u0001."""
 _REST_BYTES = 4096
@@ -54,6 +53,6 @@ class SandboxServer:
 
 
 def _pause(state: RetryCallState) -> float:
-    """Return the seconds until the next request: as the server asks, else more from time to time."""
+    """Return the seconds until the next request: exponential backoff, but at least as long as the server asks."""
     later = state.outcome.exception() if state.outcome is not None else None
     return max(later.after_s if isinstance(later, Later) else 0.0, _backoff(state))

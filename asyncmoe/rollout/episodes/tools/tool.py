@@ -31,8 +31,8 @@ def read_json(text: str | bytes) -> Any:
     """Return the value of JSON text.
 
     Raises:
-        ValueError: the text is not JSON, or no other program can be told its value: it is nested too deeply, or has half a surrogate pair
-            or a number that is not finite.
+        ValueError: the text is not JSON, or its value cannot be passed on: it is nested too deeply, or has a lone surrogate or a number
+            that is not finite.
     """
     try:
         value = json.loads(text)
@@ -43,13 +43,13 @@ def read_json(text: str | bytes) -> Any:
 
 
 def read_arguments(text: str, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments in a call. A text that is no JSON object is the value of a tool's only parameter.
+    """Return the arguments in a call. Text that is not a JSON object is the value of the tool's only parameter.
 
     Args:
         name, parameters: the tool's, as in `Runner`.
 
     Raises:
-        ToolError: `ERROR`: the text is no JSON object, and there is not one parameter.
+        ToolError: `ERROR`: the text is not a JSON object, and the tool does not have exactly one parameter.
     """
     try:
         given = read_json(text)
@@ -65,7 +65,7 @@ def read_arguments(text: str, name: str, parameters: Mapping[str, Any]) -> dict[
 
 
 def variable(key: str, name: str) -> str:
-    """Return the variable of the environment that a key of the configuration names. Raises ConfigError if it is not set."""
+    """Return the value of the environment variable that a configuration key names. Raises ConfigError if it is not set."""
     if name not in os.environ:
         raise ConfigError(key, got=f"no variable {name} in the environment", expected="it to be set", hint="export it")
     return os.environ[name]

@@ -2,7 +2,7 @@
 
 const at = (id) => document.getElementById(id);
 
-/* Make an element. Texts become text nodes, never HTML. */
+/* Make an element. Strings become text nodes, never HTML. */
 function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -14,18 +14,18 @@ function el(tag, properties = {}, ...children) {
   return made;
 }
 
-/* A table of texts: rows of cells. */
+/* Make a table from rows of strings. */
 const table = (id, head, rows) => el("table", { id },
   el("tr", {}, ...head.map((text) => el("th", {}, text))), ...rows.map((row) => el("tr", {}, ...row.map((text) => el("td", {}, text)))));
 
-/* A number as people read it: about three digits. */
+/* Format a number for people: about three digits. */
 function short(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-4)) return value.toExponential(digits - 1);
   return String(Number(value.toPrecision(Math.max(digits, Math.ceil(Math.log10(Math.abs(value) + 1))))));
 }
 
-/* The value of gzip in base64. */
+/* Decode gzip in base64. */
 async function unpack(id) {
   const bytes = Uint8Array.from(atob(at(id).textContent), (letter) => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();

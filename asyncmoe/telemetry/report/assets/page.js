@@ -2,7 +2,7 @@
 
 const CONFIG = { displaylogo: false, responsive: true, modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"], ["toImage"]] };
 
-/* Draws figures when they come into view. */
+/* Draw figures when they come into view. */
 const drawer = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
     if (!isIntersecting || target.drawn) continue;
@@ -25,7 +25,7 @@ function section({ title, note, figures, wide, folded }) {
   return folded ? [el("details", {}, el("summary", {}, `${title} (${figures.length} figures)`), more, plots)] : [el("h2", {}, title), more, plots];
 }
 
-/* A table with a row for each name, a column for each run, and one for what the row means. */
+/* Make a table with a row for each name, a column for each run, and one for the row's meaning. */
 function compared(id, runs, found, meaning = () => []) {
   const names = [...new Set(found.flatMap((one) => Object.keys(one)))];
   return table(id, ["", ...runs.map((run) => run.name)], names.map((name) => [name, ...found.map((one) => one[name] ?? "–"), ...meaning(name)]));
@@ -38,7 +38,7 @@ function report(runs, sections) {
   at("report").append(...advice, el("h2", {}, "Summary"), compared("summary", runs, values, (name) => (runs.length > 1 ? [] : [meanings[name]])), ...sections.flatMap(section));
 }
 
-/* Configuration and versions; of several runs, what differs comes first. */
+/* Configuration and versions; with several runs, differences come first. */
 function settings(runs) {
   for (const [part, title] of [["versions", "Versions"], ["settings", "Configuration"]]) {
     const found = runs.map((run) => run[part]), [first, ...others] = found;

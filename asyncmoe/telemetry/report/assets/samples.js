@@ -11,7 +11,7 @@ function between(ramp, share) {
   return `color-mix(in srgb, ${ramp[left]}, ${ramp[left + 1]} ${Math.round(100 * (place - left))}%)`;
 }
 
-/* What tokens can be coloured by: a label, the colour of a token, and what the colours mean. */
+/* Colourings of tokens: label, colour of a token, and legend. */
 const COLOURINGS = {
   version: ["weight version", ({ version }, { versions }) => version !== null && VERSIONS[versions.indexOf(version) % VERSIONS.length],
     ({ versions }) => versions.map((version, i) => [`version ${version}`, VERSIONS[i % VERSIONS.length]])],
@@ -25,12 +25,12 @@ const COLOURINGS = {
     () => [["no layer", RAMP[0]], ["every layer routes otherwise in the trainer", RAMP[2]]]],
 };
 
-/* Signs for characters that do something else than be read, as asyncmoe/telemetry/samples/visible.py. */
+/* Replace control characters with visible signs, like asyncmoe/telemetry/samples/visible.py. */
 const HARMFUL = /[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]/gu;
 const sign = (one) => (one < " " ? String.fromCodePoint(0x2400 + one.codePointAt(0)) : `⟨${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 const visible = (text) => text.replace(HARMFUL, sign);
 
-/* The samples: a list of groups, and the chosen group's responses beside each other. */
+/* The samples: a list of groups, and the chosen group's responses side by side. */
 class Samples {
   constructor(root, runs, rules) {
     Object.assign(this, { runs, rules });
@@ -110,7 +110,7 @@ class Samples {
 
 const named = (group) => `group ${group.group}${group.attempt ? `, attempt ${group.attempt}` : ""}`;
 
-/* The text before the first response, and the other tokens, with those that were left out in their places. */
+/* Split into the text before the first response and the other tokens, with gaps for omitted ones. */
 function tokensOf({ tokens, gaps, layers }) {
   const left = new Map(gaps.map((gap) => [gap.place, gap])), all = [];
   let place = 0;

@@ -1,11 +1,10 @@
 """Tools of MCP servers: listed once before the run, and called in sessions that belong to one episode each.
 
-A session begins with an episode's first call of one of the server's tools and ends with the episode, so what a server remembers or
-writes in its session is the episode's own. `environment.tools.mcp_sessions` limits the sessions of all episodes together.
+A session begins with an episode's first call of one of the server's tools and ends with the episode, so a server's state in its session
+belongs to that episode alone. `environment.tools.mcp_sessions` limits the sessions of all episodes together.
 
-What the server or the tool refuses (a wrong argument, an error of the tool) is an observation, from which the policy learns. A server that
-hangs, dies, or answers something else than MCP or too much rejects the episode: "tool_timeout", "tool_crash", "tool_flood", counted like
-those of any tool.
+An error of the server or the tool (such as a wrong argument) is an observation, from which the policy learns. A server that hangs, dies,
+violates MCP or answers too much causes the episode's rejection: "tool_timeout", "tool_crash", "tool_flood", counted like those of any tool.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 _KEY = "environment.tools.mcp"
 _NOISY = ("mcp", "client", "httpx2", "httpcore2")
-"""Loggers of the SDK: it logs with a traceback what it also raises, which is told once here."""
+"""Loggers of the SDK: it logs, with a traceback, errors that it also raises; they are reported once, here."""
 
 
 class McpTools:
@@ -40,8 +39,8 @@ class McpTools:
 
     Args:
         servers: the keys of each server by its name, as in the configuration; mappings are checked here.
-        sessions: most sessions at once; a server that an episode may call counts, called or not.
-        own: tools of no server.
+        sessions: maximum sessions at once; every server that an episode may call counts, called or not.
+        own: tools that no server provides.
 
     Attributes:
         runners: all tools, by the names that a model uses.
@@ -68,7 +67,7 @@ class McpTools:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._places = asyncio.Semaphore(sessions // len(servers))
         known = {name: _checked(f"{_KEY}.{name}", keys) for name, keys in servers.items()}
-        with ThreadPoolExecutor() as threads:  # with loops of their own, because the caller may be inside one or outside
+        with ThreadPoolExecutor() as threads:  # with their own loops, because the caller may be inside one or not
             found = list(threads.map(lambda name: asyncio.run(_listed(name, known[name])), known))
         for (name, keys), (make, tools) in zip(known.items(), found, strict=True):
             limits = ToolLimits(timeout_s=keys.timeout_s, concurrency=sessions, characters=keys.characters)
@@ -88,7 +87,7 @@ class McpTools:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """Give the calls inside, also of tasks that begin there, sessions of their own; those of an episode around it remain in use."""
+        """Give calls within the block, and in tasks started there, their own sessions; within another episode, use that one's."""
         if self._places is None or self._current.get() is not None:
             yield
             return
@@ -98,7 +97,7 @@ class McpTools:
             yield
         finally:
             self._current.reset(token)
-            # The episode does not wait for processes to end; `close` does, and the sessions' place is free only then.
+            # The episode does not wait for processes to end; `close` does, and frees the sessions' slot only then.
             begun(episode.close(), self._ending)
 
     async def close(self) -> None:
@@ -111,7 +110,7 @@ async def _call(session: Callable[[], Awaitable[McpSession]], tool: str, argumen
 
 
 def _checked(key: str, given: McpServer | Mapping[str, Any]) -> McpServer:
-    """Return the keys of a server. Raises ConfigError for wrong ones, and for variables that do not exist."""
+    """Return the keys of a server. Raises ConfigError for wrong keys, and for variables that are not set."""
     keys = section(McpServer, given, key)
     for one in keys.env_from:
         variable(f"{key}.env_from", one)
@@ -121,7 +120,7 @@ def _checked(key: str, given: McpServer | Mapping[str, Any]) -> McpServer:
 
 
 async def _listed(name: str, keys: McpServer) -> tuple[Callable[[], McpSession], list[Any]]:
-    """Return what makes sessions with a server, and the tools that its keys choose. Raises ConfigError."""
+    """Return a factory of sessions with a server, and the tools that its keys choose. Raises ConfigError."""
     from asyncmoe.rollout.episodes.tools.mcp.session import MODES, McpSession
 
     failed: ToolError | None = None
@@ -148,7 +147,7 @@ async def _listed(name: str, keys: McpServer) -> tuple[Callable[[], McpSession],
 
 
 class _Episode:
-    """The sessions of one episode. They share one place among those that may be open, which an episode takes with its first call."""
+    """The sessions of one episode. They share one slot of the semaphore, which the episode takes at its first call."""
 
     def __init__(self, places: asyncio.Semaphore) -> None:
         self._places, self._lock = places, asyncio.Lock()
@@ -167,7 +166,7 @@ class _Episode:
         return session
 
     async def close(self) -> None:
-        """End the sessions, and give the place back."""
+        """End the sessions and release the slot."""
         async with self._lock:
             self._closed = True
             try:

@@ -1,4 +1,4 @@
-"""One session with one MCP server, over the clients of the official SDK (the package `mcp`).
+"""One session with one MCP server, using the clients of the official SDK (the package `mcp`).
 
 The SDK's contexts must be left by the task that entered them, and calls come from many tasks, so each session lives in a task of its own.
 """
@@ -26,7 +26,7 @@ from asyncmoe.surroundings import proxy_for
 
 log = logging.getLogger(__name__)
 MODES = ("legacy", "auto")
-"""How a session begins, the SDK's `Client.mode`: "legacy" is `initialize`, which makes one; "auto" is for servers that refuse it."""
+"""How a session begins, the SDK's `Client.mode`: "legacy" calls `initialize`; "auto" is for servers that refuse that."""
 _LEAVE_S, _CLOSE_S = 10.0, 30.0
 _LAST_WORDS_S = 0.2
 _SHOWN = 400
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class McpSession:
-    """One session, which the first call of `begun` begins. `close` may be called from any task and at any time.
+    """One session, begun by the first call of `begun`. `close` may be called from any task, at any time.
 
     Args:
         name, section: the server's name and keys in the configuration.
@@ -55,7 +55,7 @@ class McpSession:
 
         Raises:
             ToolError: `TIMEOUT`: not within `start_timeout_s`; `CRASH`: the server cannot be started or reached, ended, or answered
-                something that is not MCP; `ERROR`: it refuses. It is not begun again.
+                something that is not MCP; `ERROR`: it refuses. No second attempt is made.
         """
         if self._task is None:
             self._task = asyncio.create_task(self._live(), name=f"mcp {self._name}")
@@ -80,11 +80,11 @@ class McpSession:
         """Call a tool and return its answer as text. The caller limits the time.
 
         Raises:
-            ToolError: `ERROR`: the tool or the server refuses the call, with its words; `CRASH`: the server has ended or does not answer
-                with a tool's result.
+            ToolError: `ERROR`: the tool or the server refuses the call; contains its message; `CRASH`: the server has ended or does not
+                answer with a tool's result.
         """
         request = types.CallToolRequest(params=types.CallToolRequestParams(name=tool, arguments=arguments))
-        # Not `call_tool`, which lists all tools once a session to compare the result with a schema that only a program could use.
+        # Not `call_tool`, which lists all tools once a session to check the result against a schema useful only to programs.
         asked = (await self.begun()).session.send_request(request, types.CallToolResult)
         result = await self._answered(asked, f"answer a call of {tool}")
         text = "\n".join(map(_shown, result.content))
@@ -95,7 +95,7 @@ class McpSession:
         return text
 
     async def close(self) -> None:
-        """End the session, and the server's processes if it has some. One that does not end is only logged."""
+        """End the session, and the server's processes, if any. Failure to end is only logged."""
         self._closing.set()
         if self._task is not None:
             if self._client.cancel():  # it has not begun
@@ -103,7 +103,7 @@ class McpSession:
             for seconds in (_LEAVE_S, _CLOSE_S):
                 if (await asyncio.wait([self._task], timeout=seconds))[0]:
                     return self._stderr.close()
-                self._task.cancel()  # a server that runs elsewhere need not answer the goodbye
+                self._task.cancel()  # a remote server need not answer the goodbye
             log.error("the MCP server %s has not ended its session within %g s", self._name, _CLOSE_S)
 
     async def _live(self) -> None:
@@ -113,14 +113,14 @@ class McpSession:
                     client = await stack.enter_async_context(Client(self._transport(), mode=self._mode, cache=None))
                 self._client.set_result(client)
                 await self._closing.wait()
-        except Exception as error:  # noqa: BLE001  whatever the SDK raises is the server's failure, told to those who wait
+        except Exception as error:  # noqa: BLE001  whatever the SDK raises is the server's failure, passed to the waiters
             if not self._client.done():
                 self._client.set_exception(_leaf(error))
-                self._client.exception()  # nobody may wait any more
+                self._client.exception()  # retrieves it: nobody may be waiting any more
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:
-        """Yield the two streams of messages of one of the SDK's clients."""
+        """Yield the two message streams of an SDK client."""
         section = self._section
         if section.url is not None:
             headers = {} if section.token_env is None else {"Authorization": f"Bearer {os.environ[section.token_env]}"}
@@ -137,7 +137,7 @@ class McpSession:
             yield streams
 
     async def _answered(self, request: Awaitable[T], what: str) -> T:
-        """Return the answer to a request. Raises ToolError by whose fault there is none."""
+        """Return the answer to a request. Raises ToolError, with a reason by whose fault a failure is."""
         try:
             return await request
         except Exception as error:  # whatever the SDK raises is the server's failure
@@ -147,7 +147,7 @@ class McpSession:
             told = f"did not {what}: {error or type(error).__name__}"
             if late:
                 told = f"took longer than {self._section.start_timeout_s:g} s to {what}"
-            await asyncio.sleep(_LAST_WORDS_S)  # they come another way
+            await asyncio.sleep(_LAST_WORDS_S)  # they arrive by another pipe
             if not self._stderr.closed:
                 self._stderr.seek(0)
                 told += "".join(f"; it said: {words}" for words in self._stderr.read().strip().splitlines()[-1:])
@@ -156,7 +156,7 @@ class McpSession:
 
 
 def _shown(block: types.ContentBlock) -> str:
-    """Return the text of a part of a result; what is not text is named, not shown."""
+    """Return the text of a part of a result; for other content, its kind and address."""
     inner = getattr(block, "resource", block)
     if (text := getattr(inner, "text", None)) is not None:
         return str(text)

@@ -9,7 +9,7 @@ from random import Random
 
 from asyncmoe.rollout.episodes.environment import Bounds, Episode
 from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, sampled
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit.openai_policy import IM_END, SAMPLING, Policy
@@ -65,6 +65,11 @@ def in_turn(known: Tokenizer, *words: str) -> Policy:
         return (*known.encode(left.pop(0) if len(left) > 1 else left[0]), IM_END)
 
     return Policy(say)
+
+
+def sampled_in(episode: Episode) -> int:
+    """How many tokens of an episode's trajectories the policy sampled."""
+    return sum(int(sampled(agent.turns).sum()) for agent in episode.agents.values())
 
 
 def one_conversation(policy: Policy, known: Tokenizer) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.tokenizer import Tokenizer
-from tests.integrations.endpoint import call, rewarded, served
+from tests.integrations.endpoint import call, rewarded, sampled_in, served
 from tests.unit import doc_pages
 from tests.unit.openai_policy import IM_END, Policy
 
@@ -180,7 +180,7 @@ def test_a_coding_agents_conversation_is_one_trajectory(agent: Agent, known: Tok
     assert (tmp_path / "work" / "one.txt").read_text() == "one\nthree\n"
     assert len(policy.asked) >= len(steps(agent))
     sampled = sum(len(said) for _, _, said in policy.asked)
-    assert sum(sum(one.sampled) for one in episode.agents.values()) == sampled, "every sampled token is in a trajectory"
+    assert sampled_in(episode) == sampled, "every sampled token is in a trajectory"
     again = [known.decode(given) for _, given, _ in policy.asked if NUMBER.search(known.decode(given))]
     assert agent.rewrites or not again, "what was sampled came back as text"
 

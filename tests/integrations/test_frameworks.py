@@ -14,7 +14,7 @@ import pytest
 
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.tokenizer import Tokenizer
-from tests.integrations.endpoint import call, in_turn, one_conversation, rewarded, served
+from tests.integrations.endpoint import call, in_turn, one_conversation, rewarded, sampled_in, served
 from tests.unit import doc_pages, openai_policy
 from tests.unit.openai_policy import IM_END, Policy
 
@@ -53,7 +53,7 @@ def test_an_agent_with_a_tool_is_one_trajectory(known: Tokenizer, agent: Any) ->
     assert reward == 1
     assert len(policy.asked) == 2
     one_conversation(policy, known)
-    assert sum(sum(agent.sampled) for agent in episode.agents.values()) == sum(len(said) for _, _, said in policy.asked)
+    assert sampled_in(episode) == sum(len(said) for _, _, said in policy.asked)
 
 
 def test_a_hand_off_begins_another_conversation(known: Tokenizer) -> None:

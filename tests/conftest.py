@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,6 +55,14 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     from tests.unit import openai_policy
 
     return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started find modules of this checkout, as this one does."""
+    root = Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.chdir(root)
 
 
 @pytest.fixture

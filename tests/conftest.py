@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,12 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     from tests.unit import openai_policy
 
     return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def session() -> str:
+    """The name of a transfer that no other test shares."""
+    return f"test-{secrets.token_hex(6)}"
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,6 +56,20 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     from tests.unit import openai_policy
 
     return openai_policy.tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def session() -> str:
+    """The name of a transfer that no other test shares."""
+    return f"test-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started find modules of this checkout, as this one does."""
+    root = Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.chdir(root)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from asyncmoe.errors import InvariantBroken  # noqa: E402
 from asyncmoe.platform.megatron import packed_attention as attention  # noqa: E402
 from asyncmoe.platform.megatron import rope  # noqa: E402
 from asyncmoe.trainer.model import layers  # noqa: E402, F401  layers installs the angles
+from tests.ranks.context import by_definition  # noqa: E402
 
 BOUNDS = [0, 5, 6, 13]
 CONFIG = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, window_size=None)
@@ -54,14 +55,7 @@ def expected(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, bounds: Sequence[int] = BOUNDS
 ) -> torch.Tensor:
     """By the definition, with all scores."""
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    blocks = []
-    for first, last in pairwise(bounds):
-        q, k, v = (x[first:last].transpose(0, 1) for x in (query, key, value))
-        scores = q @ k.transpose(1, 2) * (scale or query.shape[-1] ** -0.5)
-        masked = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
-        blocks.append((masked.softmax(-1) @ v).transpose(0, 1).flatten(1))
-    return torch.cat(blocks)
+    return torch.cat([by_definition(query[a:b], key[a:b], value[a:b], scale) for a, b in pairwise(bounds)]).flatten(1)
 
 
 def stand_in(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> torch.Tensor:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from random import Random
 
 from asyncmoe.rollout.episodes.environment import Bounds, Episode
-from asyncmoe.rollout.episodes.openai_endpoint.server import OpenAIEndpoint
-from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, sampled
-from asyncmoe.rollout.tasks import Prompt
+from asyncmoe.rollout.episodes.trajectory_builder import sampled
 from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.unit import openai_served
 from tests.unit.openai_policy import IM_END, SAMPLING, Policy
 
 BOUNDS = Bounds(turns=64, tokens=1 << 22, agents=16)
@@ -24,21 +21,8 @@ Agent = Callable[[str, str], Awaitable[float]]
 
 def served(policy: Policy, known: Tokenizer, client: Client, timeout_s: float = 60) -> Episode:
     """Let a client speak to an episode; return the episode."""
-    sampling = replace(SAMPLING, max_new_tokens=MAX_NEW_TOKENS)
-    prompt = Prompt("1+1=", known.encode("1+1="), "2")
-    episode = Episode(prompt, EpisodeId(0, 0, 0), known, Random(0), sampling, BOUNDS, policy.speak)
-
-    async def run() -> None:
-        endpoint = OpenAIEndpoint()
-        try:
-            session, url = await endpoint.open(episode)
-            async with asyncio.timeout(timeout_s):
-                await client(url, session.key)
-        finally:
-            await endpoint.close()
-
-    asyncio.run(run())
-    return episode
+    episode = policy.episode(known, BOUNDS, replace(SAMPLING, max_new_tokens=MAX_NEW_TOKENS))
+    return openai_served.served(policy, known, lambda url, session: client(url, session.key), episode=episode, timeout_s=timeout_s)
 
 
 def rewarded(policy: Policy, known: Tokenizer, agent: Agent, timeout_s: float = 60) -> tuple[float, Episode]:

@@ -17,6 +17,7 @@ from asyncmoe.trainer.model.checkpoint_saver import Saver
 from tests import saving
 from tests.configs import minimal
 from tests.ranks import group
+from tests.unit import test_checkpoints
 
 BYTES = 64 << 10
 _write = Planned.write
@@ -70,11 +71,7 @@ def main(path: str) -> dict[str, Any]:
 def flip(path: Path) -> None:
     """Change a bit of a file, on rank 0."""
     if dist.get_rank() == 0:
-        with path.open("r+b") as file:
-            file.seek(path.stat().st_size // 2)
-            byte = file.read(1)[0]
-            file.seek(-1, 1)
-            file.write(bytes([byte ^ 16]))
+        test_checkpoints.flip(path)
     dist.barrier()
 
 

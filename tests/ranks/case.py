@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from asyncmoe.config import Config
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import Trajectory
 from tests import families
 from tests.configs import minimal
+from tests.unit.kept_trajectory import sampled
 
 VERSION = 5
 TEMPERATURE = 0.8
@@ -106,20 +107,8 @@ def trajectories(behaviour: Sequence[np.ndarray]) -> dict[int, Trajectory]:
         worth = np.where(ends, rng.integers(0, 3, len(ids)) if i != 2 else 0.5, np.nan).astype(np.float32)
         teacher = np.where(mask, np.minimum(behaviour[i] + rng.normal(0, 0.5, len(ids)), 0), 0).astype(np.float32)
         version = VERSION if i % 2 == 0 else VERSION - 1 - i % 3
-        made[i] = Trajectory(
-            key=f"g{GROUPS[i]}.e{i}",
-            group=GROUPS[i],
-            episode=i,
-            tokens=ids,
-            loss_mask=mask,
-            logprobs=np.where(mask, behaviour[i], 0.0).astype(np.float32),
-            versions=np.where(mask, version, NOT_SAMPLED).astype(np.int32),
-            reward=REWARDS[i],
-            finish="stop",
-            prefix_version=version,
-            rewards=worth,
-            teacher=teacher,
-        )
+        more = {"reward": REWARDS[i], "prefix_version": version, "rewards": worth, "teacher": teacher}
+        made[i] = sampled(ids, mask, behaviour[i], version, GROUPS[i], i, **more)
     return made
 
 

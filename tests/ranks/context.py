@@ -33,7 +33,7 @@ def one(seed: int) -> dict[str, float]:
         torch.randn(bounds[-1], heads, int(width), generator=made, requires_grad=True)
         for heads in map(int, (groups * per_group, groups, groups, groups * per_group))
     )
-    whole = torch.cat([_attend(q[a:b], k[a:b], v[a:b], scale) for a, b in pairwise(bounds)])
+    whole = torch.cat([by_definition(q[a:b], k[a:b], v[a:b], scale) for a, b in pairwise(bounds)])
     wanted = torch.autograd.grad(whole, (q, k, v), above)
     mine = zigzag.rows(bounds, group.size(), group.rank())
     parts = [x.detach()[mine].requires_grad_() for x in (q, k, v)]
@@ -44,7 +44,7 @@ def one(seed: int) -> dict[str, float]:
     return {name: float((got - want[mine]).abs().max() / want.abs().max()) for name, got, want in pairs}
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+def by_definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
     """Scores written out. [T, heads, d] -> [T, heads, d]"""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = torch.einsum("shd,thd->hst", query, key) * (scale or query.shape[-1] ** -0.5)

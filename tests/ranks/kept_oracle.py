@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from asyncmoe.models import family_of
-from asyncmoe.trajectory import Masks, Routing, Trajectory, encode, encode_masks, encode_routes
+from asyncmoe.trajectory import Routing, Trajectory, encode, encode_masks, encode_routes
 from tests import families
 from tests.ranks import case
 from tests.ranks.oracle import _logits, _save_gradients
+from tests.unit.kept_trajectory import masks_of
 
 
 def write(path: Path, variant: str) -> None:
@@ -119,12 +120,10 @@ def trajectories(recorded: list[np.ndarray], routing: Routing) -> list[Trajector
         for place, (token, sampled) in enumerate(zip(plain.tokens.tolist(), plain.loss_mask, strict=True)):
             others = random.choice(case.VOCAB, random.integers(1, 30), replace=False).tolist()
             supports.append(sorted({token, *others}) if sampled and place % 5 else [])
-        offsets = np.cumsum([0, *map(len, supports)]).astype(np.int32)
-        masks = Masks(offsets, np.array([x for row in supports for x in row], np.int32), case.VOCAB)
         reported = np.zeros((len(recorded[i]), routing.all_layers, routing.top_k), np.int32)  # as an engine does, of all layers
         reported[:, list(routing.layers)] = recorded[i]
         packed = encode_routes(reported, routing, plain.key)
-        made.append(replace(plain, routes=packed, masks=encode_masks(masks, plain.key)))
+        made.append(replace(plain, routes=packed, masks=encode_masks(masks_of(supports, case.VOCAB), plain.key)))
     return made
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from asyncmoe.config import Config
 from asyncmoe.config.lora import LoraSection
-from asyncmoe.models import MegatronParallel, family_of, load_hf_config
+from asyncmoe.models import MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import kind_of
 from asyncmoe.models.lora.halves import layer_halves
 from asyncmoe.trainer import losses, step
@@ -48,9 +48,7 @@ class Job(parity.Job):
 
     def model(self) -> model.Model:
         """With the oracle's halves, or with those that training starts from."""
-        hf = load_hf_config(self.path / "hf")
-        built = model.build(hf, self.config, self.mesh)
-        parity.load(built, self.path / "hf")
+        built = super().model()
         if not self.start:
             canonical.write(built, self.oracle["halves"])
         return built
@@ -195,11 +193,7 @@ def gathered(job: Job) -> dict[str, Any]:
 
 
 def logits_error(job: Job, built: model.Model, wanted: list[torch.Tensor]) -> float:
-    known = job.reference
-    job.reference = {**known, "logits": wanted}
-    error = parity.logits_error(job, built, job.microbatches("token_mean"))
-    job.reference = known
-    return error
+    return parity.logits_error(job, built, job.microbatches("token_mean"), wanted)
 
 
 def gradient_error(job: Job, built: model.Model, wanted: dict[str, torch.Tensor]) -> float:

@@ -18,6 +18,7 @@ from asyncmoe.telemetry.samples.records import CLIPPED
 from asyncmoe.telemetry.samples.tokens import TokenView, tokens_of
 from tests.system.runs import ENGINES, Command, metrics, refused, run, silent_engines, start, summary_of, wait_for
 from tests.unit.report_pages import data_of, figures_of
+from tests.unit.test_checkpoints import flip
 
 pytestmark = pytest.mark.system
 
@@ -150,11 +151,7 @@ def test_a_killed_run_goes_on_exactly_where_its_newest_intact_checkpoint_is(tmp_
     before = [s for s in metrics(killed) if s["step"] > 10]
     assert before[-1]["step"] < 30
     killed.rename(moved)
-    with (checkpoints.directory(moved, 20) / "__1_0.distcp").open("r+b") as file:
-        file.seek(1000)
-        byte = file.read(1)[0]
-        file.seek(1000)
-        file.write(bytes([byte ^ 4]))
+    flip(checkpoints.directory(moved, 20) / "__1_0.distcp")
     _, error = Command("run", str(moved), f"trainer.checkpoint_copy=file://{copies}", f"engines.python={ENGINES}").succeed()
     assert "checkpoint step-00000020 is damaged: __1_0.distcp has other content (CRC-32C " in error
     assert "; the run resumes from step-00000010" in error

@@ -16,3 +16,9 @@ def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...
         asyncio.run(asyncio.wait_for(test(*arguments, **named), 60))
 
     return run
+
+
+async def settle() -> None:
+    """Let the loop's other tasks run as far as they can."""
+    for _ in range(10):
+        await asyncio.sleep(0)

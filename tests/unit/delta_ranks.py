@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from plan_steps import box_view, carry_out
 from reshard_ranks import Arrays
+from test_reshard_copy import mix
 
 from asyncmoe.reshard import PADDING, DeltaDecoder, DeltaEncoder, DeltaSize, Plan, RankLayout
 
@@ -21,10 +22,7 @@ _WORD = (1 << 64) - 1
 def oracle_term(name: str, index: int, bits: int) -> int:
     """The term of an element, by the definition, in Python's integers."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8, person=b"asyncmoe tensor").digest(), "little")
-    z = (seed + (index + 1) * 0x9E3779B97F4A7C15 + bits) & _WORD
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _WORD
-    return z ^ z >> 31
+    return mix((seed + (index + 1) * 0x9E3779B97F4A7C15 + bits) & _WORD)
 
 
 def oracle_digest(shapes: Shapes, layout: RankLayout, arrays: Arrays) -> int:

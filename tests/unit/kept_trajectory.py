@@ -1,13 +1,43 @@
-"""A trajectory with routes and masks, and what they were made of."""
+"""Trajectories for tests; one with routes and masks, and what they were made of."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
-from asyncmoe.trajectory import Masks, Routing, Trajectory, encode_masks, encode_routes
+from asyncmoe.trajectory import NOT_SAMPLED, Masks, Routing, Trajectory, encode_masks, encode_routes
 
 ROUTING = Routing(all_layers=4, layers=(1, 2, 3), top_k=2, experts=300)
 VOCABULARY = 50
+
+
+def sampled(
+    tokens: Any, mask: np.ndarray, logprobs: Any = -1.0, versions: Any = 3, group: int = 0, episode: int = 0, **more: Any
+) -> Trajectory:
+    """A trajectory of these tokens, sampled where `mask` says so.
+
+    Args:
+        logprobs: of all sampled tokens, or [T].
+        versions: likewise.
+        more: other fields of the trajectory.
+    """
+    fields = {"key": f"g{group}.e{episode}", "reward": 1.0, "finish": "stop", **more}
+    return Trajectory(
+        group=group,
+        episode=episode,
+        tokens=np.asarray(tokens, np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, logprobs, 0).astype(np.float32),
+        versions=np.where(mask, versions, NOT_SAMPLED).astype(np.int32),
+        **fields,
+    )
+
+
+def masks_of(rows: Sequence[Sequence[int]], vocabulary: int) -> Masks:
+    """Masks of tokens with these ids."""
+    return Masks(np.cumsum([0, *map(len, rows)]).astype(np.int32), np.array([i for row in rows for i in row], np.int32), vocabulary)
 
 
 def distinct(random: np.random.Generator, rows: int, layers: int, top_k: int, experts: int) -> np.ndarray:
@@ -24,18 +54,6 @@ def trajectory(length: int, seed: int, routing: Routing = ROUTING) -> tuple[Traj
     routes = np.argsort(random.random((length - 1, routing.all_layers, routing.experts)), axis=2)[:, :, : routing.top_k].astype(np.int32)
     ids = [sorted(random.choice(VOCABULARY, random.integers(1, 6), replace=False).tolist()) if m else [] for m in mask]
     tokens = np.array([random.choice(row) if row else 7 for row in ids], np.int32)
-    offsets = np.cumsum([0, *map(len, ids)]).astype(np.int32)
-    made = Trajectory(
-        key=f"g{seed}",
-        group=seed,
-        episode=0,
-        tokens=tokens,
-        loss_mask=mask,
-        logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-        versions=np.where(mask, 3, -1).astype(np.int32),
-        reward=0.0,
-        finish="stop",
-        routes=encode_routes(routes, routing, f"g{seed}"),
-        masks=encode_masks(Masks(offsets, np.array([i for row in ids for i in row], np.int32), VOCABULARY), f"g{seed}"),
-    )
-    return made, routes, ids
+    key = f"g{seed}"
+    packed, masks = encode_routes(routes, routing, key), encode_masks(masks_of(ids, VOCABULARY), key)
+    return sampled(tokens, mask, group=seed, key=key, reward=0.0, routes=packed, masks=masks), routes, ids

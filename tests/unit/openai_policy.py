@@ -61,10 +61,10 @@ class Policy:
         finish = "stop" if said[-1] in sampling.stop or kept is not None else "length"
         return [Turn(given, Generation.of(said, (-0.5,) * len(said), (VersionSpan("0", 0, len(said)),), finish, 0), 0)]
 
-    def episode(self, known: Tokenizer, bounds: Bounds | None = None) -> Episode:
+    def episode(self, known: Tokenizer, bounds: Bounds | None = None, sampling: Sampling = SAMPLING) -> Episode:
         """One that it plays in."""
         prompt = Prompt("1+1=", known.encode("1+1="), "2")
-        return Episode(prompt, EpisodeId(0, 0, 0), known, Random(0), SAMPLING, bounds or Bounds(1000, 1 << 20, 100), self.speak)
+        return Episode(prompt, EpisodeId(0, 0, 0), known, Random(0), sampling, bounds or Bounds(1000, 1 << 20, 100), self.speak)
 
 
 def text(known: Tokenizer, words: str, end: int = IM_END) -> Callable[[tuple[int, ...]], tuple[int, ...]]:

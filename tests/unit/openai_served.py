@@ -23,15 +23,17 @@ def served(
     known: Tokenizer,
     client: Callable[[str, Session], Awaitable[None]],
     style: str = "hermes",
+    episode: Episode | None = None,
+    timeout_s: float = 60,
 ) -> Episode:
-    """Let `client` speak to an episode by its URL."""
-    episode = policy.episode(known)
+    """Let `client` speak to an episode, the policy's own unless another is given, by its URL."""
+    episode = episode or policy.episode(known)
 
     async def run() -> None:
         endpoint = OpenAIEndpoint(style)
         try:
             session, url = await endpoint.open(episode)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(timeout_s):
                 await client(url, session)
             await endpoint.end(session)
         finally:

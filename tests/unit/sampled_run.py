@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Generation, Sampling, VersionSpan
@@ -36,6 +36,7 @@ from asyncmoe.trainer.data.schedule import BatchGrid
 from asyncmoe.trainer.losses import PolicyLoss
 from asyncmoe.trainer.samples import TrainerSamples
 from asyncmoe.trajectory import Trajectory
+from tests.configs import minimal
 from tests.unit import openai_policy
 
 SIZE, GROUPS = 2, 4
@@ -43,9 +44,8 @@ SIZE, GROUPS = 2, 4
 
 def config_of(run_dir: Path) -> Config:
     """A configuration whose steps have four groups of two, all of them kept."""
-    needed = {"run": {"dir": str(run_dir), "steps": 9, "seed": 3}, "model": {"path": str(run_dir)}, "task": {"kind": "arithmetic"}}
     groups = {"rollout": {"groups_per_step": GROUPS, "group_size": SIZE}, "telemetry": {"samples": {"groups": GROUPS}}}
-    return parse({**needed, **groups})
+    return minimal(model=run_dir, run={"dir": str(run_dir), "steps": 9, "seed": 3}, **groups)
 
 
 @dataclass

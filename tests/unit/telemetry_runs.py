@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Span, Step
+from tests.configs import minimal
 
 START = 1_790_000_000.0
 ENGINES = ("engine.0", "engine.1")
@@ -18,8 +19,7 @@ ENGINES = ("engine.0", "engine.1")
 
 def config_of(run_dir: Path, steps: int, **telemetry: object) -> Config:
     """The configuration of a run with two steps of warm-up and no TensorBoard."""
-    needed = {"run": {"dir": str(run_dir), "steps": steps}, "model": {"path": "unused"}, "task": {"kind": "arithmetic"}}
-    return parse({**needed, "warmup": {"steps": 2}, "telemetry": {"tensorboard": "off", **telemetry}})
+    return minimal(run_dir, steps=steps, warmup={"steps": 2}, telemetry={"tensorboard": "off", **telemetry})
 
 
 def write_run(run_dir: Path, *, warmup: int = 20, rl: int = 60, first: int = 1, start: float = START, wait: float = 0.4) -> float:

@@ -40,21 +40,6 @@ def test_what_a_step_trains_is_young_enough_if_it_is_there_when_the_step_is_leas
         assert ledger.accepted + ledger.running <= law.capacity(trainer)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_the_bound_is_reached_and_the_law_stops_right_there(max_staleness: int) -> None:
-    law, ledger = Admission(batch=8, max_staleness=max_staleness), Ledger()
-    while law.may_start(ledger, 4, 0):
-        ledger = ledger.start(4)
-    assert ledger.started == 8 * (max_staleness + 1)
-    ledger = ledger.accept(ledger.running)
-    for trainer in range(max_staleness + 1):
-        assert not law.is_stale(0, trainer)
-        ledger = ledger.lease(8).train(8)
-        assert not law.may_start(ledger, 4, 0)
-        assert law.may_start(ledger, 4, trainer + 1)
-    assert law.is_stale(0, max_staleness + 1)
-
-
 @settings(deadline=None)
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 50), st.integers(0, 500))
 def test_with_groups_of_one_the_law_is_that_of_the_paper(max_staleness: int, version: int, batch: int, accepted: int) -> None:

@@ -18,6 +18,7 @@ from asyncmoe.trainer.data.batch import MicroBatch, pack
 from asyncmoe.trainer.data.schedule import BatchGrid, best_fit_decreasing, cost, schedule, split_updates
 from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from benchmarks.published import REAL
+from tests.unit.kept_trajectory import sampled
 
 shapes = st.fixed_dictionaries(
     {
@@ -111,18 +112,8 @@ def trajectory(length: int, prompt: int, seed: int, version: int = 3, pure: bool
 
 def random_trajectory(number: int, mask: np.ndarray, version: np.ndarray, scale: float, random: np.random.Generator) -> Trajectory:
     """Random tokens and log-probabilities, for a mask and the version of each token [T]."""
-    return Trajectory(
-        key=f"g0.e{number}",
-        group=0,
-        episode=number,
-        tokens=random.integers(1, 90, len(mask)).astype(np.int32),
-        loss_mask=mask,
-        logprobs=np.where(mask, -scale * random.random(len(mask)), 0).astype(np.float32),
-        versions=np.where(mask, version, NOT_SAMPLED).astype(np.int32),
-        reward=1.0,
-        finish="stop",
-        prefix_version=int(version.max()),
-    )
+    tokens, logprobs = random.integers(1, 90, len(mask)), -scale * random.random(len(mask))
+    return sampled(tokens, mask, logprobs, version, episode=number, prefix_version=int(version.max()))
 
 
 @st.composite

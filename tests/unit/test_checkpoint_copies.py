@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 from asyncmoe import checkpoints, cli
 from asyncmoe.checkpoints import copier, copies, directories, intact
 from asyncmoe.checkpoints.copier import Copier
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, DataError, Interrupted, UserError
 from asyncmoe.launch import local
+from tests.configs import minimal
 from tests.unit.test_checkpoints import FILES, flip, saved
 
 
@@ -31,8 +32,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def config(run: Path, url: str | None, **more: Any) -> Config:
-    values = {"run": {"dir": str(run), "steps": 9}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    return parse({**values, "trainer": {"checkpoint_copy": url, **more}})
+    return minimal(run, steps=9, trainer={"checkpoint_copy": url, **more})
 
 
 def contents(path: Path) -> dict[str, bytes]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.config import parse
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
 from asyncmoe.models.make import make_model
@@ -22,6 +21,7 @@ from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory
+from tests.configs import minimal
 
 ROWS, TOTAL, MOST = 5, 8, 30
 
@@ -113,15 +113,8 @@ def test_the_first_demonstration_tells_of_a_wrong_return_value(
 @pytest.mark.parametrize("kind", ["single_turn", f"{__name__}:Answers"])
 def test_a_run_replaces_what_its_own_bounds_do_not_hold(kind: str, known: Tokenizer, tmp_path: Path) -> None:
     make_model(tmp_path / "tiny", MadeModel(), seed=0)
-    config = parse(
-        {
-            "run": {"dir": str(tmp_path), "steps": 9},
-            "model": {"path": str(tmp_path / "tiny")},
-            "task": {"kind": "arithmetic"},
-            "environment": {"kind": kind, "max_tokens": MOST},
-            "warmup": {"steps": 2, "batch": 4},
-        }
-    )
+    environment = {"kind": kind, "max_tokens": MOST}
+    config = minimal(tmp_path, tmp_path / "tiny", 9, environment=environment, warmup={"steps": 2, "batch": 4})
     loaded = parts.RolloutParts(known, Rows([1]), (), Exact(), environments.load(config))
     (made,) = asyncio.run(parts.demonstrations_of(config, loaded)(1))
     assert (made.key, made.tokens[0]) == ("d1.a0", 4)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.tasks.order import EVALUATION
 from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.configs import minimal
 from tests.unit import doc_pages
 
 PAGE = doc_pages.read("guides/task.md")
@@ -37,8 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def config(index: int, **more: object) -> Config:
     block = yaml.safe_load(doc_pages.blocks(PAGE, "yaml")[index].text)
-    values = {"run": {"dir": "run", "steps": 1}, "model": {"path": "model"}, "scoring": {"scorer": "exact"}}
-    return parse({**values, "task": {"kind": "jsonl", "path": "train.jsonl"}, **block, **more})
+    return minimal(**{"scoring": {"scorer": "exact"}, "task": {"kind": "jsonl", "path": "train.jsonl"}, **block, **more})
 
 
 def test_a_row_becomes_a_conversation_with_its_columns(here: Path, known: Tokenizer) -> None:

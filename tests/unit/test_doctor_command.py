@@ -14,18 +14,12 @@ import msgspec
 import pytest
 
 import asyncmoe
-from asyncmoe import config as configuration
-from asyncmoe.config import Config
 from asyncmoe.doctor import nvidia, run
 from asyncmoe.doctor.examination import Report
 from asyncmoe.doctor.planned import planned
+from tests.configs import DEMO, demo
 
 ROOT = Path(asyncmoe.__file__).resolve().parent.parent
-DEMO = ROOT / "examples" / "demo.yaml"
-
-
-def demo(*overrides: str) -> Config:
-    return configuration.load(DEMO, overrides)
 
 
 @pytest.mark.usefixtures("engines_here")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.engines import engine_agent, engine_stay
 from asyncmoe.engines.engine_stay import ServerLost, stay
 from asyncmoe.engines.membership import Membership
@@ -21,6 +20,7 @@ from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, ProtocolErr
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import Done, EngineJoin, EngineJoined, EngineOrder, Reply, Request
 from asyncmoe.rpc.server import Server
+from tests.configs import demo
 from tests.unit import virtual_time
 from tests.unit.fake_engine import FakeEngine, FakeHandle
 
@@ -46,7 +46,7 @@ def joined(
         The seeds that its server was started with, the controller's pool, and the error that the agent ended with.
     """
     settings = ["engines.join=true", f"run.dir={tmp_path}", "cluster.heartbeat_timeout_s=6", f"engines.restarts={restarts}"]
-    config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", settings)
+    config = demo(*settings)
     started: list[Process] = []
     seeds: list[int] = []
 
@@ -112,7 +112,7 @@ REFUSALS = [
 def test_whatever_keeps_an_engine_from_joining_is_a_loss_of_one_that_the_run_had_or_whose_server_died(
     tmp_path: Path, refusal: AsyncmoeError, again: bool, dies: bool
 ) -> None:
-    config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", [f"run.dir={tmp_path}"])
+    config = demo(f"run.dir={tmp_path}")
     server = Process(NAME)
 
     async def refuse(_: object) -> Done:
@@ -161,7 +161,7 @@ def leaves(monkeypatch: pytest.MonkeyPatch, stopped_at: float | None, orphaned_a
         orphaned_at: second at which its supervisor is lost.
     """
     options = ["run.dir=unused", "cluster.heartbeat_timeout_s=9", "engines.orphan_s=40", "rollout.request_timeout_s=3000"]
-    config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", options)
+    config = demo(*options)
     place: Any = SimpleNamespace(controller="the controller")
 
     async def found(*_: object) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.engines import engine_agent
 from asyncmoe.engines.membership import Membership
@@ -19,6 +18,7 @@ from asyncmoe.errors import AsyncmoeError
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.messages import EngineOrder
 from asyncmoe.rpc.server import Server
+from tests.configs import demo
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.test_engine_agent import Process
 
@@ -106,7 +106,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     monkeypatch.setattr("asyncmoe.engines.membership.connect", lambda name, url, key: FakeEngine(name))
 
     async def play(scene: Callable[[Rig], Awaitable[None]], *more: str) -> None:
-        made = Rig(configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", [*settings, *more]), started)
+        made = Rig(demo(*settings, *more), started)
         await made.next_controller()
         try:
             async with asyncio.timeout(60):

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.sglang.client import SGLangClient
 from asyncmoe.engines.sglang.generation import request_body
@@ -26,6 +25,7 @@ from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rpc.messages import EngineJoin
 from asyncmoe.trajectory import Recording
 from benchmarks.intake_server import VOCABULARY, http, reply_to
+from tests.configs import demo
 from tests.unit.fake_engine import FakeHandle, coordinator_of
 
 Script = Sequence[bytes | float]
@@ -123,8 +123,7 @@ def test_an_answer_that_is_none_is_an_error_of_the_engine(body: bytes) -> None:
 @pytest.mark.parametrize("when", list(DIES))
 @pytest.mark.parametrize("first", [b"", http(b"{}")], ids=["before it has joined", "while it is taken over"])
 def test_an_engine_that_dies_while_it_comes_to_the_next_controller_ends_nothing_else(tmp_path: Path, when: str, first: bytes) -> None:
-    demo = Path(__file__).parents[2] / "examples" / "demo.yaml"
-    config = configuration.load(demo, [f"run.dir={tmp_path}", "engines.join=true"])
+    config = demo(f"run.dir={tmp_path}", "engines.join=true")
 
     async def main() -> None:
         before = Succession(tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.scheduling import ScheduledRequest
@@ -26,19 +26,15 @@ from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.rpc.worker_messages import Made
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.trajectory import NOTHING, Recording
-from tests.unit.test_queue import asynchronous
+from tests.configs import minimal
+from tests.unit.asynchronous import asynchronous
 
 WARMUP, STEPS = 10, 30
 
 
 def config(**evaluation: object) -> Config:
-    values = {
-        "run": {"dir": "run", "steps": STEPS},
-        "model": {"path": "model"},
-        "task": {"kind": "arithmetic", "chat_template": False},
-        "warmup": {"steps": WARMUP},
-    }
-    return parse({**values, "rollout": {"max_concurrent": 24}, "evaluation": {"every": 2, "prompts": 6, "samples": 2, **evaluation}})
+    sections = {"warmup": {"steps": WARMUP}, "rollout": {"max_concurrent": 24}, "task": {"kind": "arithmetic", "chat_template": False}}
+    return minimal(steps=STEPS, evaluation={"every": 2, "prompts": 6, "samples": 2, **evaluation}, **sections)
 
 
 def only(made: Config) -> EvaluationSet:

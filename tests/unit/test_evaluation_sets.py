@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.evaluation import pass_chances
@@ -20,6 +20,7 @@ from asyncmoe.rollout.tasks.encode import identity
 from asyncmoe.rollout.tasks.order import EVALUATION
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.telemetry.rollout_schema import Evaluation
+from tests.configs import minimal
 from tests.unit.test_evaluation import Setup
 
 
@@ -29,15 +30,8 @@ def rows(path: Path, *questions: object) -> str:
 
 
 def config(task: dict[str, object], seed: int = 0, **evaluation: object) -> Config:
-    return parse(
-        {
-            "run": {"dir": "run", "steps": 1, "seed": seed},
-            "model": {"path": "model"},
-            "task": {"kind": "jsonl", "chat_template": False, **task},
-            "scoring": {"scorer": "exact"},
-            "evaluation": {"every": 1, **evaluation},
-        }
-    )
+    sections = {"task": {"kind": "jsonl", "chat_template": False, **task}, "evaluation": {"every": 1, **evaluation}}
+    return minimal(run={"dir": "run", "steps": 1, "seed": seed}, scoring={"scorer": "exact"}, **sections)
 
 
 def asked(loaded: tasks.Tasks) -> tuple[set[str], list[list[str]]]:

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncmoe import models
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import UserError
 from asyncmoe.launch.validate import validate
 from asyncmoe.models.headers import INDEX, SINGLE
 from asyncmoe.models.make import make_model
 from tests import families, float8
+from tests.configs import minimal
 
 OUT, OTHER = "model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight"
 HEAD, EMBED, LAST = "lm_head.weight", "model.embed_tokens.weight", "model.layers.2.input_layernorm.weight"
@@ -66,7 +67,7 @@ def copied(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 def config(path: Path) -> Config:
-    return parse({"run": {"dir": str(path.parent / "run"), "steps": 1}, "model": {"path": str(path)}, "task": {"kind": "arithmetic"}})
+    return minimal(path.parent / "run", path)
 
 
 Act = Callable[[Folder], object]

@@ -15,16 +15,17 @@ from huggingface_hub import constants
 
 from asyncmoe import config as configuration
 from asyncmoe import models, storage
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
 from asyncmoe.launch import local
 from asyncmoe.launch.validate import validate
 from asyncmoe.models import hub, make
+from tests.configs import minimal
 
 
 def config(path: str) -> Config:
-    return parse({"run": {"dir": "run", "steps": 1}, "model": {"path": path}, "task": {"kind": "arithmetic"}})
+    return minimal(model=path)
 
 
 @pytest.fixture

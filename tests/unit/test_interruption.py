@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.config import parse
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.scheduling import ScheduledRequest
@@ -17,6 +16,7 @@ from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.models import kept_routing
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.trajectory_builder import Turn
+from tests.configs import minimal
 from tests.families import ENGINE, sized
 
 
@@ -93,11 +93,10 @@ def test_an_abort_that_nobody_asked_for_is_the_engines_fault(how: Interruption) 
 
 
 def test_retract_is_refused_where_routing_is_kept() -> None:
-    given: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    given["rollout"] = {"interruption": "retract"}
+    retract = {"interruption": "retract"}
     hf = sized(ENGINE, "qwen3_moe")
     with pytest.raises(ConfigError) as refused:
-        kept_routing(parse(given), hf)
+        kept_routing(minimal(rollout=retract), hf)
     assert (refused.value.what, refused.value.got) == ("rollout.interruption", "retract")
-    assert kept_routing(parse(given | {"keep": {"routing": "off"}}), hf) is None
-    assert kept_routing(parse(given | {"rollout": {}}), hf) is not None
+    assert kept_routing(minimal(rollout=retract, keep={"routing": "off"}), hf) is None
+    assert kept_routing(minimal(), hf) is not None

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.launch.commands import EngineMachine, Launch, Launcher, engine_machines, table
 from asyncmoe.launch.ray.planning import bundles, environment, joining, strategy
 from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
+from tests.configs import minimal
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    values: dict[str, dict[str, Any]] = {"run": {"dir": "/shared/run", "steps": 1}, "model": {"path": "/m"}, "task": {"kind": "arithmetic"}}
-    return parse({**values, **sections})
+    return minimal("/shared/run", "/m", **sections)
 
 
 SPREAD = config(

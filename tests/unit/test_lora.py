@@ -12,7 +12,6 @@ import torch
 from plan_steps import carry_out
 from reshard_ranks import blank, filled, numbered
 
-from asyncmoe import config
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.launch import local
@@ -22,6 +21,7 @@ from asyncmoe.models.lora.halves import Half, canonical_layout, check, layer_hal
 from asyncmoe.models.shape import Shape
 from asyncmoe.reshard import plan
 from asyncmoe.trainer.lora import values
+from tests.configs import minimal
 from tests.unit.adapters import ALL, LATENT
 from tests.unit.adapters import shape as shape_with
 
@@ -43,13 +43,10 @@ CASES = {
 cases = pytest.mark.parametrize(("m", "kind"), CASES.values(), ids=CASES)
 
 
-BASE: dict[str, Any] = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-
-
 @pytest.mark.parametrize("method", ["broadcast", "disk"])
 def test_adapters_reach_engines_from_shard_to_shard_only(method: str) -> None:
     with pytest.raises(ConfigError, match=rf"sync\.method: got {method}, expected reshard because train is lora"):
-        config.parse({**BASE, "train": "lora", "sync": {"method": method}})
+        minimal(train="lora", sync={"method": method})
 
 
 def test_experts_that_there_are_not_share_nothing() -> None:
@@ -62,8 +59,7 @@ def test_experts_that_there_are_not_share_nothing() -> None:
 
 def test_a_rank_that_engines_keep_no_memory_for_is_refused() -> None:
     def check_with(limit: str) -> None:
-        given = {**BASE, "train": "lora", "lora": {"rank": 3}, "engines": {"args": ["--max-lora-rank", limit]}}
-        local._check_adapter(config.parse(given), SMALL)
+        local._check_adapter(minimal(train="lora", lora={"rank": 3}, engines={"args": ["--max-lora-rank", limit]}), SMALL)
 
     check_with("3")
     with pytest.raises(ConfigError, match=r"lora\.rank: got 3, expected at most 2"):

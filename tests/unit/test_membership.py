@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.engines import membership, standstill
 from asyncmoe.engines.member import Member
@@ -33,6 +32,7 @@ from asyncmoe.rpc.messages import (
 )
 from asyncmoe.rpc.node_messages import EngineNode, EngineNodeEnd, EngineNodes
 from asyncmoe.rpc.peers import Facts
+from tests.configs import demo
 from tests.unit.fake_engine import FakeEngine, coordinator_of
 
 
@@ -77,7 +77,7 @@ def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setattr(membership, "connect", lambda name, url, key: FakeEngine(name))
     limits = "cluster.heartbeat_timeout_s=0.4", "rollout.request_timeout_s=5"
     settings = "engines.join=true", "engines.count=2", f"run.dir={tmp_path}", *limits
-    return configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", settings)
+    return demo(*settings)
 
 
 def scene(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_models_plan import SMALL, small_trainers
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.config.lora import GROUPED, MLP
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.models.lora.adapter import Kind, halves
@@ -17,6 +17,7 @@ from asyncmoe.plan import activations, budget, memory, traffic
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, Training
 from benchmarks.published import REAL
+from tests.configs import minimal
 
 HF = REAL["Qwen3-30B-A3B"]
 L, H, V, Q, KV, D, E, K, F = 48, 2048, 151936, 4096, 512, 128, 128, 8, 768
@@ -186,8 +187,7 @@ def test_the_kv_cache_gets_what_is_left() -> None:
 
 
 def config(**sections: Any) -> Config:
-    base: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    return parse(base | {"cluster": {"network": "hostname"}} | sections)
+    return minimal(**{"cluster": {"network": "hostname"}} | sections)
 
 
 ONE = 8 * (16 << 20)

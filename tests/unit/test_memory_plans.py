@@ -11,17 +11,17 @@ import pytest
 from model_cases import MODELS
 from test_models_plan import SMALL
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.plan import activations, budget, memory
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, RankParameters, Training
 from benchmarks.published import REAL
+from tests.configs import minimal
 
 HF, DEEPSEEK, GLM = REAL["Qwen3-30B-A3B"], REAL["DeepSeek-V3"], REAL["GLM-4.5"]
 SPARSE: dict[str, Any] = {**SMALL, "mlp_only_layers": []}
-BASE: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
 
 # ---------------------------------------------------------------- context parallelism
 
@@ -29,7 +29,7 @@ BASE: dict[str, Any] = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"},
 def test_context_parallel_ranks_share_rows_and_optimizer_and_hold_all_keys_and_values() -> None:
     """Of 65536 rows each of 4 ranks has a quarter; weights and gradients stay whole, the optimizer's state is shared among dp * cp."""
     values = {"ranks": 16, "tp": 4, "ep": 8, "dtype": "bfloat16", "tokens_per_microbatch": 65536, "recompute": "full"}
-    whole, divided = (parse({**BASE, "trainer": {**values, "cp": cp}}) for cp in (1, 4))
+    whole, divided = (minimal(trainer={**values, "cp": cp}) for cp in (1, 4))
     one, four = (budget.of_run(config, HF).trainer.parts for config in (whole, divided))
     for name in ("weights", "gradients", "optimizer"):
         assert four[name] == one[name]
@@ -46,7 +46,7 @@ SHARE = {"ranks": 8, "tp": 4, "ep": 8, "recompute": "full", "tokens_per_microbat
 
 
 def trainer(**keys: Any) -> Config:
-    return parse({**BASE, "trainer": {**SHARE, **keys}})
+    return minimal(trainer={**SHARE, **keys})
 
 
 def test_the_offloaded_share_of_the_optimizer_is_on_the_host_with_its_gradients() -> None:
@@ -106,12 +106,12 @@ def test_one_rank_copies_its_weights_and_adams_state(dtype: str, weight: int, pl
 
 
 def test_a_run_says_it_only_if_it_saves_so() -> None:
-    without = budget.of_run(parse({**BASE, "trainer": {"dtype": "bfloat16"}}), SPARSE)
+    without = budget.of_run(minimal(trainer={"dtype": "bfloat16"}), SPARSE)
     assert without.host == {}
-    with_ = budget.of_run(parse({**BASE, "trainer": {"dtype": "bfloat16", "async_save": True}}), SPARSE)
+    with_ = budget.of_run(minimal(trainer={"dtype": "bfloat16", "async_save": True}), SPARSE)
     assert with_.host == {"trainer.async_save": 14 * memory.whole(SPARSE).all}
     assert with_.trainer == without.trainer, "a GPU's memory is not the host's"
-    cpu = budget.of_run(parse({**BASE, "trainer": {"dtype": "float32", "async_save": True}}), SPARSE, budget.CPU_GB, True)
+    cpu = budget.of_run(minimal(trainer={"dtype": "float32", "async_save": True}), SPARSE, budget.CPU_GB, True)
     assert cpu.trainer.parts["checkpoint copy"] == cpu.host["trainer.async_save"] == 12 * memory.whole(SPARSE).all
 
 

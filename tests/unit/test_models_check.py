@@ -14,19 +14,19 @@ from model_cases import QWEN3_MOE as WITH_A_DENSE_LAYER
 from transformers import AutoConfig
 
 from asyncmoe import models
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import EngineParallel, MegatronParallel
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind
+from tests.configs import minimal
 
 YARN = MODELS["deepseek"]["rope_parameters"]
 HF = {**WITH_A_DENSE_LAYER, "mlp_only_layers": []}
 
 
 def config(trainer: dict[str, int] | None = None, engines: dict[str, int] | None = None) -> Config:
-    sections = {"trainer": trainer or {}, "engines": engines or {}}
-    return parse({"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, **sections})
+    return minimal(trainer=trainer or {}, engines=engines or {})
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,10 @@ def test_variants_of_families_are_supported() -> None:
 
 @pytest.mark.parametrize(("model", "train", "word"), [("qwen3_moe", "full", "no selection bias"), ("glm", "lora", "train is lora")])
 def test_a_rule_for_biases_that_there_are_not(model: str, train: str, word: str) -> None:
-    values = {"run": {"dir": "r", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "trainer": {"router_bias_rate": 0.1}}
-    models.check(parse(values), MODELS["glm"])
+    rate = {"router_bias_rate": 0.1}
+    models.check(minimal(trainer=rate), MODELS["glm"])
     hf = {key: value for key, value in MODELS[model].items() if key != "mlp_only_layers"}
-    chosen = parse({**values, "train": train, "lora": {"targets": ["q_proj"], "rank": 2}})
+    chosen = minimal(trainer=rate, train=train, lora={"targets": ["q_proj"], "rank": 2})
     refused(lambda: models.check(chosen, hf), ["trainer.router_bias_rate: got 0.1", word])
 
 

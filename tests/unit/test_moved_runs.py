@@ -17,14 +17,14 @@ from asyncmoe.config import Config, moved
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.launch import export
 from asyncmoe.models import origin
+from tests.configs import minimal
 from tests.unit.model_cases import MODELS
 from tests.unit.test_checkpoints import flip, saved
 
 
 def written(run: Path, **more: Any) -> Config:
     """A run's directory with its configuration."""
-    values = {"run": {"dir": str(run), "steps": 9}, "model": {"path": str(run / "model")}, "task": {"kind": "arithmetic"}, **more}
-    config = configuration.parse(values)
+    config = minimal(run, run / "model", 9, **more)
     (run / "logs").mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     return config

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.engines.sglang import process
 from asyncmoe.launch.ray import planning
 from asyncmoe.launch.torchrun import trainer_environment
 from asyncmoe.rpc import nccl_settings
+from tests.configs import minimal
 
 CUMEM = "NCCL_CUMEM_ENABLE"
-CONFIG = configuration.parse({"model": {"path": "m"}, "task": {"kind": "arithmetic"}, "run": {"dir": "r", "steps": 1}})
 
 
 @pytest.mark.parametrize(("given", "form"), [({}, "0"), ({CUMEM: "1"}, "1"), ({CUMEM: "0"}, "0"), ({"NCCL_CONF_FILE": "nccl.conf"}, "1")])
@@ -27,10 +26,10 @@ def test_trainer_and_engines_of_every_launcher_have_the_same(
     monkeypatch.chdir(tmp_path)
     for name, value in {**dict.fromkeys(name for name in os.environ if name.startswith("NCCL_")), **given}.items():
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    for started in (dict(os.environ), planning.environment(CONFIG, "10.0.0.4", ["10.0.0.3"], os.environ)):
+    for started in (dict(os.environ), planning.environment(minimal(), "10.0.0.4", ["10.0.0.3"], os.environ)):
         trainer = started | trainer_environment(started)
         trainer |= nccl_settings.set_defaults(trainer)
-        engine = started | process.environment(CONFIG, 0)
+        engine = started | process.environment(minimal(), 0)
         assert nccl_settings.shared(trainer) == nccl_settings.shared(engine) == nccl_settings.shared(started)
         assert trainer[CUMEM] == engine[CUMEM] == form
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.config import parse
 from asyncmoe.errors import ConfigError
 from asyncmoe.trainer.objective import group_advantages
+from tests.configs import minimal
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 reward = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(-5, 5).filter(lambda x: abs(x) > 1e-3 or x == 0))
@@ -80,10 +79,8 @@ def test_equal_rewards_and_groups_of_one_tell_nothing(estimator: str, value: flo
 
 
 def test_groups_of_equal_rewards_are_not_dropped_before_an_estimator_that_learns_from_them() -> None:
-    config: dict[str, Any] = {"run": {"dir": "x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    config |= {"rollout": {"filter_equal": True}}
-    parse(config | {"objective": {"advantage": "reinforce_plus_plus_baseline"}})
+    minimal(rollout={"filter_equal": True}, objective={"advantage": "reinforce_plus_plus_baseline"})
     with pytest.raises(
         ConfigError, match=r"rollout\.filter_equal: got true, expected false because objective\.advantage is reinforce_plus_plus,"
     ):
-        parse(config | {"objective": {"advantage": "reinforce_plus_plus"}})
+        minimal(rollout={"filter_equal": True}, objective={"advantage": "reinforce_plus_plus"})

@@ -15,7 +15,8 @@ from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.trainer.data.credit import credit_figures, token_advantages
 from asyncmoe.trainer.objective import group_advantages
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import Trajectory
+from tests.unit.kept_trajectory import sampled
 
 value = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 0.1]), st.floats(-5, 5, width=32).filter(lambda x: abs(x) > 1e-3 or x == 0))
 token = st.tuples(st.booleans(), st.one_of(st.none(), value), st.floats(-6, 0, width=32), st.floats(-6, 0, width=32))
@@ -28,20 +29,10 @@ def made(i: int, drawn: tuple[int, int, float, list[tuple[bool, float | None, fl
     group, agent, reward, tokens = drawn
     tokens = [(False, None, 0.0, 0.0), *tokens[:-1], (True, *tokens[-1][1:])]
     mask = np.array([t[0] for t in tokens])
-    return Trajectory(
-        key=f"g{group}.e{i}.a{agent}.t0",
-        group=group,
-        episode=i,
-        agent=agent,
-        tokens=np.arange(len(tokens), dtype=np.int32),
-        loss_mask=mask,
-        logprobs=np.where(mask, [t[2] for t in tokens], 0).astype(np.float32),
-        versions=np.where(mask, 3, NOT_SAMPLED).astype(np.int32),
-        reward=reward,
-        finish="stop",
-        rewards=np.array([np.nan if t[1] is None or not t[0] else t[1] for t in tokens], np.float32),
-        teacher=np.where(mask, [t[3] for t in tokens], 0).astype(np.float32),
-    )
+    rewards = np.array([np.nan if t[1] is None or not t[0] else t[1] for t in tokens], np.float32)
+    teacher = np.where(mask, [t[3] for t in tokens], 0).astype(np.float32)
+    place = {"key": f"g{group}.e{i}.a{agent}.t0", "group": group, "episode": i, "agent": agent}
+    return sampled(range(len(tokens)), mask, [t[2] for t in tokens], **place, reward=reward, rewards=rewards, teacher=teacher)
 
 
 def steps_of(t: Trajectory) -> dict[int, float]:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from asyncmoe.config.objective import ObjectiveSection
-from asyncmoe.trainer.objective import AGES, SUMS, Rows, Sums, metrics, policy_loss, segments
+from asyncmoe.trainer.objective import AGES, SUMS, Sums, metrics, policy_loss
+from tests.unit.test_objective import rows
 
 ON_POLICY = {"weight": "none"}
 
 
 def sums_of(new: list[float], version: int = 0, correction: Any = ON_POLICY, **fields: Any) -> Sums:
-    count = len(new)
-    plain: dict[str, Any] = {
-        "mask": torch.ones(count, dtype=torch.bool),
-        "weights": torch.full((count,), 1 / max(count, 1)),
-        "advantages": torch.ones(count),
-        "behaviour": torch.zeros(count),
-        "versions": torch.zeros(count, dtype=torch.int32),
-        "pure": torch.ones(count, dtype=torch.bool),
-        "segments": segments([count], count),
-        "sequences": 1,
-    }
-    rows = Rows(**plain | {name: torch.tensor(value) for name, value in fields.items()})
-    return policy_loss(torch.tensor(new), rows, ObjectiveSection(correction=correction), version)[1]
+    plain = rows(behaviour=[0.0] * len(new))
+    at = replace(plain, **{"proximal": None} | {name: torch.tensor(value) for name, value in fields.items()})
+    return policy_loss(torch.tensor(new), at, ObjectiveSection(correction=correction), version)[1]
 
 
 def test_engine_and_trainer_are_compared_at_the_same_version_only() -> None:

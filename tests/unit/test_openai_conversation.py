@@ -23,9 +23,9 @@ from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
 from asyncmoe.rollout.episodes.openai_endpoint.session import CHAT, Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
+from tests.unit.asynchronous import asynchronous
 from tests.unit.example_counts import examples
 from tests.unit.openai_policy import EOS, IM_END, SAMPLING, Policy
-from tests.unit.test_queue import asynchronous
 
 
 def request(messages: list[dict[str, Any]], **fields: object) -> bytes:

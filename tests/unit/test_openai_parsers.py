@@ -16,13 +16,13 @@ from typing import Any
 import openai
 import pytest
 
-from asyncmoe.engines.types import ParsedCall
+from asyncmoe.engines.types import ParsedCall, Sampling
 from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.rollout.episodes.environment import Bounds, Episode
 from asyncmoe.rollout.episodes.openai_endpoint.session import Session
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.unit import openai_policy
-from tests.unit.openai_policy import IM_END, Policy
+from tests.unit.openai_policy import IM_END, SAMPLING, Policy
 from tests.unit.openai_served import MESSAGES, post, served
 
 KEPT = json.loads((Path(__file__).parent / "data" / "tool_calls.json").read_text(encoding="utf-8"))
@@ -47,9 +47,9 @@ class Parsing(Policy):
         (found,) = [case for case in CASES if (case["parser"], case["said"]) == (parser, text)]
         return [ParsedCall(call["name"], call["parameters"], found["rest"]) for call in found["calls"]]
 
-    def episode(self, known: Tokenizer, bounds: Bounds | None = None) -> Episode:
-        made = super().episode(known, bounds)
-        made.parse, made.sampling = self.parse, replace(made.sampling, max_new_tokens=1000)
+    def episode(self, known: Tokenizer, bounds: Bounds | None = None, sampling: Sampling = SAMPLING) -> Episode:
+        made = super().episode(known, bounds, replace(sampling, max_new_tokens=1000))
+        made.parse = self.parse
         return made
 
 

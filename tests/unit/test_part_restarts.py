@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.launch import local, rule, watch
 from asyncmoe.process import Child
 from asyncmoe.telemetry import processes
+from tests.configs import demo
 from tests.unit.supervised import supervised
 from tests.unit.telemetry_runs import write_run
 
@@ -34,7 +34,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def of(run_dir: Path, *settings: str) -> Config:
-    return configuration.load(ROOT / "examples" / "demo.yaml", [f"run.dir={run_dir}", *settings])
+    return demo(f"run.dir={run_dir}", *settings)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from asyncmoe import models, plugins
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.engines.sglang import process as engine_process
@@ -31,6 +31,7 @@ from asyncmoe.trainer.losses import PolicyLoss
 from asyncmoe.trainer.objective import Plugins, Rows, segments
 from asyncmoe.weights.protocol import EngineRanks, Terms
 from asyncmoe.weights.receiver import handshake
+from tests.configs import minimal
 from tests.unit import doc_pages, plugin_functions
 from tests.unit.model_cases import MODELS
 
@@ -287,14 +288,7 @@ def prepared(tmp_path: Path, **objective_keys: Any) -> Config:
     if not made.exists():
         make.make_model(made, MadeModel(), seed=0)
     family = objective_keys.pop("family", "auto")
-    return parse(
-        {
-            "task": {"kind": "arithmetic"},
-            "run": {"dir": str(tmp_path / "run"), "steps": 1},
-            "model": {"path": str(made), "family": family},
-            "objective": objective_keys,
-        }
-    )
+    return minimal(tmp_path / "run", {"path": str(made), "family": family}, objective=objective_keys)
 
 
 @pytest.mark.usefixtures("engines_here")

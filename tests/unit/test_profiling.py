@@ -10,21 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.trainer.profiling import Profiler, mark
+from tests.configs import minimal
 
 
 def _config(run_dir: Path, **telemetry: Any) -> Config:
-    return parse(
-        {
-            "run": {"dir": str(run_dir), "steps": 3},
-            "model": {"path": "unused"},
-            "task": {"kind": "arithmetic"},
-            "warmup": {"steps": 2},
-            "trainer": {"ranks": 2},
-            "telemetry": telemetry,
-        }
-    )
+    return minimal(run_dir, steps=3, warmup={"steps": 2}, trainer={"ranks": 2}, telemetry=telemetry)
 
 
 def _run(profiler: Profiler) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 
 from asyncmoe.errors import AsyncmoeError, ConfigError, EngineError, InvariantBroken, ProtocolError, TrajectoryRejected
@@ -16,29 +15,16 @@ from asyncmoe.queue.leases import Leases, LeaseTerms
 from asyncmoe.queue.queue_log import Resumption
 from asyncmoe.queue.service import QueueService
 from asyncmoe.rpc.messages import Done, Goodbye, Hello, Leased, Welcome
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import Trajectory
 from benchmarks.unlogged import Unlogged
-from tests.unit.asynchronous import asynchronous
+from tests.unit.asynchronous import asynchronous, settle
 from tests.unit.putting import put_group
 from tests.unit.test_config import refused, with_value
+from tests.unit.test_queue_model import make_group
 
 
-def group(number: int, version: int = 0, size: int = 2, oldest: int | None = None) -> list[Trajectory]:
-    first = version if oldest is None else oldest
-    return [
-        Trajectory(
-            key=f"g{number}.e{e}",
-            group=number,
-            episode=e,
-            tokens=np.array([1, 2, 3], np.int32),
-            loss_mask=np.array([0, 1, 1], bool),
-            logprobs=np.array([0, -1, -1], np.float32),
-            versions=np.array([NOT_SAMPLED, first if e == 0 else version, version], np.int32),
-            reward=float(e),
-            finish="stop",
-        )
-        for e in range(size)
-    ]
+def group(number: int, version: int = 0, size: int = 2) -> list[Trajectory]:
+    return make_group(number, size, [version])
 
 
 def queue(**changes: Any) -> BoundedQueue:
@@ -56,11 +42,6 @@ async def filled(*groups: list[Trajectory], **changes: Any) -> BoundedQueue:
 
 def names(leased: Leased) -> list[str]:
     return [item.key for item in leased.items]
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 # ---------------------------------------------------------------- put

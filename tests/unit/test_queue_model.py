@@ -18,9 +18,10 @@ from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.queue.records import Start
 from asyncmoe.rpc.messages import Leased
-from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
+from asyncmoe.trajectory import Trajectory
 from benchmarks.unlogged import Unlogged
 from tests.unit.example_counts import examples
+from tests.unit.kept_trajectory import sampled
 from tests.unit.putting import put_group
 
 RANKS = 3
@@ -28,24 +29,11 @@ RANKS = 3
 
 def make_group(number: int, size: int, versions: list[int], attempt: int = 0) -> list[Trajectory]:
     """`size` trajectories; one of them starts at `versions[0]`, the others at `versions[-1]`."""
-    made = []
-    for episode in range(size):
-        first = versions[0] if episode == 0 else versions[-1]
-        made.append(
-            Trajectory(
-                key=f"g{number}.e{episode}",
-                group=number,
-                episode=episode,
-                tokens=np.array([1, 2, number % 1000], np.int32),
-                loss_mask=np.array([0, 1, 1], bool),
-                logprobs=np.array([0, -1, -1], np.float32),
-                versions=np.array([NOT_SAMPLED, first, versions[-1]], np.int32),
-                reward=float(episode),
-                finish="stop",
-                attempt=attempt,
-            )
-        )
-    return made
+    tokens, mask = [1, 2, number % 1000], np.array([0, 1, 1], bool)
+    return [
+        sampled(tokens, mask, versions=[0, first, versions[-1]], group=number, episode=e, reward=float(e), attempt=attempt)
+        for e, first in enumerate([versions[0], *versions[-1:] * (size - 1)])
+    ]
 
 
 @dataclass(eq=False)

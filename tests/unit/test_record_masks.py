@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kept_trajectory import masks_of
 
 from asyncmoe.errors import ProtocolError, TrajectoryRejected
 from asyncmoe.trajectory import EncodedMasks, Masks, decode_masks, encode_masks, token_outside
@@ -15,15 +16,11 @@ from asyncmoe.trajectory.masks import _digest
 from tests.unit.example_counts import examples
 
 
-def csr(rows: list[list[int]], vocabulary: int) -> Masks:
-    return Masks(np.cumsum([0, *map(len, rows)]).astype(np.int32), np.array([i for r in rows for i in r], np.int32), vocabulary)
-
-
 @st.composite
 def masks(draw: st.DrawFn) -> Masks:
     vocabulary = draw(st.one_of(st.integers(1, 300), st.sampled_from([151_936, 2**31 - 1])))
     ids = st.integers(0, vocabulary - 1)
-    return csr([sorted(draw(st.sets(ids, max_size=20))) for _ in range(draw(st.integers(0, 12)))], vocabulary)
+    return masks_of([sorted(draw(st.sets(ids, max_size=20))) for _ in range(draw(st.integers(0, 12)))], vocabulary)
 
 
 @settings(deadline=None, max_examples=examples(200))
@@ -36,7 +33,7 @@ def test_round_trip(given_: Masks) -> None:
 
 
 def test_the_smaller_way_is_taken() -> None:
-    near, far = csr([list(range(100, 150))], 151_936), csr([list(range(5_000, 150_000, 20_000))], 151_936)
+    near, far = masks_of([list(range(100, 150))], 151_936), masks_of([list(range(5_000, 150_000, 20_000))], 151_936)
     assert len(encode_masks(near, "t").data) == 1 + 1 + 50, "a gap of 0 takes a byte"
     assert len(encode_masks(far, "t").data) == 1 + 1 + 18, "8 ids of 18 bits, where their gaps take 3 bytes each"
 
@@ -54,7 +51,7 @@ def test_the_smaller_way_is_taken() -> None:
     ],
 )
 def test_what_are_no_masks_is_refused(rows: list[list[int]], offsets: list[int] | None, what: str) -> None:
-    made = csr(rows, 9)
+    made = masks_of(rows, 9)
     if offsets is not None:
         made = dataclasses.replace(made, offsets=np.array(offsets, np.int32))
     with pytest.raises(TrajectoryRejected, match=f"^bad_mask: g1: {what}"):
@@ -102,7 +99,7 @@ def test_noise_whose_digest_is_right_is_refused_or_made_of_good_masks(rows: int,
 
 
 def test_token_outside_names_the_first_row_without_its_token() -> None:
-    made = csr([[1, 4], [], [2], [7, 8]], 9)
+    made = masks_of([[1, 4], [], [2], [7, 8]], 9)
     assert token_outside(made, np.array([4, 0, 2, 7], np.int32)) is None
     assert token_outside(made, np.array([4, 0, 1, 6], np.int32)) == 2
     assert token_outside(made, np.array([2, 0, 2, 7], np.int32)) == 0

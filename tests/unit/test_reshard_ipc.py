@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 
 import pytest
@@ -16,11 +15,6 @@ from asyncmoe.reshard.shm_transport import ShmTransport
 from asyncmoe.reshard.transport import Lane
 
 STRIPES = Stripes(3)
-
-
-@pytest.fixture
-def session() -> str:
-    return f"test-{secrets.token_hex(6)}"
 
 
 @pytest.mark.parametrize(("looks", "buffers"), [(0, 1), (1, 3), (5, 2)])

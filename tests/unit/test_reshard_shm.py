@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -26,11 +25,6 @@ STRIPES = Stripes(WORLD)
 
 def segments(session: str) -> list[str]:
     return [path.name for path in Path("/dev/shm").iterdir() if session in path.name]
-
-
-@pytest.fixture
-def session() -> str:
-    return f"test-{secrets.token_hex(6)}"
 
 
 def start(play: Callable[..., None], *arguments: Any) -> multiprocessing.Process:

@@ -7,25 +7,24 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.config import parse
 from asyncmoe.engines.membership import LEFT
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import EngineError
 from asyncmoe.rollout.engine_lifecycle import EngineLifecycle
 from asyncmoe.rpc.messages import Engines, EnginesAsk
+from tests.configs import minimal
 from tests.unit.asynchronous import asynchronous
 from tests.unit.fake_engine import FakeHandle, coordinator_of
 
 SAMPLING = Sampling(1.0, 3, ())
-ONE = {"run": {"dir": "unused", "steps": 1}, "model": {"path": "unused"}, "task": {"kind": "arithmetic"}, "engines": {"restarts": 1}}
 SPARSE = {"sync": {"every": 2}, "queue": {"staleness": {"max_staleness": 1}}}
 
 
 def made(*names: str, **sections: Any) -> tuple[Pool, EngineLifecycle]:
     """A pool of engines that serve, and its lifecycle."""
     pool = Pool([FakeHandle(name) for name in names], 8, 5.0, lambda *_: None)
-    return pool, EngineLifecycle(parse(ONE | sections), pool, coordinator_of(pool))
+    return pool, EngineLifecycle(minimal(**{"engines": {"restarts": 1}} | sections), pool, coordinator_of(pool))
 
 
 def alone(**sections: Any) -> tuple[Pool, EngineLifecycle]:

@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.engines.sglang import connection
 from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import AsyncmoeError
 from asyncmoe.process import Child
+from tests.configs import minimal
 
 
 def config(trust: bool = False, **engines: object) -> Config:
     model = {"path": "/tmp/m", "trust_remote_code": trust}
-    values = {"run": {"dir": "/tmp/x", "steps": 1, "seed": 40}, "model": model, "task": {"kind": "arithmetic"}}
-    return configuration.parse({**values, "engines": engines})
+    return minimal(model=model, run={"dir": "/tmp/x", "steps": 1, "seed": 40}, engines=engines)
 
 
 def option(command: list[str], name: str) -> str:

@@ -61,8 +61,7 @@ async def test_a_worker_that_stands_still_holds_up_the_others_gates_only_at_firs
 @clustered(workers=1, engines=2, seed=4)
 async def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(cluster: Cluster) -> None:
     await cluster.train(0)
-    for handle in cluster.handles:
-        handle.client.hangs = True
+    cluster.hang(True)
     lent, gates = cluster.lent[1].worker, cluster.fleet._gates
     while not all(member.in_flight for member in lent.pool.members):
         await asyncio.sleep(0.01)
@@ -73,14 +72,12 @@ async def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(cluster: Clu
     (there,) = [member for member in lent.pool.members if member.engine.name == leaves.engine.name]
     assert leaves.elsewhere == there.in_flight > 0
     assert there.leaving
-    for handle in cluster.handles:
-        handle.client.hangs = False
+    cluster.hang(False)
 
 
 @clustered(workers=3, engines=2, seed=8, staleness=40)
 async def test_every_worker_uses_every_engine_with_its_share_of_the_requests(cluster: Cluster) -> None:
-    for handle in cluster.handles:
-        handle.client.hangs = True
+    cluster.hang(True)
     shares = [cluster.config.rollout.share(number) for number in (1, 2, 3)]
     assert shares == [22, 21, 21]
     pools = [cluster.lent[number].worker.pool for number in (1, 2, 3)]
@@ -92,24 +89,21 @@ async def test_every_worker_uses_every_engine_with_its_share_of_the_requests(clu
     await cluster.lose(3)
     await cluster.lost(3)
     assert sum(member.elsewhere for member in cluster.pool.members) == 43
-    for handle in cluster.handles:
-        handle.client.hangs = False
+    cluster.hang(False)
 
 
 @clustered(workers=2, engines=2, seed=5)
 async def test_a_worker_that_comes_again_hears_what_is_under_way_now(cluster: Cluster) -> None:
     for step in range(3):
         await cluster.train(step)
-    for handle in cluster.handles:
-        handle.client.hangs = True
+    cluster.hang(True)
     while not cluster.fleet._workers[2].running:
         await asyncio.sleep(0.01)
     others = {place.group for place in cluster.lent[2].worker._worker._running}
     told = set(cluster.run_log.for_workers().under_way)
     assert others <= told
     assert not told & {one.group for made in cluster.trained.values() for one in made}
-    for handle in cluster.handles:
-        handle.client.hangs = False
+    cluster.hang(False)
 
 
 @clustered(workers=1, engines=1, seed=6)

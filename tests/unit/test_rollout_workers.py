@@ -27,9 +27,9 @@ from asyncmoe.rpc.worker_messages import WorkerForget, WorkerJoin, WorkerPack, W
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import choice_of
 from asyncmoe.trajectory import Trajectory, decode
+from tests.unit.asynchronous import asynchronous
 from tests.unit.log_lives import Home
 from tests.unit.test_producer import respond
-from tests.unit.test_queue import asynchronous
 from tests.unit.worker_fleet import BATCH, Cluster, Numbers, clustered
 
 

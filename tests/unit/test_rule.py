@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe import config as configuration
 from asyncmoe.errors import RECURRING
 from asyncmoe.launch.rule import LONGEST_WAIT_S, EndRun, Failure, How, LetGo, LossRule, StartAgain, decide, in_a_row, table
+from tests.configs import demo
 
 ENGINES = ("engine.0", "engine.1")
-DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 
 
 def rules(*settings: str, spare: bool = True) -> dict[str, LossRule]:
-    return table(configuration.load(DEMO, settings), ENGINES, spare=spare)
+    return table(demo(*settings), ENGINES, spare=spare)
 
 
 def lost(*parts: str, step: int = 0, exit_code: int = 1, how: How = "lost") -> Failure:

@@ -32,6 +32,7 @@ from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.workers.worker import Worker
 from asyncmoe.trajectory import NOTHING, Recording, Trajectory
 from asyncmoe.trajectory.native import crc32c
+from tests.configs import minimal
 from tests.unit.log_lives import settled
 from tests.unit.test_producer import Numbers
 
@@ -41,15 +42,7 @@ STEPS = 6
 
 
 def configured(run_dir: Path, **log: Any) -> Config:
-    return parse(
-        {
-            "run": {"dir": str(run_dir), "steps": 10},
-            "model": {"path": "model"},
-            "task": {"kind": "arithmetic"},
-            "rollout": {"groups_per_step": GROUPS, "group_size": SIZE},
-            "log": log,
-        }
-    )
+    return minimal(run_dir, steps=10, rollout={"groups_per_step": GROUPS, "group_size": SIZE}, log=log)
 
 
 @dataclass

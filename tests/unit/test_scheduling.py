@@ -16,8 +16,9 @@ from asyncmoe.engines.gate import Gate
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.scheduling import KEPT_PROMPTS, Lengths, Recent, ScheduledRequest, Waiting, choose
 from asyncmoe.engines.types import ABORTED, EngineLost, Generation, Sampling, VersionSpan
-from tests.unit.asynchronous import asynchronous
+from tests.unit.asynchronous import asynchronous, settle
 from tests.unit.example_counts import examples
+from tests.unit.fake_engine import FakeEngine, handles
 
 LOADS = st.dictionaries(st.sampled_from([f"engine.{i}" for i in range(8)]), st.integers(0, 20), min_size=1)
 ORDERS = st.sampled_from(["fifo", "longest_first", "probes_first"])
@@ -152,21 +153,15 @@ async def _schedule(gate: Gate, limit: int, requests: list[ScheduledRequest], ev
     assert (gate.inside, inside) == (0, set())
 
 
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
-class Client:
+class Client(FakeEngine):
     """Answers when it is told to; notes who asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.asked: list[tuple[int, ...]] = []
         self.answers: asyncio.Queue[tuple[int, str] | EngineLost] = asyncio.Queue()
 
-    async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, salt: str, timeout_s: float, routed: int, adapter: str | None, listener: None
-    ) -> Generation:
+    async def generate(self, tokens: Any, sampling: Sampling, salt: str, timeout_s: float, *_: Any, **__: Any) -> Generation:
         self.asked.append(tuple(tokens))
         answer = await self.answers.get()
         if isinstance(answer, EngineLost):
@@ -175,21 +170,11 @@ class Client:
         return Generation.of((1,) * count, (-1.0,) * count, (VersionSpan(salt, 0, count),), finish, 0)
 
 
-class Server:
-    tp = ep = 1
-    host = ""
-    died: str | None = None
-
-    def __init__(self, name: str) -> None:
-        self.name, self.client = name, Client()
-
-    def kill(self) -> None:
-        self.died = "killed"
-
-
-def made(count: int, limit: int = 64, **options: Any) -> tuple[Pool, list[Server]]:
-    servers = [Server(f"engine.{i}") for i in range(count)]
-    return Pool(servers, limit, 60.0, lambda *_: None, **options), servers  # type: ignore[arg-type]
+def made(count: int, limit: int = 64, **options: Any) -> tuple[Pool, list[Client]]:
+    servers, clients = handles(count), [Client(f"engine.{i}") for i in range(count)]
+    for server, client in zip(servers, clients, strict=True):
+        server.client = client  # type: ignore[misc]
+    return Pool(servers, limit, 60.0, lambda *_: None, **options), clients
 
 
 def ask(pool: Pool, number: int, prompt: str = "", continues: bool = False) -> asyncio.Task[Any]:
@@ -206,20 +191,20 @@ async def test_a_conversation_goes_on_where_it_is_until_that_engine_is_gone() ->
 
     first = [begin(episode, 0) for episode in range(6)]
     await settle()
-    at = {episode: i for i, server in enumerate(servers) for episode, _ in server.client.asked}
+    at = {episode: i for i, server in enumerate(servers) for episode, _ in server.asked}
     assert sorted(Counter(at.values()).values()) == [3, 3]
     for server in servers:
-        for _ in server.client.asked:
-            server.client.answers.put_nowait((3, "stop"))
+        for _ in server.asked:
+            server.answers.put_nowait((3, "stop"))
     await asyncio.gather(*first)
     second = [begin(episode, 1) for episode in sorted(at, key=lambda episode: (at[episode] == at[0], episode))]
     await settle()
-    assert {episode: i for i, server in enumerate(servers) for episode, turn in server.client.asked if turn} == at
-    servers[0].died = "gone"
+    assert {episode: i for i, server in enumerate(servers) for episode, turn in server.asked if turn} == at
+    servers[0].dead = True
     for _ in range(3):
-        servers[0].client.answers.put_nowait(EngineLost("gone"))
+        servers[0].answers.put_nowait(EngineLost("gone"))
     await settle()
-    assert sorted(episode for episode, turn in servers[1].client.asked if turn) == list(range(6))
+    assert sorted(episode for episode, turn in servers[1].asked if turn) == list(range(6))
     for task in second:
         task.cancel()
     await asyncio.gather(*second, return_exceptions=True)
@@ -237,12 +222,12 @@ def test_only_the_most_recent_entries_are_remembered() -> None:
 async def test_longest_first_learns_from_whole_responses_that_have_ended() -> None:
     pool, (server,) = made(1, limit=1, order="longest_first")
     for prompt, tokens, finish, sampled in (("short", 2, "stop", 0), ("long", 1, ABORTED, 0), ("long", 1, "stop", 89)):
-        server.client.answers.put_nowait((tokens, finish))
+        server.answers.put_nowait((tokens, finish))
         await pool.generate((0,), Sampling(1.0, 100, ()), request=ScheduledRequest(prompt, sampled > 0, sampled))
     busy = ask(pool, 0)
     waiting = [ask(pool, 1, "short"), ask(pool, 2, "unknown"), ask(pool, 3, "long")]
     await settle()
     for _ in range(4):
-        server.client.answers.put_nowait((46, "stop"))
+        server.answers.put_nowait((46, "stop"))
     await asyncio.gather(busy, *waiting)
-    assert [tokens[0] for tokens in server.client.asked[4:]] == [3, 2, 1]
+    assert [tokens[0] for tokens in server.asked[4:]] == [3, 2, 1]

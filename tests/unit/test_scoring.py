@@ -16,13 +16,8 @@ from asyncmoe.errors import ConfigError, TrajectoryRejected
 from asyncmoe.rollout.scoring import Sample, Score, Scorer, loading, plugin
 from tests.unit import scorers
 
+pytestmark = pytest.mark.usefixtures("importable")
 SCORERS = "tests.unit.scorers"
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 def scorer(name: str, timeout_s: float = 20.0, **more: Any) -> Scorer:

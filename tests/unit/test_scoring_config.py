@@ -10,13 +10,13 @@ from asyncmoe import config
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.scoring import loading
 from asyncmoe.rollout.scoring.exact import Exact, Unscored
+from tests.configs import minimal
 
 TEACHER = {"url": "http://127.0.0.1:30000"}
 
 
 def parsed(**section: Any) -> config.Config:
-    values = {"run": {"dir": "runs/x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "scoring": section}
-    return config.parse(values)
+    return minimal(scoring=section)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.rollout.parts import RolloutParts
 from asyncmoe.rollout.scoring import loading
@@ -21,9 +21,12 @@ from asyncmoe.rollout.workers import service
 from asyncmoe.rollout.workers.service import WorkerService
 from asyncmoe.rpc.worker_messages import WorkerBegin
 from asyncmoe.trajectory import NOTHING
+from tests.configs import minimal
 from tests.prompts import jsonl
 
 SCORERS = "tests.unit.scorers"
+
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 class Characters:
@@ -49,16 +52,9 @@ class Started(Exception):
     """An engine would start now."""
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.chdir(Path(__file__).parents[2])
-
-
 def config(run_dir: Path, kind: str = "arithmetic", more: dict[str, Any] | None = None, **section: Any) -> Config:
     task = {"kind": kind, **({"path": "unused.jsonl"} if kind == "jsonl" else {})}
-    values = {"run": {"dir": str(run_dir), "steps": 1}, "model": {"path": "unused"}, "task": task, "scoring": {"concurrency": 1, **section}}
-    return parse(values | (more or {}))
+    return minimal(run_dir, task=task, scoring={"concurrency": 1, **section}, **more or {})
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, run_dir: Path, made: Config, task: Any = None) -> None:

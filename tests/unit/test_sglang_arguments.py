@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.config.sglang_arguments import OWNED, SUPPORTED, refusal, unknown_variables
 from asyncmoe.engines.sglang import process
 from asyncmoe.errors import UserError
+from tests.configs import minimal
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-engine/bin/python"
@@ -52,8 +52,7 @@ def test_no_name_is_completed() -> None:
 def test_a_variable_that_changes_what_is_recorded_starts_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unknown_variables(["SGLANG_LOG_MS", "SGLANG_CACHE_DIR", "PATH"]) == []
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-    config = configuration.parse({"model": {"path": "m"}, "task": {"kind": "arithmetic"}, "run": {"dir": "r", "steps": 1}})
     with pytest.raises(UserError, match=r"got SGLANG_RETURN_ORIGINAL_LOGPROB, expected supported .*; unset them"):
-        process.environment(config, 0)
+        process.environment(minimal(), 0)
     monkeypatch.delenv("SGLANG_RETURN_ORIGINAL_LOGPROB")
-    assert not unknown_variables(process.environment(config, 0))
+    assert not unknown_variables(process.environment(minimal(), 0))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from asyncmoe import checkpoints
-from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, ConfigError, Interrupted, InvariantBroken
 from asyncmoe.launch.slurm import control, outcome
 from asyncmoe.launch.slurm.steps import Allocation
+from tests.configs import demo
 
 WHERE = Allocation(12, "12_3", 0, ("n1",))
 DEAD = AsyncmoeError("trainer on n3: was ended by SIGKILL")
@@ -31,7 +31,7 @@ class Job:
 
     def __init__(self, tmp: Path) -> None:
         overrides = [f"run.dir={tmp}", "warmup.steps=2", "run.steps=10", "cluster.requeues=2"]
-        self.config: Config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", overrides)
+        self.config: Config = demo(*overrides)
         self.requeued: list[str] = []
         self.running, self.preempted = True, False
 

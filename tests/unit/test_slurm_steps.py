@@ -11,15 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError, UserError
 from asyncmoe.launch.commands import EngineMachine
 from asyncmoe.launch.slurm import control, join, parts, steps, supervise
 from asyncmoe.launch.slurm.steps import Allocation, read_allocation
 from asyncmoe.rpc.environment import STARTS, TRAINER_EPOCH
+from tests.configs import demo
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 BATCH = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-3]"}
 OUTSIDE = ("python",)
 
@@ -31,7 +30,7 @@ def expand(nodelist: str) -> tuple[str, ...]:
 
 
 def config(*overrides: str) -> Config:
-    return configuration.load(DEMO, ["run.dir=/runs/mine", *overrides])
+    return demo("run.dir=/runs/mine", *overrides)
 
 
 def job(nodes: int) -> Allocation:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.engines import engine_agent, engine_stay
 from asyncmoe.engines.pool import Pool
@@ -24,6 +23,7 @@ from asyncmoe.rpc.messages import EngineJoin, EngineOrder, WeightsBegin, Weights
 from asyncmoe.rpc.server import Server
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from asyncmoe.weights.coordinator.driver import UpdateDriver
+from tests.configs import demo
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.test_engine_agent import Process
 
@@ -33,7 +33,7 @@ class Site:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         settings = ["engines.join=true", "engines.count=2", f"run.dir={folder}", "cluster.heartbeat_timeout_s=6", "engines.orphan_s=15"]
-        self.config = configuration.load(Path(__file__).parents[2] / "examples" / "demo.yaml", settings)
+        self.config = demo(*settings)
         self.servers: dict[str, list[Process]] = {}
         self._agents: dict[str, asyncio.Task[None]] = {}
         monkeypatch.setattr(engine_agent.backend, "start", self._start)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
@@ -20,6 +20,7 @@ from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.scoring import Sample, loading
 from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.configs import minimal
 
 HERE = "tests.unit.task_sources"
 
@@ -32,15 +33,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def config(kind: str, scorer: str = "exact", seed: int = 0, evaluation: dict[str, object] | None = None, **task: object) -> Config:
-    return parse(
-        {
-            "run": {"dir": "run", "steps": 1, "seed": seed},
-            "model": {"path": "model"},
-            "task": {"kind": kind, **task},
-            "scoring": {"scorer": scorer},
-            "evaluation": evaluation or {},
-        }
-    )
+    run = {"dir": "run", "steps": 1, "seed": seed}
+    return minimal(run=run, task={"kind": kind, **task}, scoring={"scorer": scorer}, evaluation=evaluation or {})
 
 
 def own(name: str, **values: Any) -> Config:

@@ -21,6 +21,7 @@ from asyncmoe.rollout.episodes.tools.function import Function
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
 from asyncmoe.rollout.episodes.tools.tool import ToolError, read_arguments
 
+pytestmark = pytest.mark.usefixtures("importable")
 FUNCTIONS = "tests.unit.tool_functions"
 NUMBERS = st.one_of(st.integers(0, 10**6).map(str), st.floats(0, 1e6, allow_nan=False, allow_infinity=False).map(repr))
 
@@ -151,11 +152,6 @@ def test_concurrency_is_bounded_and_waiting_is_no_time_out() -> None:
         return runner
 
     assert (asyncio.run(run()).counts.calls, most) == (60, 2)
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
 def ask(name: str, texts: list[str], **options: float) -> tuple[list[str], Runner]:

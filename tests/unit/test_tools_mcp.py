@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 
 from asyncmoe import installed
-from asyncmoe.config import parse
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools.mcp import McpTools
+from tests.configs import minimal
 
 NOT_SET = "NOT_SET_HERE"
 
 
 def configured(**environment: Any) -> Any:
     """The environment of a run."""
-    given = {"run": {"dir": "x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}, "environment": environment}
-    return parse(given).environment
+    return minimal(environment=environment).environment
 
 
 def refused(servers: Any) -> ConfigError:

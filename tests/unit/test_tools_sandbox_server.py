@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from asyncmoe.config import parse
 from asyncmoe.config.sandbox import SandboxSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools import server
@@ -18,6 +17,7 @@ from asyncmoe.rollout.episodes.tools.loading import python_tool
 from asyncmoe.rollout.episodes.tools.sandbox import PythonLimits
 from asyncmoe.rollout.episodes.tools.tool import ToolError
 from examples.agents import sandbox_server
+from tests.configs import minimal
 from tests.unit.test_tools_sandbox import LIMITS, limited
 from tests.unit.test_tools_sandbox import pytestmark as BUBBLEWRAP
 
@@ -34,16 +34,15 @@ async def called(code: str, section: SandboxSection, limits: PythonLimits = LIMI
 
 
 def test_what_a_configuration_may_say() -> None:
-    given: dict[str, Any] = {"run": {"dir": "x", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
-    tools = {"kind": "tools", "tools": {"names": ["python"]}, "sandbox": {"url": "http://x"}}
-    assert parse(given | {"environment": tools}).environment.sandbox.url == "http://x"
+    tools: dict[str, Any] = {"kind": "tools", "tools": {"names": ["python"]}, "sandbox": {"url": "http://x"}}
+    assert minimal(environment=tools).environment.sandbox.url == "http://x"
     for wrong, key in (
         ({"tools": {"names": ["calculator"]}}, ""),
         ({"sandbox": {"url": "http://me:secret@x"}}, ".url"),
         ({"sandbox": {"token_env": "A"}}, ".token_env"),
     ):
         with pytest.raises(ConfigError, match=rf"environment\.sandbox{key}: got"):
-            parse(given | {"environment": tools | wrong})
+            minimal(environment=tools | wrong)
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

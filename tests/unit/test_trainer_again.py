@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe import models
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
@@ -44,6 +43,7 @@ from asyncmoe.rpc.messages import (
 )
 from asyncmoe.rpc.rendezvous import Rendezvous
 from asyncmoe.rpc.server import Server
+from tests.configs import minimal
 from tests.unit.fake_engine import FakeEngine, FakeHandle
 from tests.unit.worker_fleet import lent
 
@@ -58,10 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(model: Path, run_dir: Path, **more: Any) -> Config:
-    values = {
-        "run": {"dir": str(run_dir), "steps": 8},
-        "model": {"path": str(model)},
-        "task": {"kind": "arithmetic"},
+    sections = {
         "rollout": {"groups_per_step": 2, "group_size": 2, "max_new_tokens": 4},
         "queue": {"staleness": {"max_staleness": 1}},
         "keep": {"routing": "off"},
@@ -69,7 +66,7 @@ def config_of(model: Path, run_dir: Path, **more: Any) -> Config:
         "sync": {"timeout_s": 20.0},
         "telemetry": {"samples": {"groups": 0}},
     }
-    return configuration.parse({**values, **more})
+    return minimal(run_dir, model, 8, **{**sections, **more})
 
 
 @dataclass

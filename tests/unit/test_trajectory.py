@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import kept_trajectory
 import msgspec
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from asyncmoe.trajectory import (
     NOT_SAMPLED,
     OPTIONAL,
     EncodedMasks,
-    Masks,
     Recording,
     Routes,
     Routing,
@@ -78,31 +78,15 @@ def record_routes(random: np.random.Generator, rows: int) -> Routes:
 
 
 def record_masks(random: np.random.Generator, rows: int) -> EncodedMasks:
-    counts = random.integers(0, 4, rows)
-    ids = [np.sort(random.choice(9, n, replace=False)) for n in counts]
-    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    return encode_masks(Masks(offsets, np.concatenate(ids).astype(np.int32), 9), "t")
+    return masks_of([sorted(random.choice(9, n, replace=False).tolist()) for n in random.integers(0, 4, rows)])
 
 
 def make(**changes: Any) -> Trajectory:
-    mask = np.array([0, 0, 1, 1], bool)
-    values: dict[str, Any] = {
-        "key": "g0.e0",
-        "group": 0,
-        "episode": 0,
-        "tokens": np.array([5, 6, 7, 8], np.int32),
-        "loss_mask": mask,
-        "logprobs": np.where(mask, -0.5, 0).astype(np.float32),
-        "versions": np.where(mask, 3, NOT_SAMPLED).astype(np.int32),
-        "reward": 1.0,
-        "finish": "stop",
-    }
-    return Trajectory(**(values | changes))
+    return dataclasses.replace(kept_trajectory.sampled([5, 6, 7, 8], np.array([0, 0, 1, 1], bool), -0.5), **changes)
 
 
 def masks_of(rows: list[list[int]], vocabulary: int = 9) -> EncodedMasks:
-    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-    return encode_masks(Masks(offsets, np.array([i for row in rows for i in row], np.int32), vocabulary), "t")
+    return encode_masks(kept_trajectory.masks_of(rows, vocabulary), "t")
 
 
 def routes_of(rows: int, routing: Routing = ROUTING) -> Routes:

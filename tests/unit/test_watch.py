@@ -9,20 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe import config
 from asyncmoe.config import Config
 from asyncmoe.errors import Interrupted
 from asyncmoe.launch import watch
 from asyncmoe.launch.run_processes import STOP_GRACE_S
 from asyncmoe.process import Child
+from tests.configs import demo
 from tests.unit.supervised import table_of
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def configured(tmp_path: Path) -> Config:
-    return config.load(ROOT / "examples" / "demo.yaml", [f"run.dir={tmp_path / 'run'}"])
+    return demo(f"run.dir={tmp_path / 'run'}")
 
 
 def stops(configured: Config, tmp_path: Path, controls: str, trains: str, *signals: int) -> Interrupted:

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncmoe import config as configuration
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncmoeError, DataError, UserError
 from asyncmoe.launch import stacks, watching
@@ -26,6 +25,7 @@ from asyncmoe.telemetry.alerts import NO_STEP_S, Alarm, Alert, Told, tell
 from asyncmoe.telemetry.heartbeats import Beat, BeatListener, Heart, Silence
 from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import Step
+from tests.configs import demo
 
 ROOT = Path(__file__).parents[2]
 HANGS = """
@@ -44,7 +44,7 @@ hangs_here()
 
 
 def loaded(run_dir: Path, *given: str) -> Config:
-    return configuration.load(ROOT / "examples" / "demo.yaml", [f"run.dir={run_dir}", *given])
+    return demo(f"run.dir={run_dir}", *given)
 
 
 @contextmanager

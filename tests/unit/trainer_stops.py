@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from asyncmoe.config import load
 from asyncmoe.errors import RunStopping, WeightSyncError
 from asyncmoe.rpc.messages import Evaluated, Evaluations, Hello, Lease, Leased, Welcome
 from asyncmoe.trainer import loop
 from asyncmoe.trainer.batch_trainer import Learned
+from tests.configs import demo
 
-CONFIG = load(Path(__file__).parents[2] / "examples" / "demo.yaml", ["warmup.steps=2", "run.steps=3", "evaluation.every=2"])
+CONFIG = demo("warmup.steps=2", "run.steps=3", "evaluation.every=2")
 
 
 class Client:

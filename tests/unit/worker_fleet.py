@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncmoe.config import Config, parse
+from asyncmoe.config import Config
 from asyncmoe.engines.engine import Engine
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import Generation, Listener, Sampling
@@ -35,6 +35,7 @@ from asyncmoe.rpc.server import Server
 from asyncmoe.rpc.worker_messages import WorkerJoin
 from asyncmoe.trainer.data import held
 from asyncmoe.trajectory import NOTHING, Trajectory, decode, frames_in
+from tests.configs import minimal
 from tests.unit import openai_policy
 from tests.unit.fake_engine import FakeEngine, FakeHandle
 from tests.unit.test_producer import Numbers
@@ -165,6 +166,11 @@ class Cluster:
         self.lent[number] = Lent(self.config, number, self.parts, self.connect, self.fleet)
         await self.lent[number].join()
 
+    def hang(self, hangs: bool) -> None:
+        """Have all engines sample nothing, or go on."""
+        for handle in self.handles:
+            handle.client.hangs = hangs
+
     async def lose(self, number: int) -> None:
         await self.lent.pop(number).kill()
 
@@ -236,13 +242,6 @@ def clustered(**of: int) -> Callable[[Callable[[Cluster], Awaitable[None]]], Cal
 
 
 def configured(folder: Path, workers: int, staleness: int) -> Config:
-    return parse(
-        {
-            "run": {"dir": str(folder / "run"), "steps": 100},
-            "model": {"path": str(folder / "model")},
-            "task": {"kind": "arithmetic"},
-            "rollout": {"groups_per_step": GROUPS, "group_size": SIZE, "workers": workers},
-            "queue": {"staleness": {"max_staleness": staleness}},
-            "engines": {"count": 4},
-        }
-    )
+    rollout = {"groups_per_step": GROUPS, "group_size": SIZE, "workers": workers}
+    queue = {"staleness": {"max_staleness": staleness}}
+    return minimal(folder / "run", folder / "model", 100, rollout=rollout, queue=queue, engines={"count": 4})

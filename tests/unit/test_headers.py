@@ -1,4 +1,4 @@
-"""Checkpoints that are not what config.json says: each is refused before a process starts, with all its faults at once."""
+"""Checkpoints that do not match config.json: each is refused before a process starts, with all its faults at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEAD, EMBED, LAST = "lm_head.weight", "model.embed_tokens.weight", "model.layers
 
 
 class Folder:
-    """A checkpoint that is loaded, changed and written again."""
+    """A checkpoint that is loaded, changed and rewritten."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.tensors = path, load_file(path / SINGLE)
@@ -50,7 +50,7 @@ class Folder:
 
 @pytest.fixture
 def copied(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Folder]:
-    """Models are made once in a session."""
+    """Models are made once per session."""
     root = tmp_path_factory.getbasetemp() / "made-for-headers"
 
     def one(name: str) -> Folder:

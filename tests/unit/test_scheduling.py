@@ -1,4 +1,4 @@
-"""Which request goes next and to which engine: decisions, and the gate that carries them out under random cancellation."""
+"""The choice of the next request and its engine, and the gate that enforces it under random cancellation."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def settle() -> None:
 
 
 class Client:
-    """Answers when it is told to; notes who asked."""
+    """Responds on command; records its callers."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []

@@ -33,7 +33,7 @@ from tests.system.runs import MARK, Command, json_lines, marked_entries, marked_
 STAND = Path(__file__).parent / "stand"
 ENGINE_PARTS = ("scheduler", "detokenizer")
 _PYTHON = """#!/bin/sh
-# The engines' Python: it claims to have SGLang, and runs the stand-in.
+# The engines' Python: it has SGLang, as far as anybody asks, and runs the stand-in for it.
 [ "$1" = -c ] && {{ echo answer:; exit 0; }}
 exec {python} -m tests.chaos.stand.engine "$@"
 """

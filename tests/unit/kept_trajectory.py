@@ -1,4 +1,4 @@
-"""A trajectory with routes and masks, and what they were made of."""
+"""A trajectory with routes and masks, and their sources."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ LIES: dict[str, tuple[str, Act, str]] = {
     "no file": ("llama made", written(1, lambda folder: (folder.path / SINGLE).unlink()), f"got no {SINGLE}, {NO_WHOLE}"),
     "cut short": ("llama made", bytes_of(lambda x: x[:-1]), NO_WHOLE),
     "pickled": ("llama made", written(1, lambda folder: (folder.path / SINGLE).rename(folder.path / "a.bin")), "save_pretrained"),
-    "beyond the folder": ("llama made", written(2, lambda folder: folder.index(**{OUT: "../other/model.safetensors"})), "a file in the same directory"),
+    "beyond the folder": ("llama made", written(2, lambda folder: folder.index(**{OUT: "../other/model.safetensors"})), "same directory"),
     "another file": ("llama made", written(1, lambda folder: save_file({}, folder.path / "a.safetensors")), "got a.safetensors, "),
     "no shard": ("deepseek made", written(3, lambda folder: (folder.path / folder.files[OUT]).unlink()), f".safetensors, {NO_WHOLE}"),
     "an older single file": ("llama made", written(2, lambda folder: save_file(folder.tensors, folder.path / SINGLE)), f"got {SINGLE}, "),

@@ -1,4 +1,4 @@
-"""What is run to see what asynchrony gains: the sizes, the workloads, and the configuration of each mode."""
+"""The cases of the asynchrony benchmark: sizes, workloads, and the configuration of each mode."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WORKLOADS = {
     "search": "search:median_s=0.16,sigma_s=1.5,cap_s=3.8",
 }
 SCALES = {"lognormal": 1.0, "math": 0.008, "search": 0.2}
-"""What lengths are multiplied by: the reference's are for engines a hundred times faster."""
+"""Factor on lengths: the reference's lengths are for engines a hundred times faster."""
 MOST_TOKENS = 264
-"""Of a response: the longest of the workloads, scaled."""
+"""Longest response of all workloads, scaled."""
 SPARE = 8
-"""Requests beyond the engine's slots: the next is at hand when one ends."""
+"""Requests beyond the engine's slots, so that one is ready when another ends."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class PoolSizes:
 
     Attributes:
         slots: requests the engine runs at once.
-        step_s: slept by the engine in every forward pass.
-        max_staleness: of mode async.
-        steps: measured, by mode; `skip` before them are not.
+        step_s: seconds the engine sleeps in every forward pass.
+        max_staleness: the bound in mode async.
+        steps: measured steps by mode; the `skip` steps before them are not measured.
     """
 
     groups: int = 16
@@ -53,7 +53,7 @@ class PoolSizes:
 
 
 def config(name: str, folder: Path, mode: Mode, sizes: PoolSizes) -> Config:
-    """One mode on one workload; run.dir and model.path lie in `folder`."""
+    """Return the configuration of one mode on one workload; run.dir and model.path are in `folder`."""
     drawn = {"workload": WORKLOADS[name], "group_size": sizes.group_size, "seed": 0, "tokens": SCALES[name]}
     values: dict[str, Any] = {
         "run": {"dir": str(folder / f"{name}-{mode}"), "steps": sizes.steps_of(mode) + sizes.skip, "mode": mode},
@@ -73,7 +73,7 @@ def config(name: str, folder: Path, mode: Mode, sizes: PoolSizes) -> Config:
             "port": _free_port(),
             "args": ["--enable-mixed-chunk", "--chunked-prefill-size", "2048"],
         },
-        # A reference policy, and a look at the log-probabilities before training: work enough for about a fifth of a synchronous step.
+        # A reference policy and a pass for log-probabilities before training: enough work for about a fifth of a synchronous step.
         "trainer": {"dtype": "float32", "pack": False, "recompute": "full", "checkpoint_every": 0, "optimizer": {"lr": 1e-6}},
         "objective": {"kl": {"coefficient": 1e-4}},
         "telemetry": {"tensorboard": False},

@@ -1,4 +1,4 @@
-"""Real engines and whole runs of the measurement of asynchrony, and what they recorded."""
+"""The asynchrony benchmark's real engines and whole runs, and their records."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _SATURATED_S = 25.0
 
 @dataclass(frozen=True)
 class Rates:
-    """Of the engine, in tokens a second.
+    """Rates of the engine, in tokens per second.
 
     Attributes:
-        working: with all slots taken by the workload, a new response in every slot that falls free.
-        decoding: with all slots taken by the longest responses, so that there are next to no prompts to compute.
-        few: with an eighth of the slots taken by the longest responses, as when a batch ends.
-        tokens: mean of a response of the workload.
+        working: with all slots taken by the workload, each refilled as soon as it is free.
+        decoding: with all slots taken by the longest responses, so that there are hardly any prompts to compute.
+        few: with an eighth of the slots taken by the longest responses, as at the end of a batch.
+        tokens: mean length of the workload's responses.
     """
 
     working: float
@@ -59,7 +59,7 @@ class Rates:
 
 
 def rates(config: Config, folder: Path, name: str, sizes: PoolSizes) -> Rates:
-    """Measure them on an engine of its own, which writes to a new `folder`."""
+    """Measure the rates on a separate engine, which writes to a new `folder`."""
     with Cores.halves().as_engine():
         return asyncio.run(_rates(config, folder, name, sizes))
 
@@ -83,7 +83,7 @@ async def _rates(config: Config, folder: Path, name: str, sizes: PoolSizes) -> R
 
 
 class _Timed(Pool):
-    """Counts responses, and adds up how long they were at an engine."""
+    """Counts responses, and adds up their time at an engine."""
 
     seconds = 0.0
     responses = 0
@@ -97,10 +97,10 @@ class _Timed(Pool):
 
 
 async def _rate(engine: EngineProcess, config: Config, drawn: Drawn, slots: int) -> tuple[float, float]:
-    """Tokens a second with so many slots taken: by those that take them, over the responses that end within `_SATURATED_S`, or the first;
-    and the mean tokens of those responses.
+    """Return tokens per second with `slots` slots taken, over the responses that end within `_SATURATED_S` (at least the first), and the
+    mean length of those responses.
 
-    A slot's rate is all these tokens over all the seconds they took at the engine; which responses the window cuts makes no difference.
+    A slot's rate is their tokens divided by their seconds at the engine, so it does not matter which responses the window cuts off.
     """
     tokenizer = Tokenizer(config.model.path)
     pool = _Timed([engine], slots, _TIMEOUT_S, lambda *_: None)
@@ -132,7 +132,7 @@ async def _rate(engine: EngineProcess, config: Config, drawn: Drawn, slots: int)
 
 
 def run(config: Config, sizes: PoolSizes) -> RunRecords:
-    """`asyncmoe run` on `Cores.halves`, with engines that are slowed down as soon as they take requests."""
+    """Run `asyncmoe run` on `Cores.halves`, slowing engines down as soon as they accept requests."""
     cores = Cores.halves()
     path = config.run.dir.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -150,7 +150,7 @@ def run(config: Config, sizes: PoolSizes) -> RunRecords:
 
 
 async def _when_ready(config: Config, seconds: float, child: Child, cores: Cores) -> None:
-    """Place the trainer as soon as there is one, and slow the engines down as soon as they answer."""
+    """Pin the trainer to its cores once it exists, and slow the engines down once they respond."""
     placed, ready = 0, list[RunningEngine]()
     until = time.monotonic() + config.engines.start_timeout_s
     while len(ready) < config.engines.count:
@@ -176,13 +176,13 @@ async def _answers(engine: RunningEngine) -> bool:
 
 
 def measured(run: RunRecords, sizes: PoolSizes) -> dict[str, Any]:
-    """A run's steady state: the steps after the first `PoolSizes.skip`.
+    """Summarise a run's steady state: the steps after the first `PoolSizes.skip`.
 
     Returns:
-        step_s, train_s, wait_s, sync_s, pause_s: means of a step. tokens: sampled and trained in a step. sampled_per_s: by the engine.
-        trainer_idle: share of the time in which it neither trained nor published. engine_idle: share in which the engine had nothing to do.
-        ages: sampled tokens that were trained, by age in versions. oldest: the oldest of them. tokens_lost: sampled and thrown away because
-        a response started over. dropped: trajectories, by reason.
+        step_s, train_s, wait_s, sync_s, pause_s: means per step. tokens: sampled and trained per step. sampled_per_s: by the engine.
+        trainer_idle: share of time in which the trainer neither trained nor published. engine_idle: share in which the engine was idle.
+        ages: trained sampled tokens by age in versions. oldest: the highest of these ages. tokens_lost: tokens discarded because a
+        response started over. dropped: trajectories by reason.
     """
     steps = run.rl[sizes.skip :]
     begin, end = steps[0].begin, steps[-1].time

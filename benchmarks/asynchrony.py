@@ -1,8 +1,9 @@
-"""What asynchrony gains on this machine: the three modes of `run.mode` with real engines and a real trainer, next to the closed laws.
+"""The gain of asynchrony on this machine: the three modes of `run.mode` with real engines and a real trainer, compared with the closed-form
+laws.
 
-The lengths of responses are drawn, not left to the model; an engine's step takes at least as long as SGLang's own /slow_down makes it; and
-the engine with its controller has half of the cores, the trainer the other half, in every mode: two fixed pools of hardware, as the law of
-two pools has them. Everything else is `asyncmoe run` as it is.
+Response lengths are drawn, not determined by the model; SGLang's own /slow_down sets a minimum for an engine's step; and in every mode
+engine and controller have half of the cores, the trainer the other half: two fixed pools of hardware, as the two-pool law assumes.
+Everything else is an ordinary `asyncmoe run`.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from benchmarks.provenance import here
 
 
 def run(names: Sequence[str] = tuple(WORKLOADS), sizes: PoolSizes | None = None) -> dict[str, Any]:
-    """All modes on each workload.
+    """Run all modes on each workload.
 
     Returns:
-        {"date", "machine", "load", "pools", "workloads"}; of a workload `async_live.Rates` before and after all, and for each mode
-        the synchronous run's figures in the symbols of `asyncmoe.simulate.laws`, what `async_live.measured` says of the mode's own run,
-        "speedup" (trained tokens a second over those of sync), "efficiency" (speedup over s_pools), "engine_rate" (sampled tokens a
-        second over those with all slots taken) and what the simulator says a step takes.
+        {"date", "machine", "load", "pools", "workloads"}; for a workload `async_live.Rates` before and after the runs, and for each mode
+        the synchronous run's figures in the symbols of `asyncmoe.simulate.laws`, the result of `async_live.measured` for the mode's run,
+        "speedup" (trained tokens per second over sync's), "efficiency" (speedup over s_pools), "engine_rate" (sampled tokens per
+        second over the rate with all slots taken) and the simulated seconds of a step.
 
     Raises:
         EngineError: a run failed.
-        WaitTimeout: it did not end.
+        WaitTimeout: a run did not end.
     """
     measured_at = here()
     sizes = sizes or PoolSizes()
@@ -65,7 +66,7 @@ def run(names: Sequence[str] = tuple(WORKLOADS), sizes: PoolSizes | None = None)
 
 
 def _workload(name: str, folder: Path, sizes: PoolSizes) -> dict[str, Any]:
-    # Before and after: a machine that others share is not always as fast.
+    # Before and after: the speed of a shared machine varies.
     first = async_live.rates(config(name, folder, "sync", sizes), folder / f"{name}-before", name, sizes)
     measured = {mode: async_live.measured(async_live.run(config(name, folder, mode, sizes), sizes), sizes) for mode in MODES}
     last = async_live.rates(config(name, folder, "sync", sizes), folder / f"{name}-after", name, sizes)
@@ -79,7 +80,7 @@ def _workload(name: str, folder: Path, sizes: PoolSizes) -> dict[str, Any]:
     symbols = {"t_gen": t_gen, "t_train": t_train, "g": g, "e": e, **bound}
     modes = {}
     for mode, figures in measured.items():
-        # By token: each mode has its own batches, and they are not of equal length.
+        # Per token, because the modes' batches differ in length.
         speedup = (figures["tokens"] / figures["step_s"]) / (base["tokens"] / base["step_s"])
         simulated = _simulated(name, mode, sizes, rates, t_train, sync_s - pause_s, pause_s)
         modes[mode] = {
@@ -98,7 +99,7 @@ def _workload(name: str, folder: Path, sizes: PoolSizes) -> dict[str, Any]:
 
 
 def _simulated(name: str, mode: Mode, sizes: PoolSizes, rates: Rates, t_train: float, sync_s: float, pause_s: float) -> float:
-    """Seconds of a step by `asyncmoe.simulate`, from nothing but what was measured apart: the engine's rates, t_train and the sync."""
+    """Simulate a step's seconds, only from separate measurements: the engine's rates, t_train and the sync."""
     plant = Plant().having(
         {
             "engines.count": 1,
@@ -120,12 +121,12 @@ def _simulated(name: str, mode: Mode, sizes: PoolSizes, rates: Rates, t_train: f
 
 
 def _engine_keys(rates: Rates, slots: int) -> dict[str, float]:
-    """Return the times of an engine with so many slots as keys of a plant."""
+    """Return the times of an engine with `slots` slots as keys of a plant."""
     few = slots // 8
     t_few, t_all = few / rates.few, slots / rates.decoding
     # A step of the workload is longer by a pass over prompts, if any of the slots' responses ended in the step before.
     prefill_s = max(0.0, slots / rates.working - t_all) / (1 - math.exp(-slots / rates.tokens))
-    # t = t0 (1 + B / b0) through both points; a step that does not grow with the batch has a b0 far away.
+    # t = t0 (1 + B / b0) through both points; for a step that does not grow with the batch, b0 is very large.
     slope = max((t_all - t_few) / (slots - few), 1e-9)
     t0 = t_all - slope * slots
     return {"engines.step_s": t0, "engines.step_batch": t0 / slope, "engines.prefill_s": prefill_s}
@@ -143,7 +144,7 @@ def _rounded(value: Any) -> Any:
 
 
 def table(found: dict[str, Any]) -> str:
-    """One line a mode, with the baseline it is compared to."""
+    """Format one line per mode, with the baseline it is compared to."""
     slots, batch = found["pools"]["slots"], found["pools"]["batch"]
     lines = [f"1 engine of {slots} slots, 1 trainer rank, batch {batch}; baseline: sync"]
     for name, workload in found["workloads"].items():

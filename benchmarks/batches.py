@@ -1,4 +1,4 @@
-"""What the batch of each step costs a trainer rank beside compute, and what it costs the controller."""
+"""The cost of each step's batch for a trainer rank, beyond compute, and for the controller."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from benchmarks.provenance import here
 from benchmarks.unlogged import Unlogged
 
 DISTINCT = 32
-"""Trajectories made; the queue holds each several times under different names, so that sources are larger than a cache."""
+"""Distinct trajectories; the queue holds each several times under different names, so that the data exceed a cache."""
 SCHEDULED = 65_536
 WORK_S = 600.0
 
 
 @dataclass(frozen=True)
 class BatchCase:
-    """Sizes of one case. `compute_s`: what a rank sleeps in a step in place of computing."""
+    """Sizes of one case. `compute_s`: seconds a rank sleeps per step instead of computing."""
 
     batch: int = 1024
     tokens: int = 4096
@@ -51,19 +51,19 @@ WAYS = {"tp1": 1, "tp2": 2}
 
 
 def run(case: BatchCase | None = None, rounds: int = 3, ways: Sequence[str] = tuple(WAYS)) -> dict[str, Any]:
-    """All ways in turn, `rounds` times.
+    """Measure all ways in turn, `rounds` times.
 
-    The ranks are those of one tensor-parallel group, of `DP` that share each batch; the other groups are not there. All batches are in the
-    queue from the beginning, so a rank waits for no engine. The first step is not counted.
+    The ranks form one tensor-parallel group of the `DP` that share each batch; the other groups do not exist. All batches are in the
+    queue from the beginning, so no rank waits for an engine. The first step is not counted.
 
     Returns:
-        by way, for its slowest rank, the medians over rounds and steps of lease_s, fetch_s, first_s, exposed_s and cpu_s (see `StepTook`),
-        the largest exposed_s and peak_MB; copies: bytes of trajectories that the controller sent, as a multiple of the group's share.
+        For each way, the medians of its slowest rank over rounds and steps of lease_s, fetch_s, first_s, exposed_s and cpu_s (see
+        `StepTook`), the largest exposed_s and peak_MB; copies: trajectory bytes sent by the controller, as a multiple of the group's share.
         schedule: seconds and CPU seconds of planning `SCHEDULED` trajectories of various lengths.
 
     Raises:
         WaitTimeout: a rank did not finish.
-        InvariantBroken: a rank failed, or got other tokens than were put.
+        InvariantBroken: a rank failed, or got wrong tokens.
     """
     case = case or BatchCase()
     results: dict[str, Any] = {**here(), **{name: getattr(case, name) for name in ("batch", "tokens", "steps", "compute_s")}}
@@ -80,7 +80,7 @@ def run(case: BatchCase | None = None, rounds: int = 3, ways: Sequence[str] = tu
 
 
 def figures(case: BatchCase, measured: list[tuple[list[RankTook], int]], share: int) -> dict[str, float]:
-    """The figures of one way, from what its ranks took and the bytes that were sent in each round."""
+    """Return the figures of one way from its ranks' times and the bytes sent in each round."""
     expected = [case.batch // DP * case.tokens] * case.steps
     for ranks, _ in measured:
         for rank in ranks:
@@ -99,7 +99,7 @@ def figures(case: BatchCase, measured: list[tuple[list[RankTook], int]], share: 
 
 
 def scheduled(count: int = SCHEDULED) -> dict[str, float]:
-    """Seconds that planning a batch takes, of trajectories of 64 to `TOKENS_PER_MICROBATCH` tokens, most of them short."""
+    """Measure the planning of a batch of trajectories with 64 to `TOKENS_PER_MICROBATCH` tokens, most of them short."""
     random = Random(0)
     lengths = [min(TOKENS_PER_MICROBATCH, 64 + int(random.lognormvariate(7, 1))) for _ in range(count)]
     begin, cpu = time.monotonic(), time.process_time()
@@ -138,7 +138,7 @@ async def _samples_nothing(*_: object) -> tuple[Trajectory, ...]:
 
 
 async def _measure(case: BatchCase, tp: int) -> tuple[list[RankTook], int]:
-    """Return what the ranks took, and the bytes of trajectories that were sent."""
+    """Return the ranks' times, and the trajectory bytes sent."""
     total, sent = case.batch * case.steps, 0
     queue = BoundedQueue(Admission(case.batch, case.steps), Unlogged(), capacity=total, group_size=GROUP)
     worker = Worker(_samples_nothing, GROUP, Recording(QWEN3_30B))
@@ -191,7 +191,7 @@ async def _rank(job: BatchJob) -> RankTook:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results of `run` for a reader."""
+    """Format the results of `run`."""
     names = ("lease_s", "fetch_s", "first_s", "exposed_s", "exposed_s_max", "cpu_s", "peak_MB", "copies")
     lines = [f"{'':12}" + "".join(f"{name:>15}" for name in names)]
     lines += [f"{way:12}" + "".join(f"{r[name]:>15}" for name in names) for way, r in results["ways"].items()]

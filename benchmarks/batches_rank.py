@@ -1,7 +1,7 @@
-"""A trainer rank that takes its share of each step's batch and computes nothing: a process of `benchmarks.batches`.
+"""A trainer rank that fetches its share of each step's batch but sleeps instead of computing: a process of `benchmarks.batches`.
 
-A program of its own, `python -m benchmarks.batches_rank JOB`: it writes what it took as one line of JSON. In place of computing a
-micro-batch it sleeps. All else is the trainer's: its requests, its plan and its micro-batches.
+A separate program, `python -m benchmarks.batches_rank JOB`, which writes its times as one line of JSON. Requests, plan and micro-batches
+are the trainer's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ QWEN3_30B = Routing(all_layers=48, layers=tuple(range(48)), top_k=8, experts=128
 
 
 class BatchJob(msgspec.Struct, frozen=True):
-    """What a rank is to do. `where`: a rendezvous; `meeting`: a file where the ranks of a group meet; `compute_s`: of a step."""
+    """A rank's task. `where`: a rendezvous; `meeting`: the rendezvous file of a group's ranks; `compute_s`: seconds slept per step."""
 
     where: Rendezvous
     meeting: str
@@ -43,8 +43,8 @@ class BatchJob(msgspec.Struct, frozen=True):
 
 
 class StepTook(msgspec.Struct, frozen=True):
-    """Of one step: `lease_s`, `fetch_s` (until all trajectories are decoded) and `first_s` (until the first micro-batch is packed) follow
-    each other; `exposed_s` is all of the step that was not slept; `cpu_s` of all threads of the process."""
+    """Times of one step. `lease_s`, `fetch_s` (until all trajectories are decoded) and `first_s` (until the first micro-batch is packed)
+    are consecutive; `exposed_s` is the step's time not slept; `cpu_s` covers all threads of the process."""
 
     lease_s: float
     fetch_s: float
@@ -55,7 +55,7 @@ class StepTook(msgspec.Struct, frozen=True):
 
 
 class RankTook(msgspec.Struct, frozen=True):
-    """Of all steps; memory in bytes, `begun` before the first step."""
+    """Figures of all steps; memory in bytes, `begun` before the first step."""
 
     steps: tuple[StepTook, ...]
     begun: int
@@ -63,7 +63,7 @@ class RankTook(msgspec.Struct, frozen=True):
 
 
 def settings(job_batch: int, steps: int) -> Any:
-    """The parts of a configuration that batches are leased and planned by."""
+    """Return the parts of a configuration that leasing and planning use."""
     return SimpleNamespace(
         warmup=SimpleNamespace(steps=0, batch=0),
         run=SimpleNamespace(steps=steps),

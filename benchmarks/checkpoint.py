@@ -1,6 +1,6 @@
-"""How long training stands still for a checkpoint, next to a plain copy of the same state.
+"""How long training pauses for a checkpoint, compared with a plain copy of the same state.
 
-A program of its own (`python -m benchmarks.checkpoint FILE`): Megatron is prepared for this machine in it, and nothing else is.
+A separate program (`python -m benchmarks.checkpoint FILE`), because it prepares Megatron for this machine.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ LIMIT_S = 900.0
 
 
 def run() -> dict[str, Any]:
-    """Save a model of `SHAPE` with Adam's state in turns: asynchronously, synchronously, and copied only, in one process of one thread.
+    """Alternate asynchronous saves, synchronous saves and plain copies of a model of `SHAPE` with Adam's state, in one single-threaded
+    process.
 
     Returns:
-        state_bytes: what is copied and written. copy_seconds: libc's memcpy of the state, tensor by tensor, into memory that is kept.
-        async_seconds, sync_seconds: medians of how long training stands still. async_over_copy, sync_over_copy: medians of the quotients
-        turn by turn. first_seconds: of the first asynchronous save, which plans and allocates. written_seconds: from the copy to the
-        complete checkpoint, while updates are made. update_seconds: of an update with nothing beside it; update_while_written: how much
-        longer one is while the thread writes, on a machine that has a core for it.
+        state_bytes: bytes copied and written. copy_seconds: libc's memcpy of the state, tensor by tensor, into preallocated memory.
+        async_seconds, sync_seconds: median pauses of training. async_over_copy, sync_over_copy: medians of the per-turn ratios.
+        first_seconds: of the first asynchronous save, which plans and allocates. written_seconds: from the copy to the complete
+        checkpoint, while updates are made. update_seconds: of an update alone; update_while_written: how much longer an update takes
+        while the thread writes, on a machine with a core for it.
 
     Raises:
         InvariantBroken: the measuring process failed.
@@ -135,7 +136,7 @@ def gradients(built: Any) -> None:
 
 
 def seconds(act: Callable[[], Any]) -> float:
-    """Of one call."""
+    """Return the seconds of one call."""
     begin = time.perf_counter()
     act()
     return time.perf_counter() - begin

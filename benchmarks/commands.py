@@ -1,4 +1,4 @@
-"""The commands of `asyncmoe bench`. Each imports what it needs when it runs."""
+"""The commands of `asyncmoe bench`. Each imports its dependencies when it runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def delta_(
     json_path: Results = None,
     rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 5,
 ) -> None:
-    """Sparse deltas of one rank's weights on this CPU: bytes of a changed element; compared, applied and digested, next to memcpy."""
+    """Sparse deltas of one rank's weights on this CPU: bytes per changed element; encoding, applying and digesting against memcpy."""
     from benchmarks import delta
 
     results = delta.run(rounds=rounds)
@@ -57,7 +57,7 @@ def head_(
     json_path: Results = None,
     rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 7,
 ) -> None:
-    """The output layer with log-probabilities: all logits against blocks of rows that count; seconds and bytes. Minutes."""
+    """The output layer with log-probabilities: all logits against blocks of the trained rows; seconds and bytes. Takes minutes."""
     from benchmarks import head
 
     results = head.run(rounds)
@@ -70,7 +70,7 @@ def memory_(
     json_path: Results = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the micro-batch.", min=64)] = 32_768,
 ) -> None:
-    """Memory of trainer ranks in a step of a long micro-batch with trainer.cp 1, 2 and 4: tensors, resident, as planned. Minutes."""
+    """Memory of trainer ranks in a step of a long micro-batch with trainer.cp 1, 2 and 4: tensors, resident, planned. Takes minutes."""
     from benchmarks import step_memory
 
     results = step_memory.run(tokens)
@@ -81,9 +81,9 @@ def memory_(
 @bench.command("sync")
 def sync_(
     json_path: Results = None,
-    updates: Annotated[int, typer.Option(help="Weight updates of each case.", min=3)] = 30,
+    updates: Annotated[int, typer.Option(help="Weight updates per case.", min=3)] = 30,
 ) -> None:
-    """Weight updates of a real engine while it generates: how long it stands still, and how fast it is while it stages."""
+    """Weight updates of a real engine while it generates: its pause, and its speed during staging."""
     from benchmarks import sync
 
     _show(sync.run(updates), json_path)
@@ -91,7 +91,7 @@ def sync_(
 
 @bench.command("checkpoint")
 def checkpoint_(json_path: Results = None) -> None:
-    """How long training stands still for a checkpoint, asynchronous and not, next to a plain copy of the same state."""
+    """How long training pauses for a checkpoint, asynchronous or not, compared with a plain copy of the same state."""
     from benchmarks import checkpoint
 
     _show(checkpoint.run(), json_path)
@@ -102,7 +102,7 @@ def lora_(
     json_path: Results = None,
     updates: Annotated[int, typer.Option(help="Weight updates in each way.", min=3)] = 20,
 ) -> None:
-    """What an update of the adapters costs an engine that generates, next to one of all weights of the same model."""
+    """The cost of an adapter update for a generating engine, compared with an update of all weights of the same model."""
     from benchmarks import lora
 
     results = lora.run(updates)
@@ -112,17 +112,17 @@ def lora_(
 
 @bench.command("learning")
 def learning_(
-    results: Annotated[Path, typer.Option("--json", metavar="FILE", help="Results, to which the command adds what they lack.")],
+    results: Annotated[Path, typer.Option("--json", metavar="FILE", help="Results, to which the command adds missing ones.")],
     arms: Annotated[str, typer.Option(help="Names, separated by commas; default: all.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
-    steps: Annotated[int, typer.Option(min=1, help="RL steps of a run, of 32 samples.")] = 24,
-    minutes: Annotated[float, typer.Option(min=0.0, help="Begin no further run after so many minutes.")] = 1e9,
+    steps: Annotated[int, typer.Option(min=1, help="RL steps per run, with 32 samples each.")] = 24,
+    minutes: Annotated[float, typer.Option(min=0.0, help="Start no further run after this many minutes.")] = 1e9,
     pictures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write learning-dense.svg and learning-moe.svg there; with --minutes 0, run nothing.")
     ] = None,
-    level: Annotated[float, typer.Option(min=0.01, max=1.0, help="Accuracy of which the results say when it was reached first.")] = 0.5,
+    level: Annotated[float, typer.Option(min=0.01, max=1.0, help="Accuracy whose first time the results report.")] = 0.5,
 ) -> None:
-    """A real model learns to add: arms that differ in one thing, with three seeds each. Hours; the same command goes on."""
+    """A real model learns to add: arms that differ in one setting, with three seeds each. Takes hours; the same command resumes."""
     from benchmarks.learning import arms as known
     from benchmarks.learning import figures, runner
     from benchmarks.learning import pictures as drawing
@@ -140,7 +140,7 @@ def learning_(
 
 @bench.command("changes")
 def changes_(
-    results: Annotated[Path, typer.Option("--json", metavar="FILE", help="Results, to which the command adds what they lack.")],
+    results: Annotated[Path, typer.Option("--json", metavar="FILE", help="Results, to which the command adds missing ones.")],
     settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of --config.")] = None,
     arm: Annotated[str, typer.Option(help="An arm of bench learning.")] = "dense-async",
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="A run's configuration instead of an arm.")] = None,
@@ -168,7 +168,7 @@ def gpu_(
     bucket_mib: Annotated[int, typer.Option(metavar="MIB", min=1, help="Messages of all lanes of a rank together.")] = 512,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Where to write the results.")] = None,
 ) -> None:
-    """Pack and unpack of a shard of Qwen3-30B-A3B's shape on this machine's first GPU, next to plain device-to-device copies."""
+    """Packing and unpacking of a shard of Qwen3-30B-A3B's shape on this machine's first GPU, against plain device-to-device copies."""
     from benchmarks import gpu
 
     results = gpu.run(scale, bucket_mib << 20)
@@ -181,7 +181,7 @@ def intake_(
     rounds: Annotated[int, typer.Option(help="Measurements of each case; the best counts.", min=1)] = 3,
     shrink: Annotated[int, typer.Option(help="Divides the numbers of trajectories, for a trial.", min=1)] = 1,
 ) -> None:
-    """Generations from stand-ins of engines into the controller's queue: tokens for a second of its CPU time, loop lag, memory."""
+    """Generations from stand-in engines into the controller's queue: tokens per second of its CPU time, event-loop lag, memory."""
     from benchmarks import intake
 
     results = intake.run(rounds, shrink)
@@ -193,10 +193,10 @@ def intake_(
 def batches_(
     json_path: Results = None,
     rounds: Annotated[int, typer.Option(help="Measurements of each way, in turn.", min=1)] = 3,
-    steps: Annotated[int, typer.Option(help="Of a measurement; the first is not counted.", min=2)] = 5,
-    compute_s: Annotated[float, typer.Option(help="What a rank sleeps in each step in place of computing.", min=0.0)] = 4.0,
+    steps: Annotated[int, typer.Option(help="Steps per measurement; the first is not counted.", min=2)] = 5,
+    compute_s: Annotated[float, typer.Option(help="Seconds a rank sleeps per step instead of computing.", min=0.0)] = 4.0,
 ) -> None:
-    """What the batch of each step costs a trainer rank beside compute: 1,024 trajectories with routes."""
+    """The cost of each step's batch for a trainer rank, beyond compute: 1,024 trajectories with routes."""
     from benchmarks import batches
 
     results = batches.run(batches.BatchCase(steps=steps, compute_s=compute_s), rounds)
@@ -207,9 +207,9 @@ def batches_(
 @bench.command("log")
 def log_(
     json_path: Results = None,
-    folder: Annotated[Path | None, typer.Option(help="On the disk to measure; default: a temporary one.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="A folder on the disk to measure; default: a temporary one.")] = None,
 ) -> None:
-    """How fast the log takes groups, turns and changes, each durable before the next, next to the disk; CPU seconds. 2 GB of room."""
+    """Speed of the log for groups, turns and changes, each durable before the next, against the disk; CPU seconds. Needs 2 GB."""
     from benchmarks import log
 
     results = log.run(folder)
@@ -222,9 +222,9 @@ def async_(
     json_path: Results = None,
     workload: Annotated[list[str] | None, typer.Option(help="lognormal, math or search; default: all.")] = None,
     max_staleness: Annotated[int, typer.Option(help="Versions a trained token may be behind, in mode async.", min=0)] = 4,
-    step_ms: Annotated[float, typer.Option(help="What an engine sleeps in every step.", min=0.0)] = 75.0,
+    step_ms: Annotated[float, typer.Option(help="Milliseconds an engine sleeps per step.", min=0.0)] = 75.0,
 ) -> None:
-    """Asynchronous, one-step-off and synchronous runs on the same engine and trainer: the speed-up, next to the laws and the simulator."""
+    """Asynchronous, one-step-off and synchronous runs on the same engine and trainer: speed-ups, against the laws and the simulator."""
     from benchmarks import async_case, asynchrony
 
     results = asynchrony.run(
@@ -239,8 +239,8 @@ def recovery_(
     json_path: Results = None,
     rounds: Annotated[int, typer.Option(help="Kills in each way, in turn.", min=3)] = 3,
 ) -> None:
-    """How long a run stands after a rank is killed: its trainer started again in place, next to everything started again; and after the
-    controller is killed, which is started again in place."""
+    """Downtime of a run after a rank is killed, with the trainer restarted in place or everything restarted; and after the controller is
+    killed and restarted in place."""
     from benchmarks import recovery
 
     results = recovery.run(rounds)
@@ -252,17 +252,17 @@ def recovery_(
 def network_(
     json_path: Results = None,
     hosts: Annotated[list[str] | None, typer.Option(help="4+2: trainers and an engine of two; 2+4x2: four such; default: three.")] = None,
-    rate: Annotated[float, typer.Option(help="Of every link in each direction, in Mbit/s.", min=1.0)] = 50.0,
+    rate: Annotated[float, typer.Option(help="Rate of every link in each direction, in Mbit/s.", min=1.0)] = 50.0,
     megabytes: Annotated[
         list[float] | None, typer.Option(help="About the models' sizes in bfloat16, from 40; default: 80.", min=40.0)
     ] = None,
     mtu: Annotated[int, typer.Option(help="Bytes of the largest IP packet.", min=576, max=9000)] = 1500,
     rounds: Annotated[int, typer.Option(help="Turns of each way.", min=1)] = 3,
     baselines: Annotated[bool, typer.Option(help="Gather and broadcast too.")] = True,
-    changed: Annotated[str, typer.Option(metavar="PERCENTS", help="Sparse deltas too, of versions that change so much: 0.3,1,3.")] = "",
+    changed: Annotated[str, typer.Option(metavar="PERCENTS", help="Also sparse deltas of versions with these changes: 0.3,1,3.")] = "",
 ) -> None:
-    """Weights from trainer hosts to engine hosts over links of a set rate, hosts being network namespaces: the share of the links' bound,
-    and what sparse deltas save. Wants root, iproute2 and util-linux."""
+    """Weights from trainer hosts to engine hosts (network namespaces) over links of a set rate: the share of the links' bound,
+    and the savings of sparse deltas. Needs root, iproute2 and util-linux."""
     from benchmarks.network import run
     from benchmarks.network.changes import percents
     from benchmarks.network.hosts import Wire
@@ -275,12 +275,12 @@ def network_(
 @bench.command("hosts")
 def hosts_(
     json_path: Results = None,
-    rate: Annotated[float, typer.Option(help="Of every link in each direction, in Mbit/s.", min=1.0)] = 1000.0,
+    rate: Annotated[float, typer.Option(help="Rate of every link in each direction, in Mbit/s.", min=1.0)] = 1000.0,
     steps: Annotated[int, typer.Option(help="Of 16 trajectories.", min=1)] = 8,
     tokens: Annotated[int, typer.Option(help="Most tokens of a response; the context has room for 1,900.", min=1, max=1900)] = 400,
 ) -> None:
-    """A whole run over five hosts, network namespaces: the controller, two rollout workers with an engine each, two trainer ranks;
-    what each link carries. Wants root, iproute2 and util-linux."""
+    """A whole run over five hosts (network namespaces): the controller, two rollout workers with an engine each, two trainer ranks;
+    the bytes on each link. Needs root, iproute2 and util-linux."""
     from benchmarks.network import whole_run
 
     results = whole_run.run(rate, steps, tokens)
@@ -289,7 +289,7 @@ def hosts_(
 
 
 def _show(results: dict[str, Any], path: Path | None) -> None:
-    """Print results, and write them where they are wanted."""
+    """Print results, and write them to a file if requested."""
     import json
 
     from rich.console import Console

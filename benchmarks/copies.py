@@ -1,4 +1,4 @@
-"""How fast one rank packs and unpacks, next to plain parallel copies of the same bytes."""
+"""How fast one rank packs and unpacks, compared with plain parallel copies of the same bytes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Turn = Callable[[], None]
 
 
 def copy_rates(made: Plan, source: int, destination: int, bucket_bytes: int, rounds: int) -> dict[str, float]:
-    """Pack (of rank `source`) and unpack (of rank `destination`), digests included, and three plain copies of as many bytes each.
+    """Measure packing (of rank `source`) and unpacking (of rank `destination`), digests included, and plain copies of as many bytes.
 
-    "same" is libc's memcpy between the very arrays and one large buffer, array after array: what a rank that packed without a plan
-    would do. "fresh" is memcpy between two large arrays made for it, one call a thread: the most this machine copies, which also
-    leaves out that a model is many arrays. libc writes a copy of a few MB through the cache, which reads what it overwrites first,
-    and a larger one around it, so "same" is the slower of the two; pack and unpack always write around the cache.
+    "same" is libc's memcpy between the same arrays and one large buffer, array by array: packing without a plan. "fresh" is memcpy
+    between two large arrays made for it, one call per thread: this machine's highest copy rate, which ignores that a model consists
+    of many arrays. libc writes a copy of a few MB through the cache, which first reads the overwritten memory, and a larger one
+    around it, so "same" is the slower of the two; pack and unpack always write around the cache.
 
     Returns:
-        GB/s, medians of turns taken one after the other: "pack", "unpack", "pack_same", "pack_fresh", "unpack_same",
-        "unpack_fresh"; "..._share_same" and "..._share_fresh", medians of the quotients turn by turn; "threads".
+        GB/s, medians over alternating turns: "pack", "unpack", "pack_same", "pack_fresh", "unpack_same",
+        "unpack_fresh"; "..._share_same" and "..._share_fresh", medians of the per-turn ratios; "threads".
     """
     threads = min(4, os.cpu_count() or 1)
     turns: dict[str, tuple[int, Turn]] = {}
@@ -57,7 +57,7 @@ def copy_rates(made: Plan, source: int, destination: int, bucket_bytes: int, rou
 
 
 def plain_copies(arrays: Sequence[np.ndarray], threads: int, *, out: bool) -> tuple[int, Turn]:
-    """Bytes, and a function that runs libc's memcpy between every array and one large buffer, an equal part on each thread."""
+    """Return the bytes, and a function that runs libc's memcpy between every array and one large buffer, an equal part per thread."""
     total = sum(array.nbytes for array in arrays)
     buffer = np.ones(total, np.uint8)
     jobs: list[list[tuple[int, int, int]]] = [[] for _ in range(threads)]
@@ -82,7 +82,7 @@ def plain_copies(arrays: Sequence[np.ndarray], threads: int, *, out: bool) -> tu
 
 
 def _copier(made: Plan, rank: int, arrays: list[np.ndarray], bucket_bytes: int, threads: int, *, packing: bool) -> tuple[int, Turn]:
-    """Bytes, and a function that packs all messages of a rank, or unpacks them; through two buffers for each peer."""
+    """Return the bytes, and a function that packs or unpacks all messages of a rank, through two buffers per peer."""
     cuts = cuts_of(made, bucket_bytes)
     remote = [t for t in made.transfers if t.source != t.destination and rank == (t.source if packing else t.destination)]
     chunks = [cut_transfer(made, t, *cuts[t.source, t.destination]) for t in remote]

@@ -1,4 +1,4 @@
-"""Which cores of this machine are the engines' and which the trainer's: two pools of hardware that take nothing from each other."""
+"""Divides this machine's cores between engines and trainer: two pools of hardware that do not compete."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import psutil
 
 @dataclass(frozen=True)
 class Cores:
-    """Halves of the cores we may use; on a machine of one core both are that one.
+    """Halves of the available cores; with a single core, both are that core.
 
     Attributes:
-        engines: of the engines and of the controller, which is where their requests come from.
-        trainer: of all trainer ranks.
+        engines: cores of the engines and of the controller, which sends their requests.
+        trainer: cores of all trainer ranks.
     """
 
     engines: frozenset[int]
@@ -31,7 +31,7 @@ class Cores:
 
     @contextmanager
     def as_engine(self) -> Iterator[None]:
-        """This thread, and the processes it starts meanwhile, are on the engines' cores."""
+        """Pin this thread, and processes it starts meanwhile, to the engines' cores."""
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self.engines)
         try:
@@ -40,7 +40,7 @@ class Cores:
             os.sched_setaffinity(0, before)
 
     def place_trainer(self, run: int) -> int:
-        """Put all trainer processes of the `asyncmoe run` of this process number on the trainer's cores; returns how many there are."""
+        """Pin all trainer processes of the `asyncmoe run` with this process id to the trainer's cores; return their number."""
         found = 0
         for child in psutil.Process(run).children(recursive=True):
             try:
@@ -49,5 +49,5 @@ class Cores:
                         os.sched_setaffinity(thread.id, self.trainer)
                     found += 1
             except (psutil.NoSuchProcess, ProcessLookupError):
-                continue  # it ended while we looked
+                continue  # it has just ended
         return found

@@ -1,4 +1,4 @@
-"""Sparse deltas of one rank's weights on a CPU: their bytes, and how fast they are coded, applied and digested, next to plain copies."""
+"""Sparse deltas of one rank's weights on a CPU: bytes, and speed of encoding, applying and digesting, compared with plain copies."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from benchmarks.provenance import here
 PERCENTS = (0.3, 1.0, 3.0)
 ROUNDS = 5
 MODEL: dict[str, Any] = {**reshard.MODEL, "num_hidden_layers": 2}
-"""Qwen3-30B-A3B's widths, two layers of 24 experts: half of it, what one of two engine ranks holds, is 0.3 GB in bfloat16."""
+"""Qwen3-30B-A3B's widths, two layers of 24 experts: half of it, the shard of one of two engine ranks, is 0.3 GB in bfloat16."""
 
 
 def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Deltas of bfloat16 from a trainer rank that holds everything to one of two engine ranks, with a share of elements changed at random.
+    """Measure bfloat16 deltas from a trainer rank with all weights to one of two engine ranks, with a share of elements changed at random.
 
     Returns:
         {"date", "machine", "load", "rounds", "threads", "dense_bytes", "memcpy", "digest", "full", "percents"}. Rates are GB/s of dense
-        bytes, medians of turns taken one after the other: "memcpy" is libc's, of the destination's arrays into one buffer; "digest" reads
-        the canonical digest from the destination, "full" packs everything into the sender's base and digests it. An entry of "percents"
+        bytes, medians over alternating turns: "memcpy" is libc's, of the destination's arrays into one buffer; "digest" computes the
+        canonical digest of the destination, "full" packs everything into the sender's base and digests it. An entry of "percents"
         has "percent", "changed" (elements), "nbytes" (of all messages), "bytes_per_change", "encode" (GB/s of compared dense bytes),
-        "encode_share" (of memcpy, median turn by turn; the sender's base advances in it), "take", "prove"
-        and "commit" (millions of changed elements a second: messages kept; terms compared with the old bits in memory; written), and
-        "peak_extra_bytes", by how much the memory of both sides together, in this one process, rose at most.
+        "encode_share" (of memcpy, median per turn; includes advancing the sender's base), "take", "prove"
+        and "commit" (millions of changed elements per second: messages kept; terms compared with the old bits in memory; written), and
+        "peak_extra_bytes", the largest rise of both sides' memory together, in this one process.
 
     Raises:
-        InvariantBroken: a delta brought other weights than it should.
+        InvariantBroken: a delta yielded wrong weights.
     """
     measured_at = here()
     case = _Case(hf or MODEL)
@@ -90,7 +90,7 @@ class _Case:
         _, self.copy = plain_copies(list(self.held.values()), self.threads, out=True)
 
     def fill(self) -> None:
-        """A full update, as the sender sees it."""
+        """Run the sender's part of a full update."""
         self.version += 1
         self.sender.full(self.version)
 
@@ -102,7 +102,7 @@ class _Case:
         return self.sender.base_bytes / _seconds(turn) / 1e9
 
     def update(self, percent: float, seed: int) -> dict[str, float]:
-        """Change a share of the source's elements and bring them over."""
+        """Change a share of the source's elements and transfer them."""
         generator = np.random.default_rng(seed)
         for array in self.source.values():
             places = generator.integers(0, array.size, round(percent / 100 * array.size))
@@ -112,7 +112,7 @@ class _Case:
         size = self.sender.encode(self.version, limit_bytes=1 << 40)
         encoding = time.perf_counter() - started
         if size is None:
-            raise InvariantBroken("a delta without a limit was not coded")
+            raise InvariantBroken("a delta without a limit was not encoded")
         messages = [np.empty(nbytes, np.uint8) for nbytes in self.sender.sizes(1)]
         for number, message in enumerate(messages):
             self.sender.put(1, number, int(message.ctypes.data))
@@ -137,11 +137,11 @@ class _Case:
             self.receiver.take(0, number, int(message.ctypes.data))
 
     def check(self) -> None:
-        """The destination is what a dense update would make of it."""
+        """Check that the destination equals the result of a dense update."""
         had = {name: array.copy() for name, array in self.held.items()}
         _dense(self._plan, self.source, self.held)
         if any((array != had[name]).any() for name, array in self.held.items()):
-            raise InvariantBroken("deltas brought other weights than a dense update of the same sources")
+            raise InvariantBroken("deltas yielded other weights than a dense update of the same sources")
 
 
 def _dense(made: Plan, source: Mapping[str, np.ndarray], held: Mapping[str, np.ndarray]) -> None:
@@ -162,7 +162,7 @@ def _seconds(turn: Callable[[], object]) -> float:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as lines of text."""
+    """Format the results as lines of text."""
     lines = [
         f"dense: {results['dense_bytes'] / 1e6:.0f} MB of bfloat16, {results['threads']} threads",
         f"memcpy {results['memcpy']:.1f} GB/s   digest of the destination {results['digest']:.1f} GB/s   full {results['full']:.1f} GB/s",

@@ -1,4 +1,4 @@
-"""Episodes of drawn lengths: an environment in which what is said does not matter, only how long it takes."""
+"""Episodes of drawn lengths: an environment in which contents do not matter, only lengths."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from asyncmoe.simulate.workload import parse
 
 
 class Drawn:
-    """Turns of as many tokens, and tool calls of as many seconds, as `asyncmoe.simulate.workload` draws for a group and member.
+    """Turns with the tokens, and tool calls with the seconds, that `asyncmoe.simulate.workload` draws for a group and member.
 
     Args:
         workload: as for `asyncmoe simulate`.
         group_size: members of a group.
-        tokens: a turn's lengths are multiplied by it (at least one token).
-        given: tokens of the prompt besides the task's, the group's own; 0: none.
-        observed: tokens of a tool's answer; 0: a short one.
+        tokens: factor on a turn's length (at least one token).
+        given: tokens of the prompt beyond the task's, specific to the group; 0: none.
+        observed: tokens of a tool's result; 0: a short one.
     """
 
     def __init__(self, workload: str, group_size: int, seed: int = 0, tokens: float = 1.0, given: int = 0, observed: int = 0) -> None:
@@ -28,7 +28,7 @@ class Drawn:
         self._tokens = tokens
 
     async def run(self, episode: Episode) -> float:
-        """See `Environment`. The reward is as good as random, so that there is something to train on."""
+        """See `Environment`. The reward is practically random, so that there is something to train on."""
         turns, tools = self._lengths(episode.place.group, episode.place.episode)
         agent = episode.agent()
         group, prompt = Random(episode.place.group), episode.prompt.tokens

@@ -1,4 +1,4 @@
-"""Pack and unpack of one rank on a GPU, against plain device-to-device copies of the same bytes in the same run."""
+"""Packing and unpacking of one rank on a GPU, against plain device-to-device copies of the same bytes in the same run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks.provenance import today
 from benchmarks.published import REAL
 
 TRAINER, ENGINE = MegatronParallel(tp=2, ep=4, dp=2), EngineParallel(tp=4)
-"""A rank of either holds a quarter of the experts: about 15 GiB of bfloat16."""
+"""On either side, a rank has a quarter of the experts: about 15 GiB of bfloat16."""
 ROUNDS, WARM_UP = 15, 3
 WAYS = ("run", "rows", "uneven")
 _PATTERN_BYTES = 64 << 20
@@ -36,7 +36,7 @@ _TIMEOUT_S = 120.0
 _SEAL = 0x5EA1
 _MOST_BASES = 1 << 17
 _UNEVEN_BYTES = 8
-"""By which a message is shifted, so that no unit of it is one aligned access."""
+"""Shift of a message that makes all its accesses unaligned."""
 
 MODEL = REAL["Qwen3-30B-A3B"]
 
@@ -46,19 +46,19 @@ def run(scale: float = 1.0, bucket_bytes: int = 512 << 20) -> dict[str, Any]:
 
     Args:
         scale: share of the model's layers, in (0, 1].
-        bucket_bytes: as an `Exchanger`'s; a kernel launch is one message.
+        bucket_bytes: as for an `Exchanger`; a kernel launch is one message.
 
     Returns:
-        {"date", "card", "model", "bucket_bytes", "pack", "unpack"}; of either side "bytes", "messages" and "rate" (GB/s,
+        {"date", "card", "model", "bucket_bytes", "pack", "unpack"}; for either side "bytes", "messages" and "rate" (GB/s,
         each byte counted once) of "copy" (the kernel, digest included) and "memcpy" (cudaMemcpyAsync out of or into the same
-        arrays, in pieces of the same size), medians of `ROUNDS` turns taken one after the other; and "share", the median of the
-        turns' quotients; and "ways": of each way the kernel copies bytes (csrc/copy_table.h: "run", "rows", "uneven") the "share" of
-        the bytes that go it, and the "rate" of messages of nothing else, None where no box goes it. Messages of "uneven" are those of
-        all boxes, beginning 8 bytes behind a multiple of 16.
+        arrays, in pieces of the same size), medians of `ROUNDS` alternating turns; "share", the median of the turns' ratios;
+        and "ways": for each of the kernel's copy methods (csrc/copy_table.h: "run", "rows", "uneven") its "share" of
+        the bytes, and the "rate" of messages that use only it, None if no box does. Messages of "uneven" have all boxes,
+        shifted to 8 bytes after a multiple of 16.
 
     Raises:
         UserError: no GPU, or no kernels built.
-        InvariantBroken: a message that was packed is not what its digest says.
+        InvariantBroken: a packed message does not match its digest.
     """
     gpu = Gpu(0)
     hf = {**MODEL, "num_hidden_layers": max(1, round(MODEL["num_hidden_layers"] * scale))}
@@ -69,7 +69,7 @@ def run(scale: float = 1.0, bucket_bytes: int = 512 << 20) -> dict[str, Any]:
 
 
 def shard_plan(hf: dict[str, Any]) -> Plan:
-    """Rank 0's part, and the first engine rank's, of the plan from `TRAINER` to `ENGINE`."""
+    """Return rank 0's and the first engine rank's parts of the plan from `TRAINER` to `ENGINE`."""
     family, dtype = family_of(hf), "bfloat16"
     source = [family.megatron_layout(hf, TRAINER, rank, dtype) for rank in range(TRAINER.world)]
     destination = [family.sglang_layout(hf, ENGINE, rank, dtype).at(TRAINER.world + rank) for rank in range(ENGINE.tp)]
@@ -77,13 +77,13 @@ def shard_plan(hf: dict[str, Any]) -> Plan:
 
 
 def results_path(results: dict[str, Any]) -> Path:
-    """Where results are kept: one file for each card and day."""
+    """Return the path of results: one file per card and day."""
     card = re.sub(r"[^A-Za-z0-9]+", "-", results["card"]).strip("-").lower()
     return Path(__file__).parent / "results" / f"gpu-{results['date']}-{card}.json"
 
 
 def _measured(gpu: Gpu, made: Plan, rank: int, bucket_bytes: int) -> dict[str, Any]:
-    """One side, see `run`. Contents are random: a GPU may be faster on zeros."""
+    """Measure one side, see `run`. Contents are random: a GPU may be faster on zeros."""
     packing = rank in made.sources
     storages = (made.sources if packing else made.destinations)[rank]
     arrays = [gpu.allocate(storage.nbytes) for storage in storages.values()]
@@ -118,7 +118,7 @@ def _measured(gpu: Gpu, made: Plan, rank: int, bucket_bytes: int) -> dict[str, A
 
 
 def ways_of(programs: Iterable[_C.Program]) -> dict[str, int]:
-    """Bytes that the copy kernel copies each way, by `WAYS`, where all arrays begin at multiples of 16."""
+    """Return the bytes that the copy kernel copies by each of `WAYS` if all arrays begin at multiples of 16."""
     bases = np.zeros(_MOST_BASES, np.int64)
     found: dict[str, int] = {}
     for program in programs:
@@ -129,7 +129,7 @@ def ways_of(programs: Iterable[_C.Program]) -> dict[str, int]:
 
 
 def boxes_of(transfer: Transfer, way: str, packing: bool) -> Transfer:
-    """The boxes of a transfer that are one run in their storage, those that are not, or, for "uneven", all."""
+    """Return the boxes of a transfer that are one run in their storage, those that are not, or, for "uneven", all."""
     copies = transfer.copies
     strides = copies[:, SOURCE_STRIDES if packing else DESTINATION_STRIDES]
     contiguous = ((strides == message_strides(copies)) | (copies[:, EXTENTS] == 1)).all(1)
@@ -138,7 +138,7 @@ def boxes_of(transfer: Transfer, way: str, packing: bool) -> Transfer:
 
 
 def _rate_of(gpu: Gpu, lanes: list[tuple[Chunks, list[DeviceBuffer]]], arrays: list[DeviceBuffer], packing: bool, *, shift: int) -> float:
-    """GB/s of lanes through their buffers, whose first `shift` bytes are left out."""
+    """Return the GB/s of lanes through their buffers, whose first `shift` bytes are skipped."""
     slots = [[slot[shift : slot.nbytes] for slot in pair] for _, pair in lanes]
     enqueue, nbytes = _kernels(gpu, [lane for lane, _ in lanes], slots, arrays, packing), sum(sum(lane.nbytes) for lane, _ in lanes)
     return median([nbytes / _timed(gpu, enqueue) / 1e9 for _ in range(WARM_UP + ROUNDS)][WARM_UP:])
@@ -156,7 +156,7 @@ def _fill(gpu: Gpu, buffers: list[DeviceBuffer]) -> None:
 def _kernels(
     gpu: Gpu, lanes: list[Chunks], slots: list[list[DeviceBuffer]], arrays: list[DeviceBuffer], packing: bool
 ) -> Callable[[], None]:
-    """Enqueues every message of a rank, through two buffers a lane."""
+    """Enqueue every message of a rank, through two buffers per lane."""
     programs = [_C.DeviceProgram(message_program(lane, "destination" if packing else "source"), gpu.index) for lane in lanes]
     mine, messages = _addresses(arrays), [[_addresses([slot]) for slot in pair] for pair in slots]
 
@@ -173,9 +173,9 @@ def _kernels(
 def _memcpys(
     gpu: Gpu, largest: int, slots: list[list[DeviceBuffer]], arrays: list[DeviceBuffer], packing: bool
 ) -> tuple[int, Callable[[], None]]:
-    """Bytes, and a function that enqueues plain copies of pieces of at most `largest`, between the arrays and the buffers in turn.
+    """Return the bytes, and a function that enqueues plain copies in pieces of at most `largest`, between arrays and alternating buffers.
 
-    Small arrays are left out, as launches of tiny copies would only slow this down.
+    Small arrays are skipped, because launches of tiny copies would only slow this down.
     """
     buffers = [slot for pair in slots for slot in pair]
     step = min(largest, *(buffer.nbytes for buffer in buffers)) // 256 * 256
@@ -204,11 +204,11 @@ def _finish(gpu: Gpu) -> None:
     event = _C.DeviceEvent(gpu.index)
     event.record(0)
     if not event.wait(_TIMEOUT_S):
-        raise WaitTimeout(gpu.device, "the copies that are measured", _TIMEOUT_S)
+        raise WaitTimeout(gpu.device, "the measured copies", _TIMEOUT_S)
 
 
 def _verify(gpu: Gpu, lanes: list[Chunks], slots: list[list[DeviceBuffer]], arrays: list[DeviceBuffer]) -> None:
-    """The last message of each lane, as the kernel packed it, against the digest the host computes of it."""
+    """Check the last message of each lane, as packed by the kernel, against the digest computed on the host."""
     _kernels(gpu, lanes, slots, arrays, packing=True)()
     for lane, pair in zip(lanes, slots, strict=True):
         number = len(lane) - 1

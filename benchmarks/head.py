@@ -1,7 +1,7 @@
-"""The output layer and log-probabilities: logits of all rows and log_softmax, next to the trainer's head of the rows that count.
+"""The output layer and log-probabilities: logits of all rows and log_softmax, against the trainer's head over the trained rows.
 
-A pass is forward and backward, to the gradients of the hidden rows and of the weight, which is added to a float32 `main_grad` as under
-Megatron's data parallelism.
+A pass is forward and backward, down to the gradients of the hidden rows and of the weight, the latter added to a float32 `main_grad` as
+under Megatron's data parallelism.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.provenance import here
 
 ROWS, HIDDEN, VOCABULARY = 2048, 512, 32_768
 COUNTED = (10, 50, 100)
-"""Percent of the rows that have a loss."""
+"""Percentages of the rows with a loss."""
 _MB = 1e6
 
 
@@ -40,7 +40,7 @@ class _Case:
 
 
 def run(rounds: int = 7, threads: int = 1) -> dict[str, Any]:
-    """Both ways on one process, in turn in every round.
+    """Alternate both ways in one process in every round.
 
     Returns:
         {"date", "machine", "load", "rows", "hidden", "vocabulary", "threads", "products_cpu_s" (the three matrix products of all logits),
@@ -88,7 +88,7 @@ def _compared(rounds: int, entropy: bool) -> dict[str, dict[str, float]]:
 
 
 def _case(percent: int, entropy: bool) -> _Case:
-    """Hidden rows as of a norm, and logits about as far apart as a model's."""
+    """Return hidden rows like a norm's output, whose logits spread about as much as a model's."""
     made = torch.Generator().manual_seed(0)
     hidden = torch.randn(ROWS, HIDDEN, generator=made).requires_grad_()
     weight: Any = torch.nn.Parameter(torch.randn(VOCABULARY, HIDDEN, generator=made) * (3 / HIDDEN**0.5))
@@ -145,7 +145,7 @@ def _products(rounds: int) -> float:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """One line a way."""
+    """Format one line per way."""
     lines = [f"{'':<26}{'s':>7}{'ratio':>7}{'CPU':>7}{'live MB':>9}{'foreseen':>9}{'RSS MB':>8}"]
     for group in ("ways", "with_entropy"):
         for name, one in results[group].items():

@@ -1,7 +1,7 @@
-"""How fast one process takes in generations: tokens a second of its CPU time, event-loop lag, memory of long trajectories, turns of agents.
+"""How fast one process receives generations: tokens per second of CPU time, event-loop lag, memory of long trajectories, turns of agents.
 
-The process runs the real pool, client, episodes, producer, validation and queue, and commits what it leases itself. The engines are
-stand-ins in processes of their own, with replies rendered before (`benchmarks.intake_server`); its tokenizer does nothing.
+The process runs the real pool, client, episodes, producer, validation and queue, and commits its own leases. The engines are
+stand-ins in separate processes, with prerendered replies (`benchmarks.intake_server`); the tokenizer does nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ CASES: Mapping[str, tuple[IntakeCase, float]] = {
     "queued_long": (IntakeCase("queued", 16, new=LONG), 0.0),
     "unfinished_long": (IntakeCase("unfinished", 16, new=LONG), 0.0),
 }
-"""Cases, each with the seconds after which its stand-ins answer: those that are paced bring 200,000 tokens a second."""
+"""Cases, each with the response delay of its stand-ins in seconds: the paced ones deliver 200,000 tokens per second."""
 PROCESSES: Mapping[str, int] = {"paced_2x128": 2}
-"""Cases of several processes that share the stand-ins; each process is one of these cases. The others have one."""
+"""Number of processes of cases with several, which share the stand-ins; the others have one."""
 _COMPARED = ("paced_1x256", "paced_2x128")
 
 
@@ -46,13 +46,13 @@ def run(rounds: int = 3, shrink: int = 1) -> dict[str, Any]:
     """Measure all cases in turn.
 
     Args:
-        rounds: measurements of each; that with the least CPU time a token counts, because whatever runs beside only adds to it.
-        shrink: divides the numbers of trajectories, of a trial.
+        rounds: measurements per case; the one with the least CPU time per token counts, because other load can only add to it.
+        shrink: divides the numbers of trajectories, for a trial.
 
     Returns:
-        "date", "machine", "load"; for each case in `CASES` what `benchmarks.intake_case` returns, of several processes the mean; for
-        "paced_2x128" also "to_one", the CPU time of a trajectory over that of "paced_1x256", in which one process takes in as much. The
-        two are measured in turn.
+        "date", "machine", "load"; for each case in `CASES` the result of `benchmarks.intake_case`, the mean if there are several
+        processes; for "paced_2x128" also "to_one", the CPU time per trajectory over that of "paced_1x256", in which one process receives
+        as much. The two are measured in alternation.
 
     Raises:
         InvariantBroken: a case failed.
@@ -112,7 +112,7 @@ def stand_in(delay_s: float = 0.0) -> Iterator[int]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results of `run` for a reader."""
+    """Format the results of `run`."""
     lines = [f"{'':16}{'tokens per CPU s':>18}{'per s':>12}{'CPU ms each':>13}{'lag ms p50':>12}{'p99':>8}{'max':>8}{'stretch p99':>13}"]
     for name, (case, _) in CASES.items():
         r = results[name]

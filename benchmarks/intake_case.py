@@ -1,4 +1,4 @@
-"""One case of `benchmarks.intake`, in a process whose CPU time and memory are those of a controller that takes in generations."""
+"""One case of `benchmarks.intake`, in a process with the CPU time and memory of a controller that receives generations."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ _GROUP = 8
 
 @dataclass(frozen=True)
 class IntakeCase:
-    """What is measured.
+    """The parameters of a case.
 
     Attributes:
         kind: "rate", "agents", "queued" or "unfinished".
-        in_flight: requests at a time; of "queued" and "unfinished": trajectories in all.
-        prompt, new: tokens of a prompt (of an agent: of what it sees before each turn) and of a response.
+        in_flight: concurrent requests; for "queued" and "unfinished": the total number of trajectories.
+        prompt, new: tokens of a prompt (for an agent: of the observation before each turn) and of a response.
         routes: whether experts are recorded.
-        count: trajectories measured; before them, as many as are in flight pass uncounted.
-        turns: of each agent.
+        count: measured trajectories; before them, `in_flight` trajectories are not counted.
+        turns: turns of each agent.
         watched: whether the lag of the event loop is measured, which takes a few percent of a core.
     """
 
@@ -71,12 +71,12 @@ class IntakeCase:
 
     @property
     def recording(self) -> Recording:
-        """What is recorded."""
+        """The recorded data."""
         return Recording(ROUTING if self.routes else None, vocabulary=VOCABULARY)
 
 
 class _Words:
-    """A tokenizer that costs nothing: what it would is not what is measured."""
+    """A tokenizer that costs nothing, because tokenization is not measured."""
 
     vocabulary, eos = VOCABULARY, 0
 
@@ -117,7 +117,7 @@ class _Handle:
 
 @dataclass
 class _Lag:
-    """How late a task runs that sleeps a millisecond, and how long the loop computes between two of its turns; milliseconds."""
+    """The delay of a task that sleeps a millisecond, and the loop's computing time between two of its turns; milliseconds."""
 
     late: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
@@ -159,7 +159,7 @@ class _Agents:
 
 @dataclass
 class _Waits:
-    """One response, after which the conversation goes on no further."""
+    """One response, after which the conversation waits forever."""
 
     over: asyncio.Event
     waiting: int = 0
@@ -205,7 +205,7 @@ def _running(*parts: Any) -> Iterator[list[asyncio.Task[Any]]]:
 
 
 async def rate(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
-    """Tokens a second of single-turn episodes, from request to the commit of the step they are trained in."""
+    """Measure tokens per second of single-turn episodes, from request to the commit of the step they are trained in."""
     lag, prompt = _Lag(), tuple(range(10, 10 + case.prompt))
     async with _staged(case, ports) as stage:
         batch = min(64, case.in_flight // _GROUP * _GROUP)
@@ -247,7 +247,7 @@ async def _train(queue: BoundedQueue, step: int, count: int, batch: int, produci
 
 
 async def agents(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
-    """CPU of the turns of conversations, one conversation at a time; what encoding a request of the same length takes is subtracted."""
+    """Measure the CPU time of turns, one conversation at a time, minus the time to encode a request of the same length."""
     environment = _Agents(tuple(range(10, 10 + case.prompt)), case.turns, [])
     async with _staged(case, ports, environment) as stage:
         freeze()
@@ -277,7 +277,7 @@ def _encoding_ms(case: IntakeCase, tokens: int) -> float:
 
 
 async def queued(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
-    """Memory of trajectories that wait in the queue."""
+    """Measure the memory of trajectories that wait in the queue."""
     async with _staged(case, ports) as stage:
         count = case.in_flight // _GROUP * _GROUP
         queue = BoundedQueue(Admission(count, 1), Unlogged(), capacity=count, group_size=_GROUP)
@@ -298,7 +298,7 @@ async def queued(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
 
 
 async def unfinished(case: IntakeCase, ports: Sequence[int]) -> dict[str, Any]:
-    """Memory of conversations that wait after a long response."""
+    """Measure the memory of conversations that wait after a long response."""
     environment = _Waits(asyncio.Event())
     async with _staged(case, ports, environment) as stage:
         prompt = Prompt("", tuple(range(case.prompt)), "")
@@ -327,7 +327,7 @@ def _resident() -> int:
 
 
 def main(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure one case. `values`: {"case": of `IntakeCase`, "ports": of the stand-ins}."""
+    """Measure one case. `values`: {"case": fields of `IntakeCase`, "ports": the stand-ins' ports}."""
     case = IntakeCase(**values["case"])
     measured = {"rate": rate, "agents": agents, "queued": queued, "unfinished": unfinished}[case.kind]
     return uvloop.run(measured(case, values["ports"]))

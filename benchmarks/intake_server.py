@@ -1,7 +1,7 @@
-"""A stand-in for an SGLang 0.5.23 server in a process of its own: answers `/generate` with replies that are rendered once.
+"""A stand-in for an SGLang 0.5.23 server in a separate process: serves `/generate` with prerendered replies.
 
-A reply has the fields of a real one and nothing else (tests/engine/test_intake.py compares the two), with random tokens and experts. It is
-packed, as an engine that we start packs it, if the request accepts that.
+A reply has exactly the fields of a real one (tests/engine/test_intake.py compares the two), with random tokens and experts. It is
+packed, as by asyncmoe's engines, if the request accepts that.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from benchmarks.routes import ROUTING, drawn
 
 VOCABULARY = 151_936
 _DIFFERENT = 4
-"""Replies of one shape, which take turns."""
+"""Number of replies of one shape, used in rotation."""
 _DRAWN = 512
-"""Rows of drawn experts; longer routes repeat them."""
+"""Rows of randomly drawn experts; longer routes repeat them."""
 
 
 class _Engine(asyncio.Protocol):
     """One connection.
 
     Args:
-        delay_s: a reply leaves this long after its request, give or take half of it.
+        delay_s: time from a request to its reply, plus or minus half of it.
     """
 
     def __init__(self, delay_s: float, random: Random) -> None:
@@ -64,13 +64,13 @@ class _Engine(asyncio.Protocol):
 
 
 def http(body: bytes, kind: str = "application/json") -> bytes:
-    """Return an answer with this body, as uvicorn begins it."""
+    """Return a response with this body, with headers like uvicorn's."""
     head = f"HTTP/1.1 200 OK\r\ndate: x\r\nserver: uvicorn\r\ncontent-length: {len(body)}\r\ncontent-type: {kind}\r\n\r\n"
     return head.encode() + body
 
 
 def reply_to(body: bytes, number: int, kind: str = "application/json") -> bytes:
-    """Return one of the replies to a request, of a media type."""
+    """Return one of the replies to a request, in the given media type."""
     prompt = body[body.index(b'"input_ids":[') : body.index(b"]")].count(b",") + 1
     new, routed = _number(body, b'"max_new_tokens":'), _number(body, b'"routed_experts_start_len":')
     rows = prompt + new - 1 - routed if b'"return_routed_experts":true' in body else 0

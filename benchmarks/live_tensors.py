@@ -1,4 +1,4 @@
-"""How many bytes of tensors exist at once, counted as torch's operations return them."""
+"""Bytes of tensors that exist at once, counted as torch's operations return them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that operations make inside the context; other tensors count only if they are `held`.
 
-    A storage counts once, however many tensors view it, from its making until it is freed; views of uncounted storages do not count. What a
-    kernel allocates for itself and returns to nobody is not seen. On the CPU a backward pass is counted too, whoever starts it.
+    A storage counts once, however many tensors view it, from its creation until it is freed; views of uncounted storages do not count. A
+    kernel's internal allocations are not seen. On the CPU a backward pass is counted too, whatever starts it.
 
     Attributes:
-        now: bytes that exist now.
+        now: current bytes.
         peak: the most bytes that existed at once since the start, or since `restart`.
-        largest: bytes of the largest storage that was made or grew inside the context.
+        largest: bytes of the largest storage that was created or grew inside the context.
     """
 
     def __init__(self, held: Iterable[torch.Tensor] = ()) -> None:
@@ -32,7 +32,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.largest = 0
 
     def restart(self) -> None:
-        """Forget the peak: it begins at what exists now."""
+        """Reset the peak to the current bytes."""
         self.peak = self.now
 
     def __torch_dispatch__(

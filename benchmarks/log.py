@@ -1,4 +1,4 @@
-"""How fast the log takes payloads in a folder, next to the disk: appended from many tasks, each of which waits until its own is durable."""
+"""Speed of the log in a folder, compared with the disk: many tasks append payloads, each waiting until its own is durable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncmoe.log.files import FileLog
 from benchmarks.provenance import here
 
 CASES = {"groups": (4 << 20, 1 << 30), "turns": (64 << 10, 256 << 20), "changes": (256, 2 << 20)}
-"""Bytes of a record, and of all of them."""
+"""Bytes of a record, and of all records together."""
 _TASKS = 64
 
 
@@ -31,7 +31,7 @@ def run(folder: Path | None = None) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """A line a case."""
+    """Format one line per case."""
     lines = [f"{'records':>9}{'bytes':>9}{'GB/s':>8}{'records/s':>11}{'CPU s/GB':>10}{'read GB/s':>11}"]
     for one in found["cases"]:
         figures = f"{one['GBps']:8.3f}{one['records_per_s']:11.0f}{one['cpu_s']:10.2f}{one['read_GBps']:11.2f}"

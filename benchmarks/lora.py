@@ -1,4 +1,4 @@
-"""What an update of the adapters costs a real engine that generates, next to an update of all weights of the same model."""
+"""The cost of an adapter update for a real, generating engine, compared with an update of all weights of the same model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from benchmarks.provenance import here
 
 RANK = 8
 MODEL = MadeModel(hidden=1024, layers=1, heads=8, head_dim=64, experts=300, expert_hidden=1024)
-"""4 GB in float32, nearly all of it experts, in one layer: an update waits for the decoding step under way, and on a CPU a step of several
-such layers takes as long as all else of an update (three layers of a hundred experts: results/lora-2026-11-22-2cores-three-layers.json)."""
+"""4 GB in float32, nearly all of it experts, in one layer: an update waits for the current decoding step, and on a CPU a step of several
+such layers takes as long as the rest of an update (three layers of a hundred experts: results/lora-2026-11-22-2cores-three-layers.json)."""
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "per expert": {"train": "lora"},
@@ -31,14 +31,14 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """All methods; every update is published while an engine generates.
+    """Measure all methods; every update is published while an engine generates.
 
     Args:
         trainer: `ranks`, `tp`, `pp`, `ep`; engine: `tp`, `ep`.
 
     Returns:
-        {"date", "machine", "load", "rank", "cases"}; a case has "payload_bytes" (what there is of the weights or the adapter),
-        "moved_bytes" (on the wire, by the plan), what `benchmarks.sync.measure` returns, and "faster" (median seconds of
+        {"date", "machine", "load", "rank", "cases"}; a case has "payload_bytes" (size of the weights or the adapter),
+        "moved_bytes" (on the wire, by the plan), the result of `benchmarks.sync.measure`, and "faster" (median seconds of
         a full update over this one's).
 
     Raises:
@@ -75,7 +75,7 @@ def run(updates: int = 20, trainer: Mapping[str, int] | None = None, engine: Map
 
 
 def moved(config: Config) -> dict[str, int]:
-    """Bytes of what is published, and of what travels for it."""
+    """Return the bytes of the payload, and the bytes sent for it."""
     hf = load_hf_config(config.model.path)
     payload = Payload(hf, adapter_of(config, hf))
     source = payload.trainer(trainer_parallel(config), "float32")
@@ -86,7 +86,7 @@ def moved(config: Config) -> dict[str, int]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """One line a method."""
+    """Format one line per method."""
     lines = [f"{'':<22}{'MB':>8}{'moved':>8}{'sync s':>9}{'pause ms':>10}{'most':>8}{'faster':>8}"]
     for case in found["cases"]:
         travelled = f"{case['moved_bytes'] / 1e6:.2f}"

@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes, as the kernel counts it."""
+"""Memory use of a piece of work, as counted by the kernel."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _RESET_PEAK = "5"
-"""What `/proc/self/clear_refs` takes to set the peak of the resident memory back to what is resident now (proc(5))."""
+"""Value for `/proc/self/clear_refs` that resets the peak of the resident memory to its current size (proc(5))."""
 
 
 class Growth:
-    """What this process has resident now, to compare with. Pages of shared memory count in every process that touches them."""
+    """This process's resident memory at creation, as a baseline. Pages of shared memory count in every process that touches them."""
 
     def __init__(self) -> None:
         self.again()
         self._before = _status("VmRSS")
 
     def again(self) -> None:
-        """Forget how high it has been; what it is compared with stays."""
+        """Reset the peak; the baseline stays."""
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
 
     def now_bytes(self) -> int:
-        """By how much more is resident now."""
+        """The current increase of the resident memory."""
         return max(0, _status("VmRSS") - self._before)
 
     def peak_bytes(self) -> int:
-        """By how much the resident memory rose, at its highest since this was made, or since `again`."""
+        """The largest increase of the resident memory since creation, or since `again`."""
         return max(0, _status("VmHWM") - self._before)
 
 
 def give_back() -> None:
-    """Return memory that is free in this process to the kernel, so that what used it before does not count; only glibc can."""
+    """Return this process's free memory to the kernel, so that earlier use does not count; works only with glibc."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Other systems that move weights shard to shard, and why they cannot run the cases of this benchmark."""
+"""Other systems that send weights shard to shard, and why they cannot run this benchmark's cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEGATRON = (
 
 
 def obstacles() -> dict[str, str]:
-    """Why each of them does not run CPU processes to SGLang's layout here; found out now where that needs no cluster."""
+    """Return why each of them cannot send from CPU processes to SGLang's layout here; tested now if that needs no cluster."""
     return {"awex": f"{_state('awex')}: {_AWEX}", "megatron_core": f"{_state('megatron-core')}: {_MEGATRON}; {_megatron_service()}"}
 
 
@@ -30,7 +30,7 @@ def _state(package: str) -> str:
 
 
 def _megatron_service() -> str:
-    """What comes of making its service for messages over gloo, in a process group of one."""
+    """Return the outcome of creating its gloo message service, in a process group of one."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core.resharding") is None:
         return "this environment has no megatron.core.resharding"
     import torch.distributed as dist

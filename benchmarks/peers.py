@@ -1,7 +1,7 @@
-"""What others do to bring weights from a trainer to engines: gather whole tensors on trainer ranks, broadcast them to all engine ranks.
+"""The common method of sending weights from a trainer to engines: gather whole tensors on trainer ranks, broadcast to all engine ranks.
 
-Packing, unpacking and loading use this package's compiled copies, and nothing is computed anew in a round, so what is compared is the
-way and not the implementation.
+Packing, unpacking and loading use this package's compiled copies, and rounds repeat no preparation, so the comparison is between
+methods, not implementations.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Arrays = dict[str, np.ndarray]
 
 
 class GatherAndBroadcast:
-    """Bucket after bucket: trainer ranks bring it together, rank 0 broadcasts it to all engine ranks, and they take their part.
+    """For each bucket, trainer ranks gather it, rank 0 broadcasts it to all engine ranks, and they copy their part.
 
-    Everything that can be is prepared once. All ranks of the default group make one.
+    Whatever possible is prepared once. All ranks of the default group create one.
 
     Args:
         whole: layout of the Hugging Face tensors.
         bucket_bytes: 1 makes every tensor a bucket of its own.
         everywhere: gather on every trainer rank, as an all-gather over tensor- and expert-parallel groups does; else on rank 0 alone.
-        timeout_s: how long a rank waits for another.
+        timeout_s: longest wait for another rank.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class _Arena:
 
 
 class _Gather:
-    """One bucket onto the ranks that gather it: each pair of ranks exchanges one message."""
+    """Gathers one bucket: each pair of ranks exchanges one message."""
 
     def __init__(
         self, made: Plan, rank: int, transport: TorchTransport, arena: _Arena, held: Arrays, flat: torch.Tensor | None, timeout_s: float
@@ -138,7 +138,7 @@ class _Gather:
 
 
 def _loading(shapes: Shapes, parts: Sequence[Bucket], mine: RankLayout) -> list[np.ndarray]:
-    """For each bucket, the copies of an engine rank's part of it into its parameters."""
+    """For each bucket, the copies of an engine rank's part into its parameters."""
     storages = {str(i): part.layout.storages["bucket"] for i, part in enumerate(parts)}
     pieces = tuple(replace(piece, storage=str(i)) for i, part in enumerate(parts) for piece in part.layout.pieces)
     made = plan(shapes, [RankLayout(mine.rank, storages, pieces)], [mine])

@@ -1,4 +1,4 @@
-"""Plans of published models from 256 trainer ranks to 128 engine ranks: what a rank needs to plan its own part. No weights are needed."""
+"""Plans of published models from 256 trainer ranks to 128 engine ranks: time and memory of a rank to plan its part. Needs no weights."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _FLOAT8 = ("DeepSeek-V3", "Kimi-K2")
 
 
 def run(rounds: int = 3) -> dict[str, Any]:
-    """Plan for a trainer rank and for an engine rank, each in a process of its own, `rounds` times.
+    """Plan for a trainer rank and for an engine rank, each in a separate process, `rounds` times.
 
     Returns:
-        {"date", "machine", "load", "rounds", "cases"}; a case has "model", "trainer", "engines", "dtype" (of what travels), "tensors",
-        and of either rank "trainer_rank" and "engine_rank": "layouts_seconds" (those of all ranks), "plan_seconds" (its own part,
-        medians), "peak_bytes" (by how much its memory rose at most, layouts included) and "bytes" (that it sends or receives).
+        {"date", "machine", "load", "rounds", "cases"}; a case has "model", "trainer", "engines", "dtype" (of the sent weights), "tensors",
+        and for either rank, "trainer_rank" and "engine_rank": "layouts_seconds" (of all ranks' layouts), "plan_seconds" (of its own part),
+        both medians, "peak_bytes" (the largest rise of its memory, layouts included) and "bytes" (sent or received).
     """
     measured_at = here()
     cases = [(name, False) for name in SIZES] + [(name, True) for name in _FLOAT8]
@@ -47,7 +47,7 @@ def run(rounds: int = 3) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """One line a model."""
+    """Format one line per model."""
     lines = [f"{'':<18}{'travels as':>11}{'tensors':>9}{'layouts s':>11}{'plan s':>8}{'MB':>6}   slowest and largest of both ranks"]
     for case in results["cases"]:
         ranks = case["trainer_rank"], case["engine_rank"]

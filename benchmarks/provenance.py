@@ -1,4 +1,4 @@
-"""When and where something was measured."""
+"""Date and machine of a measurement."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def today() -> str:
 
 
 def here() -> dict[str, Any]:
-    """What results of this machine begin with; call before anything is measured.
+    """Return the common fields of results; call it before anything is measured.
 
     Returns:
-        {"date", "machine", "load"}; load: processes that ran or wanted to, on average over the last minute.
+        {"date", "machine", "load"}; load: average number of running or runnable processes over the last minute.
     """
     machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
     return {"date": today(), "machine": machine, "load": os.getloadavg()[0]}

@@ -1,4 +1,4 @@
-"""Configurations of published models, as far as they are read here. DeepSeek-V3's and Kimi-K2's say besides that weights are float8."""
+"""Configurations of published models, only the keys read here. DeepSeek-V3's and Kimi-K2's also declare float8 weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GLM: dict[str, Any] = {
 }  # fmt: skip
 
 FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-"""`quantization_config` of DeepSeek-V3 and Kimi-K2, which `REAL` leaves out."""
+"""`quantization_config` of DeepSeek-V3 and Kimi-K2, omitted from `REAL`."""
 REAL: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {
         **_QWEN3, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "moe_intermediate_size": 768,

@@ -1,7 +1,7 @@
-"""How long a run stands after a trainer rank is killed: the trainer started again in place, next to everything started again; and after the
-controller is killed, which is started again with the trainer, while the engine waits.
+"""Downtime of a run after a trainer rank is killed, with the trainer restarted in place or everything restarted; and after the controller
+is killed, which is restarted with the trainer while the engine waits.
 
-A run of the demo with a real engine, in which one process is killed again and again, each time as many steps after a checkpoint.
+A demo run with a real engine, in which one process is killed repeatedly, always the same number of steps after a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _SHAPE = (
 
 @dataclass(frozen=True)
 class Recovery:
-    """Seconds from the kill until the trainer has loaded its checkpoint and met the controller (`met`), and until it has trained the step
-    that was under way (`trained`)."""
+    """Seconds from the kill until the trainer has loaded its checkpoint and contacted the controller (`met`), and until it has trained the
+    interrupted step (`trained`)."""
 
     met: float
     trained: float
@@ -51,7 +51,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Successor:
-    """Seconds from the kill of the controller until the next one has counted episodes under way (`generates`), and until the trainer has
+    """Seconds from the kill of the controller until its successor has counted running episodes (`generates`), and until the trainer has
     trained the second step after it, which no earlier controller can have leased (`trained`)."""
 
     generates: float
@@ -61,13 +61,13 @@ class Successor:
 def run(rounds: int = 3) -> dict[str, Any]:
     """Kill a rank `rounds` times in each way, and the controller, in turn.
 
-    In place: the trainer alone is started again. Everything started again: a rank and the run's supervisor are killed, and the same
-    command is started when all processes have ended. A run that ends by itself after the loss of a rank takes longer, because it waits for
-    the reasons of all processes.
+    In place: only the trainer restarts. Everything: a rank and the run's supervisor are killed, and the same command is started when all
+    processes have ended. A run that ends by itself after the loss of a rank takes longer, because it waits for all processes' error
+    reports.
 
     Returns:
-        {"date", "machine", "load", "steps_replayed", "in_place", "everything", "controller"}; of a way:
-        "seconds" (median, kill to the step that was under way), "met" (median, kill to the trainer's first request) and
+        {"date", "machine", "load", "steps_replayed", "in_place", "everything", "controller"}; for a way:
+        "seconds" (median, kill to the interrupted step's training), "met" (median, kill to the trainer's first request) and
         "each". controller: "seconds" (median, kill to the second step after it), "generates" (median; see `Successor`),
         "each" of these, and "cpu": median CPU seconds that the next controller had used by then.
 
@@ -123,7 +123,7 @@ class _Rig:
         self._process = self._start()
 
     def recovery(self, lose: Callable[[], None]) -> Recovery:
-        """Lose the trainer at the next step that is `LOST` after a checkpoint, and measure what follows."""
+        """Kill the trainer at the next step that is `LOST` after a checkpoint, and measure the recovery."""
         before = len(self._records())
         self._wait(lambda: any(one.get("step", 0) > WARM and one["step"] % EVERY == LOST for one in self._records()[before:][-1:]))
         last, begin = self._records()[-1]["step"], time.time()
@@ -136,7 +136,7 @@ class _Rig:
         return Recovery(met - begin, trained - begin)
 
     def succession(self) -> tuple[Successor, float]:
-        """Kill the controller after a step, and measure what follows; also return the CPU seconds of the next one until it generates."""
+        """Kill the controller after a step, and measure the recovery; also return its successor's CPU seconds until it generates."""
         before = len(self._records())
         self._wait(lambda: any(one.get("step", 0) > WARM for one in self._records()[before:]))
         last, begin = self._records()[-1]["step"], time.time()
@@ -150,7 +150,7 @@ class _Rig:
         return Successor(counted - begin, trained - begin), used.user + used.system
 
     def kill_rank(self) -> None:
-        """Kill the last rank; the run starts the trainer again."""
+        """Kill the last rank; the run restarts the trainer."""
         ranks = [one for one in processes.read(self._dir) if one.role.startswith("trainer.") and processes.runs(one)]
         os.kill(ranks[-1].pid, signal.SIGKILL)
 
@@ -201,7 +201,7 @@ class _Rig:
 
 
 def table(found: dict[str, Any]) -> str:
-    """A line a way."""
+    """Format one line per way."""
     lines = [f"{'':<12}{'trainer met':>12}{'step trained':>14}   s after the kill"]
     lines += [f"{way:<12}{found[way]['met']:>12.1f}{found[way]['seconds']:>14.1f}" for way in ("in_place", "everything")]
     lost = found["controller"]

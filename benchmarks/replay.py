@@ -1,6 +1,6 @@
-"""What replaying recorded experts adds to a trainer's step, in one process.
+"""The cost of replaying recorded experts in a trainer's step, in one process.
 
-A program of its own (`python -m benchmarks.replay FILE`): Megatron is prepared for this machine in it, and nothing else is.
+A separate program (`python -m benchmarks.replay FILE`), because it prepares Megatron for this machine.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ TOKENS, TRAJECTORIES, ROUNDS = 256, 8, 15
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "experts": 32, "experts_per_token": 4, "expert_hidden": 128}
 LIMIT_S = 600.0
 _OTHER = {"cpu": 0.01, "cuda": 0.1}
-"""Share of the tokens of a layer that may go to other experts than in the pass that recorded them. Two passes on an H200 in bfloat16
-differed for 2.5 %, presumably near ties that rounding decides; of unrelated routes most would."""
+"""Allowed share of a layer's tokens with other experts than in the recording pass. Two passes on an H200 in bfloat16 differed
+for 2.5 %, presumably near ties that rounding decides; unrelated routes would differ for most."""
 
 
 def run() -> dict[str, Any]:
-    """Steps with and without replay in turn, on a model of `SHAPE`; both send every token through the same experts.
+    """Alternate steps with and without replay on a model of `SHAPE`; both send every token through the same experts.
 
     Returns:
-        step_seconds: median without. share: what replay adds to it, median over rounds of (with / without) - 1: packing the routes of the
-        batch into micro-batches, replaying them, and counting where the live router differs.
+        step_seconds: median without replay. share: the overhead of replay, median over rounds of (with / without) - 1: packing the batch's
+        routes into micro-batches, replaying them, and counting where the live router differs.
 
     Raises:
         InvariantBroken: the measuring process failed.

@@ -1,4 +1,4 @@
-"""Weights from four trainer ranks to two engine ranks, in real processes of this machine: ours against gather-and-broadcast."""
+"""Weights from four trainer ranks to two engine ranks, in real processes of this machine: shard to shard against gather-and-broadcast."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from benchmarks.provenance import here
 from benchmarks.published import REAL
 
 BUCKET_BYTES = 16 << 20
-"""Of ours: messages then stay in a core's cache until they are sent, which larger ones do not; smaller ones wait more often."""
+"""Bucket of shard-to-shard transfers: larger messages do not stay in a core's cache until they are sent; smaller ones wait more often."""
 PEER_BUCKET_BYTES = 16 << 20
-"""Of the flattened-bucket broadcast: the fastest for it on CPU of 16, 64 and 256 MiB (on GPUs, 256 MiB and more are customary)."""
+"""Bucket of the flattened-bucket broadcast: its fastest on CPU of 16, 64 and 256 MiB (on GPUs, 256 MiB and more are customary)."""
 OURS = ("shm", "gloo")
 BASELINES = {
     "per_tensor": (1, True),
     "flattened_bucket": (PEER_BUCKET_BYTES, True),
     "flattened_bucket_one_gatherer": (PEER_BUCKET_BYTES, False),
 }
-"""Bytes of a bucket, and whether every trainer rank gathers, as an all-gather does, or rank 0 alone, which nobody does but could."""
+"""Bytes of a bucket, and whether every trainer rank gathers, as in an all-gather, or rank 0 alone, which is possible but not used."""
 ROUNDS = 5
 _DTYPE = "bfloat16"
 _TIMEOUT_S = 300.0
@@ -53,7 +53,7 @@ CASES = {
 
 
 def layouts(hf: dict[str, Any], trainer: MegatronParallel, engine: EngineParallel) -> tuple[list[RankLayout], list[RankLayout]]:
-    """Trainer ranks, and engine ranks after them."""
+    """Trainer ranks, followed by engine ranks."""
     family = family_of(hf)
     source = [family.megatron_layout(hf, trainer, rank, _DTYPE) for rank in range(trainer.world)]
     destination = [family.sglang_layout(hf, engine, rank, _DTYPE).at(trainer.world + rank) for rank in range(engine.tp)]
@@ -61,24 +61,24 @@ def layouts(hf: dict[str, Any], trainer: MegatronParallel, engine: EngineParalle
 
 
 def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any]:
-    """All cases, one after the other.
+    """Run all cases, one after the other.
 
-    Within a case every way is prepared first; then, round by round, each way has its turn, on the same arrays, so that what else
-    the machine does is the same for all. Every process has one thread of copies and is pinned to one core.
+    Within a case every way is prepared first; then the ways alternate in every round, on the same arrays, so that other load on the
+    machine affects all equally. Every process has one copy thread and is pinned to one core.
 
     Returns:
-        {"date", "machine", "load", "rounds", "model", "copies", "not_run", "cases"}; "copies" is what `copy_rates` returns, "not_run"
+        {"date", "machine", "load", "rounds", "model", "copies", "not_run", "cases"}; "copies" is the result of `copy_rates`, "not_run"
         says why other systems are not among the baselines. A case has "name",
-        "transport", "bytes_wire", "bytes_lower_bound" (what the engine ranks hold); "seconds", medians over the rounds ("plan" and
-        "prepare" are needed once; "pack", "wire", "unpack" and "commit" are those of the slowest rank; "verify" is 0, as digests
-        are computed in the pass that packs and unpacks; "total" is from barrier to barrier); "baseline_seconds" and "speedup" by
-        the names of `BASELINES`; "peak_extra_bytes", the most that a rank's resident memory, shared memory included, rose above
-        what it was with layouts, plan and arrays in place, and "buffer_bytes", what its message buffers account for.
+        "transport", "bytes_wire", "bytes_lower_bound" (size of the engine ranks' weights); "seconds", medians over the rounds ("plan" and
+        "prepare" are needed once; "pack", "wire", "unpack" and "commit" are the slowest rank's; "verify" is 0, because digests
+        are computed while packing and unpacking; "total" is from barrier to barrier); "baseline_seconds" and "speedup" by
+        the names of `BASELINES`; "peak_extra_bytes", the largest rise of a rank's resident memory, shared memory included, over
+        its size with layouts, plan and arrays, and "buffer_bytes", the part of its message buffers.
 
     Raises:
-        InvariantBroken: two ways brought different bytes.
-        TransferError: a process that died.
-        WaitTimeout: processes that did not finish.
+        InvariantBroken: two ways delivered different bytes.
+        TransferError: a process died.
+        WaitTimeout: processes did not finish.
     """
     measured_at = here()
     hf = hf or MODEL
@@ -98,7 +98,7 @@ def run(hf: dict[str, Any] | None = None, rounds: int = ROUNDS) -> dict[str, Any
 
 
 def case(hf: dict[str, Any], name: str, rounds: int) -> list[dict[str, Any]]:
-    """One of `CASES`, over each transport; see `run`."""
+    """Run one of `CASES` over each transport; see `run`."""
     trainer, engine = CASES[name]
     world = trainer.world + engine.tp
     context = multiprocessing.get_context("spawn")
@@ -133,7 +133,7 @@ def _collect(results: Any, processes: list[Any]) -> tuple[int, dict[str, Any]]:
 
 
 def _rank(rank: int, world: int, hf: dict[str, Any], name: str, rounds: int, store: str, session: str, results: Any) -> None:
-    """One process: each way in turn, on the same arrays."""
+    """Run one process: each way in turn, on the same arrays."""
     import torch
     import torch.distributed as dist
 
@@ -150,7 +150,7 @@ def _rank(rank: int, world: int, hf: dict[str, Any], name: str, rounds: int, sto
         started = time.perf_counter()
         turns[way] = ways.prepared(way)
         out["prepare"][way] = time.perf_counter() - started
-        for _ in range(2):  # to warm up, and to see what it takes at most
+        for _ in range(2):  # to warm up, and to measure the peak
             _timed(turns[way], ways.staging, dist.barrier)
         out["extra"][way] = growth.peak_bytes()
         out["digests"][way] = [digest(array, threads=1) for array in ways.staging.values()]
@@ -171,7 +171,7 @@ Turn = Callable[[], Moved | None]
 
 
 class _Ways:
-    """What the ways of one rank have in common: layouts, plan and arrays."""
+    """The ways of one rank, with their common layouts, plan and arrays."""
 
     def __init__(self, rank: int, hf: dict[str, Any], name: str, session: str) -> None:
         self._rank, self._hf, self._session = rank, hf, session
@@ -189,7 +189,7 @@ class _Ways:
         self._peers: list[Any] = []
 
     def prepared(self, way: str) -> Turn:
-        """A function that brings the weights once."""
+        """Return a function that transfers the weights once."""
         if way in OURS:
             return self._prepare_ours(way)
         from benchmarks.peers import GatherAndBroadcast
@@ -211,14 +211,14 @@ class _Ways:
         def update() -> Moved:
             moved = exchanger.run()
             started = time.perf_counter()
-            self._live.update(self.staging)  # a commit where storage may be exchanged: names point to the new arrays
+            self._live.update(self.staging)  # a commit that swaps storage: names point to the new arrays
             moved.seconds["commit"] = time.perf_counter() - started
             return moved
 
         return update
 
     def close(self) -> dict[str, int]:
-        """Let go of everything; bytes of message buffers by way."""
+        """Free everything; return the bytes of message buffers by way."""
         for peer in self._peers:
             peer.close()
         for exchanger in self._ours.values():
@@ -227,7 +227,7 @@ class _Ways:
 
 
 def _timed(turn: Turn, staging: Arrays, barrier: Callable[[], object]) -> tuple[float, Moved | None]:
-    """Seconds from barrier to barrier."""
+    """Return the seconds from barrier to barrier."""
     for array in staging.values():
         array.fill(0)
     barrier()
@@ -238,7 +238,7 @@ def _timed(turn: Turn, staging: Arrays, barrier: Callable[[], object]) -> tuple[
 
 
 def numbered(layout: RankLayout) -> Arrays:
-    """Contents by storage name; replicas on different ranks must agree, so every row of storages of one name is the same."""
+    """Return contents by storage name; replicas on different ranks must agree, so all storages of one name have equal rows."""
     arrays = {}
     for name, storage in layout.storages.items():
         arrays[name] = np.zeros(storage.size, np.uint16)
@@ -255,7 +255,7 @@ def numbered(layout: RankLayout) -> Arrays:
 def _summaries(hf: dict[str, Any], name: str, found: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     for rank, measured in found.items():
         if len({tuple(digests) for digests in measured["digests"].values()}) != 1:
-            raise InvariantBroken(f"{name}: rank {rank} was brought different bytes by different ways")
+            raise InvariantBroken(f"{name}: rank {rank} got different bytes by different ways")
     _, destination = layouts(hf, *CASES[name])
     bound = sum(storage.nbytes for layout in destination for storage in layout.storages.values())
     return [_summary(name, way, bound, found) for way in OURS]

@@ -1,4 +1,4 @@
-"""How long an exchange takes that goes in lock-step rounds: a model without latencies, in which only the ranks' own links are busy."""
+"""A model of the duration of an exchange in lock-step rounds, without latencies, limited only by the ranks' own links."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Pair = tuple[int, int]
 
 
 def lock_step_seconds(messages: Mapping[Pair, np.ndarray], bytes_per_s: float) -> float:
-    """Every round lasts as long as its busiest rank sends, or receives, whichever is more; they follow each other.
+    """Return the seconds of consecutive rounds, each as long as its busiest rank sends or receives, whichever is longer.
 
     Args:
-        messages: bytes of the messages of every pair (source, destination), one a round.
-        bytes_per_s: of a rank's link, in each direction.
+        messages: bytes of the messages of every pair (source, destination), one per round.
+        bytes_per_s: rate of a rank's link, in each direction.
     """
     rounds = max((len(sizes) for sizes in messages.values()), default=0)
     busy: dict[tuple[str, int], np.ndarray] = {}
@@ -28,13 +28,13 @@ def lock_step_seconds(messages: Mapping[Pair, np.ndarray], bytes_per_s: float) -
 
 
 def ideal_seconds(messages: Mapping[Pair, np.ndarray], bytes_per_s: float) -> float:
-    """As long as the busiest rank's link is busy with all it has to move."""
+    """Return the seconds that the busiest rank's link needs for all its bytes."""
     return lock_step_seconds({pair: np.array([sizes.sum()]) for pair, sizes in messages.items()}, bytes_per_s)
 
 
 def planned_messages(plan: Plan, bucket_bytes: int) -> dict[Pair, np.ndarray]:
-    """Messages of all pairs of the whole plan, also where this is a part; those of a pair are taken to be equal, which they are but for
-    the rows of a box that cannot be cut (`asyncmoe.reshard.chunks.cut_transfer`)."""
+    """Return the messages of all pairs of the whole plan, even if this is a part. A pair's messages are assumed equal, as they are except
+    for box rows that cannot be cut (`asyncmoe.reshard.chunks.cut_transfer`)."""
     cuts = cuts_of(plan, bucket_bytes)
     traffic: list[list[int]] = plan.match.traffic().tolist()
     return {(s, d): np.full(cuts[s, d].messages, nbytes / cuts[s, d].messages) for s, d, nbytes in traffic}

@@ -1,4 +1,4 @@
-"""Expert routes of Qwen3-30B-A3B's shape, as benchmarks send them."""
+"""Expert routes of Qwen3-30B-A3B's shape for benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines that a process has started, as its user reaches them: their keys are in their environments, which only that user can read."""
+"""Access to the engines that a process has started: their keys are in their environments, which only the process's user can read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunningEngine:
     """The main process of an engine.
 
     Attributes:
-        seed: the run's, plus its index, plus the number of engines for each restart.
+        seed: the run's seed plus the engine's index, plus the number of engines for each restart.
     """
 
     process: psutil.Process
@@ -28,7 +28,7 @@ class RunningEngine:
     key: str
 
     def slow_down(self, seconds: float) -> None:
-        """Have it sleep in every forward pass. Raises OSError: it did not answer, or refused."""
+        """Make it sleep in every forward pass. Raises OSError: it did not respond, or refused."""
         headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
         body = json.dumps({"forward_sleep_time": seconds}).encode()
         with urllib.request.urlopen(urllib.request.Request(f"{self.url}/slow_down", body, headers), timeout=_TIMEOUT_S):
@@ -36,7 +36,7 @@ class RunningEngine:
 
 
 def below(parent: psutil.Process) -> list[RunningEngine]:
-    """Engines among the descendants of a process, whether they answer yet or not."""
+    """Return the engines among the descendants of a process, ready or not."""
     found = []
     for child in parent.children(recursive=True):
         with suppress(psutil.NoSuchProcess):

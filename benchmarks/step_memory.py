@@ -1,7 +1,7 @@
-"""Memory of trainer ranks in a training step of one long micro-batch, next to what `asyncmoe plan` foresees, part by part.
+"""Memory of trainer ranks in a training step of one long micro-batch, compared with the prediction of `asyncmoe plan`, part by part.
 
-Ranks are processes of this machine over gloo, and compute in float32. Scores of attention must never exist all together: for every head
-they would have 4 bytes for each pair of a sequence's tokens, more than the whole rank takes.
+Ranks are processes of this machine over gloo, and compute in float32. The attention scores must never exist all at once: each head would
+need 4 bytes for each pair of a sequence's tokens, more than all other memory of the rank.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 SEQUENCES = {"one": 1, "packed": 8}
-"""Of a micro-batch."""
+"""Sequences of a micro-batch."""
 CASES = (("dense", "one"), ("dense", "packed"), ("moe", "packed"))
 RANKS = (1, 2, 4)
-"""Context-parallel ones."""
+"""Numbers of context-parallel ranks."""
 WORK_S = 900.0
 PARTS = ("weights", "gradients", "optimizer", "activations", "working set")
-"""Those of a trainer's memory that exist in a step; the planner also counts what weight updates take, which happen between steps."""
+"""Parts of a trainer's memory in a step; the planner also counts weight updates, which happen between steps."""
 _MB = 1e6
 
 
 class StepJob(msgspec.Struct, frozen=True):
-    """What a rank is to do.
+    """A rank's task.
 
     Attributes:
-        hf: the configuration of the model, which is made of random weights.
+        hf: the configuration of the model, which has random weights.
         lengths: tokens of each sequence of the micro-batch.
-        rank, cp: of the context-parallel ranks, which are all there are.
-        meeting: a file where the ranks meet.
-        threads: of torch's.
+        rank, cp: rank and number of the context-parallel ranks; there are no others.
+        meeting: the ranks' rendezvous file.
+        threads: number of torch's threads.
         trainer: further keys of the trainer's configuration.
     """
 
@@ -66,11 +66,11 @@ class StepMemory(msgspec.Struct, frozen=True):
     """Memory of a rank in a training step, in bytes.
 
     Attributes:
-        live: of tensors when most exist, by `PARTS`; activations are those that layers have kept when the last one is done.
-        planned: the same as planned for.
-        resident: by how much the resident memory rose above what it was before the model was made.
-        largest: of the largest tensor that the step made.
-        seconds: of the step.
+        live: tensors at their peak, by `PARTS`; activations are those that layers keep when the last layer is done.
+        planned: the same as predicted by the planner.
+        resident: rise of the resident memory since before the model was built.
+        largest: the largest tensor created by the step.
+        seconds: duration of the step.
     """
 
     live: dict[str, int]
@@ -81,13 +81,13 @@ class StepMemory(msgspec.Struct, frozen=True):
 
 
 def run(tokens: int = 32_768, cases: Sequence[tuple[str, str]] = CASES, ranks: Sequence[int] = RANKS) -> dict[str, Any]:
-    """Every case with every number of context-parallel ranks, one after the other.
+    """Run every case with every number of context-parallel ranks, one after the other.
 
     Returns:
-        {"date", "machine", "load", "tokens", "cases"}; cases are named as in "dense_packed_cp2". Each has, in bytes, of the rank whose
-        tensors take most: "live" and "planned", "over" (the first by the second), "parts" (both for each of `PARTS`); and the most of all
-        ranks: "resident", "largest" (of a tensor), "s" (seconds of the step, with what counting takes). "scores" is what the scores of one
-        head for one sequence would take.
+        {"date", "machine", "load", "tokens", "cases"}; cases are named as in "dense_packed_cp2". Each has, in bytes, for the rank with the
+        most tensor memory: "live" and "planned", "over" (their ratio), "parts" (both for each of `PARTS`); and the maximum over
+        ranks of "resident", "largest" (of a tensor), "s" (seconds of the step, counting included). "scores" is the size of one head's
+        scores for one sequence.
 
     Raises:
         WaitTimeout: a rank did not finish.
@@ -109,7 +109,7 @@ async def _case(model: str, tokens: int, sequences: int, cp: int) -> dict[str, A
 
 
 def figures(found: Sequence[StepMemory], length: int) -> dict[str, Any]:
-    """Return the figures of a case, from all its ranks; `length` of a sequence."""
+    """Return the figures of a case, from all its ranks. `length`: of a sequence."""
     most = max(found, key=lambda one: sum(one.live.values()))
     live, planned = sum(most.live.values()), sum(most.planned.values())
     return {
@@ -143,7 +143,7 @@ async def _rank(job: StepJob) -> StepMemory:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """One line a case, in MB; of each part, tensors and plan."""
+    """Format one line per case, in MB; for each part, tensors and plan."""
     names = ("live", "planned", "over", "resident", *PARTS)
     lines = [f"{'':18}" + "".join(f"{name:>15}" for name in names)]
     for name, one in results["cases"].items():

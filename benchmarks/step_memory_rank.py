@@ -1,6 +1,6 @@
 """A trainer rank that takes one training step of one packed micro-batch and counts its tensors: a process of `benchmarks.step_memory`.
 
-A program of its own, `python -m benchmarks.step_memory_rank JOB`: it writes what it counted as one line of JSON.
+A separate program, `python -m benchmarks.step_memory_rank JOB`, which writes its figures as one line of JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.step_memory import PARTS, StepJob, StepMemory
 
 
 def run(job: StepJob) -> StepMemory:
-    """Take a step of a few tokens, which makes the optimizer's state, and the step that is counted."""
+    """Take a step of a few tokens, which creates the optimizer's state, then the counted step."""
     torch.set_num_threads(job.threads)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo", init_method=f"file://{job.meeting}", rank=job.rank, world_size=job.cp)
@@ -76,7 +76,7 @@ def run(job: StepJob) -> StepMemory:
 
 
 def configured(job: StepJob) -> Config:
-    """Return the configuration of a run in whose trainer the rank is."""
+    """Return the configuration of a run with this rank."""
     trainer = {
         "ranks": job.cp,
         "cp": job.cp,
@@ -113,7 +113,7 @@ def _trajectory(number: int, tokens: np.ndarray) -> Trajectory:
 
 
 def _state(stepped: Any) -> Iterator[torch.Tensor]:
-    """Yield what the optimizers keep of each parameter."""
+    """Yield the optimizers' state of each parameter."""
     for one in getattr(stepped, "chained_optimizers", [stepped]):
         for state in one.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim)

@@ -1,4 +1,4 @@
-"""What a weight update costs a real engine that generates: how long it stands still, and how much slower it is while it stages."""
+"""The cost of a weight update for a real, generating engine: its pause, and its slowdown during staging."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STREAMS = 4
 _PROMPT = (30, 40, 50, 60, 70)
 _TOKENS = 512
 _REST_S = 0.4
-"""Between updates: the time in which the engine is undisturbed."""
+"""Rest between updates, in which the engine is undisturbed."""
 _TIMEOUT_S = 300.0
 
 Window = tuple[float, float]
@@ -53,23 +53,23 @@ Window = tuple[float, float]
 
 @dataclass
 class Seen:
-    """What happened when, in seconds of `time.monotonic()`."""
+    """Events with times, in seconds of `time.monotonic()`."""
 
     tokens: list[tuple[float, int]] = field(default_factory=list)
-    """When so many came."""
+    """Times and numbers of received tokens."""
     staging: list[Window] = field(default_factory=list)
     calm: list[Window] = field(default_factory=list)
     """From the end of an update to the beginning of the next."""
 
 
 def run(updates: int = 30, trainer: Mapping[str, int] | None = None, engine: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """All methods on both sizes; every update is published while an engine generates `STREAMS` responses at once.
+    """Measure all methods on both sizes; every update is published while an engine generates `STREAMS` responses at once.
 
     Args:
         trainer: `ranks`, `tp`, `pp`, `ep`; engine: `tp`, `ep`, `count`.
 
     Returns:
-        {"date", "machine", "load", "cases"}; a case has "model" (its "bytes" in float32), "method" and what `measure` returns.
+        {"date", "machine", "load", "cases"}; a case has "model" (its "bytes" in float32), "method" and the result of `measure`.
 
     Raises:
         EngineError: an engine or a trainer rank died.
@@ -103,11 +103,11 @@ def run(updates: int = 30, trainer: Mapping[str, int] | None = None, engine: Map
 
 
 async def measure(config: Config, updates: int) -> dict[str, Any]:
-    """Start what `config` says, and publish while the first engine generates.
+    """Start the processes of `config`, and publish while the first engine generates.
 
     Returns:
-        "updates", medians of "pause_ms" and "sync_seconds", their largest, "staging_seconds" (median), and "tokens_per_s" {"calm",
-        "staging", "share"}: all tokens that came in those times over the times, where there was any staging.
+        "updates", medians of "pause_ms" and "sync_seconds", their maxima, "staging_seconds" (median), and "tokens_per_s" {"calm",
+        "staging", "share"}: tokens received in those periods over their lengths, if there was any staging.
     """
     config.run.dir.mkdir(parents=True)
     key = secrets.token_urlsafe(32)
@@ -134,7 +134,7 @@ async def measure(config: Config, updates: int) -> dict[str, Any]:
 
 
 async def _publish(config: Config, engines: Sequence[EngineProcess], key: str, seen: Seen, updates: int) -> list[dict[str, float]]:
-    """Have a trainer publish while the first engine generates; the first update, in which all meet, is left out."""
+    """Let a trainer publish while the first engine generates; the first update, which includes the rendezvous, is not counted."""
 
     async def nothing(_: int) -> None:
         pass
@@ -152,7 +152,7 @@ async def _publish(config: Config, engines: Sequence[EngineProcess], key: str, s
                 seen.calm.append((ended, staged))
         if isinstance(request, WeightsCommit) and ended and config.sync.method == "reshard":
             seen.staging.append((staged, time.monotonic()))
-        reply = await coordinator.handle(request)  # type: ignore[arg-type]  # only those of weights are sent
+        reply = await coordinator.handle(request)  # type: ignore[arg-type]  # only weight requests are sent
         if isinstance(request, WeightsCommit):
             ended = time.monotonic()
         return reply
@@ -192,7 +192,7 @@ async def _train(config: Config, result: Path, updates: int) -> None:
 
 
 async def _generate(url: str, key: str, adapter: str | None, seen: Seen) -> None:
-    """One response after the other, streamed, until cancelled."""
+    """Stream one response after the other until cancelled."""
     sampling = {"temperature": 1.0, "max_new_tokens": _TOKENS, "ignore_eos": True}
     body = {"input_ids": list(_PROMPT), "sampling_params": sampling, "stream": True}
     headers = {"Authorization": f"Bearer {key}"}
@@ -208,7 +208,7 @@ async def _generate(url: str, key: str, adapter: str | None, seen: Seen) -> None
 
 
 def rate(tokens: Sequence[tuple[float, int]], windows: Sequence[Window]) -> float:
-    """Tokens a second over some windows [begin, end), which come in order and do not overlap."""
+    """Return tokens per second over ordered, non-overlapping windows [begin, end)."""
     total, index = 0, 0
     ordered = sorted(tokens)
     for begin, end in windows:

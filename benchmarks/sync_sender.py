@@ -22,7 +22,7 @@ from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums  # noqa
 
 
 def main() -> None:
-    """Publish `UPDATES` versions, resting between them; rank 0 writes what each cost to RESULT."""
+    """Publish `UPDATES` versions, resting between them; rank 0 writes each one's cost to RESULT."""
     die_with_parent()
     config, result, updates, rest_s = configuration.load(Path(sys.argv[1]), []), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     place = mesh.start(config.trainer)

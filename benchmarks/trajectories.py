@@ -8,12 +8,12 @@ from asyncmoe.trajectory import NOT_SAMPLED, Routing, Trajectory, encode_routes
 
 
 def demonstrations(count: int, tokens: int, vocabulary: int, routing: Routing | None = None) -> list[Trajectory]:
-    """Demonstrations in which every token but the first counts.
+    """Make demonstrations in which every token but the first is trained on.
 
     Args:
-        tokens: of each, at least 2.
-        vocabulary: token ids are drawn below it.
-        routing: of a model; every token but the last has random experts of it recorded. None: no experts are recorded.
+        tokens: tokens of each, at least 2.
+        vocabulary: upper bound (exclusive) of token ids.
+        routing: a model's routing; every token but the last gets random recorded experts. None: no experts are recorded.
     """
     random = np.random.default_rng(0)
     found = []

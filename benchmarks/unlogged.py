@@ -1,4 +1,4 @@
-"""A queue of which nothing is kept."""
+"""A queue without a log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncmoe.queue.queue_log import QueueLog
 
 
 class Unlogged(QueueLog):
-    """Takes whatever it is told, and forgets it."""
+    """A log that discards every record."""
 
     def __init__(self) -> None:
         self.name, self.state, self.history, self.replays, self._decided = "no log", LogState(), 0, {}, -1

@@ -56,25 +56,25 @@ First measure three things on a few GPUs: the step time of an engine at two batc
 seconds of a training step (`trainer.step_s`), and some response lengths (`workload`). `asyncmoe plan`
 estimates the weight sync (`sync.seconds`).
 
-Or let a run say the lengths: `workload=RUN_DIR` draws from the groups that the run kept (`telemetry.samples`). The seconds of its training,
-sync and pause are in its report.
+Or take the lengths from a run: `workload=RUN_DIR` draws from the groups that the run kept (`telemetry.samples`). The seconds of its
+training, sync and pause are in its report.
 
 ```
 asyncmoe simulate my-plant.yaml workload=runs/mine engines.count=96
 ```
 
-Steps do not grow with contexts here, prompts are prefilled in no time unless `engines.prefill_s` says otherwise, requests go in the order
-in which they came, engines pause for a new version (also where a run has `rollout.interruption: drain`), and nothing fails: measure with
-contexts of the usual length, and let `engines.max_running` be what has room for its keys and values.
+The model is simple: step times do not grow with context length, prefill takes no time unless `engines.prefill_s` is set, requests are
+served in order of arrival, engines pause for a new version (even if a run has `rollout.interruption: drain`), and nothing fails. So
+measure with contexts of the usual length, and set `engines.max_running` to the number of requests whose keys and values fit into memory.
 
 The first command compares async, one_step_off and sync on the plant, with the largest speed-up that the stragglers allow in theory and the
-number of GPUs that should generate by it (`asyncmoe/simulate/laws.py` derives both). A caution says where an assumption of the theory does
-not hold: a batch that does not fill the slots, responses that last longer than `max_staleness` steps. The last row is the share of the
-started responses that was dropped. `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
+corresponding number of generating GPUs (`asyncmoe/simulate/laws.py` derives both). A caution is printed where an assumption of the theory
+does not hold: a batch that does not fill the slots, responses that last longer than `max_staleness` steps. The last row is the share of
+started responses that were dropped. `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
 `max_staleness` 1, 2, 4, 8 and the plant's. `--json FILE` writes the figures.
 
-The command line can override any key. A wrong key or value is refused with its line in the file, all at once. A key that is left out has
-its default; without a file all have theirs.
+The command line can override any key. All wrong keys and values are refused at once, each with its line in the file. Keys that are left out
+have their defaults; without a file, all do.
 """
 _WORDS = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text", Path: "path", type(None): "`null`", Any: "anything"}
 

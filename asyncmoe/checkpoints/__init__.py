@@ -1,9 +1,9 @@
-"""Checkpoints of a run: their directories, manifests, facts, and the copies of them in a second place.
+"""Checkpoints of a run: their directories, manifests, facts, and their copies in a second place.
 
 - `directories`: written under a temporary name, renamed when complete; retention.
 - `manifest`: size and digest of every file.
-- `facts_file`: what a checkpoint says of the run that wrote it, and what refuses to resume from it.
-- `intact`: the newest checkpoint without damage.
+- `facts_file`: a checkpoint's facts about the run that wrote it, and the checks before a resume.
+- `intact`: the newest undamaged checkpoint.
 """
 
 from __future__ import annotations

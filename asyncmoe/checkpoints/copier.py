@@ -1,4 +1,4 @@
-"""Copies new checkpoints of a run to its second place, in a thread of the supervisor, while the run goes on."""
+"""Copies a run's new checkpoints to its second place, in a thread of the supervisor, while the run continues."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 _POLL_S, _JOIN_S = 1.0, 0.25
 _ANSWER_S = 60.0
 LAST_S = 900.0
-"""Seconds that the end of a run waits for the copy of its last checkpoint."""
+"""Seconds that a run waits at its end for the copy of its last checkpoint."""
 
 
 def check(config: Config) -> None:
-    """Refuse a second place that does not answer, or that has copies although the run has no checkpoint.
+    """Refuse a second place that does not respond, or that has copies although the run has no checkpoint.
 
     Raises:
-        UserError: see `copies.place_of`; or the place fails, or its copies are another run's or should be brought back first.
+        UserError: see `copies.place_of`; or the place fails, or its copies are another run's or must be restored first.
     """
     url, run_dir = config.trainer.checkpoint_copy, config.run.dir
     if url is None:
@@ -42,10 +42,10 @@ def check(config: Config) -> None:
 
 
 def try_to_write(config: Config) -> None:
-    """Refuse a second place in which nothing can be written; a file is written there and deleted.
+    """Refuse a second place that is not writable, by writing and deleting a file there.
 
     Raises:
-        UserError: it cannot.
+        UserError: it is not writable.
     """
     if config.trainer.checkpoint_copy is not None:
         place = copies.place_of(config.trainer.checkpoint_copy, config.run.dir)
@@ -53,10 +53,10 @@ def try_to_write(config: Config) -> None:
 
 
 def _answer(place: SecondPlace, act: Callable[[], T], expected: str) -> T:
-    """Call the second place, but wait no longer than `_ANSWER_S`: a client may retry for minutes.
+    """Call the second place, waiting at most `_ANSWER_S`: its client may retry for minutes.
 
     Raises:
-        ConfigError: it fails, or does not answer.
+        ConfigError: it fails or does not respond.
     """
     try:
         return storage.within(_ANSWER_S, place.shown, "an answer", act)
@@ -66,13 +66,13 @@ def _answer(place: SecondPlace, act: Callable[[], T], expected: str) -> T:
 
 
 class Copier:
-    """Sends each new checkpoint, the newest first; one that a newer replaces meanwhile may be left out. Use as a context manager.
+    """Sends each new checkpoint, the newest first; one that is superseded meanwhile may be skipped. Use as a context manager.
 
-    A failure is said once, until a copy succeeds, and never ends the run. At the end of the block the last checkpoint is awaited for
-    `LAST_S`, unless the run has failed or the user ended it at once: its next start copies what is missing.
+    Failures are reported once until a copy succeeds, and never end the run. The end of the block waits up to `LAST_S` for the last
+    checkpoint, unless the run has failed or the user ended it at once: its next start copies what is missing.
 
     Args:
-        asked_to_end: how often the user has asked the run to end; once more ends the wait for the last checkpoint.
+        asked_to_end: returns how often the user has asked the run to end; one more request ends the wait for the last checkpoint.
     """
 
     def __init__(self, config: Config, asked_to_end: Callable[[], int] = lambda: 0) -> None:
@@ -110,7 +110,7 @@ class Copier:
     def _work(self) -> None:
         assert self._place is not None
         while not self._now.is_set():
-            last = self._ending.is_set()  # before the look, so that the last checkpoint is seen
+            last = self._ending.is_set()  # read first, so that the last checkpoint is seen
             newest = directories.newest(self._run_dir)
             if newest is not None and newest != self._done:
                 self._copy(newest, self._place)
@@ -125,8 +125,8 @@ class Copier:
         try:
             copies.send(checkpoint, place)
             copies.prune(place, self._section.keep_checkpoints, self._section.keep_every)
-        except Exception as error:  # noqa: BLE001  every package has errors of its own; all are said
-            if checkpoint.is_dir() and not self._failing:  # else a newer one has taken its place
+        except Exception as error:  # noqa: BLE001  every package has errors of its own; all are reported
+            if checkpoint.is_dir() and not self._failing:  # else a newer one has replaced it
                 why = f"{checkpoint.name} was not copied to {place.shown}: {copies.said(error)}"
                 _say(f"{KEY}: {why}; the run goes on, and the next checkpoint is tried again")
             self._failing |= checkpoint.is_dir()

@@ -1,7 +1,7 @@
-"""Copies of checkpoints in a second place, which fsspec names by a URL: `URL/NAME OF THE RUN'S DIRECTORY/step-00000012/`.
+"""Copies of checkpoints in a second place, an fsspec URL: `URL/NAME OF THE RUN'S DIRECTORY/step-00000012/`.
 
-Object stores cannot rename. The manifest is therefore written last and deleted first: a copy with its manifest is complete, and any other
-is absent. Files are digested before they are sent and after they were brought back.
+Object stores cannot rename. The manifest is therefore written last and deleted first: a copy with its manifest is complete, any other
+counts as absent. Files are digested before sending and after restoring.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncmoe.errors import AsyncmoeError, DataError, UserError
 
 KEY = "trainer.checkpoint_copy"
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "obs", "r2"))
-"""fsspec's names of stores without folders."""
+"""fsspec's protocol names of stores without folders."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SecondPlace:
     Attributes:
         files: fsspec's file system.
         root: path of the run's folder in it.
-        shown: its URL without credentials, for messages.
+        shown: the folder's URL without credentials, for messages.
     """
 
     files: Any
@@ -44,10 +44,10 @@ class SecondPlace:
 
 
 def place_of(url: str, run_dir: Path) -> SecondPlace:
-    """Open a second place; no connection is made.
+    """Open a second place, without connecting.
 
     Raises:
-        UserError: fsspec, or its package for this kind of URL, is not installed, or it knows no such kind.
+        UserError: fsspec, or its package for this kind of URL, is not installed, or the kind is unknown.
     """
     installed.need("fsspec", KEY)
     import fsspec
@@ -63,17 +63,17 @@ def place_of(url: str, run_dir: Path) -> SecondPlace:
 
 
 def without_credentials(url: str) -> str:
-    """Return a URL without the user and password that it may hold."""
+    """Return a URL without user and password."""
     return re.sub(r"://[^/@]*@", "://", url)
 
 
 def said(error: BaseException) -> str:
-    """Return an error of any package in one line, without credentials."""
+    """Format any package's error as one line, without credentials."""
     return without_credentials(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def complete(place: SecondPlace) -> list[int]:
-    """Return the steps whose copies are complete, ascending. Raises what the file system raises."""
+    """Return the steps whose copies are complete, ascending. Raises the file system's errors."""
     place.files.invalidate_cache()
     if not place.files.exists(place.root):
         return []
@@ -87,14 +87,14 @@ def send(checkpoint: Path, place: SecondPlace) -> None:
 
     Raises:
         DataError: the checkpoint is damaged; its copy is then incomplete.
-        Exception: what the file system raises.
+        Exception: the file system's errors.
     """
     listed = manifest.read(checkpoint)
     folder = f"{place.root}/{checkpoint.name}"
     _remove(place, f"{folder}/{MANIFEST}")
     for name, sealed in sorted(listed.items()):
         if (fault := manifest.changed(checkpoint, listed, [name])) is not None:
-            raise DataError(str(checkpoint), got=fault, expected="files as they were written")
+            raise DataError(str(checkpoint), got=fault, expected="undamaged files")
         _make_folder(place, f"{folder}/{name}")
         place.files.put_file(str(checkpoint / name), f"{folder}/{name}")
         place.files.invalidate_cache()
@@ -105,7 +105,7 @@ def send(checkpoint: Path, place: SecondPlace) -> None:
 
 
 def prune(place: SecondPlace, keep: int, keep_every: int) -> None:
-    """Delete copies that a run of these settings would not keep. Raises what the file system raises."""
+    """Delete copies that a run with these settings would not keep. Raises the file system's errors."""
     steps = complete(place)
     for step in set(steps) - directories.kept(steps, keep, keep_every):
         _remove(place, f"{place.folder(step)}/{MANIFEST}")
@@ -113,13 +113,13 @@ def prune(place: SecondPlace, keep: int, keep_every: int) -> None:
 
 
 def restore(url: str, run_dir: Path, step: int | None = None) -> Path:
-    """Bring a copy back as a checkpoint of the run, and return its directory. The caller holds the run's lock.
+    """Restore a copy as a checkpoint of the run, and return its directory. The caller holds the run's lock.
 
     Args:
-        step: None: the newest that is complete there.
+        step: None: the newest complete copy.
 
     Raises:
-        DataError: there is no such copy, it is damaged, or the run has this checkpoint, undamaged.
+        DataError: there is no such copy, it is damaged, or the run has an undamaged checkpoint of this step.
         UserError: see `place_of`.
         StorageError: it cannot be written.
         AsyncmoeError: the second place fails.
@@ -152,10 +152,10 @@ def restore(url: str, run_dir: Path, step: int | None = None) -> Path:
 
 
 def _asked(place: SecondPlace, act: Callable[[], Any]) -> Any:
-    """Call the second place; its errors are of every package's own kinds.
+    """Call the second place, translating the errors of any package.
 
     Raises:
-        AsyncmoeError: it fails.
+        AsyncmoeError: the call fails.
     """
     try:
         return act()
@@ -166,7 +166,7 @@ def _asked(place: SecondPlace, act: Callable[[], Any]) -> Any:
 
 
 def _make_folder(place: SecondPlace, target: str) -> None:
-    """Make the folder of a file where there are folders; in a bucket it would only make a bucket of a mistyped name."""
+    """Make a file's folder, except in bucket stores, where this could only create a bucket from a mistyped name."""
     kinds = (place.files.protocol,) if isinstance(place.files.protocol, str) else place.files.protocol
     folder = target.rpartition("/")[0]
     if "file" in kinds:
@@ -176,7 +176,7 @@ def _make_folder(place: SecondPlace, target: str) -> None:
 
 
 def try_to_write(place: SecondPlace) -> None:
-    """Write a small file and delete it. Raises what the file system raises."""
+    """Write a small file and delete it. Raises the file system's errors."""
     path = f"{place.root}/.asyncmoe"
     _make_folder(place, path)
     with place.files.open(path, "wb") as file:

@@ -1,7 +1,7 @@
 """Checkpoint directories: `RUN/checkpoints/step-00000012/`, either complete or absent.
 
-A checkpoint is written under a temporary name. When every rank has written its part, all files and the directory are on their disk before
-the directory is renamed, and the rename before older checkpoints are deleted: a kill or a power cut at any moment leaves a complete one.
+A checkpoint is written under a temporary name. Once every rank has written its part, all files and the directory are synced before the
+directory is renamed, and the rename before older checkpoints are deleted: a kill or a power cut at any moment leaves a complete one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def name_of(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a complete checkpoint by the name of its directory; None if it names none."""
+    """Parse the step from the name of a complete checkpoint's directory; None if it is not such a name."""
     found = _COMPLETE.fullmatch(name)
     return None if found is None else int(found[1])
 
@@ -47,7 +47,7 @@ def complete(run_dir: Path) -> list[Path]:
 
 
 def newest(run_dir: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step, or None. See `asyncmoe.checkpoints.intact` for what is in it."""
+    """Return the complete checkpoint of the highest step, or None. It may be damaged: see `asyncmoe.checkpoints.intact`."""
     return next(reversed(complete(run_dir)), None)
 
 
@@ -73,7 +73,7 @@ def finish(run_dir: Path, step: int, facts: Mapping[str, Any], keep: int, keep_e
     """Make the checkpoint of `step` visible, and delete those that are no longer kept (see `kept`).
 
     Args:
-        sealed: files that are on their disk already, such as those of other ranks; all other files are read and synced here.
+        sealed: files that are already synced, such as those of other ranks; all other files are read and synced here.
 
     Raises:
         OSError: a file cannot be read, written or synced; the checkpoint is then not visible.
@@ -86,7 +86,7 @@ def finish(run_dir: Path, step: int, facts: Mapping[str, Any], keep: int, keep_e
 
 
 def publish(written: Path, final: Path, sealed: Manifest | None = None) -> None:
-    """Write the manifest of a directory, have everything on its disk, and rename the directory. Arguments and errors as `finish`."""
+    """Write a directory's manifest, sync everything, and rename the directory. Arguments and errors as for `finish`."""
     files = dict(sealed or {})
     for name in manifest.names_in(written):
         if name not in files:
@@ -100,14 +100,14 @@ def publish(written: Path, final: Path, sealed: Manifest | None = None) -> None:
         final.rename(replaced)
     written.rename(final)
     storage.sync_directory(final.parent)
-    storage.sync_directory(final.parent.parent)  # of the first checkpoint the folder is new
+    storage.sync_directory(final.parent.parent)  # for the first checkpoint the folder is new
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def kept(steps: Sequence[int], keep: int, keep_every: int) -> set[int]:
-    """Return the steps whose checkpoints stay: the newest `keep`, and the first at or after each multiple of `keep_every`, if it is not 0.
+    """Return the steps whose checkpoints stay: the newest `keep`, and the first at or after each multiple of `keep_every`, unless it is 0.
 
-    What is kept for a multiple stays kept whatever is saved later, because steps only grow.
+    A checkpoint kept for a multiple stays kept, because later saves have higher steps.
     """
     stay = set(sorted(steps)[-keep:])
     if keep_every:
@@ -119,7 +119,7 @@ def kept(steps: Sequence[int], keep: int, keep_every: int) -> set[int]:
 
 
 def prune(run_dir: Path, keep: int, keep_every: int) -> None:
-    """Delete complete checkpoints that `kept` does not name. One that is half deleted has another name."""
+    """Delete complete checkpoints that `kept` does not return; each is renamed first, so a half-deleted one does not count."""
     found = {step: path for path in complete(run_dir) if (step := step_of(path.name)) is not None}
     for step in found.keys() - kept(list(found), keep, keep_every):
         deleting = found[step].with_suffix(DELETING)
@@ -129,7 +129,7 @@ def prune(run_dir: Path, keep: int, keep_every: int) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint so that nothing resumes from it; return the new path. It is deleted by the user only."""
+    """Rename a damaged checkpoint so that nothing resumes from it; return the new path. Only the user deletes it."""
     aside, number = checkpoint.with_suffix(DAMAGED), 1
     while aside.exists():
         number += 1

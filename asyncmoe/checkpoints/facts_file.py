@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that wrote it (`asyncmoe.json`), and the checks that refuse to resume from it."""
+"""A checkpoint's facts about the run that wrote it (`asyncmoe.json`), and the checks before a resume."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from asyncmoe.errors import ConfigError, DataError
 
 FACTS = "asyncmoe.json"
 _KEYS = {"family": "model.family"}
-"""Settings that facts call otherwise."""
+"""Configuration keys of facts that have another name."""
 
 
 def facts(checkpoint: Path) -> dict[str, Any]:
     """Read the facts that `finish` stored with a checkpoint.
 
     Raises:
-        DataError: the file of facts is missing or malformed.
+        DataError: the facts file is missing or malformed.
         UserError: this process cannot read it.
     """
     path, expected = checkpoint / FACTS, "the facts of a checkpoint, a mapping with the key step"
@@ -35,10 +35,10 @@ def facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def kind_faults(checkpoint: Path, now: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield an error, which names the key, for each setting by which a checkpoint is of another model family or kind of training.
+    """Yield an error that names the key for each setting that shows another model family or kind of training.
 
     Args:
-        now: settings that say what is trained, as `finish` stored those of the run that wrote it; those that both have are compared.
+        now: the current settings, in the form that `finish` stored; settings that both have are compared.
 
     Raises:
         DataError: as `facts`.

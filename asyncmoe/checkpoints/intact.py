@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: the newest that is as it was written."""
+"""The checkpoint that a run resumes from: the newest undamaged one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from asyncmoe.checkpoints.manifest import Manifest
 from asyncmoe.errors import DataError
 
 QUICK_BYTES = 2 << 30
-"""Bytes of a checkpoint that are read before a run starts, smallest files first: a second or two. Trainer ranks read the whole."""
+"""Bytes of a checkpoint read before a run starts, smallest files first: a second or two. Trainer ranks read all of it."""
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A complete checkpoint that is not as it was written: the file, and how it differs."""
+    """A complete but damaged checkpoint: the file, and how it differs."""
 
     path: Path
     fault: str
@@ -30,8 +30,8 @@ class Survey:
     """The checkpoints of a run.
 
     Attributes:
-        newest: the newest without a fault; None if the run has no checkpoint.
-        damaged: those newer than `newest`, the newest first.
+        newest: the newest undamaged one; None if the run has no checkpoint.
+        damaged: those newer than `newest`, newest first.
     """
 
     newest: Path | None
@@ -39,22 +39,22 @@ class Survey:
 
     @property
     def lines(self) -> list[str]:
-        """What the user should know, before a run resumes."""
+        """Messages for the user before a run resumes."""
         if self.newest is None:
             return []
         return [f"checkpoint {one}; the run resumes from {self.newest.name}" for one in self.damaged]
 
 
 def survey(run_dir: Path) -> Survey:
-    """Find the newest checkpoint of a run without a fault, as far as `QUICK_BYTES` show. Changes nothing. Raises as `first_intact`."""
+    """Find a run's newest undamaged checkpoint, reading `QUICK_BYTES` of each. Changes nothing. Raises as `first_intact`."""
     return first_intact(reversed(directories.complete(run_dir)), lambda path: fault(path, QUICK_BYTES))
 
 
 def first_intact(checkpoints: Iterable[Path], fault_of: Callable[[Path], str | None]) -> Survey:
-    """Find the first checkpoint without a fault.
+    """Find the first undamaged checkpoint.
 
     Args:
-        checkpoints: of a run, the newest first.
+        checkpoints: a run's checkpoints, newest first.
 
     Raises:
         DataError: the run has checkpoints, and every one is damaged.
@@ -70,30 +70,30 @@ def first_intact(checkpoints: Iterable[Path], fault_of: Callable[[Path], str | N
     raise DataError(
         str(folder),
         got="; ".join(map(str, damaged)),
-        expected="a checkpoint as it was written",
+        expected="an undamaged checkpoint",
         hint=f"bring a copy back (asyncmoe checkpoints {folder.parent} --restore URL), or delete {folder} to start over",
     )
 
 
 def fault(checkpoint: Path, most_bytes: int | None = None) -> str | None:
-    """Return which file of a checkpoint is damaged, and how; None if none is.
+    """Return which file of a checkpoint is damaged, and how; None if all files are undamaged.
 
     Args:
         most_bytes: read the smallest files, up to this many bytes; compare only the sizes of all others. None: read all files.
 
     Raises:
-        UserError: the checkpoint may be whole, but cannot be read here.
+        UserError: the checkpoint may be intact, but cannot be read here.
     """
     return _fault(checkpoint, lambda listed: sorted(listed) if most_bytes is None else manifest.smallest(listed, most_bytes))
 
 
 def fault_in_share(checkpoint: Path, rank: int, world: int) -> str | None:
-    """Like `fault`, for the files that one of `world` ranks verifies; together they read every file."""
+    """Like `fault`, for the files that one of `world` ranks verifies; together the ranks read every file."""
     return _fault(checkpoint, lambda listed: manifest.share(listed, rank, world))
 
 
 def chosen(run_dir: Path, step: int | None) -> Path:
-    """Return the checkpoint of a step, or the newest, as somebody named it on the command line; it may be damaged.
+    """Return the checkpoint chosen on the command line, by step or the newest; it may be damaged.
 
     Raises:
         DataError: the run has no such checkpoint.
@@ -110,16 +110,16 @@ def chosen(run_dir: Path, step: int | None) -> Path:
 
 
 def refused(checkpoint: Path, fault: str) -> DataError:
-    """Return the error for a damaged checkpoint that is to be exported; the choice of another is left to the user."""
+    """Return the error for exporting a damaged checkpoint; the choice of another is left to the user."""
     older = [path for path in directories.complete(checkpoint.parent.parent) if path < checkpoint]
     hint = f"--step {directories.step_of(older[-1].name)} takes the checkpoint before" if older else "the run has no older checkpoint"
-    return DataError(str(checkpoint), got=f"a damaged checkpoint: {fault}", expected="files as they were written", hint=hint)
+    return DataError(str(checkpoint), got=f"a damaged checkpoint: {fault}", expected="undamaged files", hint=hint)
 
 
 def _fault(checkpoint: Path, choose: Callable[[Manifest], Iterable[str]]) -> str | None:
-    """Compare the sizes of all files, and read those that are chosen."""
+    """Compare the sizes of all files, and the content of the chosen ones."""
     try:
         listed = manifest.read(checkpoint)
         return manifest.missing_or_cut(checkpoint, listed) or manifest.changed(checkpoint, listed, choose(listed))
-    except DataError as error:  # of the manifest; said without the path of the checkpoint
+    except DataError as error:  # from the manifest; reported without the checkpoint's path
         return f"{error.what.removeprefix(f'{checkpoint}/')}: got {error.got}"

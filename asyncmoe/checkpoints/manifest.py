@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: size and CRC-32C of each of its files, in `manifest.json`.
 
-It finds files that are missing, cut short, or changed by a disk, a copy or a network. It protects from damage, not from an attacker.
+It detects files that are missing, truncated, or changed by a disk, a copy or a network. It protects against damage, not attackers.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _PIECE_BYTES = 8 << 20
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
-"""Reasons that a file cannot be read that lie in the checkpoint. Any other, such as EACCES or ESTALE, lies in the machine."""
+"""Read errors that mean a damaged checkpoint. Any other, such as EACCES or ESTALE, is the machine's."""
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A file as it was written: its bytes, and their CRC-32C (RFC 3720, appendix B.4)."""
+    """A file's size in bytes and CRC-32C (RFC 3720, appendix B.4) when it was written."""
 
     nbytes: int
     crc32c: int
 
 
 Manifest = Mapping[str, Sealed]
-"""By name: the path below the checkpoint's directory, with "/" between its parts."""
+"""Sealed files by name: the path below the checkpoint's directory, with "/" between its parts."""
 
 
 def seal(path: Path, *, sync: bool = False) -> Sealed:
     """Read a file, and return its size and digest.
 
     Args:
-        sync: also have the file on its disk before this returns.
+        sync: also sync the file to disk.
 
     Raises:
         OSError: the file cannot be read or synced.
     """
-    from asyncmoe.trajectory.native import crc32c  # the commands that start nothing work without the extension
+    from asyncmoe.trajectory.native import crc32c  # commands that start no process work without the extension
 
     buffer = memoryview(bytearray(_PIECE_BYTES))
     total = digest = 0
@@ -64,7 +64,7 @@ def text_of(manifest: Manifest) -> bytes:
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Write `manifest.json`, and have it on its disk."""
+    """Write and sync `manifest.json`."""
     with (directory / MANIFEST).open("wb") as file:
         file.write(text_of(manifest))
         file.flush()
@@ -76,7 +76,7 @@ def read(directory: Path) -> Manifest:
 
     Raises:
         DataError: it is missing or damaged.
-        UserError: it is of a later format, or cannot be read here although it may be whole.
+        UserError: it has a later format, or cannot be read here although it may be intact.
     """
     path = directory / MANIFEST
     try:
@@ -86,10 +86,10 @@ def read(directory: Path) -> Manifest:
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """Say why a file of a checkpoint is damaged, if `error` shows that it is.
+    """Return the reason why a checkpoint's file is damaged, if `error` shows that it is.
 
     Raises:
-        UserError: the file may be whole, but this process cannot read it.
+        UserError: the file may be intact, but this process cannot read it.
     """
     if error.errno in _DAMAGE:
         return str(error.strerror)
@@ -99,7 +99,7 @@ def unreadable(path: Path, error: OSError) -> str:
 
 
 def names_in(directory: Path) -> list[str]:
-    """Return the names of all files of a checkpoint that a manifest lists, sorted."""
+    """Return the names of all files in a checkpoint that its manifest must list, sorted."""
     found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
@@ -136,12 +136,12 @@ def smallest(manifest: Manifest, most_bytes: int) -> list[str]:
 
 
 def share(manifest: Manifest, rank: int, world: int) -> list[str]:
-    """Return the names of the files that a rank verifies: together the ranks verify every file, each about as many bytes."""
+    """Return the names of the files that a rank verifies: together the ranks verify every file, with about equal bytes each."""
     return sorted(manifest, key=lambda name: (-manifest[name].nbytes, name))[rank::world]
 
 
 def parse(text: bytes, path: Path) -> Manifest:
-    """Return a manifest from its text, such as that of a copy. `path` names it in errors. Raises as `read`."""
+    """Parse a manifest's text, for example a copy's. `path` names it in errors. Raises as `read`."""
     try:
         values = json.loads(text)
         if not isinstance(values, dict):
@@ -151,7 +151,7 @@ def parse(text: bytes, path: Path) -> Manifest:
             raise UserError(str(path), got=got, expected=f"format {_FORMAT}", hint="a later asyncmoe wrote it; use that one")
         files = values["files"]
         if values["check"] != _check(files):
-            raise _damaged(path, "content that its own check contradicts")
+            raise _damaged(path, "content that does not match its own checksum")
         return dict(_entries(files))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {' '.join(str(error).split())[:100]}") from error

@@ -1,4 +1,4 @@
-"""What `asyncmoe checkpoints RUN` shows: every checkpoint of a run, its size, and whether it is as it was written."""
+"""The output of `asyncmoe checkpoints RUN`: every checkpoint of a run, its size, and whether it is undamaged."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from asyncmoe.errors import DataError, gibibytes
 
 State = Literal["verified", "complete", "damaged", "unfinished"]
 _MEANINGS: dict[State, str] = {
-    "verified": "all files are as they were written",
-    "complete": "all files have their sizes; --verify reads them",
+    "verified": "all files are undamaged",
+    "complete": "all files have the right sizes; --verify reads them",
     "damaged": "",
     "unfinished": "being written, or left by a killed save",
 }
@@ -27,7 +27,7 @@ class CheckpointLine:
     """A directory below RUN/checkpoints.
 
     Attributes:
-        step: None if the name tells none.
+        step: None if the name has none.
         saved: Unix time; None if unknown.
         fault: the damaged file and how it differs; "" unless `state` is damaged.
     """
@@ -41,7 +41,7 @@ class CheckpointLine:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The line of a table."""
+        """The cells of the table's line."""
         when = "?" if self.saved is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.saved))
         told = self.fault or _MEANINGS[self.state]
         return (self.name, when, gibibytes(self.nbytes), f"{self.state}: {told}")
@@ -55,7 +55,7 @@ def overview(run_dir: Path, *, verify: bool = False) -> list[CheckpointLine]:
 
     Raises:
         DataError: there is no folder of checkpoints.
-        UserError: a file cannot be read, although it may be whole.
+        UserError: a file cannot be read, although it may be intact.
     """
     folder = run_dir / directories.FOLDER
     if not folder.is_dir():
@@ -82,7 +82,7 @@ def _line(path: Path, verify: bool) -> CheckpointLine:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file; 0 for a directory, and for a file that a save has just renamed or deleted."""
+    """Return a file's size in bytes; 0 for a directory, and for a file that a save has just renamed or deleted."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -91,7 +91,7 @@ def _size(path: Path) -> int:
 
 
 def _saved(path: Path) -> float | None:
-    """Return when a checkpoint was saved, as its facts say."""
+    """Return when a checkpoint was saved, according to its facts."""
     try:
         saved = facts(path).get("time")
     except DataError:

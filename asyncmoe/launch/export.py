@@ -50,7 +50,7 @@ def export(
     if form == "float8" and float8_of(models.load_hf_config(config.model.path)) is None:
         raise UserError("--float8", got=f"{config.model.path} without quantization_config", expected="a run of a model of float8")
     if not (checkpoint / MANIFEST).exists():  # asyncmoe 0.1.0 wrote none
-        unknown = "nothing tells whether its files are as they were written"
+        unknown = "nothing shows whether its files are undamaged"
         print(f"{WARNING}{checkpoint} has no {MANIFEST}: {unknown}", file=sys.stderr, flush=True)
     elif (fault := intact.fault(checkpoint, intact.QUICK_BYTES)) is not None:
         raise intact.refused(checkpoint, fault)

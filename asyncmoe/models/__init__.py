@@ -75,10 +75,10 @@ def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None)
     """Refuse a model that cannot be trained, and impossible combinations of model and parallel sizes, before a run starts.
 
     Args:
-        weights: the model's directory, if its files are to be compared with `hf` (`headers.faults`).
+        weights: the model's directory, to compare its files with `hf` (`headers.faults`).
 
     Raises:
-        UserError: unsupported model family, or a line for each fault of the model.
+        UserError: unsupported model family, or faults of the model, one per line.
         ConfigError: names the key and the possible values.
     """
     family = family_of(hf)
@@ -86,7 +86,7 @@ def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None)
     faults = [*family.faults({**hf, "architectures": hf.get("architectures") or (weights and "none")}), *checks.untrained_layers(hf)]
     ends = config.model.path / "generation_config.json"
     try:
-        if not misfits(hf):  # nothing can be concluded from them
+        if not misfits(hf):  # values of wrong kinds allow no further checks
             faults += misfits({**hf, "eos_token_id": load_hf_config(ends).get("eos_token_id")}, ends.name) if ends.is_file() else []
             faults += headers.faults(weights, hf) if weights is not None else []
     except UserError as error:
@@ -102,7 +102,7 @@ def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None)
 
 
 def adapter_of(config: Config, hf: Mapping[str, Any]) -> Kind | None:
-    """Return the kind of adapter that a run trains in place of the weights; None if it trains the weights.
+    """Return the kind of adapter that a run trains instead of the weights; None if it trains the weights.
 
     Raises:
         ConfigError: a key of the model's configuration is missing.

@@ -25,7 +25,7 @@ def hf_layout(m: Shape, own: Mapping[str, str], dtype: str) -> RankLayout:
     """Return the layout of the checkpoint on disk, as rank 0.
 
     Args:
-        own: the family's names of tensors in a layer that differ from most families' names.
+        own: the family's names of tensors in a layer, where they differ from the common ones.
     """
     front, *parts = m.expert_names
     experts = {f"experts.{part}": f"{front}.{{}}.{name}.weight" for part, name in zip(_PARTS, parts, strict=True)}
@@ -37,7 +37,7 @@ def hf_layout(m: Shape, own: Mapping[str, str], dtype: str) -> RankLayout:
 
 
 def _name(tensor: str, names: Mapping[str, str]) -> str:
-    """Return the name on disk of a canonical tensor. `names`: on disk, by tensor within a layer; {} stands for an expert's number."""
+    """Return the name on disk of a canonical tensor. `names`: names on disk by tensor within a layer; {} stands for an expert's number."""
     if tensor in _TOP:
         return _TOP[tensor]
     _, layer, inner = tensor.split(".", 2)

@@ -19,7 +19,7 @@ Wanted = tuple[str, object, tuple[object, ...]]
 
 
 def common_features(hf: HfConfig) -> list[Wanted]:
-    """Return the features that no family supports: each would make the trained model differ from the served one."""
+    """Return restrictions common to all families: without them the trained model would differ from the served one."""
     turned = rope(hf)
     return [
         ("length of layer_types", len(hf.get("layer_types") or ()), (0, hf.get("num_hidden_layers"))),
@@ -38,7 +38,7 @@ def unsupported(family: str, wanted: Iterable[Wanted]) -> list[UserError]:
     """Return an error for each unsupported feature.
 
     Args:
-        wanted: of two entries for a key, the later one applies.
+        wanted: the last entry for a key applies.
     """
     last = {one[0]: one for one in wanted}.values()
     found = [(f"{key} in config.json", repr(got), " or ".join(map(repr, carried))) for key, got, carried in last if got not in carried]
@@ -47,8 +47,8 @@ def unsupported(family: str, wanted: Iterable[Wanted]) -> list[UserError]:
 
 
 def several_experts(hf: HfConfig) -> Wanted:
-    """Return what is wanted where the weights of the chosen experts are divided by their sum. That of a single one would always be 1: its
-    router would not learn, and Megatron builds no such router."""
+    """Return the restriction for routers that divide the chosen experts' weights by their sum. A single expert's weight would always be 1:
+    the router would not learn, and Megatron builds no such router."""
     several = hf.get("num_experts_per_tok") != 1
     return ("num_experts_per_tok with routing weights divided by their sum", "several" if several else 1, ("several",))
 
@@ -65,10 +65,10 @@ def check_shape(m: Shape) -> None:
 
 
 def untrained_layers(hf: HfConfig) -> list[UserError]:
-    """Return an error if a model has layers of multi-token prediction, which would stay untrained."""
+    """Return an error if a model has multi-token prediction layers, which would stay untrained."""
     if not (extra := hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers")):
         return []
-    expected = "0, as layers of multi-token prediction are neither trained nor sent to engines, and would soon predict another model"
+    expected = "0, as multi-token prediction layers are neither trained nor sent to engines, and would soon be out of date"
     hint = "set it to 0: the model is then trained, served and exported without them"
     return [ConfigError("num_nextn_predict_layers in config.json", got=extra, expected=expected, hint=hint)]
 
@@ -117,7 +117,7 @@ def check_divides(key: str, size: int, name: str, total: int) -> None:
     """Refuse a parallel size that does not divide a size of the model.
 
     Raises:
-        ConfigError: names the sizes that do.
+        ConfigError: names the possible sizes.
     """
     if total % size:
         raise ConfigError(key, got=size, expected=f"a divisor of the model's {name} = {total}", hint=_possible(_divisors(total)))
@@ -146,6 +146,6 @@ def _divisors(total: int) -> list[int]:
 
 
 def _possible(values: list[int]) -> str | None:
-    """Return the values as a fix; None if there are none or too many to read."""
+    """Return the values as a hint; None if there are none or too many to read."""
     listed = ", ".join(map(str, values))
     return f"possible: {listed}" if 0 < len(listed) <= 100 else None

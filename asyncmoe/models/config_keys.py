@@ -1,7 +1,7 @@
-"""The keys of config.json: what an absent one stands for, which ones are understood, and that no other passes.
+"""The keys of config.json: defaults of absent keys, the keys that are understood, and refusal of all others.
 
-An absent key has the value that transformers' class of the `model_type` gives it, because engines read config.json with that class. A key
-that is neither understood nor known to change nothing could mean another model than the one that is trained and served.
+An absent key has the default of transformers' class for the `model_type`, because engines read config.json with that class. A key that is
+neither understood nor known to be harmless is refused, as it could describe a different model from the one trained and served.
 
 Source: configuration_*.py of transformers 5.19 for each `model_type`; `RotaryEmbeddingConfigMixin` of modeling_rope_utils.py.
 """
@@ -29,7 +29,7 @@ _READ = re.compile(
     r"mtp_layers)|n_routed_experts|kv_lora_rank|(qk_|v_)?(rope_|nope_)?head_dim|rope_(parameters|scaling)(\.((rope_)?type|rope_theta|"
     r"factor|original_max\w+|(low|high)_freq_factor|beta_(fast|slow)|mscale(_all_dim)?|attention_factor|truncate|partial_rotary_factor))?"
 )
-"""Keys that are read, refused or checked of every model: sizes, which must be there, and what may be said in several ways."""
+"""Keys that are read, refused or checked for every model: sizes, which are required, and settings with several spellings."""
 _NOTHING = re.compile(
     r"_.*|.*_token_ids?|architectures|auto_map|transformers(_version|\.js_config)|name_or_path|use_cache|initializer_range|pretraining_tp|"
     r"(output_)?router_(logits|aux_loss_coef)|aux_loss_alpha|seq_aux|ep_size|max_window_layers|id2label|label2id|num_labels|problem_type|"
@@ -38,11 +38,11 @@ _NOTHING = re.compile(
     r"temperature|top_[kp]|repetition_penalty|num_(beams|return_sequences)|is_(de|en)coder\w*|add_cross_attention|tie_encoder_decoder|"
     r"torchscript|rope_interleaved|model_max_length|max_sequence_length|gradient_checkpointing"
 )
-"""Keys that change nothing of what a model computes: notes, settings of training, and of generation, which each request states itself."""
+"""Keys that do not affect a model's computation: notes, training settings, and generation settings, which every request states itself."""
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _SIZE, _COUNT = Field(gt=0, lt=1 << 31), Field(lt=1 << 16)
-"""Layers and experts are counted through, so that a count that no model has would not end."""
+"""Bounds of sizes, and of counts of layers and experts: code loops over these, and an absurd count would never finish."""
 _KINDS: Mapping[str, Any] = {
     "max_position_embeddings|decoder_sparse_step": Annotated[int, _SIZE],
     "num_hidden_layers|num_(local_)?experts|n_routed_experts": Annotated[int, _SIZE, _COUNT] | None,
@@ -59,16 +59,16 @@ _KINDS: Mapping[str, Any] = {
     "mlp_only_layers": list[int] | None,
     r"\w+_token_id": int | list[int] | None,
 }  # fmt: skip
-"""The kinds of the values that are read here, by Megatron or by engines."""
+"""Types of the values that asyncmoe, Megatron or engines read."""
 _TWINS = (("num_experts", "num_local_experts", "n_routed_experts"), ("num_nextn_predict_layers", "num_mtp_layers"))
-"""Names of one value: `attribute_map` of transformers' classes."""
+"""Aliases of one value: `attribute_map` of transformers' classes."""
 
 
 def misfits(hf: Mapping[str, Any], file: str = "config.json") -> list[UserError]:
-    """Return an error for each value of another kind than its key has, and for names of one value that have several.
+    """Return an error for each value of the wrong type, and for aliases with different values.
 
     Args:
-        file: where they are.
+        file: name of the file, for messages.
     """
     found: list[UserError] = []
     token: Any = Annotated[int, Field(ge=0, lt=hf["vocab_size"] if isinstance(hf.get("vocab_size"), int) else None)]
@@ -87,17 +87,17 @@ def misfits(hf: Mapping[str, Any], file: str = "config.json") -> list[UserError]
 
 
 def _flat(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a configuration, those of rotary parameters and of quantisation too."""
+    """Return a configuration with the keys of its rotary parameters and quantisation added."""
     inner = {key: value for key, value in hf.items() if re.match("rope_|quant", key) and isinstance(value, Mapping)}
     return {**hf, **{f"{key}.{name}": value for key, values in inner.items() for name, value in values.items()}}
 
 
 def unknown(hf: Mapping[str, Any], keys: Mapping[str, Any]) -> list[UserError]:
-    """Return an error that names the keys which are not understood; none if `keys`, those of the family, are empty."""
+    """Return an error that names the keys that are not understood; none if `keys`, the family's, is empty."""
     given = _flat(hf)
     odd = [key for key in given.keys() - keys.keys() if given[key] is not None and not (_READ.fullmatch(key) or _NOTHING.fullmatch(key))]
     if not odd or not keys:
         return []
     told = ", ".join(f"{key} = {given[key]!r}"[:120] for key in sorted(odd))
-    hint = "remove what the model computes the same without; anything else makes it a model that asyncmoe does not train"
-    return [ConfigError("keys of config.json", got=told, expected="only keys that its model_type has for asyncmoe", hint=hint)]
+    hint = "remove a key that does not change the model's computation; a model that needs any other key cannot be trained"
+    return [ConfigError("keys of config.json", got=told, expected="only keys that asyncmoe knows for its model_type", hint=hint)]

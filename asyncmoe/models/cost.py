@@ -1,4 +1,4 @@
-"""What computing a sequence costs, from the sizes of a model."""
+"""The cost of computing a sequence, from a model's sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncmoe.models.shape import Shape
 
 
 def attention_width(m: Shape) -> int:
-    """Return the tokens of a sequence at which causal attention costs as many operations as everything else.
+    """Return the sequence length at which causal attention takes as many operations as everything else.
 
     A sequence of s tokens takes 2 P s operations for the P weights that a token is multiplied with (its experts only, the output layer
     once), and s^2 A for scores and weighted values of causal attention: over all layers, A is the heads times the sum of a key's and a

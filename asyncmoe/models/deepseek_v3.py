@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, and from some layer on experts with sigmoid scores, a selection bias and groups.
+"""DeepSeek-V3: latent attention; after the first dense layers, experts with sigmoid scores, a selection bias and groups.
 
 Kimi-K2 and Moonlight are configurations of DeepSeek-V3 without groups; Moonlight also has uncompressed queries and unscaled positions.
 """
@@ -17,7 +17,7 @@ from asyncmoe.models.shape import HfConfig, Shape, decoder, positive
 
 _UNSAID: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 _TOLD = ("--json-model-override-args", json.dumps(_UNSAID))
-"""What transformers' class always does, and neither reads nor writes; SGLang's class has no defaults for these keys."""
+"""Behaviour that is fixed in transformers' class, so config.json lacks these keys; SGLang's class has no defaults for them."""
 
 
 def _shape_of(hf: HfConfig) -> Shape:

@@ -1,4 +1,4 @@
-"""The registry of model families, each in its own file, and families that a user wrote.
+"""The registry of model families, each in its own file, and loading of the user's own families.
 
 `model.family` travels with the model's configuration (`with_family`), so every process that lays out weights finds the same family, the
 engines' workers included.
@@ -78,7 +78,7 @@ def try_family(hf: Mapping[str, Any]) -> None:
     Does nothing for a built-in family, nor for values of wrong kinds, which `Family.faults` names.
 
     Raises:
-        ConfigError: a function raised an exception or returned something else than its type; names its file and line.
+        ConfigError: a function raised an exception or returned a wrong type; names its file and line.
         LayoutError: the layouts are inconsistent.
     """
     if FAMILY not in hf or misfits(hf):

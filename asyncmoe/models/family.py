@@ -28,8 +28,8 @@ class Family:
         router: keyword arguments of TransformerConfig for the routing of tokens to experts.
         engine: properties of SGLang's class for the family.
         hf_names: the family's own names on disk within a layer (see `checkpoint.hf_layout`).
-        keys: keys of config.json besides the sizes, with the value that transformers' class for the `model_type` gives an absent one; a key
-            that is neither here nor in `config_keys` is refused. Empty: any key is accepted.
+        keys: keys of config.json besides the sizes, with their defaults in transformers' class for the `model_type`; a key that is neither
+            here nor in `config_keys` is refused. Empty: any key is accepted.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Family:
     keys: Mapping[str, Any] = field(default_factory=dict)
 
     def completed(self, hf: HfConfig) -> dict[str, Any]:
-        """Return a configuration with the values of absent keys."""
+        """Return a configuration with defaults for absent keys."""
         return {**self.keys, **hf}
 
     def check(self, hf: HfConfig, trainer: MegatronParallel, engine: EngineParallel) -> None:
         """Refuse a model with an unsupported feature, and parallel sizes that do not divide it.
 
         Raises:
-            ConfigError: has a line for each fault of the model, or names the first unsuitable size.
+            ConfigError: lists the faults of the model, one per line, or names the first unsuitable size.
         """
         if found := self.faults(hf):
             raise together(found)
@@ -58,12 +58,12 @@ class Family:
         checks.check_engine(self.name, m, engine)
 
     def faults(self, hf: HfConfig) -> list[UserError]:
-        """Return what is wrong with a model's configuration: keys that are not understood, unsupported features, contradictory sizes."""
+        """Return the faults of a model's configuration: keys that are not understood, unsupported features, contradictory sizes."""
         hf = self.completed(hf)
         found = config_keys.unknown(hf, self.keys)
         if wrong := config_keys.misfits(hf):
-            return [*found, *wrong]  # nothing can be concluded from them
-        wanted = ["".join(part.capitalize() for part in self.name.split("_")) + "ForCausalLM"]  # by which SGLang chooses its class
+            return [*found, *wrong]  # values of wrong kinds allow no further checks
+        wanted = ["".join(part.capitalize() for part in self.name.split("_")) + "ForCausalLM"]  # SGLang chooses its class by this name
         given = (config_keys.FAMILY not in hf and hf.get("architectures")) or wanted
         try:
             found += checks.unsupported(self.name, [("architectures", given, (wanted,)), *checks.common_features(hf), *self.features(hf)])

@@ -1,8 +1,8 @@
-"""What the safetensors files of a model hold, compared with the layout of its family before anything starts. Only headers are read, except
-that a tied model's output layer, if it is stored too, is compared with the embedding.
+"""Compares the contents of a model's safetensors files with its family's layout before anything starts. Only headers are read, except that
+a tied model's output layer, if it is stored too, is compared with the embedding.
 
-Source: which files an engine reads: `filter_duplicate_safetensors_files` of sglang 0.5.23 (model_loader/weight_utils.py). Beside an index,
-it reads the files of the index, and transformers reads model.safetensors (modeling_utils.py, `_get_resolved_checkpoint_files`).
+Source: the files an engine reads: `filter_duplicate_safetensors_files` of sglang 0.5.23 (model_loader/weight_utils.py). If there are both,
+it reads the index's files, and transformers reads model.safetensors (modeling_utils.py, `_get_resolved_checkpoint_files`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WAYS_OUT = (
     ("^lm_head", f"set tie_word_embeddings to false, or {_CORRECT}"),
     ("", _CORRECT),
 )
-"""The first pattern in the name of a tensor that the model does not have, and what to do."""
+"""Patterns of names of unexpected tensors, and fixes; the first match applies."""
 
 
 class _Index(BaseModel):
@@ -47,9 +47,9 @@ class _Stored:
 
 
 def faults(path: Path, hf: Mapping[str, Any]) -> list[DataError]:
-    """Return everything that is wrong with the weights of a model directory; like faults of several tensors are one.
+    """Return all faults of a model directory's weights; equal faults of several tensors are merged.
 
-    Left out, as loading leaves them out: rotary frequencies, and layers of multi-token prediction.
+    Ignores tensors that loading ignores: rotary frequencies, and multi-token prediction layers.
 
     Raises:
         UserError: the configuration describes no model.
@@ -89,10 +89,10 @@ def _differences(name: str, stored: Mapping[str, _Stored | None], wanted: Storag
 
 
 def files_of(path: Path) -> dict[str, str] | None:
-    """Return the file of each tensor, as the index has it; None if there is no index.
+    """Return the file of each tensor according to the index; None if there is no index.
 
     Raises:
-        DataError: it is no index.
+        DataError: the index is invalid.
     """
     if not (path / INDEX).is_file():
         return None
@@ -100,19 +100,19 @@ def files_of(path: Path) -> dict[str, str] | None:
         return _Index.model_validate_json((path / INDEX).read_bytes()).weight_map
     except (OSError, ValidationError) as error:
         got = "{loc}: {msg}".format_map(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
-        expected = "a safetensors index, whose weight_map has the name of a file beside it for each tensor"
+        expected = "a safetensors index, whose weight_map names a file in the same directory for each tensor"
         raise DataError(str(path / INDEX), got=got, expected=expected, hint="download it again") from error
 
 
 def _stored(path: Path, named: Mapping[str, str] | None) -> tuple[list[DataError], dict[str, _Stored | None]]:
-    """Return the faults of a model's files, and their tensors by name; None for one whose file cannot be read."""
+    """Return the faults of a model's files, and their tensors by name; None for a tensor whose file cannot be read."""
     found: list[DataError] = []
     stored: dict[str, _Stored | None] = {}
     elsewhere: list[str] = []
     there = {file.name for file in path.glob("*.safetensors")}
     if beside := there - {SINGLE, "consolidated.safetensors"} if named is None else {SINGLE} & there - {*named.values()}:
         expected = f"{SINGLE} alone, or {INDEX} and the files that it names"
-        found.append(DataError(str(path), got=_told([*beside]), expected=expected, hint="move away what is not of this model"))
+        found.append(DataError(str(path), got=_told([*beside]), expected=expected, hint="move away files that are not of this model"))
     for file in [SINGLE] if named is None else sorted(set(named.values())):
         held = _header(path / file)
         if isinstance(held, DataError):
@@ -123,13 +123,13 @@ def _stored(path: Path, named: Mapping[str, str] | None) -> tuple[list[DataError
             elsewhere += held.keys() - right.keys()
             stored = {**held, **stored, **right}
     if elsewhere:
-        found.append(DataError(str(path / INDEX), got=f"{_told(elsewhere)} in another file", expected="each tensor once, where it says"))
+        found.append(DataError(str(path / INDEX), got=f"{_told(elsewhere)} in another file", expected="each tensor once, as in the index"))
     return found, stored
 
 
 def _header(file: Path) -> dict[str, _Stored] | DataError:
-    """Return the tensors of a safetensors file, or what is wrong with its header or its length."""
-    from safetensors import SafetensorError, safe_open  # not everywhere where a configuration is looked at
+    """Return the tensors of a safetensors file, or the fault of its header or length."""
+    from safetensors import SafetensorError, safe_open  # not installed everywhere a configuration is read
 
     try:
         with safe_open(file, framework="np") as opened:
@@ -143,7 +143,7 @@ def _header(file: Path) -> dict[str, _Stored] | DataError:
 
 
 def _same(output: _Stored, embedding: _Stored | None) -> bool:
-    """Return whether a tied model's output layer, which is stored too, is its embedding."""
+    """Return whether a tied model's stored output layer equals its embedding."""
     import torch
     from safetensors import safe_open
 
@@ -154,7 +154,7 @@ def _same(output: _Stored, embedding: _Stored | None) -> bool:
 
 
 def _told(names: list[str]) -> str:
-    """Name tensors: one for all that differ in numbers only, such as those of all layers."""
+    """Name tensors, with one name for all that differ only in numbers, such as layer numbers."""
     kinds: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", name))]):
         kinds.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)

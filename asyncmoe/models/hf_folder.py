@@ -1,4 +1,4 @@
-"""The directory of a Hugging Face model, besides its weights: what belongs to it, and the configuration that describes them."""
+"""The files of a Hugging Face model besides its weights: configuration, tokenizer, chat templates, code."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from asyncmoe.errors import DataError
 
 CONFIG = "config.json"
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
-"""Files of which a tokenizer of transformers has at least one."""
+"""Vocabulary files; every tokenizer of transformers has at least one."""
 _TOKENIZER = (*_VOCABULARIES, "tokenizer*", "*.vocab", "merges.txt", "bpe.codes", "added_tokens.json", "special_tokens_map.json")
 _POINTER, _POINTER_BYTES = b"version https://git-lfs", 1024
-"""The beginning of a Git LFS pointer, and a size that none has (git-lfs, docs/spec.md)."""
+"""The beginning of a Git LFS pointer, and an upper bound of its size (git-lfs, docs/spec.md)."""
 _TEXTS = (*_TOKENIZER, "chat_template*", "additional_chat_templates/*", "generation_config.json", "*processor_config.json", "*.py")
-"""What belongs to a model besides config.json and weights, whatever the weights: tokenizer, chat templates, code."""
+"""A model's files besides config.json and weights: tokenizer, chat templates, code."""
 
 
 def texts(model: Path, patterns: Sequence[str] = (CONFIG, *_TEXTS)) -> list[Path]:
-    """Return the files of a model besides its weights that make it what it is, sorted; their paths begin with `model`."""
+    """Return the files besides the weights that define a model, sorted; their paths begin with `model`."""
     return sorted({path for pattern in patterns for path in model.glob(pattern) if path.is_file()})
 
 
 def copy_texts(model: Path, folder: Path) -> None:
-    """Copy tokenizer, chat templates and licence. Nothing else: other weights, model cards and results are of the old ones."""
+    """Copy tokenizer, chat templates and licence, but not weights, model cards or results, which are the old model's."""
     for path in texts(model, (*_TEXTS, "LICEN[CS]E*", "NOTICE*", "USE_POLICY*")):
         copy = folder / path.relative_to(model)
         copy.parent.mkdir(exist_ok=True)
@@ -35,14 +35,14 @@ def copy_texts(model: Path, folder: Path) -> None:
 
 
 def write_config(folder: Path, hf: Mapping[str, Any], dtype: str) -> None:
-    """Write the config.json of weights of this dtype, beside them. transformers 5 calls it `dtype`, transformers 4 `torch_dtype`."""
+    """Write the config.json for weights of this dtype. transformers 5 names the key `dtype`, transformers 4 `torch_dtype`."""
     values = {**hf, "dtype": dtype} | ({"torch_dtype": dtype} if "torch_dtype" in hf else {})
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
     storage.share(folder, CONFIG)
 
 
 def pointers(model: Path) -> list[DataError]:
-    """Return an error that names the files of a model that are Git LFS's pointers; [] if none is."""
+    """Return an error that names the model files that are Git LFS pointers; [] if there are none."""
     small = [path for path in texts(model, (CONFIG, *_TEXTS, "*.safetensors*")) if path.stat().st_size < _POINTER_BYTES]
     named = ", ".join(path.relative_to(model).as_posix() for path in small if path.read_bytes().startswith(_POINTER))
     told = DataError(str(model), got=f"{named:.300}: Git LFS pointers", expected="the files themselves", hint="run `git lfs pull` in it")
@@ -56,13 +56,13 @@ def tokenizer_settings(model: Path) -> dict[str, Any]:
 
 
 def tokenizer_faults(model: Path) -> list[DataError]:
-    """Return an error if a directory has no tokenizer: neither a vocabulary, without which transformers makes an empty one for some
-    classes, nor code that makes it; or if files of it are not whole."""
+    """Return an error if a directory has no tokenizer, i.e. neither a vocabulary (without one transformers makes some tokenizers empty) nor
+    code that builds one; or if its files are incomplete."""
     broken = ", ".join(path.name for path in texts(model, ("tokenizer*.json",)) if _json(path) is None)
     if not broken and (texts(model, _VOCABULARIES) or "auto_map" in tokenizer_settings(model)):
         return []
     fetch = f"fetch the model's own: hf download ORG/NAME --exclude '*.safetensors' --local-dir {model}"
-    got = f"{broken}, not whole" if broken else "no vocabulary"
+    got = f"{broken}, incomplete" if broken else "no vocabulary"
     return [DataError("model.path", got=got, expected=f"a tokenizer in {model}", hint=fetch)]
 
 

@@ -1,4 +1,4 @@
-"""Models and data sets on the Hugging Face hub: recognise an id, see whether the hub can be reached, download a model or describe it."""
+"""Models and data sets on the Hugging Face hub: recognise an id, check that the hub can be reached, download or describe a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncmoe.errors import DataError
 from asyncmoe.storage import size
 
 _NO_NAMES = ("models", "datasets", "spaces")
-"""First parts of the hub's own addresses, so that no organisation has one as its name; folders often have."""
+"""First parts of the hub's own URLs: no organisation has such a name, but local folders often do."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TIMEOUT_S = 5.0
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -27,15 +27,15 @@ def is_id(path: Path) -> bool:
 
 
 def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> Any:
-    """Ask the hub for a repository, so that a missing network is reported within seconds. With HF_HUB_OFFLINE=1 nothing is asked.
+    """Ask the hub for a repository, so that a missing network is reported within seconds. With HF_HUB_OFFLINE=1 the hub is not asked.
 
-    Return its ModelInfo, with the sizes of files, or DatasetInfo; None if nothing was asked.
+    Return its ModelInfo, with file sizes, or DatasetInfo; None if the hub was not asked.
 
     Args:
         key: configuration key of the id, for messages.
 
     Raises:
-        DataError: the hub cannot be reached, does not have the repository, or does not show it.
+        DataError: the hub cannot be reached, or the repository is missing or not accessible.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
@@ -45,7 +45,7 @@ def check_reachable(kind: Literal["model", "dataset"], name: str, key: str) -> A
     try:
         return HfApi().repo_info(name, repo_type=kind, timeout=_TIMEOUT_S, files_metadata=kind == "model")
     except HfHubHTTPError as error:
-        # Of a repository that is private or does not exist the hub says the same.
+        # The hub gives the same reply for a private repository and a missing one.
         got = f"{name}: no such path here, and as an id the hub answered {' '.join(str(error).split())[:200]}"
         raise DataError(
             key, got=got, expected=f"a local path, or a {kind} that you may read", hint="check the name, or HF_TOKEN"
@@ -60,7 +60,7 @@ def with_local_model(config: Config, *, download: bool = True) -> Config:
     """Return the configuration with `model.path` as a local directory: an id is downloaded into the hub's cache, or found there.
 
     Args:
-        download: false: only look into the cache. A trainer rank does, because all ranks of a run must not ask the hub.
+        download: false: use only the cache, as trainer ranks do: not every rank of a run should ask the hub.
 
     Raises:
         DataError: see `check_reachable`; the repository has no model; the download failed; or the cache lacks part of it.
@@ -75,10 +75,10 @@ def with_local_model(config: Config, *, download: bool = True) -> Config:
 
 
 def described(config: Config, scratch: Path) -> tuple[Config, str | None]:
-    """Return the configuration with a local directory that has everything of the model but perhaps its weights, to check a run by.
+    """Return the configuration with a local directory of the model, perhaps without weights, for checking a run.
 
-    A model whose files are all in the hub's cache is used as it is there; of another, only the files besides its weights are fetched, into
-    `scratch`. The second value says what a run would download; None if nothing.
+    A model that is completely in the hub's cache is used from there; otherwise only the files besides its weights are fetched, into
+    `scratch`. The second value describes what a run would download; None if nothing.
 
     Args:
         scratch: a directory that does not exist yet.
@@ -135,7 +135,7 @@ def _cached(name: str, file: str, commit: str) -> bool:
 
 
 def _snapshot(name: str, **arguments: Any) -> Path:
-    """Call `huggingface_hub.snapshot_download`. Raises DataError for whatever it raises: it has no error class of its own for all."""
+    """Call `huggingface_hub.snapshot_download`. Raises DataError for any exception, because its errors have no common class."""
     from huggingface_hub import snapshot_download
 
     try:

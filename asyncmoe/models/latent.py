@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are computed from one compressed vector per token, and queries may be too.
+"""Multi-head latent attention: keys and values of all heads are computed from one compressed vector per token; optionally, so are queries.
 
 Each head has a part without position and a rotary part, whose key all heads share. The norms of the compressed vectors use the model's
 eps, as in SGLang, so that the trained model is the sampled one. transformers always uses 1e-6.
@@ -131,7 +131,7 @@ def latent(hf: HfConfig) -> Latent:
 
 
 def features(hf: HfConfig) -> list[Wanted]:
-    """Return the features that Megatron and transformers compute differently.
+    """Return restrictions where Megatron and transformers compute differently.
 
     Raises:
         ConfigError: a number for scaled positions is missing.

@@ -12,7 +12,7 @@ from asyncmoe.models.shape import HfConfig, Shape, decoder, positive, rope
 
 
 def _shape_of(hf: HfConfig) -> Shape:
-    """As in transformers, no num_key_value_heads means as many as heads."""
+    """Read the sizes. As in transformers, absent num_key_value_heads means one per attention head."""
     return decoder({**hf, "num_key_value_heads": hf.get("num_key_value_heads") or hf.get("num_attention_heads")}, Grouped(qk_norm=False))
 
 

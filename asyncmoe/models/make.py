@@ -1,4 +1,4 @@
-"""Makes a tiny random model on disk, with which every part of the system runs on a laptop."""
+"""Makes a tiny random model on disk, so that every part of the system runs on a laptop."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PLACE = Path("runs/models")
-"""Below this directory, and below its own run directory, a run may make a model."""
+"""A run may make a model only below this directory or its own run directory."""
 _INIT_STD_TIMES_ROOT_HIDDEN = 0.9
-"""Qwen's standard deviation of 0.02 at hidden size 2048; a layer's output keeps its scale at any hidden size."""
+"""Standard deviation times the root of the hidden size: Qwen's 0.02 at 2048. A layer's output keeps its scale at any hidden size."""
 
 
 def to_make(model: ModelSection, run_dir: Path) -> bool:
     """Return whether a run must make its model first.
 
-    A `model.make` that was left in the configuration must not turn a mistyped path, or the name of a model elsewhere, into a random model.
+    A leftover `model.make` must not turn a mistyped path, or the name of a model elsewhere, into a random model.
 
     Raises:
         ConfigError: `model.path` does not exist, and no run may make a model there.

@@ -1,4 +1,4 @@
-"""Megatron's layout of a rank's parameters, and the configuration with which Megatron builds them.
+"""Megatron's layout of a rank's parameters, and the configuration that makes Megatron build them.
 
 Source: megatron/core 0.16 (models/gpt, transformer, the local and the Transformer Engine layer specs).
 """

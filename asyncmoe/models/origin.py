@@ -1,8 +1,8 @@
-"""What a run was when it began, so that one that cannot go on is refused before a process starts: what a checkpoint records of model and
-training, what is read again each time, and what steps and prompts are counted by.
+"""Records a run's origin, so that a resume under other conditions is refused before a process starts: the facts about model and training in
+a checkpoint, the files that every start reads again, and the settings that the counts of steps and prompts depend on.
 
 `RUN/origin.json` and every checkpoint have a text for each: a value of the configuration, or size and digest of files. Files of more than
-`_WHOLE_BYTES` are not read whole: their sizes and samples at even distances tell other weights, and other rows, from those there were.
+`_WHOLE_BYTES` are not read whole: their sizes and evenly spaced samples are enough to detect other weights or rows.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ FILE = "origin.json"
 _WEIGHTS = "model.path weights"
 _OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "columns"}
 _ASKED: dict[str, Any] = {"prompts": True, "sets": {"__all__": _OF_SET}}
-"""Keys of an evaluation that decide on its questions, and so on those held out from training; files are compared by their content."""
+"""Evaluation keys that determine its questions, and so those held out from training; files are compared by content."""
 _OF_WARMUP = {"warmup.batch", "warmup.wrong_share"}
-"""Keys that matter only with a warm-up, and are written down only then."""
+"""Keys that matter only with a warm-up, and are recorded only then."""
 _WHOLE_BYTES = 64 << 20
 _SAMPLES, _SAMPLE_BYTES = 4096, 4096
 _ELSEWHERE = "or choose another run.dir"
 
 
 def origin_of(config: Config) -> dict[str, str]:
-    """Return the texts, by key. Values of `task` and `evaluation` that are the default have none.
+    """Return the texts by key. Default values of `task` and `evaluation` have none.
 
     Raises:
-        DataError: a file is not there, or cannot be read.
+        DataError: a file is missing or cannot be read.
     """
     model, evaluation = config.model.path, config.evaluation
     warmup = config.warmup
@@ -63,24 +63,24 @@ def origin_of(config: Config) -> dict[str, str]:
 
 
 def facts_of(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the seed, the model's sizes, the trainer's layout and what the run reads again, for a checkpoint's facts."""
+    """Return the seed, the model's sizes, the trainer's layout and the run's origin, for a checkpoint's facts."""
     section = config.trainer
     layout = {"ranks": section.ranks, "tp": section.tp, "pp": section.pp, "vpp": section.vpp, "ep": section.ep, "etp": section.expert_tp}
     return {"seed": config.run.seed, "model": _sizes_of(hf), "layout": layout, "origin": read(config.run.dir)}
 
 
 def differing(config: Config, hf: Mapping[str, Any], newest: Path | None) -> Iterator[UserError]:
-    """Yield an error, which names the key, for each thing that keeps a run from going on as the one that began.
+    """Yield an error that names the key for each difference that keeps a run from resuming.
 
     Args:
-        newest: the checkpoint from which it goes on; None: the run has groups in its log, but no checkpoint yet.
+        newest: the checkpoint to resume from; None: the run has groups in its log, but no checkpoint yet.
 
     Raises:
         DataError: the checkpoint's facts cannot be read.
     """
     if newest is not None:
         yield from differing_kind(config, hf, newest)
-    if config.model.path.exists():  # a model that is to be made is made as it was
+    if config.model.path.exists():  # a model that is yet to be made will be made as before
         try:
             yield from differing_reads(config, newest)
         except DataError as error:
@@ -88,11 +88,11 @@ def differing(config: Config, hf: Mapping[str, Any], newest: Path | None) -> Ite
 
 
 def differing_kind(config: Config, hf: Mapping[str, Any], checkpoint: Path) -> Iterator[ConfigError]:
-    """Yield an error for each value by which another run would be resumed, as far as a checkpoint tells: family, kind of training, sizes
-    of the model, seed, dtype, and the steps already taken.
+    """Yield an error for each fact in a checkpoint that shows it belongs to a different run: family, kind of training, sizes of the model,
+    seed, dtype, and the steps already taken.
 
-    Facts that an older checkpoint lacks are not compared. The layout may change, and the dtype if the optimizer's state is sharded before
-    and after.
+    Facts that an older checkpoint lacks are not compared. The layout may change, and so may the dtype if the optimizer's state is sharded
+    before and after.
 
     Raises:
         DataError: the checkpoint's facts cannot be read.
@@ -105,10 +105,10 @@ def differing_kind(config: Config, hf: Mapping[str, Any], checkpoint: Path) -> I
         hint = f"set model.path to the model that the run began with, {_ELSEWHERE}"
         yield ConfigError("model.path", got=f"a model with {got}", expected=f"{then}, as {name} has", hint=hint)
     if (seed := saved.get("seed", config.run.seed)) != config.run.seed:
-        hint = f"with another seed the prompts left would not be those left of the run; set run.seed={seed}, {_ELSEWHERE}"
+        hint = f"another seed would change which prompts are left; set run.seed={seed}, {_ELSEWHERE}"
         yield ConfigError("run.seed", got=config.run.seed, expected=f"{seed}, as {name} was made with", hint=hint)
     dtype = saved.get("dtype", config.trainer.weights_dtype)
-    # A sharded optimizer has float32 masters with every dtype; without, there are none with float32, and its weights would be rounded ones.
+    # A sharded optimizer has float32 masters for every dtype. An unsharded one has none for float32, so its weights would be rounded.
     sharded = saved.get("distributed_optimizer")
     if config.trainer.weights_dtype not in (dtype, "auto") and (sharded is False or (sharded and not config.trainer.distributed_optimizer)):
         shard = ", or trainer.optimizer.distributed=true, with which the dtype may change" if sharded else ""
@@ -120,11 +120,11 @@ def differing_kind(config: Config, hf: Mapping[str, Any], checkpoint: Path) -> I
 
 
 def differing_reads(config: Config, newest: Path | None) -> Iterator[ConfigError]:
-    """Yield an error, which names the key, for each thing that is not what it was. What an older version did not write down is not
+    """Yield an error that names the key for each change in the run's origin. Texts that an older version did not record are not
     compared.
 
     Args:
-        newest: the checkpoint from which the run goes on; None: the run has groups in its log, but no checkpoint yet.
+        newest: the checkpoint to resume from; None: the run has groups in its log, but no checkpoint yet.
 
     Raises:
         DataError: see `origin_of`.
@@ -137,13 +137,13 @@ def differing_reads(config: Config, newest: Path | None) -> Iterator[ConfigError
         told, got = (one.get(key) or _default(key) for one in (then, now))
         questions = key.startswith(("task.", "evaluation."))
         if told != got and not (questions and config.run.new_data_at == step):
-            on = f"set run.new_data_at={step} to go on with other questions, in an order drawn anew"
+            on = f"set run.new_data_at={step} to continue with other questions, in a newly drawn order"
             hint = f"set it back, or {on if questions else 'choose another run.dir'}"
             yield ConfigError(key, got=f"{got:.200}", expected=f"{told:.200}, as {since} has it", hint=hint)
 
 
 def check_weights(config: Config, checkpoint: Path) -> None:
-    """Refuse to merge a checkpoint's adapter into other weights than it was trained on. Raises ConfigError, DataError."""
+    """Refuse to merge a checkpoint's adapter into weights it was not trained on. Raises ConfigError, DataError."""
     told = checkpoints.facts(checkpoint).get("origin", {}).get(_WEIGHTS)
     found = _digest(_WEIGHTS, sorted(config.model.path.glob("*.safetensors")))
     if told not in (None, found):
@@ -151,7 +151,7 @@ def check_weights(config: Config, checkpoint: Path) -> None:
 
 
 def read(run_dir: Path) -> dict[str, str]:
-    """Return what the newest start of a run wrote down; {} if an older version started it."""
+    """Return the origin recorded by the newest start of a run; {} if an older version started it."""
     file = run_dir / FILE
     return cast(dict[str, str], json.loads(file.read_text())) if file.exists() else {}
 
@@ -176,7 +176,7 @@ def _sizes_of(hf: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _default(key: str) -> str:
-    """Return the value of a key that has no text."""
+    """Describe the value of a key that has no text."""
     section, _, name = key.partition(".")
     kinds: dict[str, type[Section]] = {"task": TaskSection, "evaluation": EvaluationSection}
     field = kinds.get(section, Section).model_fields.get(name)
@@ -184,7 +184,7 @@ def _default(key: str) -> str:
 
 
 def _named(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield key and path, or id on the hub, of the adapter and of all rows that are read."""
+    """Yield key and path, or hub id, of the adapter and of all data sets that are read."""
     if config.lora.start is not None:
         yield "lora.start", config.lora.start
     sets = config.evaluation.every_set if config.evaluation.every else {}
@@ -195,7 +195,7 @@ def _named(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def _digest(key: str, files: Sequence[Path]) -> str:
-    """Return size and digest of some files."""
+    """Describe files by total size and digest."""
     found = hashlib.sha256()
     try:
         sizes = [file.stat().st_size for file in files]

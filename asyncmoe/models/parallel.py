@@ -20,7 +20,7 @@ class MegatronParallel:
     Attributes:
         tp, pp, dp: tensor, pipeline and data parallel sizes; the world is their product. Context-parallel ranks, between tensor and data
             parallel ones, hold the same weights and count as data-parallel ones. The configuration refuses
-            sizes that do not fit each other.
+            inconsistent sizes.
         ep, etp: expert and expert-tensor parallel sizes; their product divides tp * dp.
         te: use the parameter names of Transformer Engine's layers (grouped experts, norms fused into the next linear layer).
         vpp: model chunks per stage (Megatron's virtual_pipeline_model_parallel_size; 1: no interleaving).
@@ -62,7 +62,7 @@ class MegatronParallel:
         """Return the layouts of all ranks from 0; each distinct one is made once, so that planning reads it once.
 
         Args:
-            make: makes that of a rank.
+            make: returns the layout of a rank.
         """
         made: dict[tuple[int, int, int, int], RankLayout] = {}
         for rank in range(self.world):
@@ -103,7 +103,7 @@ class EngineParallel:
     """Sizes of an SGLang engine, and a rank's position in it (sglang/srt/runtime_context.py). An engine has `tp` ranks.
 
     Attributes:
-        tp: ranks over which all but the experts are sharded.
+        tp: ranks over which everything but the experts is sharded.
         ep: experts are sharded over `ep` groups of ranks, and each expert's width over the tp / ep ranks of a group.
     """
 

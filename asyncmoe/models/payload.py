@@ -44,7 +44,7 @@ class Payload:
         return with_scale_tensors(self._weights, quantised) if self.float8 else self._weights
 
     def nbytes(self, dtype: str) -> int:
-        """Return the bytes of all tensors, quantised ones as they are sent, with their scales."""
+        """Return the bytes of all tensors as sent: quantised ones in float8, with their scales."""
         return sum(storage.nbytes for storage in self.whole(dtype).storages.values())
 
     def whole(self, dtype: str) -> RankLayout:
@@ -84,14 +84,14 @@ class Payload:
 
     @cached_property
     def float8(self) -> Float8 | None:
-        """How the weights are quantised for the transfer; None if they are not, or if an adapter is sent."""
+        """The quantisation of the weights for the transfer; None if they are not quantised, or if an adapter is sent."""
         return None if self.adapter is not None else float8_of(self.hf)
 
     def _scaled(self, layout: RankLayout, *, there: bool) -> RankLayout:
         """Add scales to a layout if the weights are quantised.
 
         Args:
-            there: the weights on this side are float8, too.
+            there: whether the weights on this side are float8, too.
         """
         return layout if self.float8 is None else with_scales(layout, self._weights, quantised, quantised=there)
 

@@ -26,7 +26,7 @@ _WANTED: dict[str, tuple[object, ...]] = {
     "scale_fmt": (None, "float", "ue8m0"),
 }
 _LEFT = ("lm_head", "embed_tokens", "norm", "layernorm", "gate", "e_score_correction_bias")
-"""Suffixes of module names that no engine quantises, whether or not a checkpoint lists them."""
+"""Name suffixes of modules that no engine quantises, whether or not a checkpoint lists them."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def quantised(tensor: str) -> bool:
 
 
 def float8_of(hf: Mapping[str, Any]) -> Float8 | None:
-    """Return how a model's weights are quantised; None if they are not.
+    """Return the block scaling of a model's weights; None if they are not quantised.
 
     Raises:
-        ConfigError: the quantisation differs from blocks of 128 x 128.
+        ConfigError: the quantisation is not float8 in blocks of 128 x 128.
     """
     given = hf.get(KEY)
     if given is None:
@@ -57,7 +57,7 @@ def float8_of(hf: Mapping[str, Any]) -> Float8 | None:
     for key, carried in _WANTED.items():
         if given.get(key) not in carried:
             words = " or ".join(repr(one) for one in carried if one is not None)
-            expected = f"{words}, as blocks of float8 have it"
+            expected = f"{words}, as for float8 in blocks"
             raise ConfigError(f"{KEY}.{key} in config.json", got=repr(given.get(key)), expected=expected)
     for module in given.get("ignored_layers") or given.get("modules_to_not_convert") or ():
         if not str(module).endswith(_LEFT):

@@ -9,7 +9,7 @@ from asyncmoe.models.sglang import EngineClass
 from asyncmoe.models.shape import decoder
 
 KEYS = {**ALL, "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096}
-"""Of Qwen3's classes, dense or not; see `Family.keys`."""
+"""Keys of Qwen3's dense and MoE classes; see `Family.keys`."""
 FAMILY = Family(
     name="qwen3",
     shape_of=lambda hf: decoder(hf, Grouped()),

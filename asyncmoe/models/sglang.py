@@ -26,7 +26,7 @@ class EngineClass:
         shares_tied_head: a tied model's output layer and embedding are one parameter; otherwise separate ones.
         experts: name of the part of a layer that has experts.
         glued: tensors, by name within a layer, that the loader accepts only in one call with the preceding tensor on disk.
-        arguments: of the server, for keys of config.json that the class requires and transformers' class neither reads nor writes.
+        arguments: server arguments for keys of config.json that the class requires but transformers' class neither reads nor writes.
     """
 
     shares_tied_head: bool

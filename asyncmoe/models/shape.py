@@ -62,10 +62,10 @@ class Shape:
         attention: the kind of attention.
         dense_width: rows of gate and up in a layer without experts.
         experts, expert_width, experts_per_token: sizes of a layer with experts; 0 in a model without experts.
-        tied: the output layer is the embedding.
+        tied: whether the output layer is the embedding.
         dense_layers: layers without experts.
         shared_width: rows of gate and up of the shared experts; 0 if there are none.
-        router_bias: routers add a bias for each expert to the scores for selection; the bias is a tensor without gradient.
+        router_bias: whether routers add a bias for each expert to the scores for selection; the bias is a tensor without gradient.
         wide: tensors, by name within a layer, that are always float32.
         expert_names: names on disk of a layer's experts module, and of an expert's gate, up and down.
     """
@@ -128,7 +128,7 @@ def decoder(hf: HfConfig, attention: Attention, **others: Any) -> Shape:
 
 
 def positive(hf: HfConfig, *names: str) -> int:
-    """Return the value of the first key that is present, of the kind that `config_keys.misfits` has checked.
+    """Return the value of the first key that is present; `config_keys.misfits` has checked its type.
 
     Raises:
         ConfigError: no key is present.

@@ -1,5 +1,5 @@
-"""The experts of DeepSeek-V3 and other families: sigmoid scores, a bias for each expert that affects only selection, groups of experts
-of which a token uses some, scaled routing weights, and shared experts.
+"""The experts of DeepSeek-V3 and other families: sigmoid scores, a bias for each expert that affects only selection, routing limited to
+some groups of experts, scaled routing weights, and shared experts.
 
 Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); `DeepseekV3TopkRouter` of transformers; transformer/moe/moe_utils.py of megatron/core
 0.16.
@@ -32,8 +32,8 @@ def sizes(hf: HfConfig) -> dict[str, Any]:
 
 
 def features(hf: HfConfig) -> list[Wanted]:
-    """Return the features that limit Megatron's router. It divides the chosen scores by their sum except for a single one, and scores
-    a group by as many of its top scores as are chosen per group; transformers and SGLang use the top two.
+    """Return the restrictions of Megatron's router. It divides the chosen scores by their sum unless a single expert is chosen, and scores
+    a group by as many of its top scores as experts are chosen per group; transformers and SGLang use the top two.
 
     Raises:
         ConfigError: unsupported numbers of layers, experts or groups.

@@ -1,7 +1,7 @@
 """Collectives over all ranks of the trainer: tensor reductions in device memory, object exchange in host memory.
 
-With GPUs the default process group is NCCL's, which takes no host tensors, so there is a gloo group beside it. Collectives that name no
-group belong here and nowhere else (a test checks the sources). All others use groups created by Megatron or a publisher.
+With GPUs the default process group is NCCL's, which does not support host tensors, so there is also a gloo group. Collectives without an
+explicit group belong only here (a test checks the sources). All others use groups created by Megatron or a publisher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HOSTS: list[dist.ProcessGroup] = []
 
 
 def join(backend: str, timeout: timedelta) -> None:
-    """Make the default group of torchrun's ranks, or without torchrun of this process alone."""
+    """Create the default group: torchrun's ranks, or without torchrun this process alone."""
     c10d: Any = dist
     if RANKS_STORE in os.environ:
         store, rank, world = open_store(os.environ[RANKS_STORE]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -34,7 +34,7 @@ def join(backend: str, timeout: timedelta) -> None:
 
 
 def start(timeout: timedelta) -> None:
-    """Create the host group unless it exists; use the default group if that takes host tensors. Collective."""
+    """Create the host group unless it exists; use the default group if it supports host tensors. Collective."""
     if _HOSTS:
         return
     made = dist.group.WORLD if _takes_host() else dist.new_group(backend="gloo", timeout=timeout)
@@ -56,7 +56,7 @@ def total(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.Reduce
 
 
 def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of all ranks' tensors in a group, differentiable: the ranks' losses, which all depend on it, add up."""
+    """Return the sum of all ranks' tensors in a group; differentiable: the backward pass sums the gradients of all ranks' losses."""
     made: torch.Tensor = _Summed.apply(tensor, group)  # type: ignore[no-untyped-call]
     return made
 
@@ -93,7 +93,7 @@ def gathered(mine: T) -> list[T] | None:
 
 
 def barrier() -> None:
-    """Wait for all ranks on the host; pending device work is not awaited."""
+    """Wait for all ranks on the host, but not for pending device work."""
     dist.barrier(group=_HOSTS[0])
 
 

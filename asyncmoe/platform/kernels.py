@@ -1,7 +1,7 @@
 """Detects the optional kernels that are installed and usable here. `asyncmoe.trainer.model.switches` sets Megatron accordingly.
 
 NVIDIA's Transformer Engine has layers, grouped experts, fused operations and a fused Adam; DeepEP dispatches rows to their experts. Both
-are optional. Megatron itself takes the fused Adam of NVIDIA's apex where that is installed and Transformer Engine is not.
+are optional. Megatron itself uses the fused Adam of NVIDIA's apex if it is installed and Transformer Engine is not.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Kernels:
     """The usable kernels.
 
     Attributes:
-        cuda: a GPU is usable; without one no other kernel is.
+        cuda: whether a GPU is usable; without one no other kernel is.
         capability: the GPU's compute capability (9.0 is Hopper).
         transformer_engine: release of Transformer Engine, such as (2, 20); () if it is missing.
-        deep_ep: DeepEP is usable.
+        deep_ep: whether DeepEP is usable.
     """
 
     cuda: bool = False
@@ -35,7 +35,7 @@ class Kernels:
 
 def detect() -> Kernels:
     """Detect all optional kernels."""
-    import torch  # not at the top: the doctor asks this module's questions of what it found, without torch
+    import torch  # not at the top: the doctor uses this module without torch
 
     if not torch.cuda.is_available():
         return Kernels()

@@ -1,7 +1,7 @@
-"""torch's store of ranks that meet at an address, listening on that address alone.
+"""torch's TCP store for a rendezvous, listening on one address only.
 
-By itself torch listens on every interface of the first rank's machine (`TCPStore` without `master_listen_fd`), and answers whoever reaches
-it: no key is asked for.
+By default torch listens on every interface of the first rank's machine (`TCPStore` without `master_listen_fd`), and accepts any client
+without a key.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 
 def open_store(host_name: str, port: int, *, is_master: bool = False, **named: Any) -> Any:
-    """Open a `TCPStore`, with its arguments.
+    """Open a `TCPStore`; arguments as there.
 
     Raises:
-        OSError: the address is not of this machine, or the port is taken.
+        OSError: the address is not this machine's, or the port is taken.
     """
     if is_master:
         family = socket.AF_INET6 if ":" in host_name else socket.AF_INET
@@ -27,6 +27,6 @@ def open_store(host_name: str, port: int, *, is_master: bool = False, **named: A
 
 
 def install() -> None:
-    """Open the stores of this process's `tcp://` addresses in the same way."""
+    """Use `open_store` for this process's `tcp://` addresses."""
     module: Any = importlib.import_module("torch.distributed.rendezvous")
     module.TCPStore = open_store

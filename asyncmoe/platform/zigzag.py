@@ -1,4 +1,4 @@
-"""Which rows of packed sequences a context-parallel rank holds.
+"""The rows of packed sequences that each context-parallel rank holds.
 
 With n ranks every sequence, padded to a multiple of 2n rows, is cut into 2n equal chunks; rank r holds chunks r and 2n - 1 - r, so that all
 ranks have equally many causal pairs. Rows keep their order within a rank. Transformer Engine cuts packed sequences the same way
@@ -19,10 +19,10 @@ class Chunk:
     """Consecutive rows of a sequence that a rank holds.
 
     Attributes:
-        here: their first among the rank's rows.
-        begin: first row of the sequence, among all rows.
-        first: their first among all rows.
-        rows: their number.
+        here: index of the first row among the rank's rows.
+        begin: index of the sequence's first row among all rows.
+        first: index of the first row among all rows.
+        rows: number of rows.
     """
 
     here: int
@@ -32,7 +32,7 @@ class Chunk:
 
 
 def padded(length: int, size: int) -> int:
-    """Return the rows of a sequence of `length` tokens on `size` ranks together."""
+    """Return the padded rows of a sequence of `length` tokens over `size` ranks together."""
     return length + -length % (2 * size) if size > 1 else length
 
 

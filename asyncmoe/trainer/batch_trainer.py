@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Learned:
-    """What a batch was to the trainer.
+    """The result of training on a batch.
 
     Attributes:
-        updates: metrics of each optimizer update, also of one that was refused.
-        anomalies: by broken rule of `verify`, the value that broke it.
+        updates: metrics of each optimizer update, refused ones included.
+        anomalies: the value that broke each broken rule of `verify`.
         untrained: the rules that refused every update, joined by commas; "" if an update was made, or could have been.
     """
 
@@ -63,7 +63,7 @@ class Learner:
         client: fetches trajectories.
         replay: replays recorded experts; None if routing is not kept.
         plugins: the user's own parts of the objective.
-        samples: keeps what training makes of some trajectories.
+        samples: records training's values for some trajectories.
 
     Raises:
         DataError: the reference policy's checkpoint cannot be read.
@@ -107,7 +107,7 @@ class Learner:
         akin = relatives(leased.items, wanted, self._config.objective)
         others = batch_client.fetch(self._client, self._mesh, leased, akin, (), masks=False)
         verify = self._config.verify
-        if leased.replayed:  # engines sampled with the weights of the first time that the batch was trained
+        if leased.replayed:  # engines sampled with the weights of the first time this batch was trained
             verify = verify.model_copy(update={"max_logprob_diff": None})
         guard = BatchGuard(verify, step + 1, self._skips, says=self._mesh.rank == 0)
         metrics = self._reinforce(updates, trajectories, others, leased, step, before_update, guard)

@@ -1,6 +1,6 @@
-"""Checks of each optimizer update before any parameter changes (`verify`): which values break a rule, and what follows.
+"""Checks of each optimizer update before any parameter changes (`verify`): which values break a rule, and the action taken.
 
-Values are equal on every rank, so every rank decides alike without communication.
+Values are equal on every rank, so all ranks reach the same decision without communication.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 NOT_FINITE = "not_finite"
 SKIPPED = "anomaly_"
-"""Prefix of the reason under which a skipped batch counts as dropped; the rule's name follows."""
+"""Prefix of the drop reason of a skipped batch; the rule's name follows."""
 _WORDS = {"loss": "the loss", "kl_engine": "the log-probabilities' divergence", "grad_norm": "the gradient norm"}
 
 Guard = Callable[[Mapping[str, float]], bool]
@@ -32,7 +32,7 @@ class Anomaly:
     Attributes:
         rule: its key in `verify` or `verify.anomalies`.
         value: the value that broke it; NaN if it is not finite.
-        why: the value and its bound, in words.
+        why: the value and its bound, as text.
         action: "warn", "skip" or "stop".
     """
 
@@ -63,7 +63,7 @@ def judge(section: VerifySection, values: Mapping[str, float]) -> tuple[Anomaly,
 
 
 def finite(values: Mapping[str, float]) -> bool:
-    """Guard updates without rules, those of the warm-up.
+    """Guard warm-up updates, which have no rules.
 
     Raises:
         InvariantBroken: a value is not finite.
@@ -76,11 +76,11 @@ def finite(values: Mapping[str, float]) -> bool:
 
 @dataclass
 class BatchGuard:
-    """The guard of one RL batch's updates. Once it refuses one, it refuses the rest of the batch.
+    """The guard of one RL batch's updates. Once it refuses an update, it refuses the rest of the batch.
 
     Attributes:
-        step: number of the step, for the log and errors.
-        skips: batches skipped in a row until now.
+        step: step number, for the log and errors.
+        skips: consecutive batches skipped so far.
         says: whether this rank writes to the log.
         found: the broken rules, each once.
         refused: whether it has refused an update.
@@ -97,8 +97,8 @@ class BatchGuard:
         """See `Guard`.
 
         Raises:
-            AnomalyFound: a rule stops the run, or one batch more than `verify.anomalies.skips` in a row is to be skipped: what does not
-                pass is no accident. The same on every rank.
+            AnomalyFound: a rule stops the run, or more than `verify.anomalies.skips` batches in a row would be skipped: the anomaly is
+                persistent. The same on every rank.
         """
         now = judge(self.section, values)
         for one in now:

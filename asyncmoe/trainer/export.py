@@ -36,9 +36,9 @@ def export(config: Config, step: int, out: Path, form: str = "weights", dtype: s
     """Gather the checkpoint of `step` and write it. Collective over torchrun's ranks. `out` is complete or does not exist.
 
     Args:
-        form: "weights": in the trainer's dtype; "adapter": the adapter alone, if the run trains one; "float8": weights in float8, if the
+        form: "weights": the merged weights; "adapter": the adapter alone, if the run trains one; "float8": weights in float8, if the
             model was published in float8.
-        dtype: of the weights; "": the trainer's.
+        dtype: dtype of the weights; "": the trainer's.
 
     Raises:
         DataError: the checkpoint is damaged.
@@ -73,7 +73,7 @@ def write_adapter(built: Model, origin: Path, out: Path, gatherer: Gatherer) -> 
 
     Args:
         origin: the base model of the adapter.
-        gatherer: of the adapter.
+        gatherer: the adapter's.
 
     Raises:
         UserError: see `asyncmoe.models.lora.peft.check_expressible`.

@@ -1,6 +1,6 @@
-"""Compare what engines have loaded from the model's files with the trainer's weights, before anything is sampled.
+"""Compare the weights that engines loaded from the model's files with the trainer's, before anything is sampled.
 
-Engines have a loader of their own. Whatever it does otherwise would be trained on until the first update, and under adapters for ever.
+Engines have their own loader. If its weights differ, they would sample until the first update, and with adapters for the whole run.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 
 _TEXTS, _TOKENS, _COMMON = 4, 65, 20_000
-"""Probes: texts, tokens of each, of which the first has no log-probability, and how many of the vocabulary's first tokens they are drawn
-from: the ids of rare tokens, which the model may never have seen, lie behind."""
+"""Probes: number of texts, tokens in each (the first has no log-probability), and size of the vocabulary's prefix they are drawn from:
+higher ids are rare tokens that the model may never have seen."""
 
 
 def compare(model: Model, expected: ExpectedChecksums, client: Client, step: int) -> None:
-    """Have the controller compare, adapters aside, and let engines sample if what they have loaded is version `step`. Collective over all
+    """Have the controller compare, adapters aside, and let engines sample if their loaded weights are version `step`. Collective over all
     ranks.
 
-    Without adapters, engines that receive a version before they sample have nothing left of what they loaded: then nothing is compared.
+    Without adapters, a version received before sampling replaces all loaded weights, so nothing is compared.
 
     Args:
         client: this rank's connection to the controller.
@@ -58,7 +58,7 @@ def compare(model: Model, expected: ExpectedChecksums, client: Client, step: int
 
 
 def _scored(model: Model, config: Config, texts: Sequence[Sequence[int]]) -> dict[int, np.ndarray]:
-    """Return the log-probabilities of texts, float32[T] by number, at temperature 1; routers choose live."""
+    """Return the log-probabilities of texts at temperature 1, float32[T] by text number; routers choose live."""
     mesh, trainer, bare = model.mesh, config.trainer, {i: _bare(i, np.asarray(text, np.int32)) for i, text in enumerate(texts)}
     lengths = [len(text) for text in texts]
     planned = schedule(lengths, mesh.dp, trainer.tokens_per_microbatch, trainer.pack, mesh.grid)
@@ -67,6 +67,6 @@ def _scored(model: Model, config: Config, texts: Sequence[Sequence[int]]) -> dic
 
 
 def _bare(number: int, tokens: np.ndarray) -> Trajectory:
-    """Return a text as a trajectory without anything recorded."""
+    """Return a text as a trajectory without recordings."""
     nothing, none = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool)
     return Trajectory(f"probe{number}", number, 0, tokens, none, nothing, np.full(len(tokens), NOT_SAMPLED, np.int32), 0.0, "length")

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _EVALUATION_S = 5.0
-"""Seconds between two heartbeats while the last evaluation is awaited."""
+"""Seconds between heartbeats while waiting for the last evaluation."""
 _NOTICED_S = 0.001
 """Shorter waits for weight sync get no span."""
 
@@ -69,7 +69,7 @@ def run(config: Config) -> None:
     try:
         built = gpt.build(hf, config, place)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
-        traceback.print_exc()  # Megatron raised it for its arguments, as at every start; devices, disks and other ranks raise others
+        traceback.print_exc()  # Megatron rejects its arguments with these types; devices, disks and other ranks raise others
         raise ConfigError(f"the model {config.model.path}", got=repr(error), expected="one that Megatron builds") from error
     if place.rank == 0:
         log.info("Megatron's switches: %s", built.switches.text)
@@ -83,7 +83,7 @@ def run(config: Config) -> None:
     client, weights = (Client(rendezvous, f"trainer.{place.rank}{suffix}", trainer_epoch()) for suffix in ("", ".weights"))
     expected = ExpectedChecksums(config, built)
     Trainer(config, place, built, adam, client, publisher(config, built, weights, expected), expected, done, plugins).run()
-    # Not closed after an error: the process says it and leaves at once (`asyncmoe.trainer.__main__`), so nothing can fail before that.
+    # Not closed after an error: the process prints it and exits at once (`asyncmoe.trainer.__main__`), so nothing can fail before that.
     weights.close()
     client.close()
     mesh.stop()
@@ -109,7 +109,7 @@ class Trainer:
         samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
         self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples)
         self._step = self._saved = done
-        self._served, self._behind = 0, True  # until this trainer's first version, which may have to catch up with the engines'
+        self._served, self._behind = 0, True  # until this trainer's first published version; engines may be ahead of it
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
         self._sync, self._expected, self._saver = sync, expected, Saver(config, built, adam)
@@ -123,7 +123,7 @@ class Trainer:
         config = self._config
         ours = facts(f"trainer.{self._mesh.rank}")
         hello = Hello(self._mesh.rank, self._mesh.world, config.digest, self._step, ours, config.digest_without_layout)
-        # The controller first ends what a trainer before this one had under way with the engines.
+        # The controller first aborts whatever a previous trainer had in progress with the engines.
         welcome = self._client.ask(hello, ANSWER_S + config.sync.timeout_s)[0]
         assert isinstance(welcome, Welcome)
         self._served = welcome.version
@@ -147,7 +147,7 @@ class Trainer:
         self._sync.close()
 
     def _train(self) -> bool:
-        """Take the steps that are left. Return whether the controller asked to stop before the last."""
+        """Take the remaining steps. Return whether the controller asked to stop before the last one."""
         config = self._config
         try:
             if config.warmup.steps <= self._step < self._total:
@@ -161,7 +161,7 @@ class Trainer:
                 with self._profiler.step(self._step + 1):
                     self._advance(leased, begin)
         except (WeightSyncError, RunStopping) as error:
-            # A run that stops while its engines start has none to publish to. Within a step the answer is its batch, not a stop.
+            # A run that stops while its engines start has no engines to publish to. Mid-step the lease returns its batch, not a stop.
             if self._step == self._total or not batch_client.stopping(self._client, config, self._step, self._phase):
                 raise
             log.warning("version not published: %s", error)
@@ -169,8 +169,8 @@ class Trainer:
         return False
 
     def _evaluate_last(self) -> None:
-        """Publish the last version and wait until it has been evaluated, unless it was before a restart. All is trained and saved: what
-        fails here costs only the evaluation."""
+        """Publish the last version and wait for its evaluation, unless it was evaluated before a restart. Everything is trained and saved,
+        so a failure here costs only the evaluation."""
         known = self._evaluated(0.0).known if self._first else False
         if collectives.everyones(known)[0] or self._step < self._served:
             return
@@ -223,7 +223,7 @@ class Trainer:
 
     @property
     def _due(self) -> bool:
-        """Whether the weights are to be published: every `sync.every` steps, and first as soon as they are not behind the engines'."""
+        """Whether to publish the weights: as soon as they are no older than the engines', then every `sync.every` steps."""
         every = self._config.sync.every
         return self._step >= self._served and (self._behind or (self._step - self._config.warmup.steps) % every == 0)
 
@@ -259,7 +259,7 @@ class Trainer:
         self._tell_saved()
 
     def _tell_saved(self) -> None:
-        """Tell the controller of the checkpoints that have become complete, or raise what one failed with."""
+        """Tell the controller which checkpoints have become complete, or raise a failed save's error."""
         for step, seconds in self._saver.saved():
             if self._first:
                 self._client.ask(Saved(step), ANSWER_S)
@@ -308,13 +308,13 @@ def publisher(config: Config, built: gpt.Model, client: Client, expected: Expect
 
     Args:
         client: connection to the controller, used only by the publisher.
-        expected: of `built`.
+        expected: checksums of `built`.
 
     Raises:
         ConfigError: the method does not support the configuration.
     """
     if built.mesh.rank == 0 and (why := unsupported(config)):
-        log.info("updates of weights are full, although sync.delta is auto: %s", why)
+        log.info("weight updates are full, although sync.delta is auto: %s", why)
     if config.sync.method == "reshard":
         return ReshardPublisher(config, built, client, expected)
     if config.sync.method == "disk":

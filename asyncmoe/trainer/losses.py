@@ -24,7 +24,7 @@ class PolicyLoss:
         version: weight version before the batch's first update.
         progress: share of the batch's updates already made.
         plugins: the user's own parts that `section` names.
-        observe: called with each micro-batch and what becomes of its rows.
+        observe: called with each micro-batch and its rows' fates.
         over_ranks: as `objective.Rows.over_ranks`.
     """
 
@@ -54,8 +54,8 @@ class PolicyLoss:
         return found
 
     def checked(self, figures: Mapping[str, Any]) -> dict[str, float]:
-        """Return those of a step's figures that a `checks.Guard` looks at. The trainer has the version of the batch's newest tokens only
-        until the batch's first update."""
+        """Return the step's figures that a `checks.Guard` looks at. The trainer has the version of the batch's newest tokens only until
+        the batch's first update."""
         apart = figures["logprob_diff_max_same_version"]
         same = {} if self.progress or apart is None else {"logprob_diff": apart}
         return {"kl_engine": figures["train_infer_kl"], **same}
@@ -108,7 +108,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class SupervisedLoss:
-    """Negative log-likelihood of demonstrations. Its members are those of `PolicyLoss`."""
+    """Negative log-likelihood of demonstrations. Same members as `PolicyLoss`."""
 
     temperature: float = 1.0
     sums: ClassVar[Mapping[str, tuple[int, ...]]] = {"tokens": (), "kept": (), "planned_weight": (), "kept_weight": ()}

@@ -40,8 +40,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the block if it is a chosen step; `number` counts as in metrics.jsonl. What cannot be written is logged, and the run
-        goes on."""
+        """Profile the block if it is a chosen step; `number` counts as in metrics.jsonl. A failed write is logged, and the run goes on."""
         if number not in self._steps:
             with mark(f"step {number}"):
                 yield
@@ -61,7 +60,7 @@ class Profiler:
         torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
         try:
             yield
-        finally:  # out of memory too: then the snapshot is wanted most
+        finally:  # also when out of memory: that is when the snapshot matters most
             dump: Any = torch.cuda.memory._dump_snapshot  # untyped
             _write(path, lambda: dump(str(path)))
             torch.cuda.memory._record_memory_history(enabled=None)

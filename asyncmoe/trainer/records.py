@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # all import Megatron
     from asyncmoe.weights.sender.publisher import Published
 
 _LENGTHS = (0.1, 0.5, 0.9, 1.0)
-"""Quantiles of the responses' lengths that are recorded."""
+"""Recorded quantiles of response lengths."""
 
 
 def step_record(
@@ -40,10 +40,10 @@ def step_record(
 
     Args:
         step: steps taken, this one included.
-        learned: what the batch was to the trainer; the figures of its updates go to the fields of the same names.
+        learned: the result of training; the figures of its updates go to the fields of the same names.
         published: the last version published by the end of the step; None if an earlier step reported it.
         waited: seconds the step waited for weight sync.
-        stood: how long training has stood still for checkpoints since the step before was recorded.
+        stood: how long training has stood still for checkpoints since the previous step's record.
         times: Unix times at which the step began, received its batch and finished training.
 
     Raises:
@@ -103,7 +103,7 @@ def step_record(
 
 
 def combined(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Combine the figures of a step's optimizer updates to one each, as `Metric.over_updates` of their fields of `Step` says.
+    """Combine each figure over a step's optimizer updates, as `Metric.over_updates` of its field in `Step` says.
 
     Raises:
         InvariantBroken: a figure has no field.

@@ -1,8 +1,8 @@
-"""The trainer's half of samples: what it made of each token of the kept groups (`asyncmoe.telemetry.samples`).
+"""The trainer's half of samples: its values for each token of the kept groups (`asyncmoe.telemetry.samples`).
 
-Every rank knows from a lease which trajectories are kept and how many tokens they have, and so the place of each value in one array. During
-training each rank keeps references to the values it computes: log-probabilities and fates on the last pipeline stage, the routers'
-disagreement on every stage. After the step the ranks add up their arrays, in which all other ranks' values are zero, and rank 0 writes.
+Every rank knows from a lease which trajectories are kept and how many tokens they have, and so the position of each value in one array.
+During training each rank keeps references to the values it computes: log-probabilities and fates on the last pipeline stage, the routers'
+disagreement on every stage. After the step the ranks sum their arrays, which are zero where other ranks have values, and rank 0 writes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STATES = (records.TRAINED, records.CLIPPED, records.CAPPED, records.NO_WEIGHT, 
 _Kept = list[tuple[int, int]]
 """Positions in the batch, and first rows, of the kept trajectories of a micro-batch."""
 _MISMATCH = len(_FIELDS) - 1
-"""Number of fields that the loss gives; the last field is the routers'."""
+"""Number of fields that come from the loss; the last field comes from the routers."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class BatchSamples:
         items: the whole batch.
         wanted: positions in the batch of the kept trajectories.
         most: as `records.MOST_TOKENS`.
-        reports: this rank's fates count (`Mesh.reports`).
+        reports: whether this rank's fates count (`Mesh.reports`).
     """
 
     def __init__(self, items: Sequence[Item], wanted: Sequence[int], most: int, reports: bool) -> None:
@@ -78,12 +78,12 @@ class BatchSamples:
         self._differs: dict[tuple[Place, ...], tuple[_Kept, MicroBatch, torch.Tensor]] = {}
 
     def observe(self, batch: MicroBatch, fates: Fates) -> None:
-        """Take the fates of a micro-batch."""
+        """Record the fates of a micro-batch."""
         if self._reports and (found := self._in(batch)):
             self._seen.append((found, _light(batch), fates))
 
     def count(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Return int32[T] of a micro-batch, to which routers add the rows they disagree on; None: nobody asks."""
+        """Return int32[T] for a micro-batch, to which routers add 1 in the rows they disagree on; None: not needed."""
         if not (found := self._in(batch)):
             return None
         if batch.places not in self._differs:
@@ -118,7 +118,7 @@ class BatchSamples:
 
 
 def _light(batch: MicroBatch) -> MicroBatch:
-    """Return what is kept of a micro-batch until the step ends; its experts are large."""
+    """Return the part of a micro-batch to keep until the step ends; its experts are large."""
     return replace(batch, experts=None, support=None)
 
 
@@ -142,7 +142,7 @@ class TrainerSamples:
         self._file = SampleFile(config.run.dir, records.TRAINER_SAMPLES, records.MOST_BYTES, done) if write else None
 
     def of(self, items: Sequence[Item]) -> BatchSamples:
-        """Return a collector for a batch, of its kept groups."""
+        """Return a collector for a batch's kept groups."""
         wanted = [i for i, item in enumerate(items) if self._choice.takes(item.group)]
         return BatchSamples(items, wanted, records.MOST_TOKENS, self._mesh.reports)
 
@@ -180,7 +180,7 @@ class TrainerSamples:
 
 
 def _states(fates: Fates) -> torch.Tensor:
-    """Return the place in `_STATES` of each row: int64[T]."""
+    """Return the index in `_STATES` of each row: int64[T]."""
     first = fates.rejected.int().argmax(dim=0) + len(_STATES) - len(RULES)
     unkept = torch.where(fates.rejected.any(dim=0), first, _STATES.index(records.NO_WEIGHT))
     used = torch.where(fates.cut, _STATES.index(records.CLIPPED), torch.where(fates.capped, _STATES.index(records.CAPPED), 0))

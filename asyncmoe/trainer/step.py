@@ -55,7 +55,7 @@ class StepMetrics:
         entropy: entropy of the trainer's distribution over the whole vocabulary, in nats; mean over sampled tokens.
         updated: False if no parameter changed: every token was rejected, or the update was refused.
         refused: whether the guard refused the update.
-        figures: further numbers by their field's name in `telemetry.schema.Step`: `PolicyLoss.figures`; {} for other losses.
+        figures: further numbers by field name in `telemetry.schema.Step`: `PolicyLoss.figures`; {} for other losses.
         routing_mismatch: by layer, the share of tokens for which the trainer's router would have chosen other experts than the engine's;
             {} if routing was not kept.
     """
@@ -188,8 +188,8 @@ Finish = Callable[[MicroBatch, OutputHead, torch.Tensor], tuple[torch.Tensor, to
 
 
 Differs = Callable[[MicroBatch], torch.Tensor | None]
-"""Returns, for a micro-batch of T rows, int32[T] to which each of this rank's routers adds 1 for the rows it would have sent elsewhere
-than the engine's; None: not counted by row."""
+"""Returns, for a micro-batch of T rows, int32[T] to which each of this rank's routers adds 1 for rows it would have routed differently
+from the engine; None: not counted by row."""
 
 
 def _run(
@@ -274,8 +274,8 @@ def _no_tokens(like: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce(mesh: Mesh, results: Sequence[dict[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Reduce results over micro-batches and ranks: sums, or for names starting with "max_" maxima, -1 without values. All ranks take part,
-    but only one rank counts each row (`Mesh.reports`).
+    """Reduce results over micro-batches and ranks: by sum, or by maximum (-1 without values) for names starting with "max_". All ranks
+    take part, but only one rank counts each row (`Mesh.reports`).
 
     Returns:
         float64 arrays of the given shapes.

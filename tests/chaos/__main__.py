@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --out FILE`: blocks of random faults, each block a run; the same command goes on with those that FILE lacks.
+"""`python -m tests.chaos --out FILE`: blocks of random faults, each block a run; the same command continues with those missing from FILE.
 
 FILE has one JSON object a line: a record of each fault, and one of each run's end. A block that was broken off keeps its records, and the
 next one follows. `--only BLOCK` runs one again; `--report` prints the summary. After a violation the status is 1, and the run's folder is
@@ -31,7 +31,7 @@ TIERS = {"protocol": (schedule.KINDS, World), "redis": (REDIS, RedisWorld), "rea
 
 
 def main(arguments: list[str]) -> int:
-    """Run what `arguments` say; return the exit status."""
+    """Run the command line `arguments`; return the exit status."""
     asked = _parsed(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under faults ends too
     records = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _blocks(records: list[dict[str, Any]], asked: argparse.Namespace) -> Iterator[int]:
-    """Yield the numbers of blocks until so many faults are recorded."""
+    """Yield the numbers of blocks until this many faults are recorded."""
     if asked.only is not None:
         yield asked.only
         return

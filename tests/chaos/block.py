@@ -130,7 +130,7 @@ class Block:
         return lambda: all(faults.noticed(one.fault, one.done, self._said(one)) for one in pending)
 
     def _undo(self, pending: Sequence[Pending], running: bool) -> None:
-        """End the faults whose time is over, and all of a run that has ended; two more steps are expected then."""
+        """End the faults whose time is over, and all faults of a run that has ended; then expect two more steps."""
         for one in pending:
             if one.fault.number in self._over:
                 continue
@@ -144,13 +144,13 @@ class Block:
     # ------------------------------------------------------------ invariants
 
     def _holds(self, pending: Sequence[Pending], causes: Sequence[str]) -> list[str]:
-        """Return what is wrong while the run goes on."""
+        """Return violations during the run."""
         world = self._world
         found = [*invariants.trained_once(self._world.trained()), *invariants.ledger_exact(json_lines(world.run_dir / "rollout.jsonl"))]
         return found + world.wrongs()[:3] + list(invariants.cause_named(causes, self._said(pending[0])))
 
     def _stopped(self, pending: Sequence[Pending], causes: Sequence[str], *, blame: bool = True) -> list[str]:
-        """Return what is wrong with a run that has ended: processes that are left, the cause it names, its log."""
+        """Return violations of a run that has ended: leftover processes, the cause it names, its log."""
         world = self._world
         assert world.command is not None
         mark, found = world.command.mark, list[str]()
@@ -174,7 +174,7 @@ class Block:
         return found
 
     def _ended(self) -> dict[str, Any]:
-        """Stop the run as a user does; nothing may be left."""
+        """Stop the run as a user does; no process may be left."""
         world = self._world
         assert world.command is not None
         world.command.process.send_signal(signal.SIGINT)

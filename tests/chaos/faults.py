@@ -1,4 +1,4 @@
-"""How each kind of fault is done to a run, and which causes the run may then name."""
+"""Injection of each kind of fault, and the causes that the run may then name."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ _LOGS = {"payloads": "1", "turns": "1.turns", "changes": "0"}
 
 @dataclass(frozen=True)
 class Done:
-    """A fault that was done.
+    """An injected fault.
 
     Attributes:
         at: monotonic time.
-        target: what it met ("engine.3"); "" if there was no such process.
-        undo: ends what lasts.
+        target: the affected process ("engine.3"); "" if there was no such process.
+        undo: ends a lasting fault.
         until: monotonic time at which to call it.
-        stops: whether the run was stopped for it, and is to be started again.
-        restore: brings damaged files back; None: nothing is to be brought back.
+        stops: whether the run was stopped for it, and must be restarted.
+        restore: restores damaged files; None: there is nothing to restore.
     """
 
     at: float
@@ -81,7 +81,7 @@ def causes(fault: Fault) -> tuple[str, ...]:
 
 
 def noticed(fault: Fault, done: Done, said: Said) -> bool:
-    """Whether the run shows that it has met a fault after which it goes on. A fault that ends the run shows in that."""
+    """Return whether the run shows signs of a fault that it survives. For a fault that ends the run, the end is the sign."""
     sort = fault.target.partition(".")[0]
     if sort == "supervisor" and fault.kind in ("kill", "interrupt"):
         return False
@@ -91,7 +91,7 @@ def noticed(fault: Fault, done: Done, said: Said) -> bool:
 
 
 def await_moment(world: World, moment: Moment) -> None:
-    """Return at the next sign of what the moment names, or after a while without one."""
+    """Wait for the next sign of the moment, or for a while without one."""
     if moment in ("any time", "recovery"):
         return
     before, until = world.sign(moment), time.monotonic() + _MOMENT_S
@@ -100,7 +100,7 @@ def await_moment(world: World, moment: Moment) -> None:
 
 
 def do(world: World, fault: Fault) -> Done:
-    """Do a fault to a run."""
+    """Inject a fault into a run."""
     time.sleep(fault.after_s)
     match fault.kind:
         case "kill" if world.server is not None and fault.target == "redis":
@@ -165,7 +165,7 @@ def _continued(pid: int) -> None:
 
 
 def _damaged(world: World, fault: Fault) -> Done:
-    """Stop the run with SIGKILL and damage a file; what it was is kept beside."""
+    """Stop the run with SIGKILL and damage a file; its old content is kept next to it."""
     world.end_all()
     path = _file(world.run_dir, fault)
     now = time.monotonic()

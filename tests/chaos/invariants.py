@@ -1,4 +1,4 @@
-"""What must hold after every fault, as pure functions of what was observed. Each returns what is wrong, in words; nothing is good."""
+"""Invariants after every fault, as pure functions of observations. Each returns violations as text; an empty result is good."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def newest(trained: Sequence[Record]) -> dict[int, Record]:
 
 
 def trained_once(trained: Sequence[Record]) -> Iterator[str]:
-    """Every step is trained on the batch of its first time, no sample is in two steps, and no step is passed over."""
+    """Every step is trained on the batch of its first time, no sample is in two steps, and no step is skipped."""
     first: dict[int, Record] = {}
     for one in trained:
         if "damaged" in one:
@@ -50,7 +50,7 @@ def trained_once(trained: Sequence[Record]) -> Iterator[str]:
 
 
 def ledger_exact(rollout: Iterable[Record]) -> Iterator[str]:
-    """Whatever was started is running, accepted, dropped, rejected or requeued."""
+    """Everything started is running, accepted, dropped, rejected or requeued."""
     for one in rollout:
         ended = sum(sum(one[name].values()) for name in ("dropped", "rejected", "requeued"))
         if one["started"] != one["running"] + one["accepted"] + ended:
@@ -69,7 +69,7 @@ def ended_of(samples: Iterable[Record]) -> set[int]:
 
 
 def nothing_lost(before: LogState | None, now: LogState, trained: Sequence[Record], ended: Collection[int], warm: int = 0) -> Iterator[str]:
-    """What was finished at one stop is finished, as it was, at the next, or was trained or dropped meanwhile; no prompt is passed over.
+    """A group finished at one stop is finished unchanged at the next, or was trained or dropped meanwhile; no prompt is skipped.
 
     Args:
         before, now: the log at two stops.
@@ -97,7 +97,7 @@ def nothing_lost(before: LogState | None, now: LogState, trained: Sequence[Recor
 
 @dataclass(frozen=True)
 class Said:
-    """What a run has said since a fault: its own output, and the logs of the controller and of those who look after engines."""
+    """A run's output since a fault, and the logs of the controller and of the engines' supervisors."""
 
     supervisor: str
     controller: str

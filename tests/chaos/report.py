@@ -1,4 +1,4 @@
-"""What a file of results says, in numbers. Pure."""
+"""Figures of a results file. Pure functions."""
 
 from __future__ import annotations
 

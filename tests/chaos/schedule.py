@@ -48,7 +48,7 @@ class Fault:
         number: in its block.
         after_s: seconds after the moment.
         seconds: how long it lasts, if it lasts.
-        amount: in 0 ... 1: how bad it is, or where in a file.
+        amount: in 0 ... 1: its severity, or its position in a file.
     """
 
     number: int

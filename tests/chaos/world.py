@@ -47,7 +47,7 @@ class World:
         folder: of everything; `run_dir` lies in it, on a small file system of its own if one can be mounted.
         notes: folder that the stand-ins write to.
         command: the run, if it was started.
-        server: what keeps its log, if not its folder does.
+        server: the server with its log, if the log is not in its folder.
         mounted: whether the run's disk can be filled.
     """
 
@@ -126,7 +126,7 @@ class World:
         return self.folder / f"said-{self.starts}.txt"
 
     def start(self) -> None:
-        """Start the run, or go on with it: the same command."""
+        """Start or resume the run, with the same command."""
         self.starts += 1
         self.command = self._command(**self._environment)
 
@@ -158,7 +158,7 @@ class World:
             with suppress(OSError):
                 words, environ = ((entry / name).read_bytes().decode(errors="replace").split("\0") for name in ("cmdline", "environ"))
                 if role := role_of(words, environ):
-                    # A child that has not begun its own program yet has the name of its parent, which is older.
+                    # A child that has not yet started its own program has the name of its parent, which is older.
                     found.setdefault(role if role not in ENGINE_PARTS else f"{role}.{entry.name}", int(entry.name))
         return found
 
@@ -179,7 +179,7 @@ class World:
     # ------------------------------------------------------------ disturbances
 
     def disturb(self, clock_s: int = 0, fsync_us: int = 0) -> None:
-        """Set the clock's offset and what each fsync takes longer; without arguments, neither."""
+        """Set the clock's offset and the delay of each fsync; without arguments, reset both."""
         data = struct.pack("<qq", clock_s, fsync_us)
         if not self._control.exists():
             self._control.write_bytes(data)
@@ -187,7 +187,7 @@ class World:
             file.write(data)
 
     def network(self, engine: str, seconds: float, **does: float) -> None:
-        """Make the network of an engine a bad one for some seconds; see `stand.engine.Network`."""
+        """Degrade the network of an engine for some seconds; see `stand.engine.Network`."""
         made = self.notes / f".network-{engine}"
         made.write_text(json.dumps({"until": time.monotonic() + seconds, **does}))
         made.replace(self.notes / f"network-{engine}.json")
@@ -199,7 +199,7 @@ class World:
                 file.write(bytes(4096))
 
     def empty(self) -> None:
-        """Make room on the disk again."""
+        """Free space on the disk again."""
         (self.folder / "disk" / "ballast").unlink(missing_ok=True)
 
     # ------------------------------------------------------------ observations
@@ -209,12 +209,12 @@ class World:
         return json_lines(self.notes / "trained.jsonl")
 
     def log_state(self) -> LogState:
-        """Return what the log of a run tells that does not run."""
+        """Return the state in the log of a stopped run."""
         found = scan(self.run_dir / "log" / "0")
         return fold((at, records.entry(data)) for at, _, data in found if data is not None)
 
     def serve_log(self) -> None:
-        """Start the server again, if it has ended."""
+        """Restart the server if it has ended."""
         if self.server is not None and not self.server.is_running:
             self.server.start()
 
@@ -228,12 +228,12 @@ class World:
         return max((one["step"] for one in self.trained() if "step" in one), default=0)
 
     def wrongs(self) -> list[str]:
-        """Return what engines and ranks have seen that must not be."""
+        """Return the violations seen by engines and ranks."""
         engines = [one for path in self.notes.glob("wrong-*.jsonl") for one in json_lines(path)]
         return [f"an engine: {one['what']}" for one in engines] + [one["fault"] for one in json_lines(self.notes / "mixed.jsonl")]
 
     def cuts(self) -> list[int]:
-        """Return the tokens of each response that was cut off."""
+        """Return the tokens of each aborted response."""
         return [one["tokens"] for path in sorted(self.notes.glob("engine-*.jsonl")) for one in json_lines(path) if one["what"] == "cut"]
 
     def sign(self, moment: Moment) -> object:

@@ -1,4 +1,4 @@
-"""Output layers that are certain of one token, another in each version, so that a token names the version that sampled it."""
+"""Output layers that are certain of one token, a different one in each version, so that a token identifies the version that sampled it."""
 
 from __future__ import annotations
 

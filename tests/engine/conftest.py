@@ -1,4 +1,4 @@
-"""One real SGLang server for all tests of this folder, and one event loop in which everything talks to it."""
+"""One real SGLang server for all tests of this folder, and one event loop for everything that uses it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Answer = Callable[[Request], Awaitable[Reply]]
 
 @dataclass
 class Rig:
-    """A pool of engines, its coordinator, and what they recorded."""
+    """A pool of engines, its coordinator, and their records."""
 
     config: Config
     engines: list[SGLangProcess]
@@ -89,7 +89,7 @@ class Rig:
         return await asyncio.gather(*map(one, range(count)))
 
     async def publish_by_ranks(self, answer: Answer, out: Path, ranks: int, limit_s: float, **job: Any) -> Any:
-        """Have a trainer of so many ranks publish, as tests/ranks/publish.py does; what it says, with its files in a new folder."""
+        """Publish from a trainer with this many ranks, by tests/ranks/publish.py; return its results, with its files in a new folder."""
         out.mkdir()
         (out / "job.json").write_text(json.dumps(job))
         async with Server(answer) as server:
@@ -103,7 +103,7 @@ class Rig:
 
 
 def difference(answer: PooledGeneration, oracle: Oracle) -> float:
-    """Largest of the log-probabilities of what continues `PROMPT`."""
+    """Largest log-probabilities of continuations of `PROMPT`."""
     return largest_difference(answer.generation.logprobs, oracle.logprobs(PROMPT, answer.generation.tokens, 1.0))
 
 
@@ -132,7 +132,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="session")
 def make_rig(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
-    """Starts a rig of so many engines, numbered from the second argument on."""
+    """Starts a rig with this many engines, numbered from the second argument on."""
     with ExitStack() as stack:
 
         def start(count: int, first: int = 0) -> Rig:
@@ -150,7 +150,7 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
 
 @pytest.fixture(scope="session")
 def untouched(make_rig: Callable[..., Rig]) -> Rig:
-    """An engine that nobody publishes to: it keeps the checkpoint's weights. It can be in a pool with that of `rig`."""
+    """An engine without updates, which keeps the checkpoint's weights. It can share a pool with `rig`'s engine."""
     return make_rig(1, 1)
 
 
@@ -158,10 +158,10 @@ def untouched(make_rig: Callable[..., Rig]) -> Rig:
 def running(
     config: Config, runner: asyncio.Runner, first: int = 0, key: str | None = None, start: Callable[[], Sequence[Any]] | None = None
 ) -> Iterator[Rig]:
-    """A rig of engines that are ready, until its use is over.
+    """Yield a rig of ready engines.
 
     Args:
-        first: number of the first.
+        first: number of the first engine.
         start: starts other processes, of which the first are the engines, and the rest their other nodes.
     """
     engines: list[Any] = []
@@ -192,13 +192,13 @@ def running(
 
 
 def family(engine: SGLangProcess, part: str = "") -> list[psutil.Process]:
-    """The processes of a server, or those with `part` in their command line or title."""
+    """Return the processes of a server, or those with `part` in their command line or title."""
     main = psutil.Process(engine._child.pid)
     return [one for one in (main, *main.children(recursive=True)) if part in " ".join(one.cmdline())]
 
 
 def ended(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
-    """Whether all of them end in time."""
+    """Return whether all processes end in time."""
 
     def lives(one: psutil.Process) -> bool:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def two_questions(base_url: str, api_key: str, prompt: str, answer: str) -> float:
-    """Asks, and asks again in the same conversation; the reward is a function of what came back, so that a test can check it."""
+    """Asks twice in one conversation; the reward is a function of the responses, so that a test can check it."""
     import openai
 
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -22,7 +22,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def streamed_and_stopped(base_url: str, api_key: str, prompt: str, answer: str) -> float:
-    """Reads the first answer while it is sampled, ends it with one of some letters, and goes on; the reward counts its pieces as well."""
+    """Streams the first response, ends it at one of some letters, and continues; the reward also counts its pieces."""
     import openai
 
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:

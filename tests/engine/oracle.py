@@ -1,4 +1,4 @@
-"""What Hugging Face transformers says the engine should have computed."""
+"""The results that the engine should have, computed by Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Oracle:
     """A checkpoint's weights, and log-probabilities under them in float32."""
 
     def __init__(self, path: Path) -> None:
-        # With Megatron's patches for CPU in the process, transformers loads other weights than the file's.
+        # With Megatron's patches for CPU in the process, transformers loads weights that differ from the file's.
         assert "asyncmoe.trainer.model.gpt" not in sys.modules
         self.path = path
         self.weights: dict[str, torch.Tensor] = load_file(path / "model.safetensors")
@@ -57,12 +57,12 @@ class Merged(Oracle):
             merge(self.model, m, adapter)
 
     def difference(self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], temperature: float) -> float:
-        """Between what an engine says of its response, and this."""
+        """Difference between an engine's log-probabilities of its response and the oracle's."""
         return largest_difference(logprobs, self.logprobs(prompt, response, temperature))
 
 
 def perturbed(oracle: Oracle, path: Path, seed: int, scale: float = 0.05, share: float = 1.0) -> Oracle:
-    """The same model with other weights, or a share of them, saved at `path`."""
+    """The same model with all or a share of its weights changed, saved at `path`."""
     generator, chosen = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
     weights = {
         name: w + scale * torch.randn(w.shape, generator=generator) * (torch.rand(w.shape, generator=chosen) < share)
@@ -82,7 +82,7 @@ def routes(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def gaps(model: Any, tokens: np.ndarray) -> np.ndarray:
-    """Between the router's logit of the last expert it chose and of the first it did not, [layers, tokens - 1]."""
+    """The gap between the router's logits of the last chosen and the first unchosen expert, [layers, tokens - 1]."""
     ranked = [(logits.sort(descending=True).values, chosen.shape[1]) for logits, chosen in _routed(model, tokens)]
     return np.stack([(logits[:, top_k - 1] - logits[:, top_k]).numpy() for logits, top_k in ranked])
 

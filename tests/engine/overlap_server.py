@@ -1,7 +1,7 @@
-"""A server as `asyncmoe.platform.sglang` starts it, in which every update comes after the steps that a test wants.
+"""A server like that of `asyncmoe.platform.sglang`, in which every update comes after the steps that a test chooses.
 `python -m tests.engine.overlap_server FILE <arguments>`.
 
-FILE gets a line of JSON for every update: what was in flight.
+FILE gets a line of JSON for every update: the requests in flight.
 
 A pause that has arrived, or a command outside one, waits with all that came after it while the scheduler goes on, until what is in flight
 is the case whose turn it is, `_PATIENCE` passes have gone by, or nothing is left to do.
@@ -31,7 +31,7 @@ _PATIENCE = 300
 
 
 class Steps:
-    """What the scheduler has launched, and the pause that waits."""
+    """The steps that the scheduler has launched, and the waiting pause."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -70,7 +70,7 @@ class Steps:
 
 
 def watch(steps: Steps) -> None:
-    """Have the scheduler tell `steps`."""
+    """Make the scheduler report to `steps`."""
 
     def scheduler(module: ModuleType) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput, UpdateWeightsFromTensorReqInput

@@ -18,7 +18,7 @@ TIMEOUT_S = 30.0
 
 
 class Sender:
-    """Sends whole checkpoints through a coordinator. Joins the group at the first."""
+    """Sends whole checkpoints through a coordinator. Joins the group at the first one."""
 
     def __init__(self, coordinator: WeightUpdateCoordinator) -> None:
         self._coordinator = coordinator
@@ -35,7 +35,7 @@ class Sender:
         return reply
 
     async def begin(self, version: int) -> None:
-        """Join if need be, then pause the engines."""
+        """Join if necessary, then pause the engines."""
         if self._group is None:
             self._group = await self._join()
         await self._coordinator.handle(WeightsBegin(version))
@@ -50,7 +50,7 @@ class Sender:
     async def _join(self) -> dist.ProcessGroup:
         engines = await self._coordinator.handle(EnginesAsk(TIMEOUT_S))
         assert isinstance(engines, Engines)
-        # One group of a name in a process, and every rig has a group of its own.
+        # A process has one group per name, and every rig has its own group.
         name = f"weights-{id(self)}"
         hosted = hosting.host("loopback")
         request = WeightsJoin(*hosting.place(hosted), name, "gloo")

@@ -1,4 +1,4 @@
-"""Adapters alone go from real Megatron ranks into the adapter memory of real engines; all sides then say the same."""
+"""Adapters alone are sent from real Megatron ranks to the adapter memory of real engines; all sides then agree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ENGINES = [(QWEN, "per_expert", 1), *(pytest.param(one, marks=pytest.mark.thorou
 
 @dataclass
 class Dock:
-    """An engine that trainers of adapters can reach, and two adapters by turns."""
+    """An engine that trainers of adapters can reach, and two alternating adapters."""
 
     rig: Rig
     model: Path
@@ -66,7 +66,7 @@ class Dock:
         return await self.rig.sampled(arithmetic(self.tokenizer, ("+",), 2, seed=version), self.tokenizer, RESPONSES, sampling)
 
     async def publish(self, ranks: int, publications: dict[str, list[tuple[int, int]]]) -> tuple[list[dict[str, Any]], dict[int, Any]]:
-        """Have a trainer publish (number of the adapter, version) under each layout; outcomes, and what was sampled by each version."""
+        """Publish (number of the adapter, version) from a trainer under each layout; return outcomes, and the samples of each version."""
         out = self.folder / f"{ranks}-ranks"
         seen: dict[int, list[Trajectory]] = {}
 
@@ -117,7 +117,7 @@ def dock(
 
 
 def test_engine_trainer_and_merged_weights_agree(dock: Dock) -> None:
-    """On every token, at each of two versions a layout publishes, and by the base model before."""
+    """Agree on every token, at each of two versions per layout, and with the base model before."""
     base = Merged(dock.model, dock.m, None)
     worst = {"base": max(difference(base, t) for t in dock.rig.run(dock.sampled(0)))}
     merged, version = [Merged(dock.model, dock.m, adapter) for adapter in dock.adapters], 0

@@ -44,7 +44,7 @@ class Rig:
         return Kind(targets, rank, 8.0, self.experts)
 
     def write(self, folder: Path, adapter: Adapter) -> Path:
-        """In the form that engines load; a target that the adapter does not have is zero."""
+        """Return it in the form that engines load; targets that the adapter lacks are zero."""
         folder.mkdir()
         found = {name: np.zeros(size, DTYPES[adapter.dtype]) for name, size in served_shapes(self.m, adapter.kind).items()}
         for pair in pairs(self.m, adapter.kind):
@@ -71,7 +71,7 @@ def rig(request: pytest.FixtureRequest, model: Path, runner: asyncio.Runner, tmp
     told = flags(Kind(ALL, 4, 8.0, experts), LIMIT)
 
     config = settings(model, tmp_path_factory.mktemp("adapters"), tp=tp)
-    # As for a run with adapters, but none is installed.
+    # As in a run with adapters, but without one installed.
     config = config.model_copy(update={"engines": config.engines.model_copy(update={"args": tuple(told)})})
     with running(config, runner) as made:
         yield Rig(made.engine, experts, qwen3_moe.FAMILY.shape_of(load_hf_config(model)), runner.run)
@@ -92,7 +92,7 @@ def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path
         folder = rig.write(tmp_path / name, made[name])
         await client.load_adapter(name, folder, 60.0)
         shutil.rmtree(folder)
-        # At once with requests that have none.
+        # Concurrently with requests without an adapter.
         with_it, base = await asyncio.gather(ask(name), ask(None))
         assert max(plain.difference(p, g.tokens, g.logprobs, 0.8) for p, g in zip(prompts, base, strict=True)) < 1e-4
         await rig.unload(name)
@@ -111,7 +111,7 @@ def test_log_probabilities_are_those_of_the_merged_weights(rig: Rig, model: Path
 
 
 def test_many_prompts_of_one_adapter_may_come_at_once(rig: Rig, model: Path, tmp_path: Path) -> None:
-    """More than 256 tokens, of which no prompt has 256."""
+    """More than 256 tokens, from prompts shorter than 256."""
     adapter, client = random_adapter(rig.m, rig.kind(), 3), rig.engine.client
     prompts = [tuple(20 + (7 * i + j) % 60 for j in range(40)) for i in range(16)]
 

@@ -1,4 +1,4 @@
-"""Weights go shard to shard from real Megatron ranks into real engines while those generate."""
+"""Weights are sent shard to shard from real Megatron ranks to real engines while these generate."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Stage:
         return list(range(self.next - count, self.next))
 
     def held(self) -> Checksums:
-        """What engine 0 holds now."""
+        """The current weights of engine 0."""
         found: Checksums = self.rig.run(self.rig.engine.client.checksums(30.0))
         return found
 
     def published(self, ranks: int, publications: Mapping[str, Sequence[tuple[Oracle, int]]], *faults: Any, **how: Any) -> Published:
-        """See `publish`; everything arrives as SGLang's own loader would have it."""
+        """Publish (see `publish`); all weights arrive as SGLang's own loader would load them."""
         found: Published = self.rig.run(self.publish(ranks, publications, *faults, **how))
         everything = [each for several in publications.values() for each in several]
         assert not found.failed, found.failed
@@ -142,7 +142,7 @@ def stages(model: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
 
 
 def wrong(found: Checksums, expected: Checksums) -> list[list[str]]:
-    """By rank, the parameters that are not as expected."""
+    """Return the unexpected parameters by rank."""
     return [[name for name, checksum in e.items() if f.get(name) != checksum] for f, e in zip(found, expected, strict=True)]
 
 
@@ -151,7 +151,7 @@ def on_disk(folder: Path) -> dict[str, Any]:
 
 
 def ways() -> list[Any]:
-    """An engine, the number of ranks that send to it, and how they send; by default tests/engine/test_nodes.py sends to an engine of
+    """An engine, the number of sending ranks, and their method; by default tests/engine/test_nodes.py sends to an engine of
     two ranks."""
     few = [("one", 1, "default"), ("pair", 4, "shm in place"), ("pair", 4, "disk")]
     every = [(engine, ranks, "default") for engine in ("one", "two", "pair") for ranks in LAYOUTS]
@@ -182,7 +182,7 @@ def test_every_parameter_is_what_sglangs_loader_makes_of_the_checkpoint(
 
 @pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_deltas_end_at_the_same_parameters(stages: Stages, tmp_path: Path, in_place: bool) -> None:
-    """One that arrives damaged is followed by everything; so is the first of another trainer."""
+    """After a damaged delta, and first from another trainer, a full update is sent."""
     stage = stages("pair")
     a = stage.checkpoints[1]
     few = [perturbed(a, tmp_path / "few1", 3, share=0.01)]
@@ -217,7 +217,7 @@ def test_the_engine_generates_while_it_stages_and_says_which_token_is_whose(stag
         while stage.asked[WeightsStage] < stage.asked[WeightsCommit]:
             await asyncio.sleep(0.01)
         while stage.asked[WeightsCommit] < stage.asked[WeightsStage]:
-            # Answers of half a second and more, of which the last is cut by the new version.
+            # Responses of half a second and more; the new version interrupts the last one.
             short.append(await stage.rig.generate(150))
         return await publishing, await stage.rig.generate(), short
 
@@ -344,7 +344,7 @@ def test_two_engines_swap_at_once_and_where_one_dies_the_other_is_sent_the_versi
 
 
 def test_an_engine_that_reads_the_version_before_is_fenced(stages: Stages, tmp_path: Path) -> None:
-    """As through a file system that still has it in a cache. The last test of this engine, which is lost with it."""
+    """Simulates a file system with a stale cache. Must be the last test of this engine, because it is lost."""
     stage = stages("one")
     _, a, b = stage.checkpoints
     before, now = stage.versions(2)

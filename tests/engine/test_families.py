@@ -1,4 +1,4 @@
-"""Real engines of every family: what SGLang computes is what transformers does, of the checkpoint and of what a trainer sent."""
+"""Real engines of every family: SGLang computes the same as transformers, for the checkpoint and for weights sent by a trainer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stage(request: pytest.FixtureRequest, runner: asyncio.Runner, tmp_path: Path
 
 
 def test_an_engine_computes_what_it_is_sent(stage: Stage) -> None:
-    """By either path; with latent attention every token passes what SGLang derives from the weights once they are there."""
+    """Test both paths; with latent attention every token uses the tensors that SGLang derives from the new weights."""
     first, a, b = stage.checkpoints
     assert wrong(stage.loaded, stage.rig.expected(first)) == [[]]
     assert difference(stage.rig.run(stage.rig.generate()), first) < 1e-5
@@ -46,7 +46,7 @@ def test_an_engine_computes_what_it_is_sent(stage: Stage) -> None:
 
 
 def check_routes(stage: Stage, oracle: Oracle) -> None:
-    """The experts that the engine reports of every token are those that transformers' routers choose."""
+    """For every token the engine reports the experts that transformers' routers choose."""
     hf = load_hf_config(oracle.path)
     routing = family_of(hf).routing(hf)
     assert (routing is None) == (hf["model_type"] in families.DENSE)

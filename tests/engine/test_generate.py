@@ -1,4 +1,4 @@
-"""What a real engine answers becomes a trajectory that says exactly how it was sampled."""
+"""A real engine's response becomes a trajectory that records exactly how it was sampled."""
 
 from __future__ import annotations
 

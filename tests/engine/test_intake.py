@@ -1,4 +1,4 @@
-"""A real engine packs its answer, and the stand-in of `asyncmoe bench intake` answers as it does."""
+"""A real engine packs its response, and the stand-in of `asyncmoe bench intake` responds in the same form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize("masks", [False, True], ids=["without masks", "with masks"])
 @pytest.mark.parametrize("routing", [None, ROUTING], ids=["without routes", "with routes"])
 def test_a_real_engine_packs_its_answer(rig: Rig, routing: Routing | None, masks: bool) -> None:
-    """The same answer twice, greedily: packed, and as JSON."""
+    """Request the same response twice, greedily: packed, and as JSON."""
     client: Any = rig.engine.client
     recording = Recording(routing, masks=masks, vocabulary=VOCAB)
     body = request_body((20, 30, 40), Sampling(1.0, 6, (), top_k=1, recording=recording), f"packed {routing} {masks}", 0, None)

@@ -1,4 +1,4 @@
-"""A response that two updates cut, in every mode: what was recorded of each token is what the pass that sampled it computed."""
+"""A response interrupted by two updates, in every mode: the records of each token are the results of the pass that sampled it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def oracles(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Oracl
 
 
 class Played:
-    """What came of one response, asked for at version `first` and cut at `first` + 1 and `first` + 2."""
+    """The records of one response, requested at version `first` and interrupted at `first` + 1 and `first` + 2."""
 
     def __init__(self, rig: Rig, oracles: Sequence[Oracle], interruption: Interruption) -> None:
         self.first = rig.pool.version + 1
@@ -74,7 +74,7 @@ def passes(
 
     Args:
         bounds: where each model's tokens begin.
-        keep: each model goes on with the keys and values of the one before it; else it computes the whole prefix.
+        keep: each model continues on the keys and values of the previous one; else it computes the whole prefix.
         replay: take the recorded experts, so that a near tie falls the same way.
     """
     assert record.routes is not None
@@ -96,7 +96,7 @@ def passes(
 
 
 def _route(every: torch.Tensor, replay: bool, seen: list[torch.Tensor], layer: int, gate: Any, out: Any) -> Any:
-    """A router's answer, with the recorded experts of its last tokens, `every` [layers, tokens, top_k], if `replay`."""
+    """A router's output, with the recorded experts of its last tokens, `every` [layers, tokens, top_k], if `replay`."""
     recorded, logits, scores, chosen = every[layer], out[0], out[1].clone(), out[2].clone()
     rows = slice(len(logits) - len(recorded), None)
     chosen[rows], scores[rows] = recorded, logits[rows].softmax(-1).gather(1, recorded)
@@ -122,7 +122,7 @@ def check(played: Played, models: Sequence[Any], keep: bool) -> None:
 def test_a_response_has_the_versions_of_its_mode(
     rig: Rig, oracles: list[Oracle], interruption: Interruption, turns: int, versions: list[int]
 ) -> None:
-    """In place keys and values live on; a response that is resumed computes its prefixes again, one that is retried is lost."""
+    """In place keeps keys and values; a resumed response recomputes its prefixes, a retried one is discarded."""
     played = Played(rig, oracles, interruption)
     assert (played.turns, played.versions) == (turns, versions)
     assert (played.lost > 0) == (interruption == "abort_retry")
@@ -133,7 +133,7 @@ def test_a_response_has_the_versions_of_its_mode(
 
 
 def test_retract_computes_keys_and_values_again(rig: Rig, oracles: list[Oracle]) -> None:
-    """Without routes: SGLang reports the new weights' for old tokens."""
+    """Without routes, because SGLang reports the new weights' routes for old tokens."""
     played = Played(rig, oracles, "retract")
     assert (played.turns, played.lost, played.versions) == (1, 0, [0, 1, 2])
     logprobs, excess = passes(played.record, played.bounds, [oracle.model for oracle in oracles], keep=False, replay=False)

@@ -1,4 +1,4 @@
-"""However an `asyncmoe engine` ends, its server ends. One that cannot start: tests/system/test_bad_input.py."""
+"""However an `asyncmoe engine` ends, its server ends too. Failing starts: tests/system/test_bad_input.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server of which one process hangs: it accepts connections, but a probe hears nothing until the process goes on."""
+"""A real server with one hanging process: it accepts connections, but a probe gets no response until the process continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine whose ranks are spread over two server processes, as over two machines, computes and takes weights as one of one process."""
+"""An engine whose ranks are spread over two server processes, as over two machines, works like one in a single process."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_an_agent_written_for_openai_is_recorded_unchanged(untouched: Rig, model
             *earlier, last = (set(tokenizer.decode([token])) & set(LETTERS) for token in record.tokens[int(sampled[0]) : first].tolist())
             assert not any(earlier)
             stopped += bool(last)
-        # Both answers were sampled from what precedes them, so the first one's tokens stand as they were sampled.
+        # Both responses were sampled from their prefixes, so the first one's tokens are kept as sampled.
         check_record(oracle, record)
     assert agent == "two_questions" or stopped > 0
 

@@ -1,7 +1,7 @@
 """Which weights sampled which token, with SGLang's overlap schedule on and updates under load.
 
-Every version makes one token certain, so a token names the version that sampled it. Prompts and lengths are such that a pause can fall on
-every kind of step, and `overlap_server` has it fall on each kind in turn.
+Every version makes one token certain, so a token names the version that sampled it. Prompts and lengths let a pause fall on
+every kind of step, and `overlap_server` makes it fall on each kind in turn.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def certain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Load:
-    """Clients that ask one thing after the other, and what they got."""
+    """Clients that send one request after the other, and their responses."""
 
     rig: Rig
     file: Path
@@ -211,7 +211,7 @@ def load(certain: Path, runner: asyncio.Runner, tmp_path_factory: pytest.TempPat
 
 
 def alive(load: Load) -> bool:
-    """It answers with the newest version."""
+    """Check that it responds with the newest version."""
     answer: Generation = load.rig.run(load.rig.engine.client.generate((20, 30, 40), Sampling(1.0, 4, ()), "alive", 20.0))
     return bool(answer.tokens.tolist() == [token_of(load.rig.pool.version, VOCAB)] * 4)
 

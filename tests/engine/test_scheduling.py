@@ -1,4 +1,4 @@
-"""Where requests go decides what the engines find in their prefix caches."""
+"""Request placement determines the prefix-cache hits of engines."""
 
 from __future__ import annotations
 

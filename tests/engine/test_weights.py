@@ -1,4 +1,4 @@
-"""New weights reach a real engine while it generates, and it is known to the token what they did."""
+"""New weights reach a real engine while it generates, and their effect is known for every token."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_sender_that_fails_before_the_first_bucket_costs_nothing(rig: Rig, che
 
 
 def test_a_sender_that_fails_after_a_bucket_leaves_no_mixed_engine(rig: Rig, checkpoints: list[Oracle]) -> None:
-    """Last of all: it ends the engine the tests share."""
+    """Must be the last test: it ends the shared engine."""
     version, server = next_version(rig), family(rig.engine)
     names = list(checkpoints[2].weights)[:3]
 

@@ -1,4 +1,4 @@
-"""Worker: a run that is saved in one layout and goes on in another computes what the run that went on in its own does.
+"""Worker: a run saved under one layout and resumed under another computes the same as one that keeps its layout.
 `any_layout.py RESULT REFERENCES JOB...`
 
 A job is "SAVED" or, after that, "SAVED > LOADED", perhaps on another number of ranks. A layout is as of `lora.job_of`, such as
@@ -35,7 +35,7 @@ def main(path: str, *jobs: str) -> dict[str, Any]:
 
 
 def tried(path: Path, job: str) -> dict[str, Any]:
-    """Save and go on; or go on from what was saved, and return how far losses and weights are from those of the run that went on."""
+    """Save and continue; or resume, and return the differences of losses and weights from the continued run."""
     saved, _, loaded = job.partition(" > ")
     run = path / "runs" / saved
     begun = job_of(path, run, loaded or saved, **({} if "lora" in saved else {"router_bias_rate": case.BIAS_RATE}))
@@ -66,7 +66,7 @@ def tried(path: Path, job: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def forget(built: gpt.Model) -> None:
-    """Fill all that is saved with another value."""
+    """Overwrite everything that is saved."""
     for chunk in map(state.trained, built.chunks):
         for tensor in (*chunk.parameters(), *chunk.buffers()):
             if tensor.is_floating_point():

@@ -80,7 +80,7 @@ def broken(*_: Any) -> Any:
 
 
 def limited(saver: Saver, step: int, rank: int) -> str:
-    """What a save says while files of `rank` may not become larger than `BYTES`."""
+    """The message of a save while files of `rank` are limited to `BYTES`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES, before[1]))

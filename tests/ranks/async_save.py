@@ -1,4 +1,4 @@
-"""Worker: checkpoints that are written while training goes on are those of saves for which it stands still.
+"""Worker: asynchronous checkpoints equal synchronous ones.
 `async_save.py RESULT REFERENCES LAYOUT...`
 
 A layout is a list of the trainer's settings, such as "tp=2,dtype=bfloat16,distributed=1"; lora=NAME trains an adapter of lora_case.py.
@@ -34,7 +34,7 @@ def main(path: str, *layouts: str) -> dict[str, Any]:
 
 
 def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
-    """Save each step both ways, the asynchronous one while the next step is taken; compare files and what is loaded."""
+    """Save each step both ways, asynchronously during the next step; compare files and loaded values."""
     job = lora.job_of(path, run, layout, async_save=True)
     built = job.model()
     adam = optimizer.build(job.config, built)
@@ -76,7 +76,7 @@ def moved(job: Any, run: Path) -> Any:
 
 
 def plainly(config: Any, number: int, built: gpt.Model, adam: Any) -> None:
-    """Save as Megatron does, while training stands still."""
+    """Save like Megatron, synchronously."""
     if dist.get_rank() == 0:
         checkpoints.start(config.run.dir, number)
     dist.barrier()
@@ -92,7 +92,7 @@ def train(job: Any, built: gpt.Model, adam: Any) -> None:
 
 
 def different(one: Path, other: Path) -> list[str]:
-    """What differs between two checkpoints: tensors by their bits, common state."""
+    """Differences between two checkpoints: tensors by their bits, common state."""
     if dist.get_rank() != 0:
         return []
     ours, theirs = (contents(path) for path in (one, other))
@@ -107,7 +107,7 @@ def different(one: Path, other: Path) -> list[str]:
 
 
 def memory(built: gpt.Model, adam: Any) -> list[torch.Tensor]:
-    """All tensors that a checkpoint is loaded into: the trained weights, and what the optimizers keep."""
+    """All tensors that a checkpoint is loaded into: the trained weights, and the optimizers' state."""
     states = [checkpoint.trained(chunk).state_dict() for chunk in built.chunks]
     found = [tensor for state in states for tensor in state.values() if isinstance(tensor, torch.Tensor)]
     for one in any_layout.optimizers(adam):
@@ -125,7 +125,7 @@ def contents(path: Path) -> dict[str, torch.Tensor]:
 
 
 def loaded(job: Any, plain: Path, run: Path) -> list[str]:
-    """What differs after both were loaded by the trainer, in weights and in the optimizer's own memory."""
+    """Differences after the trainer has loaded both, in weights and in the optimizer's own memory."""
     states = []
     for place in (plain, run):
         built = job.model()

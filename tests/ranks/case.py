@@ -1,4 +1,4 @@
-"""The small model and batch that every layout is tried on."""
+"""The small model and batch for testing every layout."""
 
 from __future__ import annotations
 

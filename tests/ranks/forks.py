@@ -2,7 +2,7 @@
 
 A session of tests starts about a hundred ranks, and torch, Megatron and transformers take some six seconds of CPU time to import, longer
 than most scripts compute. A rank is a process like torchrun's: it has torchrun's variables, meets the others in a store of its launch, and
-when one fails the others are killed.
+if one fails the others are killed.
 
 A line of JSON on standard input is a `Job`; the answers, a line each, are the number of its process group and, when it has ended, its exit
 status. At the end of the input the job under way is killed.
@@ -41,11 +41,11 @@ class Job:
     """One launch.
 
     Attributes:
-        script: file that every rank runs.
+        script: the file that every rank runs.
         arguments: of the script.
-        ranks: how many.
-        log: file to which all of them write.
-        environment: their variables, but for those that torchrun sets.
+        ranks: number of ranks.
+        log: the file that all of them write to.
+        environment: their variables, except those set by torchrun.
     """
 
     script: str
@@ -117,7 +117,7 @@ def _first_failure(ranks: set[int]) -> int:
 
 
 def _run(job: Job, rank: int, port: int, parent: int) -> NoReturn:
-    """Be a rank."""
+    """Run as a rank."""
     die_with_parent(parent)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks}
     met = {"MASTER_ADDR": _HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}

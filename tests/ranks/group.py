@@ -1,4 +1,4 @@
-"""What the ranks of a worker begin and end with."""
+"""Setup and teardown of the ranks of a worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(worker: Callable[..., object]) -> NoReturn:
 
 
 def result() -> Path:
-    """File of what rank 0 has found, in a folder of the launch."""
+    """Rank 0's result file, in a folder of the launch."""
     return Path(sys.argv[1])
 
 

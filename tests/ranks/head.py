@@ -1,4 +1,4 @@
-"""Worker: the output layer in blocks, of ranks that share a vocabulary, next to torch's log_softmax. `head.py RESULT`"""
+"""Worker: the output layer in blocks, on ranks that share a vocabulary, against torch's log_softmax. `head.py RESULT`"""
 
 from __future__ import annotations
 

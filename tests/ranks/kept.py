@@ -1,4 +1,4 @@
-"""Worker: what every layout makes of trajectories with recorded experts and ids. `kept.py RESULT REFERENCES LAYOUT...`
+"""Worker: results of every layout for trajectories with recorded experts and ids. `kept.py RESULT REFERENCES LAYOUT...`
 
 A layout is a list of the trainer's settings with the ways to pack, such as "tp=2,pp=2,recompute=full:packed+single".
 """
@@ -99,7 +99,7 @@ def sampled(
 def balanced(
     built: gpt.Model, adam: Any, batches: list[batch.MicroBatch], known: dict[int, Trajectory], replay: Replay, place: mesh.Mesh
 ) -> float:
-    """How far a step moves selection biases from where all recorded experts, and no others, would."""
+    """The difference of selection biases after a step from an update by exactly the recorded experts."""
     routers = parity.routers(built)
     before = [router.expert_bias.clone() for _, router in routers]
     balance = Balance(built.chunks, replay.routing.all_layers, case.BIAS_RATE, (place.tp_rank, place.tp))

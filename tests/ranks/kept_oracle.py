@@ -1,4 +1,4 @@
-"""What Hugging Face's model says when its tokens go through recorded experts and its probabilities are over recorded ids."""
+"""Results of Hugging Face's model with recorded experts, and probabilities over recorded ids."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def routes(model: Any, ids: np.ndarray) -> torch.Tensor:
 
 @contextmanager
 def forced(model: Any, chosen: torch.Tensor, differ: torch.Tensor, by_row: torch.Tensor) -> Iterator[None]:
-    """Every gate gives these experts the weights that it would give them among themselves.
+    """Make every gate route to these experts, with its own weights among them.
 
     Args:
         chosen: int64[rows, gates, top_k].

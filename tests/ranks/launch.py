@@ -1,4 +1,4 @@
-"""Runs a worker script on ranks of this machine and returns what rank 0 wrote."""
+"""Runs a worker script on ranks of this machine and returns rank 0's result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Checks = Mapping[tuple[str, ...], Sequence[str]]
 
 
 def marked(every: Checks, few: Checks) -> list[Any]:
-    """Parameters of a test, one for each check; all but a few are for a thorough test."""
+    """Parameters of a test, one per check; most only in a thorough test."""
     several = [(one, how) for one, checks in every.items() for how in checks]
     return [pytest.param(*one, how, marks=() if how in few.get(one, ()) else pytest.mark.thorough) for one, how in several]
 
@@ -77,7 +77,7 @@ def _environment() -> dict[str, str]:
 
 
 def _forked(script: str, arguments: list[str], ranks: int, log: Path, timeout_s: float) -> object:
-    """Run a script; return its status, or words for having taken too long."""
+    """Run a script; return its status, or a message if it took too long."""
     log.touch()
     if _forks().poll() is not None:
         _forks.cache_clear()

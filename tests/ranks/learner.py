@@ -1,4 +1,4 @@
-"""One rank of a job whose learner takes steps: `learner.py RESULT PATH LAYOUT`, where PATH has a model in `hf`."""
+"""One rank of a job that runs a learner: `learner.py RESULT PATH LAYOUT`, where PATH has a model in `hf`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VERSION = 3
 
 
 class Controller:
-    """A client that answers itself, also for the worker that holds the batch, unless that is gone."""
+    """A client that answers its own requests, also for the worker with the batch, unless that is lost."""
 
     def __init__(self) -> None:
         self.batch: dict[str, Trajectory] = {}

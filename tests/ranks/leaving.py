@@ -1,4 +1,4 @@
-"""Leaving the groups that a model has trained over, so that they end."""
+"""Destroys the groups that a model has trained over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncmoe.trainer.model.mesh import groups
 
 
 def leave() -> None:
-    """Leave Megatron's groups, but not the process group; all models of this process are done with.
+    """Leave Megatron's groups, but not the process group; no model of this process is used any more.
 
     A model that has trained is never collected: nodes of autograd, which Python does not see, hold the hooks of Megatron's DDP. It holds
     its groups, each of which has three threads over Gloo, and one of these wakes a hundred times a second. Megatron destroys a few of its

@@ -1,4 +1,4 @@
-"""Worker: what layouts of this world size make of adapters, against the oracle. `lora.py RESULT REFERENCES LAYOUT:ADAPTERS...`
+"""Worker: adapters under layouts of this world size, against the oracle. `lora.py RESULT REFERENCES LAYOUT:ADAPTERS...`
 
 A layout is as in parity.py; adapters are names of lora_case.py, joined by "+", each followed by its checks: "dense/packed/distributed".
 Errors are maxima over all ranks; of gradients and halves, relative to the largest element.
@@ -58,7 +58,7 @@ class Job(parity.Job):
         return list(self.oracle["steps"])
 
     def expected(self, built: model.Model, halves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The part of whole halves that this rank has."""
+        """This rank's part of whole halves."""
         shape = family_of(built.hf).shape_of(built.hf)
         return canonical.local(shape, kind_of(self.section, shape), built.parallel, self.mesh.rank, halves, torch.float32)
 
@@ -179,7 +179,7 @@ def start(job: Job) -> dict[str, Any]:
 
 
 def gathered(job: Job) -> dict[str, Any]:
-    """What was written comes out again, on rank 0, and no more bytes than the adapter has."""
+    """Reading returns what was written, on rank 0, without more bytes than the adapter's."""
     built = job.model()
     gatherer = Gatherer(built, 20_000, 60.0, adapter=True)
     wanted, seen = job.oracle["halves"], {}

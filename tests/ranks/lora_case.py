@@ -1,4 +1,4 @@
-"""The adapters that every layout is tried with, and what they are on Hugging Face's model."""
+"""The adapters for testing every layout, and their form on Hugging Face's model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tried(sizes: Mapping[str, int]) -> list[str]:
 
 
 def checks(name: str) -> tuple[str, ...]:
-    """What is tried with an adapter in a thorough test."""
+    """The checks of an adapter in a thorough test."""
     if name not in BOTH:
         return "packed", "distributed"
     return "packed", "recompute", "plain", "distributed", "start", "gathered", "bfloat16"

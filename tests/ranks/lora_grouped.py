@@ -106,7 +106,7 @@ def main(folder: str, *layouts: str) -> dict[str, Any]:
 
 
 def refused(job: Job) -> None:
-    """A layer or experts of a class nobody has looked at."""
+    """A layer or experts of an unknown class."""
     hf = load_hf_config(job.path / "hf")
     for change, said in (
         (

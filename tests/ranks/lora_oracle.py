@@ -1,4 +1,4 @@
-"""What Hugging Face's model and autograd say about adapters, on one process: every weight is W + (alpha / rank) B A."""
+"""Results of Hugging Face's model and autograd for adapters, in one process: every weight is W + (alpha / rank) B A."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks import case, lora_case, oracle
 
 
 def write(path: Path, name: str) -> None:
-    """Write what autograd says about an adapter to `path`, which has the references of its model's variant (`oracle.write`).
+    """Write autograd's results for an adapter to `path`, which has the references of its model's variant (`oracle.write`).
 
     NAME.pt: halves, by canonical name, and their gradients of two losses; logits, losses, norms; losses, norms and halves of a training.
     """

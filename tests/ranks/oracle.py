@@ -1,4 +1,4 @@
-"""What Hugging Face's model and autograd say about the case, on one process."""
+"""Results of Hugging Face's model and autograd for the case, in one process."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _norm(model: Any) -> float:
 
 
 def _save_gradients(model: Any, path: Path) -> None:
-    """Write the gradients under the names of the weights: the two are laid out alike."""
+    """Write the gradients under the names of the weights, which have the same layout."""
     weights = {name: p.data for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = parameter.grad.clone()

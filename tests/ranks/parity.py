@@ -1,4 +1,4 @@
-"""Worker: what layouts of this world size make of the case, against the oracle. `parity.py RESULT REFERENCES LAYOUT:VARIANTS...`,
+"""Worker: the case under layouts of this world size, against the oracle. `parity.py RESULT REFERENCES LAYOUT:VARIANTS...`,
 with one folder of references a variant of the model
 
 A layout is a list of sizes, such as "tp=2,pp=2", under their names in the trainer's configuration; variants are joined by "+", each
@@ -47,7 +47,7 @@ OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bias_a
 
 @dataclass
 class Job:
-    """One layout with one way of packing."""
+    """One layout with one kind of packing."""
 
     path: Path
     config: Config

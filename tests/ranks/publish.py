@@ -43,7 +43,7 @@ from tests.ranks.replay import compare, read
 
 
 class Faulty(Sender):
-    """A sender on one rank of which something goes wrong while it sends."""
+    """A sender with a fault on one rank while it sends."""
 
     fault: ClassVar[str | None] = None
 
@@ -54,17 +54,17 @@ class Faulty(Sender):
         super()._send(version, base)
 
     def slow(self, version: int, base: int | None) -> None:
-        """It takes its time, but not too much."""
+        """It is slow, but not too slow."""
         time.sleep(4.0)
         super()._send(version, base)
 
     def stall(self, version: int, base: int | None) -> None:
-        """It is not heard of within the time an update has."""
+        """It does not finish within an update's time limit."""
         time.sleep(self._timeout_s + 2.0)
         super()._send(version, base)
 
     def killed(self, version: int, base: int | None) -> None:
-        """It dies with a part of its messages sent."""
+        """It dies after sending part of its messages."""
         real, calls = Exchanger._pack_round, 0
 
         def pack_round(exchanger: Exchanger, number: int, *how: Any) -> None:
@@ -78,7 +78,7 @@ class Faulty(Sender):
         super()._send(version, base)
 
     def corrupt(self, version: int, base: int | None) -> None:
-        """A bit of a message is another when it arrives."""
+        """A bit of a message flips in transit."""
         real = Exchanger._sealed
 
         def sealed(exchanger: Exchanger, digest: int, number: int) -> int:
@@ -91,7 +91,7 @@ class Faulty(Sender):
             Exchanger._sealed = real  # type: ignore[method-assign]
 
     def damaged(self, version: int, base: int | None) -> None:
-        """A bit of a coded delta is another when it arrives."""
+        """A bit of an encoded delta flips in transit."""
         real = DeltaEncoder.put
 
         def put(encoder: DeltaEncoder, destination: int, number: int, address: int) -> int:

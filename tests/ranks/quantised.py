@@ -1,4 +1,4 @@
-"""Worker: what is exported of a checkpoint of float8 after its weights have changed. `quantised.py RESULT FOLDER CHANGE LAYOUT...`
+"""Worker: exports of a float8 checkpoint after its weights have changed. `quantised.py RESULT FOLDER CHANGE LAYOUT...`
 
 FOLDER has the checkpoint in "hf". All of its parameters are multiplied by CHANGE; then, under every layout, "LAYOUT-plain" and
 "LAYOUT-float8" are written beside it.

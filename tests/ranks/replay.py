@@ -38,7 +38,7 @@ def read(file: Path) -> list[Trajectory]:
 
 
 def differences(path: Path, recorded: list[Trajectory], temperature: float, trainer: dict[str, Any]) -> dict[str, float]:
-    """As `compare`, of a trainer with the weights that sampled them."""
+    """Run `compare` on a trainer with the weights that sampled them."""
     if mesh.groups.is_initialized():
         leave()
     config = case.config(path, ranks=dist.get_world_size(), tokens_per_microbatch=256, **trainer)

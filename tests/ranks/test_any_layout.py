@@ -1,4 +1,4 @@
-"""A run goes on in any layout: on other ranks, with or without expert parallelism, with the optimizer's state sharded or not."""
+"""A run resumes under any layout: on other ranks, with or without expert parallelism, with the optimizer's state sharded or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on are bit for bit those of saves for which it stands still."""
+"""Asynchronous checkpoints are bit for bit equal to synchronous ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A leased batch is fetched, once for the ranks that share their part of it, scored, guarded and trained."""
+"""A leased batch is fetched (once for the ranks that share a part), scored, guarded and trained."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def apart(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 @pytest.mark.thorough
 def test_the_layers_of_transformer_engine(references: Path) -> None:
-    """As far as they can be tried without a GPU: stand-ins for its own, Megatron's around them."""
+    """Tested as far as possible without a GPU: with stand-ins for its layers, inside Megatron's."""
     found = launch.run("lora_grouped", 4, references, str(references), "tp=2,ep=2", "ep=2,etp=2", "tp=2,pp=2")
     for adapters in found.values():
         assert len(adapters) == 6

@@ -1,4 +1,4 @@
-"""The memory that is planned for is what Megatron takes."""
+"""Planned memory equals Megatron's use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every layout computes what Hugging Face's model and autograd compute on one process."""
+"""Every layout computes the same as Hugging Face's model and autograd in one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAMILIES = {variant for variant, model in case.VARIANTS.items() if model["model_
 
 
 def every_check(layout: str, variant: str) -> tuple[str, ...]:
-    """What is tried of a layout and a variant of the model in a thorough test."""
+    """The checks of a layout and a variant of the model in a thorough test."""
     if variant != "plain":
         return ("packed", "plain", *(("balanced",) if "n_routed_experts" in case.VARIANTS[variant] else ()))
     often = ("packed", "single", "recompute", "plain", "distributed", "guard", "rejected", "credited", "bfloat16")
@@ -115,7 +115,7 @@ def check_parity(errors: dict[str, Any]) -> None:
 
 
 def check_training(errors: dict[str, Any]) -> None:
-    """Three steps, with gradients and weights that may travel while others are computed."""
+    """Three steps, with gradients and weights that may be communicated during computation."""
     assert errors["weights"] < 2e-5
     assert errors["losses"] < 1e-5
     assert errors["norms"] < 1e-4
@@ -128,7 +128,7 @@ def check_grouped(errors: dict[str, Any]) -> None:
 
 
 def check_guard(errors: dict[str, Any]) -> None:
-    """What must not be trained on stops every rank."""
+    """Invalid data stop every rank."""
     loss, gradient, future, refused = errors["messages"]
     assert refused == [True, False, True]
     assert "later version than the trainer's" in future

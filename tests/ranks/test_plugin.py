@@ -17,7 +17,7 @@ LAYOUTS = ("pp=2", "ep=2")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What both ranks found, by layout."""
+    """Both ranks' results, by layout."""
     path: Path = tmp_path_factory.mktemp("plugin")
     make_model(path / "hf", MadeModel(), seed=0)
     return launch.run("plugin", 2, path, str(path), *LAYOUTS)

@@ -1,4 +1,4 @@
-"""A checkpoint of float8 in the trainer, and what is exported of it."""
+"""A float8 checkpoint in the trainer, and its exports."""
 
 from __future__ import annotations
 

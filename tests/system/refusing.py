@@ -1,4 +1,4 @@
-"""A kernel that refuses what a run can do without: `python -m tests.system.refusing PROGRAM ...` executes the program under a filter.
+"""A kernel that refuses optional system calls: `python -m tests.system.refusing PROGRAM ...` executes the program under a filter.
 
 The filter is a classic BPF program over `struct seccomp_data` (linux/seccomp.h, linux/filter.h). Numbers are those of Linux's tables
 (arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h).

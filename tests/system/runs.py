@@ -1,4 +1,4 @@
-"""Starting whole runs as a user does, and finding what they leave behind."""
+"""Starting whole runs as a user does, and finding leftover processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[2]
 ENGINES = REPOSITORY / ".venv-engine" / "bin" / "python"
 MARK = "ASYNCMOE_TESTMARK"
-# The smallest run that has every part: a warm-up, one engine, two expert-parallel ranks.
+# The smallest run with every part: a warm-up, one engine, two expert-parallel ranks.
 SMALL = (
     "warmup.steps=4",
     "warmup.batch=16",
@@ -35,12 +35,12 @@ AGREES = "verify.max_logprob_diff=1.0e-3"
 
 
 class Command:
-    """One `asyncmoe` command; every process it starts inherits a mark to be found by.
+    """One `asyncmoe` command; every process it starts inherits a mark, by which it is found.
 
     Args:
-        module: another one than asyncmoe.
-        log: file that its output goes to, so that it can be read meanwhile.
-        environment: variables; `MARK` if the mark is that of another command too.
+        module: a module other than asyncmoe.
+        log: file for its output, readable during the run.
+        environment: variables; `MARK` to share the mark of another command.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class Command:
         return self.process.returncode, out, error
 
     def succeed(self, timeout_s: float = 240.0, directory: Path | None = None) -> tuple[str, str]:
-        """What it prints, on standard output and standard error, when it ends well and leaves nothing running. directory: of its run."""
+        """Return its output and error output after it ends successfully without leftover processes. directory: of its run."""
         status, out, error = self.finish(timeout_s)
         assert status == 0, f"status {status}\n{out[-1500:]}\n{error[-3000:]}\n{logs(directory) if directory else ''}"
         assert self.gone(), self.alive()
         return out, error
 
     def alive(self) -> list[str]:
-        """Command lines of marked processes that still run."""
+        """Return command lines of marked processes that still run."""
         return marked(self.mark)
 
     def gone(self, within_s: float = 20.0) -> bool:
-        """True when every process it started has ended within that time."""
+        """Return whether every process it started has ended within that time."""
         return wait_for(lambda: not self.alive(), within_s)
 
 
@@ -94,7 +94,7 @@ def marked_pids(mark: str, words: str = "") -> list[int]:
 
 
 def _marked(mark: str) -> dict[int, str]:
-    """Ids and command lines of the other processes that inherited a mark. Whoever gives itself a title has none any more."""
+    """Ids and command lines of the other processes that inherited a mark. Processes that set a title lose the mark."""
     found = {}
     for entry in marked_entries(mark):
         with suppress(OSError):  # it has ended
@@ -121,7 +121,7 @@ def nccl_settings(directory: Path, mark: str) -> dict[str, str]:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, poll_s: float = 0.1) -> bool:
-    """Poll until `condition` holds; False when `seconds` were over first."""
+    """Poll until `condition` holds; return False after `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if condition():
@@ -137,7 +137,7 @@ def run(directory: Path, *overrides: str, timeout_s: float = 240.0) -> dict[str,
 
 
 def summary_of(directory: Path) -> dict[str, Any]:
-    """What a run that has ended says of itself."""
+    """Return the summary of a run that has ended."""
     summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
     return summary
 
@@ -157,26 +157,26 @@ def demo(directory: Path, *overrides: str) -> tuple[str, ...]:
 
 
 def provide(path: Path) -> Path:
-    """Have the demo's model at `path`; runs only read it."""
+    """Put the demo's model at `path`; runs only read it."""
     path.symlink_to(Path(_made().name) / "model", target_is_directory=True)
     return path
 
 
 @cache
 def _made() -> tempfile.TemporaryDirectory[str]:
-    """Once for all runs that do not try how a model is made: it takes as long as all else before a process starts."""
+    """Make it once for all runs that do not test this: it takes as long as everything else before a process starts."""
     folder = tempfile.TemporaryDirectory(prefix="asyncmoe-model-")
     Command("make-model", folder.name + "/model").succeed()
     return folder
 
 
 def silent_engines(folder: Path) -> str:
-    """A Python whose engines never answer, and take no time: the override that names it, for runs that need no more than the warm-up."""
+    """Return the override for a Python whose engines never respond and cost nothing, for runs that need only the warm-up."""
     return engine_python(folder, 'case "$*" in *platform.sglang*) exec sleep 600;; esac')
 
 
 def engine_python(folder: Path, line: str) -> str:
-    """A Python for engines that executes a line of shell first: the override that names it."""
+    """Return the override for an engine Python that first executes a line of shell."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\n{line}\nexec {ENGINES} "$@"\n')
     python.chmod(0o755)
@@ -184,7 +184,7 @@ def engine_python(folder: Path, line: str) -> str:
 
 
 def refused(*arguments: str) -> str:
-    """Run a command that must fail: its one line of explanation, with no traceback and nothing left running."""
+    """Run a command that must fail; return its one-line explanation. There must be no traceback and no leftover process."""
     command = Command(*arguments)
     status, out, error = command.finish(120.0)
     assert status != 0, out
@@ -196,7 +196,7 @@ def refused(*arguments: str) -> str:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole records of a file that may still be written; none if it does not exist."""
+    """Return the complete records of a file that may still be written; none if it does not exist."""
     return [json.loads(line) for line in path.read_text().split("\n") if line.endswith("}")] if path.exists() else []
 
 
@@ -206,7 +206,7 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def further(directory: Path, count: int) -> Callable[[], bool]:
-    """The condition that so many more steps than now are recorded."""
+    """Return the condition that this many more steps are recorded."""
     before = len(metrics(directory))
     return lambda: len(metrics(directory)) >= before + count
 

@@ -38,7 +38,7 @@ class Cluster:
     """A cluster that runs. Jobs are submitted from the checkout's root.
 
     Attributes:
-        directory: of everything that its daemons write.
+        directory: all output of its daemons.
         nodes: their names: n1, n2, ...
     """
 
@@ -55,7 +55,7 @@ class Cluster:
         return done
 
     def submit(self, *arguments: str, **environment: str) -> int:
-        """The number of a new job. Keywords are variables it finds in its environment."""
+        """Return the number of a new job. Keywords are its environment variables."""
         exported = ",".join(("ALL", *(f"{name}={value}" for name, value in environment.items())))
         return int(self.call("sbatch", "--parsable", f"--export={exported}", *arguments).stdout.split(";")[0])
 
@@ -88,7 +88,7 @@ class Cluster:
         self._daemons.enter_context(_daemon(self.directory, "slurmd", ["-D", "-N", node], self.environment, node))
 
     def lose_node(self, node: str) -> None:
-        """End all processes of a node at once, as a power cut does, and say so: SLURM itself finds out after SlurmdTimeout, 300 s."""
+        """End all processes of a node at once, like a power cut, and report it: SLURM itself notices only after SlurmdTimeout, 300 s."""
         at_node = [process for process in psutil.process_iter() if _is_at(process, node, str(self.directory))]
         for process in {*at_node, *(parent for task in at_node for parent in task.parents() if parent.name() == "slurmstepd")}:
             with suppress(psutil.NoSuchProcess):
@@ -103,7 +103,7 @@ class Cluster:
 
 @contextmanager
 def cluster(directory: Path, nodes: int = 3) -> Iterator[Cluster]:
-    """Start a cluster, and stop exactly its daemons in the end, with every job that is left."""
+    """Start a cluster; at the end stop exactly its daemons and remaining jobs."""
     directory.mkdir(parents=True)
     daemons = ExitStack()
     made = Cluster(directory, nodes, daemons)
@@ -172,7 +172,7 @@ def configuration(directory: Path, nodes: tuple[str, ...], ports: list[int]) -> 
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of this machine that nobody listens on, below those Linux gives away by itself."""
+    """Return unused ports of this machine, below the ephemeral range."""
     found: list[int] = []
     for port in range(16000 + os.getpid() % 2000, 20000):
         with socket.socket() as probe:

@@ -1,7 +1,7 @@
 """Another user of the machine, who tries every port and file of a run: `python stranger.py`, as root, which becomes nobody.
 
-Reads the targets as JSON from its input once it is ready, and prints what it got: answers of sockets, operations that succeeded, and all
-it could read. What one user may do to processes of another is Linux's own; only their command lines are what a run chooses.
+Reads the targets as JSON from its input once it is ready, and prints its results: responses of sockets, operations that succeeded, and
+all data it could read. What one user may do to processes of another is Linux's own; only their command lines are what a run chooses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BODY = b'{"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}'
 
 
 def requests() -> Iterator[bytes]:
-    """What is said to each port, over a connection of its own."""
+    """Messages sent to each port, each over its own connection."""
     for headers in (b"", b"Authorization: Bearer \r\n"):  # every path: tests/engine/test_access.py
         yield b"GET / HTTP/1.1\r\nHost: a\r\n" + headers + b"Connection: close\r\n\r\n"
     yield b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(BODY), BODY)
@@ -57,7 +57,7 @@ def open_to_us(places: list[Any], family: socket.AddressFamily) -> list[Any]:
 
 
 def ask_all(places: list[Any], family: socket.AddressFamily) -> dict[str, list[str]]:
-    """Say everything to everyone; what each connection was answered, or why it was not."""
+    """Send every message to every port; return each connection's response, or the reason for none."""
     asked = [(place, said) for place in places for said in requests()]
     with ThreadPoolExecutor(128) as threads:
         answers = list(threads.map(lambda one: answer(one[0], one[1], family), asked))
@@ -65,7 +65,7 @@ def ask_all(places: list[Any], family: socket.AddressFamily) -> dict[str, list[s
 
 
 def answer(place: Any, said: bytes, family: socket.AddressFamily) -> str:
-    """The whole of what a connection is answered until its end, or why it is not."""
+    """Return the complete response of a connection, or the reason for none."""
     got = b""
     with socket.socket(family) as one:
         one.settimeout(PATIENCE_S)

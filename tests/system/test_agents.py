@@ -33,7 +33,7 @@ def test_a_policy_learns_to_ask_its_tools_with_ranks_that_share_sequences(tmp_pa
 
 
 def test_an_agent_written_for_openai_is_trained(tmp_path: Path) -> None:
-    """Its reward is how much it made the policy say, so that there is something to train on."""
+    """Its reward is the length of the policy's responses, so that there is something to train on."""
     directory = tmp_path / "run"
     agent = ("environment.kind=openai", "environment.agent=tests.engine.openai_agent:two_questions", "rollout.max_new_tokens=12")
     assert run(directory, "warmup.steps=0", "run.steps=2", *agent)["steps"] == 2

@@ -1,4 +1,4 @@
-"""What was sampled is what is trained, in whole runs: how far engines and trainer are apart, with and without what engines record."""
+"""Whole runs train on exactly what was sampled: the difference of engines and trainer, with and without recordings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 def test_ranks_that_share_sequences_train_what_the_engine_computes(tmp_path: Path) -> None:
     """GSM8K, where it is, one batch after the other, with masks, routes, a reference policy, two updates a batch and a way of weight sync
-    that is not the default. With fewer places at the engine than a batch has responses: a version that lands must not cut a batch in two.
+    that is not the default. With fewer engine slots than responses in a batch: a new version must not split a batch.
     """
     gsm8k = ("task.kind=jsonl", f"task.path={GSM8K}", "task.chat_template=true")
     directory = tmp_path / "run"

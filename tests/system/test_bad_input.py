@@ -1,4 +1,4 @@
-"""What a user gets wrong: one clear line, a non-zero status, nothing left running and nothing half-written."""
+"""User errors: one clear line, a non-zero status, no leftover process and no partial output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_dies_at_start_says_why(tmp_path: Path) -> None:
-    """In one line, though two ranks wait for it."""
+    """Report it in one line, though two ranks wait for it."""
     line = refused(*demo(tmp_path / "run", "engines.args=['--page-size', 'nonsense']"))
     assert "--page-size" in line
     assert "engine" in line

@@ -1,4 +1,4 @@
-"""What `make test-chaos` takes for a violation, and a short part of it with the same draws in every run."""
+"""The violations that `make test-chaos` detects, and a short part of it with the same draws in every run."""
 
 from __future__ import annotations
 

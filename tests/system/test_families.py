@@ -86,7 +86,7 @@ def test_a_checkpoint_with_python_of_its_own(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("family", ["deepseek", "glm"])
 def test_layers_of_multi_token_prediction_can_be_left_out(family: str, tmp_path: Path) -> None:
-    """Published checkpoints have one behind the last layer. Without it in config.json, neither the trainer nor the engine takes that layer
+    """Published checkpoints have one after the last layer. Without it in config.json, neither the trainer nor the engine takes that layer
     for one of the model's, and the export is without it."""
     model = families.write(tmp_path / "model", family)
     weights = load_file(model / "model.safetensors")

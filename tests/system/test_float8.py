@@ -1,4 +1,4 @@
-"""Whole runs on checkpoints of float8, as DeepSeek-V3 is published: engines of float8, a trainer in its own dtype."""
+"""Whole runs on float8 checkpoints, as published for DeepSeek-V3: engines in float8, a trainer in its own dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a run are lost one after the other: each starts again alone, the others go on, and everything is trained once.
+"""Processes of a run are lost one after the other: each restarts alone, the others continue, and everything is trained once.
 
 `pytest -s` shows the times.
 """
@@ -32,7 +32,7 @@ QUICK = ("trainer.timeout_s=20", "watch.beat_s=1", "watch.stacks_after_s=8", "wa
 
 
 def runs_anew(directory: Path, role: str, before: int) -> bool:
-    """Whether a process runs in the place of one that was lost."""
+    """Return whether a process has replaced a lost one."""
     return any(one.role == role and one.pid != before and processes.runs(one) for one in processes.read(directory))
 
 
@@ -101,7 +101,7 @@ def test_a_run_outlives_each_of_its_processes(
 
 @pytest.mark.thorough
 def test_what_is_left_of_a_lost_supervisor_ends_in_time(tmp_path: Path) -> None:
-    """Even if the controller hung before."""
+    """Also after the controller hung."""
     directory = tmp_path / "run"
     command = start(directory, *SHAPE, "engines.orphan_s=5", "run.controller_restarts=0", "cluster.heartbeat_timeout_s=3")
     assert wait_for(partial(trained, directory, 0, WARM + 1), 150), logs(directory)

@@ -1,4 +1,4 @@
-"""An engine that has loaded other weights than the trainer samples nothing: the run ends, and says which."""
+"""An engine with other weights than the trainer samples nothing: the run ends and names the parameters."""
 
 from __future__ import annotations
 

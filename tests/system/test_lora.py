@@ -1,4 +1,4 @@
-"""Runs that train adapters, from end to end: learnt, exported, resumed, refused."""
+"""Runs that train adapters, end to end: learning, export, resume, refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LORA = ("train=lora", "lora.rank=4", "lora.alpha=8")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that knows the format of sums and little else."""
+    """A model that has learnt the format of sums and little else."""
     folder = tmp_path_factory.mktemp("base")
     where = (f"run.dir={folder / 'run'}", f"model.path={folder / 'run' / 'model'}")
     Command("run", "examples/demo.yaml", *where, "run.steps=1").succeed(300.0)

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces, and weights that travel between them."""
+"""Weights sent between hosts, which are network namespaces."""
 
 from __future__ import annotations
 

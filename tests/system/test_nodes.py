@@ -38,7 +38,7 @@ class Nodes:
         return self._started[node]
 
     def said(self, node: str) -> str:
-        """What a node's process has printed."""
+        """Return the output of a node's process."""
         return (self._tmp / f"{node}.log").read_text()
 
     def agent(self, rank: int, port: int) -> Command:
@@ -72,7 +72,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 def test_two_agents_train_with_engines_that_join_die_and_leave(nodes: Nodes) -> None:
     port = free_port("127.0.0.1")
-    # In an order that no launcher would choose: everybody waits for who is not there yet.
+    # Started in an order that no launcher would choose: every process waits for the missing ones.
     agents = [nodes.agent(1, port), nodes.agent(0, port)]
     first = nodes.start("a", "engine", options=("--name", "engine.a"))
     controller = nodes.start("controller", "rollout")
@@ -117,7 +117,7 @@ def test_an_engine_over_two_nodes_is_lost_with_one_of_them_and_comes_again(nodes
     other.process.send_signal(signal.SIGKILL)  # with its server, and nothing starts it again
     nodes.wait("the loss of the engine", 60, lambda: nodes.said("controller").count("engine.a is fenced") == 2)
     nodes.wait("steps without it", 120, further(nodes.run, 4))
-    # So that it hears of the run's end: one that comes later waits for another controller.
+    # Must join before the run's end: a later one waits for another controller.
     nodes.wait("node 0, to begin anew", 120, lambda: nodes.said("controller").count("node 0 of engine.a has come") == 3)
     controller.process.send_signal(signal.SIGINT)
     for command in (controller, trainer, plain, head):

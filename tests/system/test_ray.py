@@ -42,7 +42,7 @@ class Nodes:
             self._start(address, f"--address={self.address}", "--num-cpus=1", **own)
 
     def lose(self, address: str) -> None:
-        """End a node as a power cut does: all of its processes at once."""
+        """End all processes of a node at once, like a power cut."""
         node = self._nodes.pop(address)
         for process in psutil.Process(node.process.pid).children(recursive=True):
             process.kill()

@@ -1,4 +1,4 @@
-"""A whole run over hosts with rollout workers: what was sampled goes from its worker to the trainer, once."""
+"""A whole run over hosts with rollout workers: samples are sent from their worker to the trainer, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/tutorial.md from first line to last: every file is written and every command is run, as the page has them and in its order."""
+"""docs/tutorial.md from first line to last: every file is written and every command is run, in order and exactly as on the page."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def opened(place: Path) -> str:
 
 
 def test_a_run_needs_no_privilege_no_name_no_home_and_no_proxy() -> None:
-    """And no system call that only improves it: a filter refuses those."""
+    """Without optional system calls, too: a filter refuses them."""
     mark = uuid.uuid4().hex
     proxies = {name: "http://127.0.0.1:9" for scheme in ("http", "https", "all") for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())}
     with tempfile.TemporaryDirectory(prefix="unprivileged-") as place, Path("/dev/full").open("w") as full:

@@ -1,4 +1,4 @@
-"""Proof from a run's records that every group was trained once, whatever was lost meanwhile."""
+"""Proof from a run's records that every group was trained once, whichever processes were lost."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def process(directory: Path, role: str, part: str = "") -> psutil.Process:
 
 
 def told_by_log(directory: Path) -> LogState:
-    """What the log of a run tells, which is not damaged."""
+    """Return the state in a run's log, which must be undamaged."""
     found = list(scan(directory / "log" / "0"))
     assert not [begin for begin, _, data in found if data is None]
     return fold((at, records.entry(data)) for at, _, data in found if data is not None)
 
 
 def check(directory: Path, count: int) -> None:
-    """Prove from the records that everything was trained once, though some steps were trained again."""
+    """Prove from the records that everything was trained once, although some steps were retrained."""
     batches, told = real_world.trained(directory), json_lines(directory / "samples" / "rollout.jsonl")
     ended = invariants.ended_of(told)
     found = [*invariants.trained_once(batches), *invariants.ledger_exact(json_lines(directory / "rollout.jsonl"))]

@@ -65,7 +65,7 @@ def half(adapter: Adapter, layer: int, expert: int | None, target: str, side: st
 
 
 def copied(layout: RankLayout, adapter: Adapter, fill: float = 0.0) -> dict[str, np.ndarray]:
-    """The storages of a layout, filled from an adapter piece by piece; padding is zero, and what no piece says is `fill`."""
+    """The storages of a layout, filled from an adapter piece by piece; padding is zero, the rest is `fill`."""
     found = {name: np.full(storage.size, fill, np.float32) for name, storage in layout.storages.items()}
     for piece in layout.pieces:
         box = tuple(slice(start, start + extent) for start, extent in zip(piece.box.start, piece.box.extent, strict=True))

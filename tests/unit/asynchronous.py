@@ -9,7 +9,7 @@ from typing import Any
 
 
 def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a coroutine test on a loop of its own, sixty seconds at most."""
+    """Run a coroutine test on its own loop, for at most sixty seconds."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command line in this process, made once: typer makes it anew for every call, which takes longer than most of the commands."""
+"""The command line in this process, built once: typer rebuilds it for every call, which takes longer than most commands."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def tensors_of(layout: RankLayout, values: dict[str, np.ndarray]) -> dict[str, t
 
 @dataclass
 class Rig:
-    """A meeting, and what the controller was asked in it.
+    """A meeting, and its requests to the controller.
 
     Attributes:
         values: bits of the canonical tensors, as the trainer has them.
@@ -166,7 +166,7 @@ class Rig:
 
 @contextmanager
 def meetings() -> Iterator[Callable[..., Rig]]:
-    """Yield `meet`, and end what it began. Ranks are threads here: none has a place in an engine."""
+    """Yield `meet`, and clean up. Ranks are threads here, outside any engine."""
     rigs: list[Rig] = []
 
     def make(**how: Any) -> Rig:

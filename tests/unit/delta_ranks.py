@@ -1,4 +1,4 @@
-"""Ranks that send each other deltas, all in one place, and the canonical digest in plain NumPy."""
+"""Ranks that exchange deltas within one process, and the canonical digest in plain NumPy."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Ranks:
             receiver.commit(version)
 
     def check(self, shapes: Shapes, layouts: Sequence[RankLayout], *, slow: bool = False) -> None:
-        """All destinations are what an exchange of everything brings, and the digest is that of the definition."""
+        """Check that all destinations equal a full exchange, and that the digest matches its definition."""
         dense = {rank: {name: np.full_like(array, 77) for name, array in arrays.items()} for rank, arrays in self.destinations.items()}
         carry_out(self.plan, self.sources, dense)
         for layout in layouts:

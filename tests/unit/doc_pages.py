@@ -1,4 +1,4 @@
-"""The pages of the documentation, and what stands in them."""
+"""The pages of the documentation, and their contents."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def read(name: str) -> str:
 
 
 def blocks(text: str, word: str | None = None) -> list[Block]:
-    """The fenced blocks of a page; with a word those alone."""
+    """The fenced blocks of a page, or only those with a word."""
     found = [Block(*match.groups()) for match in _FENCE.finditer(text)]
     return [block for block in found if word in (None, block.word)]
 
 
 def spans(text: str) -> list[str]:
-    """What stands between single backticks, outside of blocks."""
+    """Text between single backticks, outside of blocks."""
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(text))
 
 
@@ -49,6 +49,6 @@ def files(text: str) -> dict[str, str]:
 
 
 def tables(text: str) -> list[list[list[str]]]:
-    """Tables, as rows of cells, without heads; a bar that is escaped is one of the text."""
+    """Tables, as rows of cells, without headers; an escaped bar is text."""
     bodies = re.findall(r"^\|.*\n\|[-|]+\|\n((?:^\|.*\n)+)", text, re.MULTILINE)
     return [[[cell.strip().replace("\\|", "|") for cell in _BAR.split(line)[1:-1]] for line in body.splitlines()] for body in bodies]

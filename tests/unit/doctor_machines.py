@@ -30,7 +30,7 @@ GPUS = tuple(GpuFacts(index, "NVIDIA H100 80GB HBM3", 81559, 4, "Default", "9.0"
 
 
 def shown(*gpus: GpuFacts) -> tuple[GpuFacts, ...]:
-    """What torch says of these."""
+    """torch's facts about these."""
     return tuple(GpuFacts(None, gpu.name, gpu.memory_mib, capability=gpu.capability, uuid=gpu.uuid) for gpu in gpus)
 
 

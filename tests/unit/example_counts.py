@@ -1,4 +1,4 @@
-"""How many examples of a property are drawn."""
+"""The number of examples drawn for a property."""
 
 from __future__ import annotations
 

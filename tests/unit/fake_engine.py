@@ -1,4 +1,4 @@
-"""An engine that is not SGLang, and refuses what an engine must refuse; mypy holds it against the protocol."""
+"""An engine that is not SGLang, and refuses invalid calls; mypy checks it against the protocol."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from asyncmoe.weights.coordinator.driver import UpdateDriver
 
 
 class FakeEngine:
-    """Samples one token a turn of the event loop: the length of the text so far, with the log-probability -1.
+    """Samples one token per turn of the event loop: the length of the text so far, with the log-probability -1.
 
     Attributes:
         version: version of its weights.
         partial: True while it holds part of another.
         hangs: True if it runs but samples nothing.
         failures: the results of its next calls, in turn: None succeeds. When they are used up, every call does.
-        wrong: what it did that no engine may be made to do.
+        wrong: its invalid calls.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Logs of both backends, and the lives of a queue that has one: each may be killed, and goes on beside what it left."""
+"""Logs of both backends, and the lives of a queue with a log: each may be killed, and the next resumes from its log."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def _never(prompt: Prompt, place: EpisodeId) -> tuple[Trajectory, ...]:
 
 @dataclass
 class Home:
-    """Where logs are: in folders, or in a database of a server for each folder."""
+    """Locations of logs: in folders, or in one server database per folder."""
 
     server: LocalRedis | None = None
     databases: dict[Path, int] = field(default_factory=dict)
@@ -117,7 +117,7 @@ def home(request: pytest.FixtureRequest) -> Iterator[Home]:
 
 
 def settled(log: Log) -> None:
-    """Wait until all that a log was told is done, so that a kill leaves it."""
+    """Wait until all records of a log are written, so that they survive a kill."""
     log._turns.submit(int).result()
 
 

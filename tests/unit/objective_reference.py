@@ -1,4 +1,4 @@
-"""The objectives once more, straight from their formulae: float64, one token at a time, for the tests to compare with.
+"""The objectives straight from their formulae, in float64, one token at a time, as a reference for tests.
 
 A case is a batch of sequences of tokens. Nothing here comes from `asyncmoe.trainer`.
 """

@@ -1,4 +1,4 @@
-"""An episode whose policy says what a test wants."""
+"""An episode whose policy responds as a test specifies."""
 
 from __future__ import annotations
 

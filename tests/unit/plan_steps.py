@@ -1,4 +1,4 @@
-"""A plan carried out copy by copy with NumPy, all ranks in one place."""
+"""A plan executed copy by copy with NumPy, all ranks in one process."""
 
 from __future__ import annotations
 

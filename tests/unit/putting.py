@@ -1,4 +1,4 @@
-"""What a rollout worker does with a group before it is queued."""
+"""The steps of a rollout worker before a group is queued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts that SGLang's own loader made, as recorded: some come with the tests, more lie beside the project where it has them."""
+"""Recorded layouts by SGLang's own loader: some are in the tests, more may be next to the project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads back what a page of a run holds, without a browser, and writes samples that try to break out of it."""
+"""Reads a report page's contents without a browser, and writes samples that try to break out of it."""
 
 from __future__ import annotations
 

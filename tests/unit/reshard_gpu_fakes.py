@@ -1,4 +1,4 @@
-"""A GPU in host memory: what transports ask of one, with kernels that are done a few looks after they were enqueued."""
+"""A GPU in host memory, as transports use it, with kernels that complete a few polls after they were enqueued."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def on_ranks(ranks: Iterable[int], play: Callable[[int], object]) -> dict[int, B
 
 
 def numbered(shapes: Mapping[str, tuple[int, ...]], dtype: type = np.int32) -> Arrays:
-    """Tensors of which every element is another number, from 1 on."""
+    """Tensors whose elements are all different numbers, from 1 on."""
     values, first = {}, 1
     for name, shape in shapes.items():
         size = int(np.prod(shape))

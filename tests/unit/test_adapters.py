@@ -1,4 +1,4 @@
-"""An adapter's names and shapes, and the forms engines take and hold it in."""
+"""An adapter's names and shapes, and its forms in engines: sent and in memory."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_ranks_of_an_engine_hold_every_element_of_a_half(model, parallel) ->
     held = {name: np.zeros(size, int) for name, size in adapters.halves(m, kind).items()}
     for rank in range(parallel.world):
         layout = memory_layout(m, kind, parallel, rank, "float32")
-        # As a destination it is whole: every element of every storage is written.
+        # As a destination it is complete: every element of every storage is written.
         assert all(np.isfinite(value).all() for value in copied(layout, random_adapter(m, kind, 0), fill=np.nan).values())
         for piece in layout.pieces:
             if piece.tensor in held:

@@ -1,4 +1,4 @@
-"""PEFT's adapters are read and written; what PEFT makes of them is asked of PEFT."""
+"""Reading and writing PEFT's adapters, checked with PEFT itself."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def expressible(m: Shape, kind: Kind) -> bool:
 @given(MODELS, st.integers(0, 99), st.sampled_from(sorted(DTYPES)))
 @settings(max_examples=examples(40), deadline=None)
 def test_what_is_written_is_read_again(tmp_path_factory, model, seed, dtype) -> None:  # type: ignore[no-untyped-def]
-    """Halves that experts share are written for each of them, and found to be shared."""
+    """Shared halves are written for each expert, and recognised as shared when read."""
     m, kind = model
     adapter = random_adapter(m, kind, seed, dtype)
     if not expressible(m, kind):
-        with pytest.raises(UserError, match="PEFT has no others of experts"):
+        with pytest.raises(UserError, match="PEFT has no others for experts"):
             peft.to_peft(m, adapter, "base")
         return
     folder = tmp_path_factory.mktemp("adapter")

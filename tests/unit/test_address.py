@@ -1,4 +1,4 @@
-"""At which address a machine is reached."""
+"""A machine's address for other machines."""
 
 from __future__ import annotations
 

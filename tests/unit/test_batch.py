@@ -1,4 +1,4 @@
-"""The schedule's invariants and what a micro-batch says about its rows."""
+"""The schedule's invariants and the rows of a micro-batch."""
 
 from __future__ import annotations
 

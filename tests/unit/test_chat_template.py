@@ -1,4 +1,4 @@
-"""What a chat template leaves out is written another way, refused, or named as a conflict, but never lost without a word."""
+"""Content that a chat template drops is written another way, refused, or reported as a conflict, but never lost silently."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EITHER = "{% if not m.tool_calls %}{{ m.content }}{% endif %}"
 LLAMA3 = template("m.role not in ('assistant', 'tool')", EITHER, "{{ call | tojson }}", TOOLS)
 JOINED = "{{ '<call>' + call.function.name + '<sep>' + call.function.arguments }}"
 DEEPSEEK = template("m.role in ('user', 'system')", "{{ m.content }}", JOINED, ending="<think>\n")
-# It knows a system message, if it is the first.
+# It supports a system message if it is the first.
 ALONE = template("m.role == 'user' or loop.first", "{{ m.content }}", "").replace("tool'", "none'")
 KEYS = ("tools", "name", "tool_calls", "reasoning_content", "content beside tool_calls")
 ROLES = ("system at the beginning", "system", "developer", "tool")
@@ -60,7 +60,7 @@ async def parse(text: str, parser: str, tools: Any) -> list[ParsedCall]:
 
 
 def ask(known: Tokenizer, template: str, messages: Any, style: str = "hermes", said: str = "", **fields: Any) -> Any:
-    """What the policy is given, what the client gets, and what was overridden."""
+    """The policy's input, the client's response, and the overridden parameters."""
     known._tokenizer.chat_template = template
     policy = Policy(openai_policy.text(known, said))
     episode = policy.episode(known)

@@ -101,7 +101,7 @@ def test_the_run_copies_what_it_saves_and_keeps_as_many(url: str, tmp_path: Path
 
 
 class Failing(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Fails to write one file, as often as told."""
+    """Fails to write one file a given number of times."""
 
     protocol = "failing"
     cachable = False

@@ -1,4 +1,4 @@
-"""What `.metadata` of a checkpoint may name. That nothing of a whole checkpoint is run: tests/apart/test_pickles.py."""
+"""Globals that a checkpoint's `.metadata` may name. tests/apart/test_pickles.py checks that loading a checkpoint runs no code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
 
 
 def _named(module: str, name: str) -> bytes:
-    """Call what a pickle of protocol 4 names, dots and all."""
+    """Build a protocol-4 pickle that calls the named global, dotted names included."""
     texts = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
     return b"\x80\x04" + texts + b"\x93\x8c\x04true\x85R."
 

@@ -137,7 +137,7 @@ def test_a_manifest_comes_back(content: bytes, digest: int) -> None:
 
 @given(st.lists(st.integers(0, 400), unique=True), st.integers(1, 4), st.integers(0, 60))
 def test_what_is_kept_does_not_depend_on_when_it_is_asked(steps: list[int], keep: int, every: int) -> None:
-    """A checkpoint that a save deletes would not have been kept by a later one."""
+    """A checkpoint deleted by a save would not be kept by a later save."""
     left: set[int] = set()
     for step in sorted(steps):
         left = directories.kept(sorted(left | {step}), keep, every)
@@ -161,7 +161,7 @@ def test_what_is_not_a_complete_checkpoint_is_none(tmp_path: Path) -> None:
 def test_everything_is_on_its_disk_before_it_is_visible_and_the_rename_before_the_last_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order of calls to the kernel, which is what a power cut cuts."""
+    """The order of system calls, which a power cut may interrupt anywhere."""
     run = tmp_path / "run"
     saved(run, 1)
     calls: list[tuple[str, str]] = []
@@ -195,7 +195,7 @@ class Killed(BaseException):
 
 
 def test_a_kill_at_any_moment_leaves_an_intact_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call that changes names on the disk is one at which the process is killed, in a save that also replaces and deletes."""
+    """The process is killed at every call that changes names on the disk, in a save that also replaces and deletes."""
     moments, newest = 0, set()
     for last in range(1, 1000):
         run = tmp_path / str(last)

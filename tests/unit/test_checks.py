@@ -1,4 +1,4 @@
-"""Rules about values that a healthy run does not have."""
+"""Rules for anomalous values."""
 
 from __future__ import annotations
 

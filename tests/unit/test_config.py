@@ -1,4 +1,4 @@
-"""Every mistake in a configuration is one line: the key, what was got, what was expected."""
+"""Every mistake in a configuration is reported in one line: the key, the given value, the expected one."""
 
 from __future__ import annotations
 

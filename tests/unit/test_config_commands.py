@@ -1,4 +1,4 @@
-"""asyncmoe config show, schema and validate: round trips, an outside validator of JSON schemas, and what is refused."""
+"""asyncmoe config show, schema and validate: round trips, an independent JSON schema validator, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of config.json mean what they mean to transformers, whose classes the engines read it with, and unknown ones do not pass."""
+"""Keys of config.json mean the same as in transformers, whose classes the engines use, and unknown keys are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an update makes of an engine that dies while it lands; with real engines: tests/engine/test_weights.py and test_direct.py."""
+"""Updates during which an engine dies; with real engines: tests/engine/test_weights.py and test_direct.py."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_version_that_no_engine_takes_is_not_published(how: Interruption) -> N
 
 
 def test_a_roster_that_changes_while_receivers_start_does_not_concern_them() -> None:
-    """A rank asks for the engines while another's request is under way, and one has just ended."""
+    """A rank asks for the engines during another's request, just after an engine has ended."""
 
     async def run() -> list[int]:
         ranks: list[int] = []

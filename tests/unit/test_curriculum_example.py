@@ -1,4 +1,4 @@
-"""The curriculum of `examples/real/curriculum.py` asks most what is passed by some responses and not by others."""
+"""The curriculum of `examples/real/curriculum.py` prefers questions that some responses pass and others fail."""
 
 from __future__ import annotations
 

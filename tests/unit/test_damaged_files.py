@@ -1,4 +1,4 @@
-"""What is read from a run's directory is read, or refused by a line that names the file, whatever bytes are damaged."""
+"""Whatever bytes of a file in a run's directory are damaged, it is read, or refused by a line that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates that are deltas, from real senders to real receivers: bit by bit what full updates bring, and full where anything is in doubt."""
+"""Delta updates from real senders to real receivers: bit for bit equal to full updates, and full in case of doubt."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_versions_in_a_row_are_what_the_trainer_has(meeting: Meet, transport: st
     assert [any(store.has(key) for key in protocol.passing(number, rig.terms)) for number in range(1, 7)] == [False] * 4 + [True] * 2
 
 
-# ---------------------------------------------------------------- what is in doubt
+# ---------------------------------------------------------------- doubt
 
 
 def decoder_of(rig: Rig, rank: int) -> DeltaDecoder:
@@ -115,7 +115,7 @@ def test_a_damaged_delta_is_followed_by_everything(rig: Rig, monkeypatch: pytest
 
 
 def test_a_full_update_that_brings_something_else_is_no_version(meeting: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its messages are whole, but a sender's bits are not those of which it says the digest."""
+    """Its messages are intact, but a sender's bits do not match its digest."""
     rig, real = meeting(), deltas.offer
 
     def offer(encoder: DeltaEncoder, plan: Plan, version: int) -> Offer:
@@ -163,7 +163,7 @@ def test_a_rank_without_memory_for_a_delta_has_everything_sent(rig: Rig, monkeyp
 
 
 def test_a_commit_that_failed_is_followed_by_everything(rig: Rig) -> None:
-    """Some engines have the version then, others do not."""
+    """Only some engines then have the version."""
 
     def refuse() -> None:
         raise WeightSyncError("publishing version 2: checksums differ")

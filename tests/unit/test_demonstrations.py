@@ -1,4 +1,4 @@
-"""The warm-up's demonstrations: what the model's context does not hold is replaced, and the environment's rewards are checked."""
+"""Warm-up demonstrations: those that exceed the model's context are replaced, and the environment's rewards are checked."""
 
 from __future__ import annotations
 

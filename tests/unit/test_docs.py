@@ -1,4 +1,4 @@
-"""Generated pages are fresh, and the files and links that pages name are there."""
+"""Generated pages are up to date, and the files and links on pages exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def generator() -> ModuleType:
 
 
 def code(page: Path, *words: str) -> str:
-    """All that is set as code on a page: spans, and the blocks of some words."""
+    """All code on a page: spans, and blocks with the given info words."""
     text = page.read_text()
     return "\n".join([*spans(text), *(block.text for block in blocks(text) if block.word in words)])
 

@@ -24,7 +24,7 @@ def floors() -> dict[str, int]:
 
 
 def where(module: str, known: dict[str, int]) -> str | None:
-    """What of the page a module belongs to."""
+    """The page's entry that a module belongs to."""
     parts = module.split(".")
     return next((name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in known), None)
 

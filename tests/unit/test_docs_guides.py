@@ -75,7 +75,7 @@ def test_rewards_are_those_of_the_page(here: Path) -> None:
 
     for target in {row[0] for row in rows}:
         mine = [(response, expected) for name, response, expected in rows if name == target]
-        # A code span of Markdown keeps blanks but not a line's end.
+        # A Markdown code span keeps blanks but not line ends.
         found = asyncio.run(worth(target.strip("`"), [response.strip("`").replace("\\n", "\n") for response, _ in mine]))
         for score, (response, expected) in zip(found, mine, strict=True):
             reward, _, steps = expected.partition(", steps ")

@@ -1,4 +1,4 @@
-"""What of the site (mkdocs.yml) can be known without building it; `make docs-site` builds it, strictly."""
+"""Checks of the site (mkdocs.yml) without building it; `make docs-site` builds it, strictly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULES = re.findall(r"^\| `(asyncmoe[\w.]*)` \|", read("api.md"), re.MULTILINE)
 
 
 class Loader(yaml.SafeLoader):
-    """Reads mkdocs.yml, whose tag names a function of its own environment."""
+    """Reads mkdocs.yml, whose tag names a function of another environment."""
 
 
 Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)

@@ -1,4 +1,4 @@
-"""docs/guides/task.md does what it says."""
+"""The examples of docs/guides/task.md work."""
 
 from __future__ import annotations
 

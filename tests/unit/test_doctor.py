@@ -1,4 +1,4 @@
-"""The doctor's checks over made machines; those of a run on GPUs are in `test_launch_gpus`."""
+"""The doctor's checks on simulated machines; the checks of a run on GPUs are in `test_launch_gpus`."""
 
 from __future__ import annotations
 

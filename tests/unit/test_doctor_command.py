@@ -24,7 +24,7 @@ ROOT = Path(asyncmoe.__file__).resolve().parent.parent
 
 @pytest.mark.usefixtures("engines_here")
 def test_the_report_of_this_machine(tmp_path: Path) -> None:
-    """A whole one, with a configuration whose first engine port somebody has."""
+    """A complete report, with a configuration whose first engine port is in use."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         words = [str(DEMO), f"run.dir={tmp_path / 'run'}", f"engines.port={server.getsockname()[1]}"]
         line = [sys.executable, "-m", "asyncmoe", "doctor", *words, "--json"]

@@ -1,4 +1,4 @@
-"""What the doctor sees of real things: commands that fail and hang, drivers that do not answer, packages that are broken."""
+"""The doctor on real problems: commands that fail or hang, drivers that do not respond, broken packages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ esac
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program of that name, first on PATH."""
+    """A program with that name, first on PATH."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text(SMI)
@@ -90,7 +90,7 @@ def package(folder: Path, name: str, version: str, code: str) -> Path:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that another Python looks into before all others, and a torch in it that imports at once."""
+    """A folder first on another Python's path, with a torch that imports at once."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{ROOT}")
     torch = package(tmp_path / "site", "torch", "2.9.0", "from torch import version, cuda\n__version__ = '2.9.0+cu128'\n")
     (torch / "version.py").write_text("cuda = '12.8'\n")

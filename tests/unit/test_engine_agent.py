@@ -1,4 +1,4 @@
-"""`asyncmoe engine` starts its server again when the server is lost, and only then."""
+"""`asyncmoe engine` restarts its server when the server is lost, and only then."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_whatever_keeps_an_engine_from_joining_is_a_loss_of_one_that_the_run_had
 
 
 class Hung:
-    """Connections to one controller after the other: the first takes the engine, and hangs from then on."""
+    """Connections to successive controllers: the first accepts the engine, and then hangs."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

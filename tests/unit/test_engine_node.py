@@ -1,4 +1,4 @@
-"""The nodes of an engine, each an `asyncmoe engine` of its own, come, serve, are lost, come again and end together."""
+"""The nodes of an engine, each a separate `asyncmoe engine`, join, serve, are lost, rejoin and end together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rig:
         self._work: list[asyncio.Task[None]] = []
 
     async def next_controller(self) -> None:
-        """Start a controller, in the place of the one before."""
+        """Start a controller that replaces the previous one."""
         await self.end_controller()
         self.pool = Pool([], 8, 5.0, lambda *_: None)
         self.membership = Membership(self.config, self.pool, lambda member: False, "c")
@@ -55,7 +55,7 @@ class Rig:
         self._work = [asyncio.create_task(self._server.serve()), asyncio.create_task(self.pool.watch())]
 
     async def end_controller(self) -> None:
-        """End the controller, if there is one, without a word."""
+        """End the controller, if there is one, without notice."""
         for task in self._work:
             task.cancel()
         if self._work:
@@ -74,7 +74,7 @@ class Rig:
                     agent.result()
 
     def heard(self, node: int) -> float:
-        """When a node was last heard of, monotonic; 0 if it has not come."""
+        """Return the monotonic time of a node's last message; 0 if it has not joined."""
         found = self.membership._gatherings._now.get(NAME)
         return found.seats[node].heard if found is not None and node in found.seats else 0.0
 

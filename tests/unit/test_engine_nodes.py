@@ -1,4 +1,4 @@
-"""An engine over several machines: which configurations are refused, where its nodes are placed, and how each is started."""
+"""An engine over several machines: refused configurations, placement of its nodes, and how each is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another engine than SGLang: nothing but one module knows which it is, and one that is not SGLang answers an episode's requests."""
+"""An engine other than SGLang: only one module knows the implementation, and another engine serves an episode's requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which interpreters an engine may have, asked before anything starts."""
+"""Interpreters allowed for engines, checked before anything starts."""
 
 from __future__ import annotations
 

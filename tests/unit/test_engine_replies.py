@@ -1,4 +1,4 @@
-"""An engine that dies at any moment, or answers with anything, is a lost engine: real sockets, and a server that sends what a test says."""
+"""An engine that dies at any moment, or responds incorrectly, is lost: real sockets, and a server scripted by each test."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_what_an_engine_says_and_how_long_it_was_waited_for_is_named() -> None:
     assert b"Authorization: Bearer k\r\n" in server.requests[0][0]
 
     async def wait(client: SGLangClient) -> None:
-        """A request that is given up closes its connection: by that an engine knows that it need not go on."""
+        """An abandoned request closes its connection, which tells an engine to stop."""
         with pytest.raises(WaitTimeout, match=r"engine\.7"):
             await client.generate((1,), SAMPLING, "0", 0.1)
         waits = asyncio.ensure_future(client.generate((1,), SAMPLING, "0", 20.0))

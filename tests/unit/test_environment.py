@@ -1,4 +1,4 @@
-"""What an environment may do, and what becomes of an episode in which something goes wrong."""
+"""Rights of an environment, and the outcome of an episode with an error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BOUNDS = Bounds(turns=4, tokens=64, agents=3)
 
 
 class Echo:
-    """A pool whose engines say the last `size` tokens of what they are given."""
+    """A pool whose engines respond with the last `size` tokens of the prompt."""
 
     lost_tokens = recomputed_tokens = 0
 
@@ -75,7 +75,7 @@ def reason(run: Run, known: Tokenizer) -> str:
 
 
 def credited(*rewards: Any) -> Run:
-    """A step for each reward; None: it is not rewarded."""
+    """A step for each reward; None: no reward."""
 
     async def run(made: Episode) -> float:
         for reward in rewards:

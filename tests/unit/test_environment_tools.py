@@ -1,4 +1,4 @@
-"""Turns with tool calls between them: what tools say is given, what they break ends the episode."""
+"""Turns with tool calls between them: tool results become observations, tool failures end the episode."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_template_describes_the_tools(known: Tokenizer, monkeypatch: pytest.
 
 
 class Parsing(Scripted):
-    """Its engines' parser finds a call wherever a response says so, as it is told."""
+    """Its engines' parser finds the calls that a test specifies."""
 
     def __init__(self, known: Tokenizer, found: Sequence[ParsedCall], *lines: str) -> None:
         super().__init__(known, *lines)

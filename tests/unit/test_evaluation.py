@@ -1,4 +1,4 @@
-"""Evaluation beside training: what it asks, how much of the engines it takes, and what it makes of the answers."""
+"""Evaluation during training: its questions, its share of the engines, and its figures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def only(made: Config) -> EvaluationSet:
 
 
 class Engines:
-    """A pool that answers with the right answer to "a+b=", one turn of the event loop later, or as told."""
+    """A pool that responds with the right answer to "a+b=", one turn of the event loop later, or as specified."""
 
     lost_tokens = recomputed_tokens = 0
 

@@ -1,4 +1,4 @@
-"""Evaluation sets: which questions they ask, that training asks none of them, and pass@k."""
+"""Evaluation sets: their questions, which training never uses, and pass@k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every YAML that comes with asyncmoe can be started: it loads, suits its model, plans, fits, and its comments say what is so."""
+"""Every YAML in the repository can be started: it loads, suits its model, plans, fits, and its comments are right."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_suits_its_model(path: Path) -> None:
 
 
 def stated(text: str) -> tuple[float, bool]:
-    """What a YAML's line of a budget says: the memory of a GPU in GB, and whether the run is for CPUs."""
+    """Values of a YAML's budget line: the memory of a GPU in GB, and whether the run is for CPUs."""
     (found,) = re.findall(r"^# memory: trainer \S+ GB, engine \S+ GB of ([\d.]+)( on CPU| together)?$", text, re.MULTILINE)
     return float(found[0]), found[1] == " on CPU"
 

@@ -1,4 +1,4 @@
-"""Of several ends the first cause."""
+"""The first cause of several processes' ends."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_run_directory_has_one_run_and_may_be_where_there_are_no_locks(tmp_pat
 
 
 def test_the_rank_that_was_killed_is_named_and_not_the_survivor(tmp_path: Path) -> None:
-    """The other one is ended by torchrun, with SIGTERM."""
+    """torchrun ends the other one with SIGTERM."""
     program = "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
     (tmp_path / "rank.py").write_text(program)
     arguments = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "0", str(tmp_path / "rank.py")]

@@ -1,4 +1,4 @@
-"""A family that is registered is tried everywhere: in layouts, on Megatron's ranks, in engines and whole runs."""
+"""A registered family is tested everywhere: in layouts, on Megatron's ranks, in engines and whole runs."""
 
 from __future__ import annotations
 

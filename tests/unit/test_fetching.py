@@ -1,4 +1,4 @@
-"""How a rank fetches its trajectories, and what it shares with its group."""
+"""Fetching of a rank's trajectories, and sharing within its group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes of an engine come, meet and end together: what the controller decides, and what each node is told."""
+"""The nodes of an engine join, gather and end together: the controller's decisions and its replies to each node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACE = "tcp://10.0.0.1:29500"
 
 
 def node(number: int, start: str = "", nodes: int = 2, **changed: Any) -> EngineNode:
-    """A node that asks; its start is its number unless said."""
+    """A requesting node; its start is its number by default."""
     values = {"host": f"h{number}", "who": f"n{number}", "meeting": "" if number else PLACE, "met": "", "wait_s": 0.0, "config_digest": ""}
     return EngineNode("engine.a", number, nodes, start or str(number), **{**values, **changed})
 

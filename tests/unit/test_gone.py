@@ -1,4 +1,4 @@
-"""What older configurations and commands had: passed over where it asks for nothing, else answered with all that applies."""
+"""Removed keys and commands: ignored if they have no effect, else refused with all applicable hints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are not what config.json says: each is refused before a process starts, with all its faults at once."""
+"""Checkpoints that do not match config.json: each is refused before a process starts, with all its faults at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEAD, EMBED, LAST = "lm_head.weight", "model.embed_tokens.weight", "model.layers
 
 
 class Folder:
-    """A checkpoint that is loaded, changed and written again."""
+    """A checkpoint that is loaded, changed and rewritten."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.tensors = path, load_file(path / SINGLE)
@@ -51,7 +51,7 @@ class Folder:
 
 @pytest.fixture
 def copied(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Folder]:
-    """Models are made once in a session."""
+    """Models are made once per session."""
     root = tmp_path_factory.getbasetemp() / "made-for-headers"
 
     def one(name: str) -> Folder:
@@ -146,7 +146,7 @@ LIES: dict[str, tuple[str, Act, str]] = {
     "no file": ("llama made", written(1, lambda folder: (folder.path / SINGLE).unlink()), f"got no {SINGLE}, {NO_WHOLE}"),
     "cut short": ("llama made", bytes_of(lambda x: x[:-1]), NO_WHOLE),
     "pickled": ("llama made", written(1, lambda folder: (folder.path / SINGLE).rename(folder.path / "a.bin")), "save_pretrained"),
-    "beyond the folder": ("llama made", written(2, lambda folder: folder.index(**{OUT: "../other/model.safetensors"})), "a file beside it"),
+    "beyond the folder": ("llama made", written(2, lambda folder: folder.index(**{OUT: "../other/model.safetensors"})), "same directory"),
     "another file": ("llama made", written(1, lambda folder: save_file({}, folder.path / "a.safetensors")), "got a.safetensors, "),
     "no shard": ("deepseek made", written(3, lambda folder: (folder.path / folder.files[OUT]).unlink()), f".safetensors, {NO_WHOLE}"),
     "an older single file": ("llama made", written(2, lambda folder: save_file(folder.tensors, folder.path / SINGLE)), f"got {SINGLE}, "),

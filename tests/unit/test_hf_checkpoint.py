@@ -1,4 +1,4 @@
-"""Reading single tensors of a Hugging Face checkpoint, and what is said about broken ones."""
+"""Reading single tensors of a Hugging Face checkpoint, and errors for broken ones."""
 
 from __future__ import annotations
 

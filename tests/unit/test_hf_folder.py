@@ -1,4 +1,4 @@
-"""What is written for others describes itself, and others may read it."""
+"""Exported directories describe themselves, and other users may read them."""
 
 from __future__ import annotations
 

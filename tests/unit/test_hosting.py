@@ -1,4 +1,4 @@
-"""Where ranks meet: on one machine a private file, whose keeper's end is noticed however it ends."""
+"""The ranks' rendezvous: on one machine a private file; the end of its keeper is noticed however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids on the Hugging Face hub: recognised, asked for within seconds, and refused in one line without a network or a repository."""
+"""Ids on the Hugging Face hub: recognised, looked up within seconds, and refused in one line without a network or a repository."""
 
 from __future__ import annotations
 

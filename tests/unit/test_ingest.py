@@ -1,4 +1,4 @@
-"""What must not be trained on does not get past the queue: counted under its reason, named in the log, and others go on."""
+"""Invalid data do not pass the queue: they are counted by reason and named in the log, and other groups continue."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_expert(expert: int) -> bytes:
 
 
 def answer(**changes: Any) -> Generation:
-    """What an engine says about a response; all right unless changed."""
+    """An engine's record of a response; valid unless changed."""
     right: dict[str, Any] = {
         "tokens": RESPONSE,
         "logprobs": (-0.5, -0.25, -1.0, -0.125),

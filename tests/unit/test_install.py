@@ -1,4 +1,4 @@
-"""What `make setup GPU=1` does, in which order, and what it refuses: with stand-ins for driver, nvcc, pip's index and torch."""
+"""The steps of `make setup GPU=1`, their order, and its refusals, with stand-ins for driver, nvcc, pip's index and torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def commands(tree: Path, *arguments: str) -> list[str]:
 
 
 def installed(tree: Path, gpu: int) -> None:
-    """As after a whole `make setup`."""
+    """The state after a complete `make setup`."""
     stamps = [f".venv/.begun-gpu{gpu}", f".venv/.installed-gpu{gpu}", f".venv-engine/.installed-gpu{gpu}", f".venv/.built-gpu{gpu}"]
     for stamp in [*stamps, *([".venv/.transformer-engine"] if gpu else [])]:
         (tree / stamp).parent.mkdir(exist_ok=True)

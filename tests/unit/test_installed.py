@@ -1,4 +1,4 @@
-"""What asyncmoe says where a package is missing, and that pyproject.toml declares what the code imports."""
+"""Messages for missing packages, and the declaration of all imports in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_module_of_the_user_and_one_that_is_there_keep_their_traceback() -> No
 
 
 def test_make_setup_brings_the_extras_that_it_is_named_for() -> None:
-    """The oracle are the lists that `make setup` installs from."""
+    """The oracle is the lists that `make setup` installs from."""
     listed = "".join((ROOT / "requirements" / f"{name}.txt").read_text() for name in ("train", "dev", "cpu", "engine-cpu-nodeps"))
     pinned = {line.split("==")[0].strip().lower().replace("_", "-") for line in listed.splitlines() if "==" in line}
     for extra, names in extras().items():

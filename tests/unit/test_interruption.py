@@ -1,4 +1,4 @@
-"""Responses over several requests: what is kept, sent again, lost, and refused."""
+"""Responses over several requests: parts kept, resent, lost, and refused."""
 
 from __future__ import annotations
 

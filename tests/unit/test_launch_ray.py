@@ -1,4 +1,4 @@
-"""Which nodes a run asks of Ray, what every launcher starts on each, and what is said without a cluster."""
+"""The nodes that a run requests from Ray, the commands of every launcher on each, and the error without a cluster."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Hearing:
 
 
 async def lost(pool: Pool, deaths: int, listener: Hearing | None = None) -> PooledGeneration:
-    """Have the engine of one response die in the middle, so many times in a row."""
+    """Let the engine of one response die midway, a number of times in a row."""
     asking = asyncio.create_task(pool.generate((1,), SAMPLING, listener=listener))
     for _ in range(deaths):
         while not any(member.in_flight and member.fenced is None for member in pool.members):

@@ -1,4 +1,4 @@
-"""One log, both backends: what is durable is found again, whatever happens to the process, the disk or the server."""
+"""The log with both backends: durable records are recovered, whatever happens to the process, the disk or the server."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ DAMAGE = st.one_of(
 @settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(0, 120), min_size=1, max_size=20), what=DAMAGE, newest=st.booleans())
 def test_damage_anywhere_loses_the_records_it_covers(sizes: list[int], what: tuple[str, int, int], newest: bool) -> None:
-    """Bytes cut off, changed, overwritten by others of the file, or moved: every record that still lies whole in its place is found."""
+    """Bytes cut off, changed, overwritten by others of the file, or moved: every record that is still intact in its place is found."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         places = filled(Home().log(folder, "1", segment_bytes=400), sizes)

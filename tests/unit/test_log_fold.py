@@ -1,4 +1,4 @@
-"""The fold over records: what contradicts itself stops a run, and whatever records are lost, no group is trained twice."""
+"""The fold over records: contradictions stop a run, and whichever records are lost, no group is trained twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of what was sampled, over what it was sampled from, from hidden rows; next to torch's log_softmax and autograd."""
+"""Log-probabilities of sampled tokens over their supports, from hidden rows, against torch's log_softmax and autograd."""
 
 from __future__ import annotations
 

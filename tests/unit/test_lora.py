@@ -1,4 +1,4 @@
-"""Adapters: which are refused, and how their halves are spread over ranks. What they compute is `tests/ranks/test_lora.py`."""
+"""Adapters: refusals, and the distribution of their halves over ranks. Their computation: `tests/ranks/test_lora.py`."""
 
 from __future__ import annotations
 

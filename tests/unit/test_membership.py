@@ -1,4 +1,4 @@
-"""Engines that join, stay and leave: what the controller answers; real ones are in tests/system/test_nodes.py and test_slurm.py."""
+"""Engines that join, stay and leave: the controller's replies; real ones are in tests/system/test_nodes.py and test_slurm.py."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_one_that_leaves_finishes_what_it_has(it: Rig) -> None:
 
 
 class Workers:
-    """Rollout workers that do not know yet what they were told."""
+    """Rollout workers that have not yet received their tasks."""
 
     def __init__(self) -> None:
         self.told, self.unknown = False, 1

@@ -1,4 +1,4 @@
-"""What settings save of a trainer GPU's memory, what they take of its host's, and models of other families.
+"""Savings of settings in a trainer GPU's memory, their cost in host memory, and models of other families.
 
 tests/ranks/test_memory.py compares what is kept with what Megatron's layers keep, test_async_save.py copies with real ones.
 """

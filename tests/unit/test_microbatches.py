@@ -1,4 +1,4 @@
-"""Micro-batches are packed when they are needed, one ahead, and are those that `pack` makes."""
+"""Micro-batches are packed on demand, one ahead, and equal those of `pack`."""
 
 from __future__ import annotations
 

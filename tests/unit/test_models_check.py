@@ -1,4 +1,4 @@
-"""What `models.check` refuses, and how."""
+"""The refusals of `models.check` and their messages."""
 
 from __future__ import annotations
 

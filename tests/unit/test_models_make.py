@@ -1,4 +1,4 @@
-"""The made model, through transformers' front door."""
+"""The made model, loaded with transformers' public API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of float8: which are carried over, and what is refused in which words."""
+"""Float8 checkpoints: the supported ones, and the messages for refused ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_sizes_that_cut_blocks_are_refused() -> None:
 
 
 def test_half_as_many_bytes_go_to_engines() -> None:
-    """But for embeddings, the output layer, routers and norms."""
+    """All except embeddings, the output layer, routers and norms."""
 
     def bytes_of(hf: dict[str, Any]) -> int:
         payload = Payload(hf)

@@ -1,4 +1,4 @@
-"""Commands take a run where it is, whatever directory its configuration names."""
+"""Commands use a run at its current path, whatever directory its configuration names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of NCCL that trainer and engines share, and what a library makes of ranks that do not."""
+"""NCCL settings shared by trainer and engines, and the effect of differing settings."""
 
 from __future__ import annotations
 

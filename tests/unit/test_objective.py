@@ -1,5 +1,5 @@
 """The whole objective against its formulae written out token by token in float64, values and gradients, over random configurations and
-batches with extreme ratios; then what single parts promise."""
+batches with extreme ratios; then the properties of single parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps and teachers add to the advantages of single tokens, against their formulae, one token at a time."""
+"""Contributions of steps and teachers to token advantages, against their formulae, one token at a time."""
 
 from __future__ import annotations
 

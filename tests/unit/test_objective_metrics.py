@@ -1,4 +1,4 @@
-"""What a step says about its tokens, by hand; over whole trajectories in test_row_sums.py."""
+"""Token statistics of a step, computed by hand; over whole trajectories in test_row_sums.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was sampled is never tokenised again, whatever an agent makes of the conversation; requests that want it otherwise are refused."""
+"""Sampled tokens are never retokenised, however an agent edits the conversation; requests that would need it are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of OpenAI's own drives an episode; whatever else a client does ends that request, or that episode, and nothing more."""
+"""OpenAI's own client drives an episode; a misbehaving client ends only its request or its episode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reads again when it goes on is what it was, or the run is refused by the key's name."""
+"""The files a resumed run reads again are unchanged, or the run is refused with the key's name."""
 
 from __future__ import annotations
 

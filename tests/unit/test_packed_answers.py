@@ -1,4 +1,4 @@
-"""A packed answer says what SGLang's JSON says, bit for bit, and a damaged one is refused; tests/engine has it from a real engine."""
+"""A packed response equals SGLang's JSON, bit for bit, and a damaged one is refused; tests/engine tests a real engine's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's scheduler does with routes before it sends them; tests/engine has it in the real one."""
+"""Packing of routes in an engine's scheduler; tests/engine tests the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervision starts again what is lost, by the rule (`test_rule`), and leaves the rest alone."""
+"""The supervisor restarts lost processes, by the rule (`test_rule`), and leaves the rest alone."""
 
 from __future__ import annotations
 

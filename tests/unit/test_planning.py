@@ -1,4 +1,4 @@
-"""`asyncmoe plan`: an update's figures against a plan made in full, the command, and what it refuses."""
+"""`asyncmoe plan`: an update's figures against a complete plan, the command, and its refusals."""
 
 from __future__ import annotations
 

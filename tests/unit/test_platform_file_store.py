@@ -1,4 +1,4 @@
-"""A store in a file leaves the file alone when it goes: the destructor of torch's would open it, and abort the process if it is gone."""
+"""A file store does not touch its file at exit: torch's destructor would open it, and abort the process if it is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The patches that let Megatron run without CUDA: loud when their target has gone, absent where a GPU is."""
+"""The patches that let Megatron run without CUDA: an error if their target is missing, and not installed with a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another SGLang is noticed. That every token has the version which sampled it: tests/engine/test_overlap.py."""
+"""Another SGLang is detected. tests/engine/test_overlap.py checks that every token has the version that sampled it."""
 
 from __future__ import annotations
 

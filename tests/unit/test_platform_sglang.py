@@ -1,4 +1,4 @@
-"""What stands in for CUDA packages in an engine on CPU, and that it notices another SGLang."""
+"""Stand-ins for CUDA packages in an engine on CPU, and detection of another SGLang."""
 
 from __future__ import annotations
 

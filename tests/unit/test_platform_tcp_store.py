@@ -1,4 +1,4 @@
-"""A store of ranks that meet at an address listens on that address, and nowhere else."""
+"""A TCP store listens only on the address of the rendezvous."""
 
 from __future__ import annotations
 

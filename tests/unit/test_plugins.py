@@ -1,4 +1,4 @@
-"""Users' own losses, importance weights, advantages and model families: equal to the built-in ones they copy, refused if they are unfit."""
+"""Users' own losses, importance weights, advantages and model families: equal to the built-in ones they copy, refused if unsuitable."""
 
 from __future__ import annotations
 

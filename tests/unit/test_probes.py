@@ -1,4 +1,4 @@
-"""Probe tokens: what engines have loaded and the trainer compared."""
+"""Probe tokens: the engines' loaded weights compared with the trainer's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_distance_is_measured_in_nats() -> None:
 
 
 def test_an_engine_that_has_loaded_other_weights_ends_the_run() -> None:
-    """Each engine is asked; one that does not answer samples nothing."""
+    """Each engine is asked; one that does not respond samples nothing."""
     handles = [FakeHandle(f"engine.{number}") for number in range(2)]
     pool = pool_of(*handles)
     prober = Prober(pool, 5.0, 0.5)

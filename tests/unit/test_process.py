@@ -1,4 +1,4 @@
-"""What a process keeps to itself, how it ends, and what becomes of its children and its garbage."""
+"""A process's isolation, its end, and the cleanup of its children and garbage."""
 
 from __future__ import annotations
 

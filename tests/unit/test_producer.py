@@ -1,4 +1,4 @@
-"""Groups stand or fall together, what falls is counted, and what an engine spoiled is started over."""
+"""Groups succeed or fail as a whole, failures are counted, and groups spoiled by an engine start over."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Play = Callable[[Prompt, EpisodeId], Awaitable[Trajectory]]
 
 
 class Numbers:
-    """A task whose prompts say which group asked."""
+    """A task whose prompts name their group."""
 
     def prompt(self, group: int) -> Prompt:
         return Prompt(str(group), (group,), "")

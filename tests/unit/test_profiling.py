@@ -1,4 +1,4 @@
-"""Profiles of chosen steps: which are written, what is in them, what stops them."""
+"""Profiles of chosen steps: the files written, their contents, and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A queue with a log, stopped anywhere, goes on: what was finished is kept, what was leased is leased again, nothing ends twice."""
+"""A queue with a log, stopped anywhere, resumes: finished groups are kept, leased ones are leased again, none ends twice."""
 
 from __future__ import annotations
 

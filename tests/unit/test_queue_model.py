@@ -1,4 +1,4 @@
-"""The queue against a model of it that fits on a page, on random schedules and under every rule; and that it never gets stuck."""
+"""The queue against a one-page model, on random schedules and under every rule; it never gets stuck."""
 
 from __future__ import annotations
 

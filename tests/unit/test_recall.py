@@ -1,4 +1,4 @@
-"""An episode that begins again gets the answers it had, as far as it asks the same."""
+"""A restarted episode gets its recorded responses, as long as it makes the same requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused at a meeting of GPUs, in one line each."""
+"""Refusals at a rendezvous of GPUs, in one line each."""
 
 from __future__ import annotations
 

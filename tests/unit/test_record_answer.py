@@ -1,4 +1,4 @@
-"""An engine's answer in JSON, read into arrays; and routes, which are valid exactly if they unpack."""
+"""An engine's JSON response, parsed into arrays; and routes, which are valid exactly if they unpack."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reply(tokens: list[int], logprobs: list[Any], routes: bytes | None = None, *
 
 
 def read(given: dict[str, Any], recording: Recording) -> Generation:
-    """The response that comes of an answer in JSON."""
+    """The parsed response of a JSON text."""
     return response("e", answer("e", json.dumps(given).encode()), recording)
 
 

@@ -1,4 +1,4 @@
-"""Sampling masks: what is packed comes out, in the smaller of two ways; no damage passes."""
+"""Sampling masks: packing round trips, in the smaller of two formats; damage is always detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes: what is packed comes out of any layers asked for, in the stated number of bits; no damage passes."""
+"""Routes: packing round trips for any requested layers, in the documented number of bits; damage is always detected."""
 
 from __future__ import annotations
 

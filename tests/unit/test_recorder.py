@@ -1,4 +1,4 @@
-"""What the controller writes of its parts is what they counted."""
+"""The controller's records equal its parts' counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's file: what it holds, who can read it, and that nothing of a run can break out of it."""
+"""The report's file: its contents, its permissions, and safe escaping of a run's data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What GPU=1 installs: pip's answers that are checked in agree with each other, with the pins, and with what SGLang asks for."""
+"""Packages installed with GPU=1: the recorded resolutions of pip agree with each other, with the pins, and with SGLang's requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's checksums: of a CPU against their definition written with torch alone, of a GPU against what SGLang's kernels made."""
+"""SGLang's checksums: of a CPU against their definition written with torch alone, of a GPU against results of SGLang's kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The delta codec: several versions in a row against exchanges of everything, and what is in doubt, damaged or hostile."""
+"""The delta codec: several versions in a row against full exchanges, and doubtful, damaged or hostile input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deltas of weights that are rounded or quantised on the way: bit for bit what a dense exchange of the same sources gives."""
+"""Deltas of weights that are rounded or quantised on the way: bit for bit equal to a dense exchange of the same sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts that cannot be planned, and arrays that are not what their layout says."""
+"""Layouts that cannot be planned, and arrays that do not match their layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchanges that are prepared once: bounded memory, overlap, digests, and what happens when something goes wrong."""
+"""Exchanges that are prepared once: bounded memory, overlap, digests, and failures."""
 
 from __future__ import annotations
 

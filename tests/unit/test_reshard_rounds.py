@@ -1,4 +1,4 @@
-"""Rounds that wait for no busier pair: the lock-step model on the plans of a published model."""
+"""Rounds do not wait for busier pairs: the lock-step model on plans of a published model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a controller does while engines are lost: they are counted, and awaited if they come back."""
+"""A controller without engines: losses are counted, and it waits for engines that restart."""
 
 from __future__ import annotations
 

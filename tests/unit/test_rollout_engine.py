@@ -1,4 +1,4 @@
-"""What an engine is started with, and what its log says when it does not start."""
+"""The command of an engine, and its log after a failed start."""
 
 from __future__ import annotations
 

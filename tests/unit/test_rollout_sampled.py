@@ -1,4 +1,4 @@
-"""SGLang's answers about routes and masks, made after its documented format, into what is recorded."""
+"""Parsing of routes and masks in SGLang's responses, built in its documented format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout workers that are late, start again or have much to say, and engines that leave them."""
+"""Rollout workers that are late, restart or send large messages, and engines that leave."""
 
 from __future__ import annotations
 

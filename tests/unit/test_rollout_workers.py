@@ -1,4 +1,4 @@
-"""Several rollout workers and one ledger: whatever worker is lost, nothing is trained twice, and the counts add up."""
+"""Several rollout workers and one ledger: whichever worker is lost, nothing is trained twice, and the counts add up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit.worker_fleet import BATCH, Cluster, Numbers, clustered
 
 
 def check(cluster: Cluster, steps: int) -> None:
-    """What holds after `steps` steps, whatever has happened."""
+    """Check the invariants after `steps` steps."""
     keys = [one.key for made in cluster.trained.values() for one in made]
     assert len(keys) == len(set(keys)) == steps * BATCH
     groups = [one.group for made in cluster.trained.values() for one in made]
@@ -57,7 +57,7 @@ async def test_a_group_is_held_by_its_worker_and_fetched_from_there(cluster: Clu
         holders |= {item.place.writer for item in leased.items if item.place is not None}
     assert holders == {1, 2}
     check(cluster, 4)
-    # What was trained is held no more.
+    # Trained trajectories are no longer held.
     await asyncio.sleep(0.1)
     trained = {one.key for made in cluster.trained.values() for one in made}
     for lent in cluster.lent.values():

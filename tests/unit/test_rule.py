@@ -1,4 +1,4 @@
-"""What follows the loss of each part of a run: a start again, a run without it, or the end."""
+"""The consequence of losing each process of a run: a restart, a run without it, or the end."""
 
 from __future__ import annotations
 

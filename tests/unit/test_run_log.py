@@ -1,4 +1,4 @@
-"""A producer, a queue and a trainer around a log: killed at any moment, they go on as if nothing had been."""
+"""A producer, a queue and a trainer with a log: killed at any moment, they resume as if uninterrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples: which groups are kept, what both sides write of them, and how a reader joins the halves."""
+"""Samples: the choice of groups, the records of both sides, and how a reader joins the halves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncmoe show`: what it chooses, how it prints it, and that nothing a model says reaches a terminal raw."""
+"""`asyncmoe show`: its choice, its output, and that no model output reaches a terminal raw."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def shown(run_dir: Path, colour: Colour = "version", width: int = 100, tokens: i
 
 
 def printed(*arguments: str) -> list[str]:
-    """What the command prints to a pipe."""
+    """The command's output to a pipe."""
     result = run_command(["show", *arguments])
     if result.exception is not None:
         raise result.exception

@@ -1,4 +1,4 @@
-"""Which request goes next and to which engine: decisions, and the gate that carries them out under random cancellation."""
+"""The choice of the next request and its engine, and the gate that enforces it under random cancellation."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def scorer(name: str, timeout_s: float = 20.0, **more: Any) -> Scorer:
 
 
 def outcomes(name: str, responses: list[str], timeout_s: float = 20.0, **more: Any) -> list[Score | TrajectoryRejected]:
-    """What becomes of each response, one after the other, with one scorer."""
+    """The outcome of each response, one after the other, with one scorer."""
 
     async def run() -> list[Score | TrajectoryRejected]:
         made = scorer(name, timeout_s, **more)

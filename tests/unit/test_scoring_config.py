@@ -1,4 +1,4 @@
-"""Which ways of scoring a configuration may ask for."""
+"""Scoring settings that a configuration may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of an episode the scorer and the teacher are shown."""
+"""The parts of an episode that scorer and teacher see."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.test_environment import BOUNDS, Echo, Tool, Two
 
 
 class Recorded:
-    """Notes what it is shown; fails for one agent."""
+    """Records its input; fails for one agent."""
 
     def __init__(self, reward: float, failing: str = "") -> None:
         self.reward, self.failing = reward, failing

@@ -1,4 +1,4 @@
-"""Judges and teachers behind HTTP, by a real server on loopback: what they answer, and everything else they may do."""
+"""Judges and teachers behind HTTP, with a real server on loopback: valid responses and every kind of failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLE = Sample("1+1=", "2", "2", (10, 11, 12, 10, 13), (False, True, True, Fals
 
 
 def served(handler: Handler, values: dict[str, Any], calls: int = 1, sample: Sample = SAMPLE) -> list[Score | str]:
-    """So many calls, one after the other, of a server at which `values` points wherever they say URL."""
+    """Make this many calls, one after the other, to a server that replaces URL in `values`."""
 
     async def run() -> list[Score | str]:
         app = web.Application()

@@ -16,7 +16,7 @@ from tests.unit.virtual_time import run
 
 
 class Judge:
-    """Answers call number i as it is told, and notes when."""
+    """Responds to call number i as specified, and records the time."""
 
     def __init__(self, answer: Callable[[int], Awaitable[object]]) -> None:
         self.begun: list[float] = []

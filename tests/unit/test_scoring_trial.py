@@ -1,4 +1,4 @@
-"""Before engines start: the scorer is tried on the first prompt, and reference answers are checked against themselves."""
+"""Before engines start, the scorer is tried on the first prompt, and reference answers are checked against themselves."""
 
 from __future__ import annotations
 

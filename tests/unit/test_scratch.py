@@ -1,4 +1,4 @@
-"""Temporary files of child processes go with the process that owns them, or with the next start after a kill."""
+"""Temporary files of child processes are deleted with their owner, or by the next start after a kill."""
 
 from __future__ import annotations
 

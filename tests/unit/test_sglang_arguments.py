@@ -1,4 +1,4 @@
-"""Which arguments of the installed SGLang users may give; every one of them is supported, set by a key, or refused by name."""
+"""Arguments of the installed SGLang: each is supported, set by a key, or refused by name."""
 
 from __future__ import annotations
 

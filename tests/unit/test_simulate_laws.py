@@ -1,4 +1,4 @@
-"""The simulator against the closed laws, against published figures, and against what can be counted by hand."""
+"""The simulator against the closed-form laws, published figures, and results worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths from the records of a run: files that the run's own writers wrote, and what is missing in them."""
+"""Lengths from the records of a run: files by the run's own writers, and missing parts."""
 
 from __future__ import annotations
 

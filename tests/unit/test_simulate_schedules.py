@@ -1,4 +1,4 @@
-"""Random plants: no token too old, no trajectory lost from the count, no standstill. And the command."""
+"""Random plants: no token is too old, no trajectory is lost, no deadlock. Also tests the command."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ workloads = st.sampled_from(["lognormal:median=300", "lognormal:median=100,sigma
 
 
 def check(plant: Plant, found: SimulatedRun) -> None:
-    """What must hold whatever happened."""
+    """Check the invariants of any run."""
     assert found.oldest_age <= plant.admission(found.mode).max_staleness == found.max_staleness
     assert max(found.ages) <= found.max_staleness
     assert sum(found.ages.values()) == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""What becomes of a job whose steps have ended. SLURM's answers are made up here; tests/system/test_slurm.py has the real ones."""
+"""The outcome of a job whose steps have ended. SLURM's replies are simulated; tests/system/test_slurm.py has real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes a job has, which part of a run lives where, and the srun command of each."""
+"""The nodes of a job, the placement of a run's processes, and the srun command of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs inside a step: its status, and the signals by which it is asked to stop."""
+"""The process inside a step: its status, and the signals that ask it to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splits of a cluster: they fit, they follow the rule, and what does not fit is refused with what would."""
+"""Splits of a cluster: they fit, they follow the rule, and one that does not fit is refused with a suggestion."""
 
 from __future__ import annotations
 

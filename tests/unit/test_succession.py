@@ -1,4 +1,4 @@
-"""Engines that joined a controller that is lost go on with the next one, with the weights that they hold, or start again."""
+"""Engines of a lost controller continue with the next one, with their weights, or restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a site imposes: users without a name or a home, proxies, and output that nobody reads."""
+"""Site conditions: users without a name or a home, proxies, and output that nobody reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engines of a lost controller go on, and with what."""
+"""The engines of a lost controller that continue, and their versions."""
 
 from __future__ import annotations
 

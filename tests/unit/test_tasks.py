@@ -168,7 +168,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     for kind in ("qwen3", "llama"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 320}))
-        for content, told in ((None, "no vocabulary"), ("{", "tokenizer.json, not whole"), (POINTER, "tokenizer.json: Git LFS pointers")):
+        for content, told in ((None, "no vocabulary"), ("{", "tokenizer.json, incomplete"), (POINTER, "tokenizer.json: Git LFS pointers")):
             (tmp_path / "tokenizer.json").unlink(missing_ok=True)
             if content is not None:
                 (tmp_path / "tokenizer.json").write_text(content)

@@ -1,4 +1,4 @@
-"""A user's own tasks: what they may provide, where it arrives, and the line for each mistake before anything starts."""
+"""A user's own tasks: what they may provide, where it is used, and the error for each mistake before anything starts."""
 
 from __future__ import annotations
 

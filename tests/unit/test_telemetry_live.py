@@ -1,4 +1,4 @@
-"""The lines on the terminal, the advice, and what feeds Prometheus."""
+"""The lines on the terminal, the advice, and the Prometheus exporter."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_unmeasured_values_are_left_out_of_a_line() -> None:
 
 
 def steps(count: int = 5, **changes: Any) -> list[Step]:
-    """RL steps of two seconds each at which nothing is off, but for what is given."""
+    """RL steps of two seconds each, normal except for the given values."""
     waits = {"wait_seconds": 0.2, "sync_wait_seconds": 0.1, "sync_seconds": 1.5, "pause_ms": 30.0}
     well = {"step_seconds": 2.0, "reward_mean": 1.0, "reward_std": 0.3, **waits, **changes}
     return [Step(step=n, phase="rl", time=2.0 * n, **well) for n in range(1, count + 1)]

@@ -28,7 +28,7 @@ from asyncmoe.telemetry.versions import versions
 
 
 class Fake:
-    """A logger that keeps what it gets, and raises where `fails` says so, or waits where `holds` is given."""
+    """A logger that keeps its input, and raises as `fails` says, or waits if `holds` is given."""
 
     def __init__(self, fails: str = "", holds: threading.Event | None = None) -> None:
         self.fails, self.holds = fails, holds

@@ -1,4 +1,4 @@
-"""A metric is its declaration: every reader shows what is declared, and what is declared makes sense."""
+"""A metric is its declaration: every reader shows the declared metrics, and the declarations are consistent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: what is written comes back; torn, broken and superseded lines."""
+"""Records: round trips; torn, broken and superseded lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A container is asked for exactly what confines it, and none is left."""
+"""A container gets exactly the confining options, and none is left over."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IMAGE = SandboxSection(image="python:3.12-slim")
 
 @pytest.fixture(params=["docker", "podman"])
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A stand-in for docker or podman: it notes its arguments, and runs the image's command here, without any wall around it."""
+    """A stand-in for docker or podman: it notes its arguments, and runs the image's command here, without any confinement."""
     (tmp_path / "inside").mkdir()
     (tmp_path / request.param).write_text(DOCKER.format(python=sys.executable, log=str(tmp_path / "log")))
     (tmp_path / request.param).chmod(0o755)
@@ -53,7 +53,7 @@ def asked(runtime: Path) -> list[list[str]]:
 
 
 def test_a_container_is_asked_for_exactly_this(runtime: Path) -> None:
-    """Only the command is tested: whether a runtime keeps what it is asked for is the runtime's own matter."""
+    """Only the command is tested, not whether a runtime honours it."""
     assert asyncio.run(called("print(6 * 7)", IMAGE)) == "42\n"
     probed, run = asked(runtime)
     name = run[run.index("--name") + 1]

@@ -1,4 +1,4 @@
-"""MCP servers without the SDK: what a configuration refuses. tests/integrations/test_mcp.py has the rest."""
+"""MCP servers without the SDK: refused configurations. tests/integrations/test_mcp.py has the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's program is run, bounded in everything, keeps to its walls, and leaves nothing behind."""
+"""A model's program runs within all limits, cannot leave its sandbox, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program tries against the sandbox, and what it gets."""
+"""Attacks of a program on the sandbox, and their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server in the place of bubblewrap answers within bounds."""
+"""A server that replaces bubblewrap responds within bounds."""
 
 from __future__ import annotations
 

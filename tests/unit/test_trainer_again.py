@@ -1,4 +1,4 @@
-"""A trainer that is lost and started again, at a real controller with a log and engines that are not SGLang."""
+"""A trainer that is lost and restarted, with a real controller and log, and stand-in engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a trainer's ranks learn how often they were started again, and that all they ask says so."""
+"""The epoch of a trainer: how its ranks learn it, and that all their requests carry it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine recorded of each token ends up at the row that needs it."""
+"""The engine's records of each token reach the row that needs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def packed(trajectories: list[Trajectory], routing: Routing | None) -> MicroBatc
 
 @pytest.mark.parametrize("layers", [(1, 2, 3), (1, 3)])  # the second: a stage with two of the three
 def test_every_row_has_its_own(monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...]) -> None:
-    """The digests of routes are checked when a trajectory is decoded, and not each time that it is packed."""
+    """The digests of routes are checked when a trajectory is decoded, not each time it is packed."""
     made = [trajectory(7, 1), trajectory(4, 2)]
     decoded = [decode(encode(one)) for one, _, _ in made]
     monkeypatch.setattr("asyncmoe.trajectory.routes.check_routes", None)

@@ -1,5 +1,5 @@
-"""A trainer that is stopped while engines start has saved the end of its warm-up, and leaves in order; one that has taken its last step has
-that evaluated, unless it was, and a failure of that costs nothing else."""
+"""A trainer that is stopped while engines start has saved the end of its warm-up, and leaves gracefully; after the last step its version is
+evaluated, unless it was before, and a failed evaluation has no other effect."""
 
 from __future__ import annotations
 

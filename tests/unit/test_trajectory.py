@@ -1,4 +1,4 @@
-"""The trajectory's wire form: what goes in comes out, and nothing that lies comes in."""
+"""The trajectory's wire format: round trips, and refusal of frames that contradict themselves."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_changed_header_is_refused_or_still_a_trajectory(trajectory: Trajector
 
 
 def lie(change: dict[str, Any], **arrays: dict[str, Any]) -> list[Any]:
-    """Frames of a good trajectory whose header says something else."""
+    """Frames of a good trajectory with a changed header."""
     frames = encode(whole())
     header = msgspec.msgpack.decode(frames[0])
     header |= change
@@ -158,7 +158,7 @@ def whole() -> Trajectory:
 
 
 def unnamed(name: str) -> list[Any]:
-    """Frames of a good trajectory whose header keeps quiet about an array, its digest put right."""
+    """Frames of a good trajectory whose header omits an array, with a corrected digest."""
     return rewritten(whole(), lambda arrays: [spec for spec in arrays if spec["name"] != name], without=name)
 
 

@@ -1,4 +1,4 @@
-"""Whatever tree of turns an episode grows, every response is trained once, with the mean of what its paths are worth."""
+"""In any tree of turns, every response is trained on once, with the mean of its paths' advantages."""
 
 from __future__ import annotations
 

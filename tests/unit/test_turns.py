@@ -1,4 +1,4 @@
-"""Answers to episodes under way: found again after any stop, bounded, and deleted with their groups."""
+"""Recorded responses of unfinished episodes: recovered after any stop, bounded, and deleted with their groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that no command takes are one line, like every other mistake."""
+"""Unknown arguments are reported in one line, like every other mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is interrupted before it works ends at once, and what it says is true."""
+"""A run interrupted during its start ends at once, with a correct message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heartbeats, what follows from their absence, alerts, and the stacks of what a run recorded."""
+"""Heartbeats, the consequences of their absence, alerts, and the stacks of recorded processes."""
 
 from __future__ import annotations
 

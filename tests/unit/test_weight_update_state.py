@@ -1,4 +1,4 @@
-"""An update of weights: its phases, and what it makes of engines when the sender or any of them fails at any call."""
+"""A weight update: its phases, and the state of engines after the sender or an engine fails at any call."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CHECKSUMS = ({"weight": "wrong"},)
 
 
 def requests(kind: str, version: int, wrong: bool) -> list[WeightsRequest]:
-    """What a sender asks to publish a version, or instead of it."""
+    """The requests of a sender to publish or abort a version."""
     checksums = CHECKSUMS if wrong else ()
     bucket = WeightsBucket(version, ("w",), ("float32",), ((1,),))
     commit = WeightsCommit(version, checksums, update=1)

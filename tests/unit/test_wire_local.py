@@ -1,4 +1,4 @@
-"""The Unix socket of the wire: who takes it, who is let in, and what is left of it."""
+"""The Unix socket of the wire: its owner, admission, and cleanup."""
 
 from __future__ import annotations
 

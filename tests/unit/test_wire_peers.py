@@ -1,4 +1,4 @@
-"""Which processes of other machines fit into a run."""
+"""Compatibility of other machines' processes with a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OURS = Facts("node1", "controller", VERSIONS, 1_000.0)
 
 
 def refuse(ours: Facts, theirs: Facts) -> str:
-    """Why the other is refused, or nothing."""
+    """The reason for refusing the other process, or nothing."""
     try:
         check(ours, theirs)
     except UserError as error:

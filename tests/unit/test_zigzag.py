@@ -1,4 +1,4 @@
-"""Which rows context-parallel ranks hold."""
+"""The rows that context-parallel ranks hold."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from asyncmoe.config.lora import ATTENTION, MLP, TARGETS, LoraSection
 from asyncmoe.models.shape import Shape, Shapes, layer_shapes
 
 OUTER = {"gate_proj": "a", "up_proj": "a", "down_proj": "b"}
-"""The half on the side of the hidden states by target, which experts share in `shared_outer`."""
+"""By target, the half on the side of the hidden states, which experts share with `shared_outer`."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16)}
 """Dtypes of an adapter, and the dtypes of its arrays."""
@@ -79,7 +79,7 @@ def sizes(m: Shape, target: str, dense: bool, place: Place) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two halves of a linear layer.
+    """The two halves of a linear layer's pair.
 
     Attributes:
         layer, place, expert, target: identify the linear layer; expert None: not a routed expert's.
@@ -144,7 +144,7 @@ STACKS: Mapping[str, tuple[str, ...]] = {
 
 
 def served_targets(kind: Kind) -> tuple[str, ...]:
-    """Return the targets that an engine is configured with and given: the adapter's targets and the targets that SGLang requires with them.
+    """Return the targets that an engine is configured with and receives: the adapter's, and those that SGLang requires with them.
 
     SGLang stacks q, k and v, the down-projections of latent attention, and gate and up, and fails at the first request if a layer of a
     stack is missing (`LoRAAdapter.normalize_qkv_proj`, `get_target_module_name`). It adapts experts only if all three of their layers are

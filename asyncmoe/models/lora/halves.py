@@ -64,14 +64,14 @@ class Half:
 
     Attributes:
         projection, side: the linear layer, and "a" or "b".
-        linear: Megatron's linear layer that it belongs to: its name, or a made-up name if several have the same one (`LINEARS`).
+        linear: name of its Megatron linear layer, or a made-up name if several share one (`LINEARS`).
         whole: the unsharded shape of one pair's half.
         axis, parts, index: the sharded dimension of `whole`, the number of equal shards, and this rank's shard; None, 1, 0: replicated.
         experts: the numbers in the layer of the stacked experts; None: not an expert's half.
         front: prefix of the canonical name within the layer, unless it is an expert's half.
         expert_data: the gradient is summed over expert-data-parallel ranks, not all data-parallel ranks (Megatron's `allreduce` = False).
         partial: the group whose ranks hold replicas with one term of the gradient each.
-        counted: this rank's values count in a norm over the model, in which replicas must count once.
+        counted: whether this rank's values count in a norm over the model, in which replicas must count once.
     """
 
     projection: str
@@ -118,7 +118,7 @@ class Half:
 
 
 def check(kind: Kind, m: Shape) -> None:
-    """Refuse a kind of adapter that the model cannot have.
+    """Refuse a kind of adapter that does not suit the model.
 
     Raises:
         ConfigError: names the key.

@@ -47,8 +47,8 @@ _UNDERSTOOD = frozenset({
     "auto_mapping", "peft_version", "task_type", "revision", "inference_mode", "target_modules", "exclude_modules", "layers_pattern",
     "lora_dropout", "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying",
 })  # fmt: skip
-"""Keys that are read; and from the second line on those that change nothing: notes, training, and modules, which the tensors say. Any other
-key that is set changes the computation, or may."""
+"""Keys that are read; from the second line on, keys without effect here: notes, training settings, and modules, which the tensors imply.
+Any other key, if set, may change the computation."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Files:
 
 
 def check_expressible(m: Shape, kind: Kind) -> None:
-    """Refuse a kind of adapter that PEFT cannot represent. Halves that experts share it can: every expert has its own copy there.
+    """Refuse a kind of adapter that PEFT cannot represent. It can represent halves that experts share, as one copy per expert.
 
     Raises:
         UserError: names what PEFT can represent.
@@ -75,7 +75,7 @@ def check_expressible(m: Shape, kind: Kind) -> None:
     of_experts = set(kind.targets) & set(MLP) if m.experts else set()
     if of_experts not in (set(), {"down_proj"}, set(MLP)):
         # PEFT 0.21.2 refuses gate_proj without up_proj, and without down_proj drops both with only a warning.
-        got, expected = ", ".join(kind.targets), f"of {', '.join(MLP)} all three, or down_proj alone: PEFT has no others of experts"
+        got, expected = ", ".join(kind.targets), f"all of {', '.join(MLP)}, or down_proj alone: PEFT has no others for experts"
         raise UserError("adapter's targets", got=got, expected=expected)
 
 
@@ -188,7 +188,7 @@ def start_from(path: Path, m: Shape, kind: Kind, base: str) -> Adapter:
 
 
 def shared(m: Shape, adapter: Adapter) -> Adapter:
-    """Return an equivalent of an adapter `per_expert` with shared outer halves.
+    """Convert a `per_expert` adapter to an equivalent one with shared outer halves.
 
     Raises:
         UserError: experts of one layer differ in a half that they would share.
@@ -268,10 +268,10 @@ def read(path: Path) -> Files:
 
 
 def check_features(config: Mapping[str, Any]) -> None:
-    """Refuse whatever is not understood of an adapter's configuration.
+    """Refuse keys of an adapter's configuration that are not understood.
 
     Raises:
-        UserError: a line for each key, by name.
+        UserError: names the keys, one per line.
     """
     faults = [
         UserError(f"{key} in {CONFIG}", got=value, expected="none" if key == "bias" else "false or null")
@@ -298,7 +298,7 @@ def _unstacked(
     """Yield (canonical name within the layer, value) for each half in a tensor of the stacked form.
 
     Args:
-        first: it is that of gate_up_proj where both parameters are adapted.
+        first: whether the tensor belongs to gate_up_proj if both parameters are adapted.
     """
     parameters = {str(target).rsplit(".", 1)[-1] for target in config.get("target_parameters") or ()} - {"weight"}
     unknown = parameters - {"gate_up_proj", "down_proj"}
@@ -319,7 +319,7 @@ def _unstacked(
 
 
 def _gate_and_up(name: str, own: np.ndarray, half: str, rank: int) -> dict[str, np.ndarray]:
-    """Split an expert's half of gate_up_proj into one of gate_proj and one of up_proj."""
+    """Split an expert's half of gate_up_proj into halves of gate_proj and up_proj."""
     if half == "a":
         return {"gate_proj": own[:rank], "up_proj": own[-rank:]}
     gate, up = np.split(own, 2)

@@ -47,7 +47,7 @@ def _memory_layer(slot: _Slot, dtype: str, dense: bool) -> RankLayout:
 
 
 def _put(builder: LayoutBuilder, slot: _Slot, module: str, dense: bool, place: Place, half: str) -> None:
-    """Add one half of all linear layers that a module of SGLang stacks in a place."""
+    """Add one half, for all linear layers that an SGLang module stacks in a place."""
     targets, of_experts = STACKS[module], place == "experts"
     if not of_experts:
         here = [f"{place}." if place else ""]
@@ -70,7 +70,7 @@ def _put(builder: LayoutBuilder, slot: _Slot, module: str, dense: bool, place: P
 
 @dataclass(frozen=True)
 class _Slot:
-    """An adapter's kind, and the engine rank that it is sharded for."""
+    """An adapter's kind, and the engine rank it is sharded for."""
 
     m: Shape
     kind: Kind
@@ -83,7 +83,7 @@ class _Slot:
         return span(self.m.experts, self.parallel.ep, self.parallel.ep_rank(self.rank))
 
     def box(self, target: str, half: str, dense: bool, place: Place) -> Box:
-        """Return the rank's part of a half: a half on the sharded side of the layer's weight is sharded alike, the other is whole."""
+        """Return the rank's part of a half: the half on the sharded side of the layer's weight is sharded likewise, the other is whole."""
         outputs, inputs = sizes(self.m, target, dense, place)
         shape = (self.kind.rank, inputs) if half == "a" else (outputs, self.kind.rank)
         of_input = target in ("o_proj", "down_proj")

@@ -12,12 +12,12 @@ incompatible upgrade fails at startup instead of producing wrong numbers. With C
         adam         the distributed optimizer's state with torch's Adam
     everywhere, installed by `asyncmoe.trainer.model.checkpoint` and `asyncmoe.trainer.model.layers` respectively
         writer       writes checkpoints without processes that outlive a rank
-        reader       reads checkpoints without running what is in them
+        reader       reads checkpoints without running code from them
         rope         rotary angles of packed sequences without device synchronization
 
-`state_boxes` changes how Megatron describes the distributed optimizer's state, for no longer than a save is planned.
+`state_boxes` changes how Megatron describes the distributed optimizer's state, only while a save is planned.
 
-`packed_attention`, `grouped_experts` and `local_layers` patch nothing: they are layers that take the place of Transformer Engine's, and are
+`packed_attention`, `grouped_experts` and `local_layers` patch nothing: they are layers that replace Transformer Engine's, and are
 imported after `prepare()`.
 """
 

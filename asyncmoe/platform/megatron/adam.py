@@ -17,7 +17,7 @@ from asyncmoe.platform.megatron.patch import module, wrap
 
 
 def install() -> None:
-    """Wrap the distributed optimizer's saving and loading of state."""
+    """Wrap the distributed optimizer's methods that save and load state."""
     optimizer = module("optimizer.distrib_optimizer").DistributedOptimizer
     wrap(optimizer, "state_dict", _seeded)
     wrap(optimizer, "load_state_dict", _own_step_each)
@@ -25,8 +25,8 @@ def install() -> None:
 
 
 def fuse(optimizer: Any) -> None:
-    """Make torch's Adam, if Megatron's optimizer is made of it, update all parameters of a group in one kernel. Call it again after loading
-    a checkpoint, which restores its own setting.
+    """Make torch's Adam, if Megatron's optimizer uses it, update all parameters of a group in one kernel. Call it again after loading a
+    checkpoint, which restores its own setting.
 
     torch keeps the setting in each group (torch/optim/adam.py, `_init_group`), and with it keeps `step` on the parameter's device.
     """

@@ -1,6 +1,6 @@
-"""Loads the optimizer's state that a run of another layout has saved.
+"""Loads an optimizer state that was saved under another layout.
 
-Tensors have the shapes and names of the model's parameters in every layout, but a checkpoint also says how the run was laid out
+Tensors have the shapes and names of the model's parameters in every layout, but other parts of a checkpoint depend on it
 (optimizer/optimizer.py, `ChainedOptimizer`, 0.16.1 and 0.19.2):
 
     common state  one mapping with groups of parameters, or one for each optimizer, of which there are two with expert parallelism; the step
@@ -8,8 +8,8 @@ Tensors have the shapes and names of the model's parameters in every layout, but
     masters       `optimizer.state.param.` if the state is sharded, `optimizer.state.fp32_param.` with bfloat16 if it is not; with float32
                   that is not sharded the weights themselves
 
-Here what is loaded takes the names that the checkpoint has, and the common state is put as this layout has it. Saves avoid the
-prefix that Megatron gives the names of the second optimizer.
+Loading asks for the names in the checkpoint, and converts the common state to this layout. Saves avoid the prefix that Megatron
+adds to the names of the second optimizer.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ import torch
 from asyncmoe.platform.megatron.patch import module
 
 AVOID_PREFIX = {"chained_optim_avoid_prefix": True}
-"""Of Megatron's metadata of a save: both optimizers save under the names that a single one has."""
+"""Entry for Megatron's metadata of a save: both optimizers save under a single optimizer's names."""
 _SHARDED = "param_state"
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
-"""What precedes a parameter's name in that of its master, in each kind of optimizer that has masters."""
+"""Prefixes of a parameter's name that form its master's name, one for each kind of optimizer with masters."""
 _OF_LAYOUT = ("params", "is_expert_parallel")
-"""What the layout decides of a group of parameters: those of experts are told from others with expert parallelism only."""
+"""Keys of a parameter group that depend on the layout: experts form groups of their own only with expert parallelism."""
 
 
 class Missing(Exception):
-    """What a checkpoint lacks; has one argument, so that it crosses processes."""
+    """Names a missing part of a checkpoint. Has one argument, so that it can be pickled between processes."""
 
 
 @dataclass(frozen=True)
 class AskedState:
-    """What a description of the optimizer's state asks a checkpoint for.
+    """What a checkpoint has of a requested optimizer state.
 
     Attributes:
         lacking: a tensor that the checkpoint has under no name; "" if it has all.
-        masters: False if the checkpoint has no masters, because the weights are float32 ones (see `take_weights`).
+        masters: False if the checkpoint has no masters, because its weights are float32 (see `take_weights`).
     """
 
     lacking: str
@@ -51,10 +51,10 @@ class AskedState:
 
 
 def take_names_of(state: Any, saved: Collection[str]) -> AskedState:
-    """Have a description of the optimizer's state ask for the names that a checkpoint has.
+    """Rename the tensors in a description of the optimizer's state to the names in a checkpoint.
 
     Args:
-        state: of `sharded_state_dict` of Megatron's optimizer; changed in place.
+        state: the `sharded_state_dict` of Megatron's optimizer; changed in place.
         saved: names of all tensors in the checkpoint.
     """
     dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
@@ -81,10 +81,10 @@ def take_names_of(state: Any, saved: Collection[str]) -> AskedState:
 
 
 def take_weights(state: Any, optimizers: Sequence[Any]) -> None:
-    """Put the model's weights in the place of masters that a checkpoint does not have, once the weights are loaded.
+    """Use the model's loaded weights as the masters that a checkpoint lacks.
 
     Args:
-        state: the optimizer's, as loaded; changed in place. If masters are not sharded, `reload_model_params` has them follow.
+        state: the loaded optimizer state; changed in place. If masters are not sharded, `reload_model_params` updates them.
     """
     parts = [state] if _SHARDED in state else [state[number] for number in sorted(state) if _SHARDED in state[number]]
     for part, one in zip(parts, optimizers, strict=False):
@@ -95,16 +95,16 @@ def take_weights(state: Any, optimizers: Sequence[Any]) -> None:
 
 
 def optimizers(optimizer: Any) -> Sequence[Any]:
-    """Return Megatron's optimizers that a chained one is made of, or the one itself."""
+    """Return the members of a chained Megatron optimizer, or the optimizer itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def common_strategy(state: Any, optimizers: Sequence[Any]) -> Any:
-    """Return Megatron's strategy for reading what all ranks have in common, which puts the optimizer's part as this layout has it.
+    """Return a Megatron strategy that reads the state common to all ranks, with the optimizer's part converted to this layout.
 
     Args:
-        state: of `sharded_state_dict` of Megatron's optimizer.
-        optimizers: that it is made of.
+        state: the `sharded_state_dict` of Megatron's optimizer.
+        optimizers: the optimizer's members.
     """
     base = module("dist_checkpointing.strategies.common").TorchCommonLoadStrategy
 
@@ -117,10 +117,10 @@ def common_strategy(state: Any, optimizers: Sequence[Any]) -> Any:
 
 
 def translated(saved: Any, state: Any, optimizers: Sequence[Any]) -> dict[Any, Any]:
-    """Return the common part of an optimizer's state, with the values of a checkpoint and the form of this layout.
+    """Return the common part of an optimizer's state, with the values of a checkpoint in the form of this layout.
 
     Args:
-        saved: as the checkpoint has it.
+        saved: the checkpoint's common part.
         state, optimizers: see `common_strategy`.
 
     Raises:
@@ -133,7 +133,7 @@ def translated(saved: Any, state: Any, optimizers: Sequence[Any]) -> dict[Any, A
     for part, one in zip(_parts(made), optimizers, strict=True):
         in_groups = "state" not in part
         part["param_groups"] = [{**group, **_match(group, groups)} for group in part["param_groups"]]
-        if isinstance(one.optimizer, torch.optim.Adam):  # which counts steps for each parameter; AdamW is a subclass
+        if isinstance(one.optimizer, torch.optim.Adam):  # it counts steps per parameter; AdamW is a subclass
             for group in part["param_groups"]:
                 group.pop("step", None)
                 group.update({"step": float(step or 0.0)} if in_groups else {})
@@ -146,7 +146,7 @@ def translated(saved: Any, state: Any, optimizers: Sequence[Any]) -> dict[Any, A
 
 
 def _match(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the saved group that is this one, except what the layout decides."""
+    """Return the settings of the matching saved group, except those that depend on the layout."""
     for one in saved:
         if _identity(one) == _identity(group):
             return {name: copy.deepcopy(value) for name, value in one.items() if name not in _OF_LAYOUT}
@@ -154,14 +154,14 @@ def _match(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict
 
 
 def _identity(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what tells groups of parameters apart in every layout."""
+    """Return the settings that identify a parameter group in every layout."""
     names = module("optimizer.optimizer").param_group_identifier_keys
     return {name: group.get(name) for name in names if name not in _OF_LAYOUT}
 
 
 def _step(parts: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the optimizers' count of steps, which is one. A count beside groups is the live one: groups may keep that of another kind of
-    optimizer, which the run had before."""
+    """Return the optimizers' common step count. A count beside the groups takes precedence: the groups may keep the count of another kind
+    of optimizer that the run had before."""
     beside = [part["state"].get("common_step") for part in parts if isinstance(part.get("state"), Mapping)]
     inside = [group.get("step") for part in parts for group in part["param_groups"]]
     return next((float(step) for step in [*beside, *inside] if step is not None), None)
@@ -178,7 +178,7 @@ def _parts(value: Any) -> Iterator[dict[Any, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what is plain in a description of state: all mappings, all groups, and other lists that hold something plain."""
+    """Return the plain values in a description of state, with all mappings, all groups, and other lists that hold plain values."""
     mapping = module("dist_checkpointing.mapping")
     if isinstance(value, (mapping.ShardedBase, mapping.LocalNonpersistentObject)):
         return _NOT_PLAIN

@@ -1,4 +1,4 @@
-"""Four places of Megatron that take CUDA or Transformer Engine for granted."""
+"""Patches for four places where Megatron takes CUDA or Transformer Engine for granted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def use_cpu_random_state() -> None:
 
 
 def use_cuda_type_names() -> None:
-    """Give parameters the names of CUDA types inside the functions that identify them so.
+    """Give parameters CUDA type names inside the functions that check them.
 
     The mixed-precision and distributed optimizers identify parameters by `param.type() == "torch.cuda.FloatTensor"`, and clipping asserts
     the same for gradients. During these functions, and only then, `Tensor.type` returns CUDA's names.
@@ -56,7 +56,7 @@ def define_router_gemm() -> None:
 
 
 def clear_latent_flag() -> None:
-    """Clear `HAVE_TE` in `multi_latent_attention.py`, which is set because its import yields stand-ins; `isinstance` with one of them
+    """Clear `HAVE_TE` in `multi_latent_attention.py`, which is set although its import yields only stand-ins; `isinstance` with a stand-in
     raises."""
     replace(module("transformer.multi_latent_attention"), "HAVE_TE", False)
 

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences whose rows are divided among context-parallel ranks (`asyncmoe.platform.zigzag`), on CPUs.
 
-A rank gathers the keys and values of all ranks, in float32, and attends with its own queries. On GPUs Transformer Engine does this, without
-holding them all.
+A rank gathers the keys and values of all ranks, in float32, and attends with its own queries. On GPUs Transformer Engine does this without
+storing them all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def attend(
 
     Args:
         bounds: starts of the sequences among all T rows, then T.
-        scale: of the scores; None: 1 / sqrt(d).
+        scale: scale of the scores; None: 1 / sqrt(d).
     """
     held = torch.cat([zigzag.rows(bounds, group.size(), rank) for rank in range(group.size())])
     keys, values = (_every_row(x, held.argsort(), group) for x in (key, value))
@@ -44,6 +44,6 @@ def attend(
 
 
 def _every_row(mine: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather [T / n, ...] -> float32 [T, ...], in the order of all rows; `order`: their places among the rows of the ranks."""
+    """Gather [T / n, ...] -> float32 [T, ...], in the order of all rows; `order`: each row's index among the concatenated ranks' rows."""
     gathered: torch.Tensor = gather_from_sequence_parallel_region(mine.float(), group=group)
     return gathered.index_select(0, order)

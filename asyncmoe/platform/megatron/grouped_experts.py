@@ -23,8 +23,8 @@ Added = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     """Replaces Megatron's `SequentialMLP` and keeps its parameters, names and checkpoints: gated with SiLU, without biases.
 
-    Each multiplication stacks the weights of all experts, in the backward pass again: a temporary copy of one layer's experts, never of
-    two layers'.
+    Each multiplication stacks the weights of all experts, again in the backward pass: a temporary copy of the experts of one layer at a
+    time.
 
     Attributes:
         added: functions that add adapters to a layer's output, by "linear_fc1" and "linear_fc2".

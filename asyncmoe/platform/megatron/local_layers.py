@@ -48,6 +48,6 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """megatron-core 0.19 expects a norm before queries that come straight from the hidden state; the model has none."""
+        """Drop the norm that megatron-core 0.19 expects before queries computed directly from the hidden state; the model has none."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}

@@ -24,7 +24,7 @@ Kernel = Literal["varlen", "each"]
 _FLASH_HEAD = 256
 """The widest head that flash attention supports; widths must be multiples of 8."""
 _SHORT = 512
-"""Rows of a sequence below which torch's kernel for CPUs is slower in bfloat16 than in float32: at 42 rows by a factor of 3.4."""
+"""Sequence length below which torch's CPU kernel is slower in bfloat16 than in float32: at 42 rows by a factor of 3.4."""
 
 
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
@@ -46,10 +46,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Replaces Megatron's `DotProductAttention` in a layer spec.
 
     Without `packed_seq_params`: query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d]. With `packed_seq_params`,
-    which must be `PackedSequences`: [T, heads, d] -> [T, heads * d], of T / n rows on each of n context-parallel ranks
+    which must be `PackedSequences`: [T, heads, d] -> [T, heads * d], with T / n rows on each of n context-parallel ranks
     (`asyncmoe.platform.zigzag`); rows attend within their own sequence, so the cost is the sum of the squared lengths. Values may be
-    narrower than keys, as in latent attention: they are padded with zeros, because only the kernel that stores all scores takes narrower
-    values on every device.
+    narrower than keys, as in latent attention: they are padded with zeros, because only the kernel that stores all scores supports
+    narrower values on every device.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return out[..., :width].flatten(1)
 
     def _each(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
-        """[T, heads, d] -> [T, heads, d], one sequence after another."""
+        """Attend within one sequence after another: [T, heads, d] -> [T, heads, d]."""
         sizes = [last - first for first, last in pairwise(bounds)]
         parts = zip(*(torch.split(x.unsqueeze(1), sizes) for x in (query, key, value)), strict=True)
         return torch.cat([self._attend(*part) for part in parts]).squeeze(1)
@@ -111,7 +111,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if query.device.type == "cpu" and dtype == torch.bfloat16 and query.shape[0] < _SHORT:
             query, key, value = query.float(), key.float(), value.float()
         if query.device.type == "cuda" and query.dtype == torch.float32:
-            # Of torch's float32 kernels on a GPU, only the one that stores all scores supports grouped queries.
+            # Among torch's float32 kernels on a GPU, only the one that stores all scores supports grouped queries.
             key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -136,7 +136,7 @@ def arguments() -> frozenset[str]:
 
 @cache
 def varlen() -> Callable[..., Any]:
-    """Return torch's flash attention over packed sequences. Its module imports torch's compiler, a second that CPUs need not wait."""
+    """Return torch's flash attention over packed sequences. Imported late: its module takes a second to import torch's compiler."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
@@ -147,7 +147,7 @@ def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence
     grouped: dict[str, Any] = {}
     if "enable_gqa" in arguments():
         grouped["enable_gqa"] = query.shape[1] != key.shape[1]
-    else:  # torch 2.11 wants as many keys as queries
+    else:  # torch 2.11 requires as many keys as queries
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     made: Any = varlen()(
         query.contiguous(),

@@ -80,7 +80,7 @@ def gone(what: str, everywhere: bool = False) -> ConfigError:
     """Return the error for a patch whose target is missing.
 
     Args:
-        everywhere: the patch is also installed on machines with CUDA and Transformer Engine.
+        everywhere: whether the patch is also installed on machines with CUDA and Transformer Engine.
     """
     return ConfigError(
         "megatron-core",

@@ -1,12 +1,12 @@
-"""Reads checkpoints without running what is in them: whoever can write a checkpoint must not gain the account that loads it.
+"""Reads checkpoints without running code from them: a user who can write a checkpoint must not gain the account that loads it.
 
 A torch_dist checkpoint holds pickles in three places, and the libraries unpickle two of them without any check:
 
-    .metadata    names, shapes and places of all tensors; `FileSystemReader.read_metadata` unpickles it (torch 2.13)
+    .metadata    names, shapes and locations of all tensors; `FileSystemReader.read_metadata` unpickles it (torch 2.13)
     __*.distcp   objects among the tensors, such as `_extra_state`; `DefaultLoadPlanner.load_bytes` loads them with `weights_only=False`
     common.pt    the rest; Megatron leaves `weights_only` to torch's default, which an environment variable turns off
 
-Here `.metadata` may name only `METADATA`, and the others only what torch allows for weights. What was checked is what was loaded. The
+Here `.metadata` may name only `METADATA`, and the others only what torch allows for weights. The check is part of the load itself. The
 patches are installed everywhere, also with a GPU.
 """
 
@@ -42,15 +42,15 @@ METADATA: Mapping[str, tuple[str, ...]] = {
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
 }
-"""By module, every global that `.metadata` may name: those that torch and Megatron write, and nothing that runs a command, imports a module
-or opens a file."""
+"""Every global that `.metadata` may name, by module: those that torch and Megatron write, none of which runs a command, imports a module or
+opens a file."""
 METADATA_FILE, COMMON = ".metadata", "common.pt"
 _EXTRA_STATE = "_extra_state"
 _NAMED = re.compile(r"GLOBAL (\S+)")
 
 
 class Unreadable(pickle.UnpicklingError):
-    """What a checkpoint's file holds, as "what the file names or is"; has one argument, so that it crosses processes."""
+    """Describes the unexpected content of a checkpoint's file. Has one argument, so that it can be pickled between processes."""
 
 
 class _Restricted(pickle.Unpickler):
@@ -83,7 +83,7 @@ def metadata(file: Path) -> Metadata:
     """Read the `.metadata` of a checkpoint.
 
     Raises:
-        Unreadable: it is no pickle of `Metadata` alone, or names a file outside the checkpoint.
+        Unreadable: it is not a pickle of just a `Metadata`, or it names a file outside the checkpoint.
         OSError: it cannot be opened.
     """
     with _opened(file) as opened:
@@ -107,7 +107,7 @@ def weights(file: BinaryIO, what: str) -> Any:
 
 
 def _parsed(what: str, load: Callable[[], Any]) -> Any:
-    """Return the result of `load`; bytes from a stranger may make a parser raise anything."""
+    """Return the result of `load`, translating any exception: untrusted bytes may make a parser raise anything."""
     try:
         return load()
     except (OSError, MemoryError, Unreadable):
@@ -133,7 +133,7 @@ def _read_metadata(self: Any, *_: object, **named: Any) -> Metadata:
 
 
 def _load_bytes(self: Any, item: Any, value: io.BytesIO) -> None:
-    """Load an object among the tensors and store it where `DefaultLoadPlanner.load_bytes` does."""
+    """Load an object saved among the tensors and store it where `DefaultLoadPlanner.load_bytes` does."""
     name = item.dest_index.fqn
     loaded = weights(value, name)
     if _EXTRA_STATE in name and not all(map(_empty, loaded if isinstance(loaded, list) else [loaded])):
@@ -145,7 +145,7 @@ def _load_bytes(self: Any, item: Any, value: io.BytesIO) -> None:
 
 
 def _empty(value: object) -> bool:
-    """Return whether a layer's extra state says nothing, as without training in float8."""
+    """Return whether a layer's extra state is empty, as it is without float8 training."""
     if isinstance(value, io.BytesIO):
         return not value.getbuffer().nbytes or weights(value, _EXTRA_STATE) is None
     return value is None or (isinstance(value, torch.Tensor) and value.numel() == 0)

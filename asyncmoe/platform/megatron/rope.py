@@ -1,8 +1,8 @@
 """Rotary angles of packed sequences without device synchronization.
 
 `models/common/embeddings/rope_utils.py` splits the angles by sequence with `cu_seqlens.tolist()`, and also compares a number on the
-device, so that the host waits for the device four times in every layer without a fused kernel. `asyncmoe.trainer.model.layers` applies
-the patch everywhere, because latent attention has no fused kernel even with Transformer Engine.
+device, so without a fused kernel the host waits for the device four times per layer. `asyncmoe.trainer.model.layers` applies the patch
+everywhere, because latent attention has no fused kernel even with Transformer Engine.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a rank holds of the distributed optimizer's state, as boxes of the parameters, to be written without an exchange.
+"""A rank's part of the distributed optimizer's state as boxes of the parameters, so that it is written without communication.
 
-Megatron's `fully_reshardable` checkpoints hold the state in the shapes of the parameters, and its save gathers the whole state on every
-data-parallel rank first (optimizer/distrib_optimizer.py, `sharded_param_state_fully_reshardable`, 0.16.1 and 0.19.2), which takes many
-times the memory and the time of a copy. A rank holds a range of each flat parameter, and a range is a few boxes: written under the same
-names, they are the same tensors to whoever loads them.
+Megatron's `fully_reshardable` checkpoints store the state in the shapes of the parameters, and its save first gathers the whole state on
+every data-parallel rank (optimizer/distrib_optimizer.py, `sharded_param_state_fully_reshardable`, 0.16.1 and 0.19.2), which takes many
+times the memory and time of a copy. A rank has a range of each flat parameter, and a range is a few boxes: written under the same names,
+they load as the same tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _METHOD = "sharded_param_state_fully_reshardable"
 
 @contextmanager
 def as_boxes() -> Iterator[None]:
-    """Have the distributed optimizer describe, within the block, this rank's own part of its state.
+    """Make the distributed optimizer describe only this rank's part of its state within the block.
 
     Raises:
         ConfigError: this version of Megatron describes it differently.
@@ -41,7 +41,7 @@ def as_boxes() -> Iterator[None]:
 
 
 def _own_state(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> dict[str, Any]:
-    """Return sharded tensors, by parameter, all of them views of the optimizer's own memory."""
+    """Return sharded tensors by parameter, all of them views of the optimizer's memory."""
     dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
     kinds = (mapping.ShardedTensor, mapping.ShardedTensorFactory)
     known = {value.data: value for value in dicts.nested_values(model_sharded_state_dict) if isinstance(value, kinds)}
@@ -61,12 +61,12 @@ def _boxes(described: Any, name: str, state: torch.Tensor, start: int) -> Iterat
     """Yield the boxes of one state of a parameter.
 
     Args:
-        described: how the whole parameter is saved.
-        name: of the state ("exp_avg").
-        state: [n], this rank's part of it, which is that of elements `start` to `start + n` of the flat parameter.
+        described: Megatron's description of the whole parameter.
+        name: name of the state ("exp_avg").
+        state: [n]; this rank's part of it, for elements `start` to `start + n` of the flat parameter.
     """
     dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
-    # Of the ranks that hold the same parameter each holds another part, so all of them save: the last number is the replica among them.
+    # Ranks with the same parameter have different parts of its state, so all of them save: the last number would be the replica.
     named = {"key": f"optimizer.state.{name}.{described.key}", "replica_id": (*described.replica_id[:2], 0)}
     whole = torch.empty(described.data.shape, dtype=state.dtype, device="meta")
     if isinstance(described, mapping.ShardedTensorFactory):
@@ -94,7 +94,7 @@ def _boxes(described: Any, name: str, state: torch.Tensor, start: int) -> Iterat
 
 
 def _contiguous(view: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Split a view of a parameter until each part is contiguous; yield their corners in the view, and themselves."""
+    """Split a view of a parameter into contiguous parts; yield each part's corner in the view, and the part."""
     if view.is_contiguous():
         yield (0,) * view.ndim, view
         return
@@ -106,7 +106,7 @@ def _contiguous(view: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Ten
 
 
 class FlatBox(NamedTuple):
-    """A part of an array: where it begins and how long it is along each axis, and the place of its first element in the flat array."""
+    """A part of an array: its start and length along each axis, and the index of its first element in the flat array."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -114,14 +114,14 @@ class FlatBox(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The place after its last element in the flat array: a box of `boxes` is contiguous."""
+        """The index after its last element in the flat array; boxes from `boxes` are contiguous."""
         return self.begin + prod(self.sizes)
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[FlatBox]:
-    """Yield contiguous boxes, in order, that hold each element from `begin` to before `end` of the flat array once.
+    """Yield contiguous boxes, in order, that cover elements `begin` to `end` (exclusive) of the flat array exactly once.
 
-    At most 2 * len(shape) - 1 boxes: what is left of a row, whole rows, and the beginning of a row, for each axis.
+    At most 2 * len(shape) - 1 boxes: for each axis the rest of a row, whole rows, and the beginning of a row.
     """
     if begin >= end:
         return

@@ -1,9 +1,9 @@
 """Writes checkpoints with Megatron's asynchronous save, in this process alone.
 
-Megatron plans a save and makes a request of it (`AsyncRequest`), whose function starts or forks processes that write
+Megatron plans a save and turns it into a request (`AsyncRequest`), whose function starts or forks processes that write
 (dist_checkpointing/strategies/filesystem_async.py). These outlive a rank that ends abruptly (`os._exit`, SIGKILL), and a rank waits forever
-for a killed fork; 0.19 writes in threads, but loses the reason of a failure. Here Megatron's own function for one file writes them, in
-whatever thread asks for it, and what it returns goes through a queue of this process. The patch is installed everywhere, also with a GPU.
+for a killed fork; 0.19 writes in threads, but loses the reason for a failure. Here Megatron's own function for one file is called in the
+current thread, and its results go through a queue of this process. The patch is installed everywhere, also with a GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from asyncmoe.platform.megatron.patch import gone, module
 FORMAT = ("torch_dist", 1)
 """The only format that is written and loaded: `reader` checks its files."""
 _GETTERS = ("_get_write_results_queue", "get_write_results_queue")
-"""What returns the queue, in 0.16.1 and in 0.19.2."""
+"""Names of the function that returns the queue, in 0.16.1 and in 0.19.2."""
 
 
 def install() -> None:
-    """Replace the queue by one for each save; Megatron's lives in a process that it starts.
+    """Use a new queue for each save; Megatron's lives in a process that it starts.
 
     Raises:
         ConfigError: this version of Megatron writes differently.
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 class Planner:
-    """Plans a run's saves. The first two plan alike, and what they planned is used again: shapes and places do not change."""
+    """Plans a run's saves. Once two plans agree, the plan is reused: shapes and locations do not change."""
 
     def __init__(self) -> None:
         self._strategy = module("dist_checkpointing.strategies.torch").TorchDistSaveShardedStrategy(
@@ -44,12 +44,12 @@ class Planner:
         self._checked = False
 
     def plan(self, state: dict[str, Any], folder: Path, *, copy: bool) -> Planned:
-        """Plan what every rank writes, and write what all have in common. Collective over all ranks; call it between steps.
+        """Plan each rank's writes, and write the state common to all ranks. Collective over all ranks; call it between steps.
 
         Args:
             state: Megatron's sharded state.
             folder: an empty directory.
-            copy: tensors in host memory change while they are written, and are copied; those of a GPU are copied to host memory anyhow.
+            copy: copy tensors in host memory, because they change during the write; a GPU's are copied to host memory in any case.
         """
         save = module("dist_checkpointing").save
         chosen = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(save).parameters else {}
@@ -59,10 +59,10 @@ class Planner:
 
 
 class Planned:
-    """What this rank writes at one save.
+    """This rank's writes of one save.
 
     Attributes:
-        paths: of its files.
+        paths: paths of its files.
     """
 
     def __init__(self, request: Any, copy: bool) -> None:
@@ -75,10 +75,10 @@ class Planned:
         self.paths = [Path(path) for path, _, _ in self._buckets]
 
     def write(self) -> None:
-        """Write the files, and have them on their disk.
+        """Write and sync the files.
 
         Raises:
-            OSError: one cannot be written; or RuntimeError of torch in its place, which may not say why.
+            OSError: a file cannot be written; torch may raise RuntimeError instead, perhaps without the reason.
         """
         if self._request.async_fn is None:
             return
@@ -96,13 +96,13 @@ class Planned:
         self._request.async_fn_args[2].put(found)
 
     def finish(self) -> None:
-        """Write the list of all ranks' tensors, when all have written. Collective over all ranks."""
+        """Write the list of all ranks' tensors, after all have written. Collective over all ranks."""
         for finalize in self._request.finalize_fns:
             finalize()
 
 
 def _copied(live: Any, host: Any) -> Any:
-    """Return a bucket of Megatron's whose tensors training does not change."""
+    """Copy a Megatron bucket, so that training does not change its tensors."""
     path, name, (objects, tensors) = host
     kept = [(item, tensor.clone() if tensor is own else tensor) for (item, tensor), (_, own) in zip(tensors, live[2][1], strict=True)]
     return path, name, (objects, kept)

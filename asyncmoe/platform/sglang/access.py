@@ -1,8 +1,8 @@
-"""The key of a server is required by every request.
+"""Makes a server require its key in every request.
 
 SGLang's own check lets health checks, metrics, OPTIONS and web sockets pass without a key (`decide_request_auth` and
 `_ApiKeyASGIMiddleware`, sglang/srt/utils/auth.py 0.5.23). A health check can generate, and any user of the machine can reach loopback.
-Nodes of an engine other than the first answer nothing but health checks, to everybody: they open no port.
+An engine's other nodes would serve only health checks, without a key: here they open no port.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(
 
 
 class KeyRequired:
-    """ASGI middleware that answers nothing but 401 without the header `Authorization: Bearer KEY`.
+    """ASGI middleware that returns 401 to any request without the header `Authorization: Bearer KEY`.
 
     Args:
         app: the application behind it.
@@ -32,11 +32,11 @@ class KeyRequired:
         self._app, self._expected = app, b"bearer " + key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one connection."""
+        """Handle one connection."""
         if scope["type"] == "lifespan" or self._admitted(scope["headers"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            # A server answers a socket that is closed before it is accepted with status 403.
+            # Closing a socket before accepting it makes a server return status 403.
             await send({"type": "websocket.close", "code": 1008})
         else:
             await send({"type": "http.response.start", "status": 401, "headers": _HEADERS})
@@ -51,7 +51,7 @@ class KeyRequired:
 
 
 def install() -> None:
-    """Add the middleware wherever SGLang adds its own, which it does when the server has a key, and leave out the servers of other nodes.
+    """Add the middleware wherever SGLang adds its own, that is, if the server has a key, and disable the servers of other nodes.
 
     Call it before the import of SGLang.
     """

@@ -1,13 +1,13 @@
-"""Lets commands to the receivers (`asyncmoe.platform.sglang.receiver_command`) into an engine's workers while it generates.
+"""Delivers commands for the receivers (`asyncmoe.platform.sglang.receiver_command`) to an engine's workers while it generates.
 
 In SGLang (0.5.23), /update_weights_from_tensor must come between /begin_weight_update and /end_weight_update; and outside
 /pause_generation and /continue_generation it waits until no request is left. A command needs none of these four calls:
 
-- Every scheduler executes what it is asked between two forward passes. Rank 0 receives it, and one broadcast gives it to all ranks of the
-  engine (`SchedulerRequestReceiver`), so that all of them execute it before the same pass, and none goes on before the barrier behind it.
-- The HTTP process locks requests out while weights change (`model_update_lock`). Nothing of a command concerns that process.
+- Every scheduler executes requests between two forward passes. Rank 0 receives a request and broadcasts it to all ranks of the engine
+  (`SchedulerRequestReceiver`), so all of them execute it before the same pass, and none continues before the barrier after it.
+- The HTTP process locks requests out while weights change (`model_update_lock`). Commands do not concern that process.
 
-So a command that comes outside an update begins one, and ends it, on its own. A rank that fails in it ends the engine, as in every update.
+So a command outside an update begins and ends an update of its own. A rank that fails in it ends the engine, as in every update.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _mend_front(module: ModuleType) -> None:
 
 
 def _mend_scheduler(module: ModuleType) -> None:
-    """Make a command outside an update an update of its own."""
+    """Wrap a command outside an update in an update of its own."""
     owner: Any = _owner(module, "SchedulerWeightUpdaterManager", _CALL, "begin_weight_update", "end_weight_update", "_session")
     original, begin, end = getattr(owner, _CALL), vars(module)["BeginWeightUpdateReqInput"], vars(module)["EndWeightUpdateReqInput"]
 

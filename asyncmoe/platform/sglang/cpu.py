@@ -107,8 +107,8 @@ def _sgl_kernel() -> None:
 
 
 def _torchvision() -> None:
-    """Load torchvision's operators, or define schemas for torchvision._meta_registrations where they do not load: a wheel's are built for
-    CUDA. torchvision.extension loads the same library again, which registers nothing twice."""
+    """Load torchvision's operators, or define schemas for torchvision._meta_registrations if loading fails: a wheel's are built for CUDA.
+    torchvision.extension loads the same library again, which registers nothing twice."""
     package = importlib.util.find_spec("torchvision")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         with contextlib.suppress(OSError):

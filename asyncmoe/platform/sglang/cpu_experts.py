@@ -9,8 +9,8 @@ import torch
 
 
 def native(module: ModuleType) -> None:
-    """Pass `moe_forward_native` only the choices of this rank's experts, each as a token with one expert, because it counts tokens
-    by expert number, and experts of other ranks have number -1."""
+    """Pass `moe_forward_native` only the choices of this rank's experts, each as a token with one expert, because it counts tokens by
+    expert number, and other ranks' experts have number -1."""
     original = vars(module)["moe_forward_native"]
 
     def moe_forward_native(layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: Any) -> torch.Tensor:

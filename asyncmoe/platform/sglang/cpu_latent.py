@@ -11,8 +11,8 @@ import torch
 
 def _absorbed(module: ModuleType) -> None:
     """Compute all tokens on the compressed vectors. SGLang computes a prompt's first tokens with per-head keys and values, which this
-    backend ignores: it attends to its cache, which holds the compressed vectors. If their size equals a head's, the result is silently
-    wrong; otherwise there is an error."""
+    backend ignores: it attends to its cache of compressed vectors. If their size equals a head's, the result is silently wrong; otherwise
+    there is an error."""
     vars(module)["AttentionBackendRegistry"].register("torch_native", lambda *_: vars(module)["AttnForwardMethod"].MLA)
 
 

@@ -25,8 +25,8 @@ def _unpin(module: ModuleType) -> None:
 
 
 def _lengthen(module: ModuleType) -> None:
-    """Let a segment be as long as the batch. The torch backend joins the requests of one adapter to a segment, and SGLang 0.5.23 checks
-    it against the longest request: it ends a server that gets more than 256 tokens of short prompts at once."""
+    """Let a segment be as long as the batch. The torch backend joins the requests of one adapter into a segment, but SGLang 0.5.23 checks
+    its length against the longest request's: more than 256 tokens of short prompts at once end the server."""
     counts = vars(module)["get_batch_token_counts"]
     vars(module)["get_batch_token_counts"] = lambda batch: (counts(batch)[0],) * 2
 
@@ -38,8 +38,8 @@ def _patch_layers(module: ModuleType) -> None:
 
 
 def _forward_with_lora(self: Any, hidden_states: torch.Tensor, topk_output: Any, lora_info: Any, **_: Any) -> Any:
-    """Compute FusedMoEWithLoRA._forward_with_lora. As there, the model sums over tensor-parallel ranks. The model also applies the
-    factor of routed experts, as on CPU for experts without adapters (`DeepseekV2MoE.forward_normal`,
+    """Replace FusedMoEWithLoRA._forward_with_lora. As there, the model sums over tensor-parallel ranks. The model also applies the
+    scaling factor of routed experts, as on CPU for experts without adapters (`DeepseekV2MoE.forward_normal`,
     `Glm4MoeSparseMoeBlock.forward_normal`)."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 

@@ -12,11 +12,11 @@ PARENT = "ASYNCMOE_PARENT_PID"
 """Environment variable with the process id of a server's parent."""
 
 API_KEY = "ASYNCMOE_ENGINE_KEY"
-"""Environment variable with the key that a server requires of clients (its --api-key)."""
+"""Environment variable with the key that a server requires from clients (its --api-key)."""
 
 
 def key_arguments(environ: Mapping[str, str]) -> list[str]:
-    """Return SGLang's argument for the key, if there is one. It is a single word because a key may begin with a dash."""
+    """Return SGLang's argument for the key, if there is a key. It is a single word because a key may begin with a dash."""
     return [f"--api-key={environ[API_KEY]}"] if environ.get(API_KEY) else []
 
 

@@ -48,15 +48,15 @@ def checked(arguments: Sequence[str]) -> list[str]:
 
 
 def install() -> None:
-    """Make the scheduler settle steps. Call it in every process before the import; it changes nothing without the overlap schedule."""
+    """Make the scheduler settle steps. Call it in every process before the import of SGLang. No effect without the overlap schedule."""
     after_import(MODULE, _mend)
 
 
 def settle(scheduler: Any) -> None:
-    """Count the tokens of the step in flight, if there is one, so that subsequent writes of weights come after it.
+    """Process the tokens of the step in flight, if there is one, so that later writes of weights come after it.
 
     Call it between two iterations of the scheduler's loop. `process_batch_result` waits for the copies of the result and so for the step.
-    Even so, the current stream, on which weights are written, is ordered after the stream of the steps.
+    In addition, the current stream, on which weights are written, is ordered after the stream of the steps.
     """
     if not scheduler.enable_overlap or scheduler.disaggregation_mode.value != "null":
         return

@@ -1,9 +1,9 @@
-"""Answers of `/generate` as arrays of bytes, for a client that accepts `MEDIA_TYPE`.
+"""Binary responses of `/generate`, for a client that accepts `MEDIA_TYPE`.
 
-SGLang 0.5.23 answers in JSON: 35 bytes and more for the id and the log-probability of a token, and routes in base64. Here they are 8 bytes
-and the routes' own, and a reader looks at arrays where they lie instead of reading text. The reader takes both forms, so an engine that
-cannot pack says so in its log and sends SGLang's. So it does with an answer whose parts do not fit together, and the reader says what is
-wrong with it.
+SGLang 0.5.23 responds in JSON: 35 bytes and more for a token's id and log-probability, and routes in base64. Here a token takes 8 bytes and
+routes their raw bytes, and a reader uses the arrays in place instead of parsing text. The reader accepts both forms, so an engine that
+cannot pack logs the reason and sends SGLang's form. It also does so for a response with inconsistent parts, which the reader then rejects
+with the reason.
 
 Bytes, little-endian: "ama1"; uint32, the size of the head; the head, JSON (`AnswerHead`) and spaces up to a multiple of 8 bytes; the parts.
 """
@@ -36,18 +36,18 @@ PARTS = (
     ("output_token_sampling_logprobs", "<f4"),
     ("routed_experts", "u1"),
 )
-"""Name and type of each part, in their order: tokens, their log-probabilities, the number of ids in each token's mask, all these ids, the
-log-probabilities over them, and what `meta_info.routed_experts` has in base64."""
+"""Name and type of each part, in order: tokens, their log-probabilities, the number of ids in each token's mask, all these ids, the
+log-probabilities over them, and the routes (base64 in `meta_info.routed_experts`)."""
 MODULE = "sglang.srt.entrypoints.http_server"
 _WANTED = ContextVar("asyncmoe_packed_answer", default=False)
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
-    """What is no array in an answer.
+    """The fields of a response that are not arrays.
 
     Attributes:
-        counts: elements of each of `PARTS`; None: the answer lacks it.
-        finish_reason, weight_versions, cached_tokens: those of `meta_info`.
+        counts: number of elements of each of `PARTS`; None: the response lacks it.
+        finish_reason, weight_versions, cached_tokens: as in `meta_info`.
     """
 
     counts: tuple[int | None, ...]
@@ -57,10 +57,10 @@ class AnswerHead(msgspec.Struct, frozen=True):
 
 
 def packed(answer: Any, b64decode: Callable[..., bytes]) -> bytes | None:
-    """Return an answer as bytes, or None if it is no single answer whose tokens and log-probabilities match.
+    """Return a response as bytes; None if it is not a single response, or its tokens and log-probabilities do not match.
 
     Args:
-        answer: what SGLang would send as JSON.
+        answer: the object that SGLang would send as JSON.
         b64decode: `base64.b64decode`, or a faster one.
     """
     try:
@@ -84,7 +84,7 @@ def packed(answer: Any, b64decode: Callable[..., bytes]) -> bytes | None:
 
 
 def install() -> None:
-    """Have the HTTP process pack the answers of requests that ask for it. Call it in every process before the import of SGLang."""
+    """Make the HTTP process pack the responses of requests that accept it. Call it in every process before the import of SGLang."""
     after_import(MODULE, _mend)
 
 

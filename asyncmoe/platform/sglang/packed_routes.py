@@ -1,8 +1,8 @@
-"""Packs the routes of a response in the scheduler, before they leave it.
+"""Packs the routes of a response in the scheduler.
 
 SGLang 0.5.23 sends every layer's experts as int32, in base64 (`SchedulerBatchResultProcessor._maybe_collect_routed_experts`, then
-`TokenizerManager`): 2,048 bytes a token with 8 experts in each of 48 layers. Packed they are 336, and 448 in base64. The reader takes both
-forms, so an engine that cannot pack says so in its log and sends SGLang's.
+`TokenizerManager`): 2,048 bytes per token with 8 experts in each of 48 layers. Packed they are 336, and 448 in base64. The reader accepts
+both forms, so an engine that cannot pack logs the reason and sends SGLang's form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUTING_VARIABLE = "ASYNCMOE_ROUTING"
 
 
 def install() -> None:
-    """Make the scheduler pack routes, if `ROUTING_VARIABLE` is set. Call it in every process before the import."""
+    """Make the scheduler pack routes, if `ROUTING_VARIABLE` is set. Call it in every process before the import of SGLang."""
     text = os.environ.get(ROUTING_VARIABLE)
     if not text:
         return
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def packed(routes: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Return the bytes of `to_bytes`, uint8[n]. Routes that do not fit are returned as they are, and the reader refuses and names them.
+    """Return the bytes of `to_bytes`, uint8[n]. Routes that do not fit are returned unchanged, and the reader rejects and names them.
 
     Args:
         routes: int32[rows, all_layers, top_k], on the host.

@@ -1,4 +1,4 @@
-"""Patches SGLang's modules on import, not before, because most servers import only some of them."""
+"""Patches SGLang's modules when they are imported, because most servers import only some of them."""
 
 from __future__ import annotations
 

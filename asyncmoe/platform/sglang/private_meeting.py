@@ -1,6 +1,6 @@
-"""Where the processes of a server meet: in its own private folder (`asyncmoe.scratch`), in place of ports that ask for no key.
+"""Rendezvous of a server's processes in its private folder (`asyncmoe.scratch`), instead of on ports that require no key.
 
-SGLang's other sockets between its processes are files in the folder for temporary files, which is that folder.
+SGLang's other sockets between its processes are files in the folder for temporary files, which is the private folder.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _LOOPBACK = "tcp://127.0.0.1"
 
 
 def install() -> None:
-    """Patch both places where workers meet at an address. Call it before the import of SGLang."""
+    """Patch both rendezvous of workers. Call it before the import of SGLang."""
     after_import("sglang.srt.model_executor.model_runner_components.weight_updater", _mend_groups)
     if os.environ.get(VARIABLE):
         after_import("sglang.srt.distributed.device_communicators.shm_broadcast", _mend_queues)
 
 
 def prepare(arguments: Sequence[str]) -> None:
-    """Set, in the server's main process, where its workers meet and on which interface their process groups listen.
+    """Set, in the server's main process, its workers' rendezvous and the interface on which their process groups listen.
 
     Args:
-        arguments: the server's. It listens on loopback in a run on one machine, and then its workers do.
+        arguments: the server's. In a run on one machine it listens on loopback, and so do its workers.
     """
     if os.environ.get(VARIABLE) and "--dist-init-addr" not in arguments:
         os.environ.setdefault(_ADDRESS, f"file://{tempfile.gettempdir()}/workers")
@@ -40,7 +40,7 @@ def prepare(arguments: Sequence[str]) -> None:
 
 
 def _mend_groups(module: Any) -> None:
-    """Let workers join a weight group in a file: its path, then as if of a host, `:0` for the port."""
+    """Let workers join a weight group through a file, named by its path in place of a host, then `:0` for the port."""
     join = module.init_custom_process_group
 
     def join_in_file(*, init_method: str, **named: Any) -> Any:
@@ -52,12 +52,12 @@ def _mend_groups(module: Any) -> None:
 
 
 def _mend_queues(module: Any) -> None:
-    """Have the queue that hands requests on to the other workers use a Unix socket (`MessageQueue`, which unpickles what it receives)."""
+    """Make the queue that forwards requests to the other workers (`MessageQueue`, which unpickles messages) use a Unix socket."""
     module.Context = _Context
 
 
 class _Socket(zmq.Socket[bytes]):
-    """A socket for which a number of loopback's ports is a name of a file."""
+    """A socket that maps port numbers on loopback to file names."""
 
     def bind_to_random_port(self, addr: str, *arguments: Any, **named: Any) -> int:
         if addr != _LOOPBACK:

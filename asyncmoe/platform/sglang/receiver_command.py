@@ -13,7 +13,7 @@ from asyncmoe.errors import ProtocolError
 LOADER = "asyncmoe.weights.receiver.load"
 """Name of the entry point, for `--custom-weight-loader` and for the `load_format` of a request."""
 FAMILY_VARIABLE = "ASYNCMOE_FAMILY"
-"""Environment variable of an engine: the user's own model family (`model.family`), the only one whose code its workers import."""
+"""Environment variable of an engine with the user's own model family (`model.family`), the only one whose code its workers import."""
 
 
 class JoinCommand(msgspec.Struct, frozen=True, tag=True):

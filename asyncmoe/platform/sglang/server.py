@@ -39,8 +39,7 @@ def main(arguments: Sequence[str]) -> None:
     """Serve until stopped, as `sglang.launch_server` does as the main module.
 
     Raises:
-        UserError: the program that `engines.python` names has changed settings of NCCL, which this process's starter has in common with
-            the trainer.
+        UserError: the program named by `engines.python` has changed NCCL settings that this process's starter shares with the trainer.
     """
     if (starter := os.environ.get(peers.STARTER)) is not None:
         peers.check(msgspec.json.decode(starter, type=peers.Facts), peers.facts("its server", ()), float("inf"))

@@ -26,8 +26,8 @@ class MicroBatch:
     """The rows of one forward pass: T rows, a multiple of the tensor-parallel size.
 
     Row t holds a token and the data of its target, the next token in the same trajectory; a trajectory's last row has no target (`mask`
-    False). Trajectories lie one after another, followed by padding. Context-parallel ranks hold T rows each (`part`); the data of a target
-    are in the token's row on whatever rank the target itself is.
+    False). Trajectories follow one another, then padding. Context-parallel ranks hold T rows each (`part`); a target's data are in the
+    token's row, whichever rank holds the target itself.
 
     Attributes:
         tokens: int64[1, T].
@@ -46,7 +46,7 @@ class MicroBatch:
             Context-parallel ranks always have it, and it counts the rows of all of them together, `whole` in number.
         max_seqlen: length of the longest sequence.
         segments: int64[T]; which of the trajectories in `places` the row belongs to, -1 for padding.
-        experts: recorded experts of every row, if routing is kept.
+        experts: recorded experts of each row, if routing is kept.
         support: the ids the targets were sampled from, if any were recorded.
         places: where each trajectory is, among the rows of all context-parallel ranks together.
         whole: number of these rows.
@@ -99,13 +99,13 @@ _BY_ROW = frozenset({f.name for f in fields(MicroBatch)} - {"cu_seqlens", "max_s
 
 
 def places_of(indices: Sequence[int], lengths: Sequence[int], grid: BatchGrid) -> tuple[Place, ...]:
-    """Return where trajectories of some indices and lengths lie in a micro-batch."""
+    """Return the places of trajectories in a micro-batch, given their indices and lengths."""
     starts = np.cumsum([0, *map(grid.of, lengths)]).tolist()
     return tuple(zip(indices, starts[:-1], lengths, strict=True))
 
 
 def rows_of(lengths: Sequence[int], grid: BatchGrid, rows: int = 0) -> int:
-    """Return the rows of a micro-batch of trajectories of some lengths; `rows` as for `pack`."""
+    """Return the row count of a micro-batch of trajectories of the given lengths; `rows` as for `pack`."""
     total = max(sum(map(grid.of, lengths)), rows, 1)
     return total + -total % grid.rows
 
@@ -128,7 +128,7 @@ def pack(
 
     Args:
         trajectories: by index; must include `indices`.
-        indices: trajectories of the micro-batch; a schedule gives it one at most if `packed` is False.
+        indices: trajectories of the micro-batch; at most one if `packed` is False.
         advantages: by trajectory index; a number for all tokens, or float32[T_i] aligned with the tokens.
         weights: loss weight of a sampled token, by trajectory index of the whole step (`objective.token_weights`).
         grid: the trainer's constraints.

@@ -26,19 +26,19 @@ from asyncmoe.trainer.model.mesh import Mesh
 from asyncmoe.trajectory import Routing, Trajectory, decode, frames_in
 
 _PATIENCE_S = 2.0
-"""Longest wait of one lease request; lease requests may be repeated."""
+"""Longest wait of a single lease request; it is then repeated."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step's share of a batch."""
+    """The part of a batch that one optimizer step trains on."""
 
     members: tuple[int, ...]
     """Positions in the batch."""
     schedule: Schedule
-    """Of these positions."""
+    """The schedule over these positions."""
     weights: Mapping[int, float]
-    """Loss weight of a sampled token of each member."""
+    """Loss weight of each member's sampled tokens."""
 
 
 def plan_updates(items: Sequence[Item], phase: Phase, config: Config, mesh: Mesh, width: int) -> list[Update]:
@@ -101,7 +101,7 @@ def microbatches(
 
 
 def shares(updates: Sequence[Update], mesh: Mesh) -> list[int]:
-    """Return the batch positions that this rank trains on in some updates, ascending."""
+    """Return the batch positions that this rank trains on in the updates, ascending."""
     return sorted(i for update in updates for i in update.schedule.indices(mesh.dp_rank))
 
 
@@ -126,7 +126,7 @@ def lease(client: Client, config: Config, step: int, phase: Phase, check: Callab
 
 
 def stopping(client: Client, config: Config, step: int, phase: Phase) -> bool:
-    """Return whether the run is to stop before step `step`; waits for nothing. The same answer on every rank."""
+    """Return whether the run is to stop before step `step`, without waiting. The same answer on every rank."""
     return _asked(client, config, step, phase, 0.0).stop
 
 
@@ -138,8 +138,8 @@ def _asked(client: Client, config: Config, step: int, phase: Phase, wait_s: floa
 
 
 def fetch(client: Client, mesh: Mesh, leased: Leased, wanted: Sequence[int], layers: tuple[int, ...], masks: bool) -> dict[int, Trajectory]:
-    """Fetch the trajectories at the given positions of a leased batch, once for the ranks that train on them (`Mesh.replica_group`).
-    Collective over these.
+    """Fetch the trajectories at the given positions of a leased batch, once for all ranks that train on them (`Mesh.replica_group`).
+    Collective over these ranks.
 
     Args:
         wanted, layers, masks: the same on all ranks of the group.

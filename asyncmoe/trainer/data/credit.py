@@ -29,7 +29,7 @@ def roles(items: Sequence[Item]) -> list[int]:
 def outcome_advantages(
     items: Sequence[Item], section: ObjectiveSection, plugins: Plugins = NO_PLUGINS
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Compute the outcome advantage of every path of a batch, float32[n], and the metrics that a user's own function reports.
+    """Compute the outcome advantage of every path of a batch, float32[n], and the metrics of a user's own function.
 
         objective.advantage of the tree + advantage of the path within its tree
 
@@ -69,8 +69,8 @@ def _tree_advantages(every: Sequence[Sequence[Item]], section: ObjectiveSection,
 
 
 def relatives(items: Sequence[Item], wanted: Sequence[int], section: ObjectiveSection) -> list[int]:
-    """Return the batch positions of the trajectories, besides the `wanted`, that `token_advantages` of those needs: with process
-    supervision, a shared token's advantage depends on the later steps of every path through it."""
+    """Return the batch positions of the other trajectories that `token_advantages` of the `wanted` ones needs: with process supervision,
+    a shared token's advantage depends on the later steps of every path through it."""
     if not section.process.weight:
         return []
     tree = trees.numbers(items)

@@ -1,7 +1,7 @@
 """Fetches leased trajectories from the rollout workers that hold them.
 
-A worker that takes the place of a lost one reads from the log what that one held, so a rank waits for it; the controller ends the run if
-none comes.
+A replacement for a lost worker reads its predecessor's trajectories from the log, so a rank waits for it; the controller ends the run if
+no replacement comes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from asyncmoe.trajectory import Buffer, frames_in
 
 log = logging.getLogger(__name__)
 _PATIENCE_S, _AGAIN_S, _TRIES = 2.0, 1.0, 3
-"""Seconds of one request for a worker's address, and between two tries; tries at a worker that the controller does not know to be lost."""
+"""Wait of one request for a worker's address, and between attempts, in seconds; attempts at a worker that the controller has not found
+lost."""
 
 
 def fetch(client: Client, items: Sequence[Item], layers: tuple[int, ...] | None, masks: bool) -> list[Buffer]:
     """Return the frames of trajectories, in the order of `items`.
 
     Args:
-        client: of the controller.
+        client: connection to the controller.
         layers, masks: as in `WorkerFetch`.
 
     Raises:
         WaitTimeout: a worker does not answer.
-        ProtocolError: it answers with more or fewer frames than the trajectories have.
-        DataError: the log has no more what a lost worker held.
+        ProtocolError: a worker sends more or fewer frames than the trajectories have.
+        DataError: the log no longer has a lost worker's trajectories.
     """
     found, each = dict[str, Sequence[Buffer]](), frames_in(1)
     places = {item.key: _place(item) for item in items}
@@ -60,11 +61,11 @@ def _asked(client: Client, writer: int, request: WorkerFetch) -> list[Buffer]:
             failures += 1
             if failures == _TRIES:
                 raise
-            log.warning("%s; it is asked again", error)
+            log.warning("%s; asking again", error)
             time.sleep(_AGAIN_S)
 
 
 def _place(item: Item) -> Place:
     if item.place is None:
-        raise InvariantBroken(f"{item.key}: nobody says where it is")
+        raise InvariantBroken(f"{item.key}: the lease does not say which worker holds it")
     return item.place

@@ -12,11 +12,11 @@ from asyncmoe.trainer.data.batch import MicroBatch, Place
 class MicroBatches:
     """One data-parallel rank's micro-batches in schedule order.
 
-    Each iteration packs them anew, the next one in a thread while the one before is computed, so that two are in memory and not all.
+    Each iteration packs them anew, the next one in a thread during the current one's computation, so only two are in memory.
 
     Args:
-        make: packs the micro-batch of a number; called in a thread, one call at a time in each iteration.
-        rows: rows of each micro-batch, of all context-parallel ranks together (`MicroBatch.whole`).
+        make: packs the micro-batch with a given number; called in a thread, one call at a time in each iteration.
+        rows: rows of each micro-batch, over all context-parallel ranks together (`MicroBatch.whole`).
         places: `MicroBatch.places` of each.
     """
 
@@ -25,13 +25,13 @@ class MicroBatches:
 
     @classmethod
     def of(cls, batches: MicroBatches | Sequence[MicroBatch]) -> MicroBatches:
-        """Return micro-batches that are packed already in this form."""
+        """Wrap micro-batches that are already packed."""
         if isinstance(batches, MicroBatches):
             return batches
         return cls(batches.__getitem__, [one.whole for one in batches], [one.places for one in batches])
 
     def shared(self, readers: int) -> list[Iterator[MicroBatch]]:
-        """Return iterators that read at their own pace. Each micro-batch is packed once, and kept until the last reader has had it."""
+        """Return independent iterators. Each micro-batch is packed once, and kept until the last reader has read it."""
         source, waiting = iter(self), [deque[MicroBatch]() for _ in range(readers)]
 
         def of(own: deque[MicroBatch]) -> Iterator[MicroBatch]:

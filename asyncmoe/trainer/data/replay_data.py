@@ -1,4 +1,4 @@
-"""Engine recordings laid out over the rows of a micro-batch: experts to replay, and the ids each target was sampled from."""
+"""Engine recordings laid out over a micro-batch's rows: experts to replay, and the ids each target was sampled from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncmoe.trajectory import Routes, Routing, Trajectory, decode_masks, decod
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The recorded experts of rows.
+    """Recorded experts by row.
 
     Attributes:
         layers: numbers of the covered layers of the model, ascending.
@@ -65,7 +65,7 @@ class Support:
 def experts(trajectories: Sequence[Trajectory], starts: Sequence[int], rows: int, routing: Routing) -> Experts:
     """Lay out the experts of trajectories, one row per token.
 
-    Digests are not checked again: `asyncmoe.trajectory.decode` has, and a batch is laid out more than once.
+    Digests are not checked again: `asyncmoe.trajectory.decode` did, and a batch is laid out more than once.
 
     Args:
         trajectories: the micro-batch's trajectories; each has routes of all of `routing.layers`, and perhaps of other layers.

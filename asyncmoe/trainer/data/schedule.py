@@ -29,7 +29,7 @@ class BatchGrid:
         stages: pipeline stages if model chunks interleave; 1 if every stage holds one chunk. Megatron's interleaved schedule deals out
             micro-batches in rounds of one per stage and does not announce row counts to the receiving stage, so all micro-batches have
             the same row count.
-        block: rows of each rank are a multiple of this, as layers in float8 need.
+        block: each rank's row count is a multiple of this, as float8 layers require.
     """
 
     tp: int = 1
@@ -83,13 +83,13 @@ def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: 
     """Distribute trajectories over `dp` ranks by cost.
 
     Micro-batches are made as equal as possible, sorted by cost and dealt in turn, so the m-th micro-batches of all ranks, which wait for
-    each other in every expert all-to-all, cost about the same. How many there are follows from tokens alone.
+    each other in every expert all-to-all, cost about the same. Their number depends on tokens alone.
 
     Args:
         lengths: token count of each trajectory, > 0.
         dp: data-parallel ranks.
         tokens_per_microbatch: row limit of a packed micro-batch; a longer trajectory gets a micro-batch of its own.
-        pack: put several trajectories into a micro-batch; if false, one.
+        pack: put several trajectories into a micro-batch; if false, one each.
         grid: the trainer's constraints.
         width: as for `cost`.
     """
@@ -108,8 +108,8 @@ def schedule(lengths: Sequence[int], dp: int, tokens_per_microbatch: int, pack: 
 def _bins(lengths: Sequence[int], costs: Sequence[int], multiple: int, bound: int) -> list[Indices]:
     """Return micro-batches within `bound`; their number is a multiple of `multiple` if there are enough trajectories.
 
-    Of equal cost if that keeps within the bound, else of equal token counts if that does, else as few as best fit leaves, the largest
-    of them split.
+    They have equal costs if that keeps within the bound, else equal token counts if that does; else they are the bins of best fit, the
+    largest split.
     """
     tight = best_fit_decreasing(lengths, bound)
     count = len(tight) + -len(tight) % multiple
@@ -146,7 +146,7 @@ def _evenly(indices: Sequence[int], values: Sequence[int], count: int) -> list[I
 
 
 def _split_largest(bins: Sequence[Indices], costs: Sequence[int], count: int) -> list[Indices]:
-    """Halve the costliest bin of several trajectories until there are `count` bins, or none can be halved. That never exceeds a bound."""
+    """Halve the costliest bin that has several trajectories until there are `count` bins, or none can be halved. Never exceeds a bound."""
     heap = [(-_sum(b, costs), b) for b in bins if len(b) > 1]
     heapq.heapify(heap)
     found: list[Indices] = [b for b in bins if len(b) == 1]

@@ -1,7 +1,7 @@
-"""One rank of a tensor- and context-parallel group fetches; the others get it from that rank.
+"""One rank of a tensor- and context-parallel group fetches trajectories and broadcasts them to the others.
 
-All ranks of such a group train on the same trajectories with the same layers, so the controller sends them once a group. Megatron's group
-takes tensors in device memory only if there are GPUs; bytes then pass through it in parts.
+All ranks of the group train on the same trajectories with the same layers, so they are sent once per group. On GPUs Megatron's group
+broadcasts only tensors in device memory, so bytes pass through it in parts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:  # imports Megatron
     from asyncmoe.trainer.model.mesh import Mesh
 
 PART_BYTES = 64 << 20
-"""Device memory that a broadcast takes."""
+"""Device memory used by a broadcast."""
 ALIGNED = 16
-"""Each buffer begins at a multiple of it, as arrays are made of buffers in place."""
+"""Alignment of each buffer, because arrays are made from buffers in place."""
 
 
 def joined(sizes: Sequence[int], buffers: Sequence[Buffer] | None = None) -> tuple[np.ndarray, Sequence[memoryview]]:
-    """Return an array, uint8[n], that can be broadcast as one, and read-only buffers of some sizes in it, with the contents of `buffers`;
-    without them, with whatever was in memory."""
+    """Return one array to broadcast, uint8[n], and read-only views of the given sizes in it, filled from `buffers`; uninitialised without
+    them."""
     starts = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
     places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
     whole = np.empty(starts[-1], np.uint8)
@@ -39,18 +39,18 @@ def joined(sizes: Sequence[int], buffers: Sequence[Buffer] | None = None) -> tup
 
 
 def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer]]) -> Sequence[Buffer]:
-    """Return what `ask` returns on the group's first rank. Collective over `Mesh.replica_group`.
+    """Return the result of `ask` on the group's first rank. Collective over `Mesh.replica_group`.
 
     Args:
         count: number of buffers, the same on all ranks.
-        ask: called on the first rank only; returns so many.
+        ask: called on the first rank only; returns `count` buffers.
 
     Raises:
-        AsyncmoeError: what `ask` raised, on the first rank; on the others a `ProtocolError` with its text.
+        AsyncmoeError: raised by `ask`, on the first rank; on the others a `ProtocolError` with its text.
     """
     if mesh.tp * mesh.cp == 1:
         return ask()
-    found: Sequence[Buffer] = [b""] * (count + 1)  # the last: why there are none
+    found: Sequence[Buffer] = [b""] * (count + 1)  # the last is the error text
     failure: AsyncmoeError | None = None
     if mesh.fetches:
         try:
@@ -66,7 +66,7 @@ def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer]]) -> Seque
 
 
 def _spread(mesh: Mesh, whole: np.ndarray, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Fill the buffers in `whole` of every rank with the first rank's, of the same sizes; return them."""
+    """Broadcast the first rank's `whole` into every rank's, of the same size; return `buffers`."""
     for part in torch.split(torch.from_numpy(whole), PART_BYTES):
         sent = part.to(mesh.device)  # on a CPU the part itself
         _broadcast(mesh, sent)

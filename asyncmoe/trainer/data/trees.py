@@ -36,14 +36,14 @@ def totals(values: Sequence[float], tree: Sequence[int]) -> np.ndarray:
 
 
 def rewards(items: Sequence[Item]) -> np.ndarray:
-    """Return the rewards of a batch, one of each tree: the mean of its paths; float64[trees]."""
+    """Return the reward of each tree of a batch, the mean over its paths: float64[trees]."""
     tree = numbers(items)
     return np.asarray(totals([item.reward for item in items], tree) / np.bincount(tree))
 
 
 def token_weights(items: Sequence[Item], aggregation: Aggregation, max_new_tokens: int) -> np.ndarray:
-    """Return the loss weight of a sampled token of each trajectory: float64[n]. All paths of a tree are one sequence, because each of its
-    tokens is trained once (`objective.token_weights`)."""
+    """Return the loss weight of each trajectory's sampled tokens: float64[n]. All paths of a tree count as one sequence, because each of
+    its tokens is trained once (`objective.token_weights`)."""
     tree = numbers(items)
     groups = [items[paths[0]].group for paths in members(tree)]
     sampled = totals([item.sampled for item in items], tree).astype(int).tolist()
@@ -52,7 +52,7 @@ def token_weights(items: Sequence[Item], aggregation: Aggregation, max_new_token
 
 
 def shared(paths: Sequence[Item]) -> np.ndarray:
-    """Return the number of first tokens that any two paths of a tree share: int64[n, n]; with itself, all of them.
+    """Return the length of the prefix that any two paths of a tree share: int64[n, n]; the path's own length on the diagonal.
 
     Let p be the parent of j, and i another path before j. No earlier path shares more with j than p does, so i and j share what i and p
     share, but at most what j and p share.

@@ -128,7 +128,7 @@ def _mark(parameter: torch.nn.Parameter, half: Half) -> None:
         "tensor_model_parallel": half.counted,
         "partition_dim": -1 if half.axis is None else half.axis + (half.experts is not None),
         "partition_stride": 1,
-        # Megatron would count undivided parameters on the first tensor-parallel rank; copies of experts' halves are placed differently.
+        # Megatron would count undivided parameters on the first tensor-parallel rank; copies of experts' halves lie on other ranks.
         "shared": not half.counted,
     }
     for name, value in marks.items():

@@ -25,7 +25,7 @@ from asyncmoe.platform.megatron.grouped_experts import GroupedExperts, plain  # 
 
 _PLAIN = {"ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELinear"}
 _NORMED = {"TELayerNormColumnParallelLinear"}
-"""Classes that include the norm before the layer: their weight multiplies the normalised input."""
+"""Classes that include the preceding norm: their weight multiplies the normalised input."""
 
 
 def hook_layer(layer: Any, linears: torch.nn.ModuleDict, adapters: Adapters) -> None:
@@ -43,17 +43,17 @@ def hook_layer(layer: Any, linears: torch.nn.ModuleDict, adapters: Adapters) -> 
 
 
 def start_of_graph(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-    """Hook of the embedding: a recomputed layer has gradients only if its input requires them; a frozen embedding's output does not.
+    """Embedding hook: make the output require gradients, without which a recomputed layer has none; a frozen embedding's output does not.
 
-    The output [S, B, H] also gets standard strides: as it is transposed, a batch of one has another, with which torch multiplies each row
-    by a copy of a frozen weight.
+    The output [S, B, H] also gets standard strides: it is transposed, and with the odd strides of a batch of one torch multiplies each
+    row by a copy of a frozen weight.
     """
     output = plain(output)
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def end_of_graph(module: torch.nn.Module, arguments: Any, output: Any) -> None:
-    """Hook of the output layer: the gradient of the transposed logits [S, 1, V] gets standard strides; see `start_of_graph`."""
+    """Output-layer hook: give the gradient of the transposed logits [S, 1, V] standard strides; see `start_of_graph`."""
     if output[0].requires_grad:
         output[0].register_hook(plain)
 

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (  # noqa: E402
 from asyncmoe.platform.megatron.grouped_experts import multiply  # noqa: E402
 
 Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""[..., rows of a projection] for each projection of a fused layer -> [..., rows of the layer]."""
+"""([..., rows of a projection] for each projection of a fused layer) -> [..., rows of the layer]."""
 
 
 Times = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

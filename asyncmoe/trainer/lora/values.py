@@ -12,7 +12,7 @@ from asyncmoe.models.lora.halves import Half
 
 def initial(half: Half, layer: int, seed: int) -> torch.Tensor:
     """Return the initial value of a half: float32 of `half.shape`. B is 0, so the policy starts as the base model; A is uniform within
-    +-1 / sqrt(in), drawn by a separate generator for each canonical half and then cut.
+    +-1 / sqrt(in), drawn with a separate generator for each canonical half and then sliced.
 
     Source: PEFT's `LoraLayer.reset_lora_parameters` (kaiming_uniform_ with a = sqrt(5)).
     """

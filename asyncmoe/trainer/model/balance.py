@@ -40,8 +40,8 @@ class Balance:
 
     @contextmanager
     def counting(self, batch: MicroBatch) -> Iterator[None]:
-        """Count the experts of a training micro-batch during its forward pass. Experts of padding do not count, nor those made up for a
-        token without recorded ones (`Experts.known`), and recomputation in the backward pass does not count again."""
+        """Count the experts of a training micro-batch during its forward pass. Excludes experts of padding and filler experts of tokens
+        without recorded ones (`Experts.known`); recomputation in the backward pass does not count again."""
         real = batch.segments >= 0 if batch.experts is None else batch.experts.known
         self._real = real.chunk(self._parts)[self._part]
         yield
@@ -53,7 +53,7 @@ class Balance:
 
     def update(self) -> None:
         """Raise the biases of experts with fewer tokens than their layer's mean, and lower the biases of experts with more. Collective over
-        all ranks: tensor- and context-parallel ranks have parts of the rows, stages their layers, data-parallel ranks their
+        all ranks: tensor- and context-parallel ranks count parts of the rows, stages their layers, data-parallel ranks their
         micro-batches."""
         experts = collectives.total(torch.tensor(self._experts), dist.ReduceOp.MAX)  # a stage may have no router
         tokens = torch.zeros(self._layers, int(experts), dtype=torch.float64, device=experts.device)
@@ -66,7 +66,7 @@ class Balance:
         self.forget()
 
     def _count(self, router: Any, _: Any, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """routed: (weights, bool map from rows to experts), both [rows, experts]."""
+        """Count a router's output. `routed`: (weights, bool map from rows to experts), both [rows, experts]."""
         if self._real is None:
             return
         layer, chosen = router.layer_number - 1, routed[1][self._real].sum(0)

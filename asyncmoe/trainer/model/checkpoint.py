@@ -1,6 +1,6 @@
-"""What a checkpoint holds, and how it is loaded, with Megatron's dist_checkpointing (torch_dist format); `checkpoint_saver` saves it.
+"""Contents and loading of a checkpoint, with Megatron's dist_checkpointing (torch_dist format); `checkpoint_saver` saves it.
 
-A checkpoint can be loaded in any other layout, and with the optimizer's state sharded or not
+A checkpoint can be loaded under any other layout, with the optimizer's state sharded or not
 (`asyncmoe.platform.megatron.any_layout`).
 """
 
@@ -32,14 +32,14 @@ writer.install()
 
 
 def target(config: Config, step: int) -> tuple[str, Path, str]:
-    """Return what is written by a save, where, and what a run goes on from if it fails: the arguments of `storage.writing`."""
+    """Return the arguments of `storage.writing` for a save: what is written, where, and where the run resumes if it fails."""
     newest = checkpoints.newest(config.run.dir)
     then = f"the run resumes from {newest.name}" if newest else "the run starts from step 0"
     return f"checkpoint of step {step}", checkpoints.temporary(config.run.dir, step), then
 
 
 def facts_now(config: Config, step: int, model: Model) -> dict[str, Any]:
-    """Return what a checkpoint of `step` says of the run, to be stored with it."""
+    """Return the facts about the run that are stored with the checkpoint of `step`."""
     return {
         "step": step,
         "family": family_of(model.hf).name,
@@ -56,8 +56,8 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
 
     Raises:
         ConfigError: another model family made the checkpoint, or another kind of training.
-        DataError: it lacks a part of the optimizer's state, or
-            the trained parameters differ from the configuration's, or a file cannot be read or holds anything but tensors and plain values.
+        DataError: it lacks a part of the optimizer's state, its trained parameters differ from the configuration's, or a file cannot be
+            read or holds anything but tensors and plain values.
     """
     facts, kind = checkpoints.facts(checkpoint), {} if optimizer is None else config.checkpoint_kind
     for fault in checkpoints.kind_faults(checkpoint, {"family": family_of(model.hf).name, **kind}):
@@ -77,21 +77,21 @@ def load(checkpoint: Path, config: Config, model: Model, optimizer: MegatronOpti
 
 
 def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer | None) -> tuple[dict[str, Any], AskedState | None]:
-    """Return the checkpoint's values of `state`, and what it has of the optimizer's.
+    """Return the checkpoint's values of `state`, and the optimizer state it has.
 
     Raises:
-        DataError: `reader` refuses a file, or the optimizer's state is not whole.
+        DataError: `reader` refuses a file, or the optimizer's state is incomplete.
     """
     common, asked = None, None
     try:
-        # Before Megatron reads it again: torch 2.13 keeps only the text of what reading raises (checkpoint/state_dict_loader.py).
+        # Before Megatron reads it again: torch 2.13 keeps only the text of an error while reading (checkpoint/state_dict_loader.py).
         saved = reader.metadata(checkpoint / reader.METADATA_FILE)
         if optimizer is not None:
             asked = any_layout.take_names_of(state["optimizer"], saved.state_dict_metadata)
             common = any_layout.common_strategy(state["optimizer"], any_layout.optimizers(optimizer))
             if lacking := next(filter(None, collectives.everyones(asked.lacking)), ""):
                 raise any_layout.Missing(lacking)
-        # Whatever a checkpoint's metadata.json says: this is the only format whose files `reader` checks.
+        # Regardless of the checkpoint's metadata.json: this is the only format whose files `reader` checks.
         found = dist_checkpointing.load(state, str(checkpoint), sharded_strategy=FORMAT, common_strategy=common)
         return dict(found), asked
     except any_layout.Missing as missing:
@@ -99,7 +99,7 @@ def _read(checkpoint: Path, state: dict[str, Any], optimizer: MegatronOptimizer 
         raise DataError(str(checkpoint), got=f"no {missing}", expected=expected, hint="choose another run.dir") from missing
     except reader.Unreadable as error:
         raise _unreadable(checkpoint, error) from error
-    except CheckpointException as error:  # what a rank raised between collectives, on all ranks
+    except CheckpointException as error:  # raised on all ranks for one rank's error between collectives
         refused = next((cause for cause, _ in error.failures.values() if isinstance(cause, reader.Unreadable)), None)
         if refused is None:
             raise
@@ -112,7 +112,7 @@ def _unreadable(checkpoint: Path, found: reader.Unreadable) -> DataError:
 
 
 def sharded_state(model: Model, optimizer: MegatronOptimizer | None, loading: bool) -> dict[str, Any]:
-    """Return Megatron's description of all that is saved or loaded, with the tensors themselves. Collective over all ranks."""
+    """Return Megatron's description of everything to save or load, tensors included. Collective over all ranks."""
     metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **AVOID_PREFIX}
     if distributed(model):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -130,7 +130,7 @@ def trained(chunk: Any) -> Any:
 
 
 def _chunk_names(model: Model) -> list[str]:
-    """Return each chunk's key in the state; tensors under it are saved under the names of the whole model's layers, whatever the split."""
+    """Return each chunk's key in the state. Tensors under it are saved under whole-model layer names, whatever the split."""
     return [f"model{chunk}" for chunk in range(len(model.chunks))] if len(model.chunks) > 1 else ["model"]
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint all ranks resume from. The ranks share the reading of its files, and agree on what they found."""
+"""The choice of the checkpoint that all ranks resume from. The ranks share the reading of its files, and agree on the result."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 
 def choose(run_dir: Path, mesh: Mesh) -> Path | None:
-    """Return the newest checkpoint that is as it was written; None if the run has none. Collective over all ranks.
+    """Return the newest intact checkpoint; None if the run has no checkpoint. Collective over all ranks.
 
-    A damaged checkpoint is set aside, and the one before is taken. Nothing is renamed before an intact one is known: damage never makes a
+    A damaged checkpoint is set aside in favour of the previous one. Nothing is renamed until an intact one is found: damage never makes a
     run start over.
 
     Raises:
         DataError: the run has checkpoints, and every one is damaged.
-        UserError: a rank cannot read a file, although it may be whole.
+        UserError: a rank cannot read a file, although it may be intact.
     """
     newest_first = collectives.everyones(directories.complete(run_dir)[::-1] if mesh.rank == 0 else [])[0]
     found = intact.first_intact(newest_first, lambda path: agreed_fault(path, mesh))
@@ -33,7 +33,7 @@ def choose(run_dir: Path, mesh: Mesh) -> Path | None:
 
 
 def agreed_fault(checkpoint: Path, mesh: Mesh) -> str | None:
-    """Return the first rank's fault, on every rank; None if none found one."""
+    """Return, on every rank, the fault found by the lowest rank; None if no rank found one."""
     fault: str | None = None
     unreadable = ""
     try:

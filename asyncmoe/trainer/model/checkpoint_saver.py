@@ -40,8 +40,8 @@ class Stood:
     """How long training has stood still for checkpoints, in seconds.
 
     Attributes:
-        seconds: in all.
-        waited: of these, for the save before to end.
+        seconds: the total.
+        waited: the part spent waiting for the previous save.
     """
 
     seconds: float = 0.0
@@ -49,8 +49,7 @@ class Stood:
 
 
 class _Report(NamedTuple):
-    """How far a rank is: the bytes in its files, and when it has `ended` what `checkpoints.finish` wants to know of them, or why there are
-    none."""
+    """A rank's progress: the bytes in its files, and once `ended`, either the facts `checkpoints.finish` needs or the error."""
 
     nbytes: int
     ended: bool
@@ -74,21 +73,21 @@ class _SaveThread(threading.Thread):
             self.planned.write()
             self._sealed = {path.name: manifest.seal(path) for path in self.planned.paths}
         except Exception as error:  # noqa: BLE001  reported to all ranks, and raised there
-            # Before anything is removed: torch may give no reason, so the disk is asked, and the free space is part of what is said.
+            # Before anything is removed: torch may give no reason, so the disk is checked, and the message states the free space.
             explained = storage.explain(error, *checkpoint.target(self._config, self.step))
             told = f"{self.name}: trainer rank {self._rank}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
             self._told = explained or AsyncmoeError(told)
             self.failure = error
 
     def report(self) -> _Report:
-        """Return how far it is."""
+        """Return this rank's progress."""
         ended = not self.is_alive()
         nbytes = sum(path.stat().st_size for path in self.planned.paths if path.exists())
         return _Report(nbytes, ended, self._sealed, self._told) if ended else _Report(nbytes, ended, {}, None)
 
 
 class Saver:
-    """Saves one rank's part of a run's checkpoints; at most one save is under way. Every rank makes the same calls."""
+    """Saves one rank's part of a run's checkpoints, at most one at a time. Every rank makes the same calls."""
 
     def __init__(self, config: Config, model: Model, optimizer: MegatronOptimizer) -> None:
         self._config, self._model, self._optimizer = config, model, optimizer
@@ -98,10 +97,10 @@ class Saver:
         self._stood = Stood()
 
     def save(self, step: int) -> None:
-        """Save the state as it is now as the checkpoint of `step`. Collective over all ranks.
+        """Save the current state as the checkpoint of `step`. Collective over all ranks.
 
         Raises:
-            StorageError: this save, or the one before, could not be written.
+            StorageError: this save, or the previous one, could not be written.
         """
         begin = time.monotonic()
         self.settle()
@@ -132,7 +131,7 @@ class Saver:
         return found
 
     def settle(self) -> None:
-        """Wait for the save that is under way, if one is; `saved` returns it. Collective over all ranks.
+        """Wait for the save in progress, if any; `saved` returns it. Collective over all ranks.
 
         Raises:
             StorageError, AsyncmoeError: as `saved`; or no rank has written anything for `trainer.timeout_s`.
@@ -156,7 +155,7 @@ class Saver:
             return self._planner.plan(state, checkpoints.temporary(config.run.dir, step), copy=config.trainer.async_save)
 
     def _look(self, thread: _SaveThread) -> list[int]:
-        """Make the checkpoint of all ranks' files, or remove them, once all threads have ended. Return the bytes that each has written."""
+        """Once all threads have ended, publish all ranks' files as the checkpoint, or remove them. Return each rank's written bytes."""
         reports = collectives.everyones(thread.report())
         if all(one.ended for one in reports):
             self._under_way = None
@@ -168,7 +167,7 @@ class Saver:
         return [one.nbytes for one in reports]
 
     def _check(self, thread: _SaveThread, reports: list[_Report]) -> None:
-        """Raise what ended a save: storage's failure before others, because others may follow from it; then the lowest rank's."""
+        """Raise the error that ended a save: a storage failure first, because it may cause the others; then the lowest rank's."""
         failures = sorted((one.failure for one in reports if one.failure), key=lambda failure: not isinstance(failure, StorageError))
         if failures:
             if self._model.mesh.rank == 0:

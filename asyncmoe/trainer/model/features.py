@@ -1,4 +1,4 @@
-"""The features of a run by which Megatron's switches are decided, out of its configuration."""
+"""Derives from a run's configuration the features that decide Megatron's switches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run_features(hf: Mapping[str, Any], config: Config, float32: bool) -> RunFea
 
     Args:
         hf: the model's config.json.
-        float32: the trainer's weights are float32.
+        float32: whether the trainer's weights are float32.
     """
     family, expert_widths = family_of(hf), tuple[int, ...]()
     shape = family.shape_of(hf)

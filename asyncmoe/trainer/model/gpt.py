@@ -47,7 +47,7 @@ class Model:
         parallel: the parallel sizes.
         mesh: this rank's position.
         switches: Megatron's switches.
-        adapter: the adapter that is trained in place of the weights, if any.
+        adapter: the adapter that is trained instead of the weights, if any.
         balance: trains the routers' selection biases, if they are trained.
     """
 
@@ -119,7 +119,7 @@ def build(hf: Mapping[str, Any], config: Config, mesh: Mesh) -> Model:
 
 
 def gather_weights(model: Model) -> None:
-    """Gather all new weights now. With `overlap_param_gather` the layers of the next forward pass would gather them, too late for earlier
+    """Gather all new weights now. With `overlap_param_gather` only the next forward pass would gather them, too late for earlier
     readers. Collective over all ranks."""
     if model.switches.overlap_param_gather:
         for chunk in model.ddp:

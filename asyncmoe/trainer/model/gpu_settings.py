@@ -1,11 +1,11 @@
-"""What saves memory or time on GPUs, as Megatron's settings: the optimizer in host memory, averages in bfloat16, and layers in float8.
+"""Megatron settings that save memory or time on GPUs: the optimizer in host memory, averages in bfloat16, and layers in float8.
 
-Megatron's checks are made here first, in words of the configuration (megatron-core 0.16.1 and 0.19.2: `OptimizerConfig.__post_init__`,
+Megatron's checks are made here first, in the configuration's terms (megatron-core 0.16.1 and 0.19.2: `OptimizerConfig.__post_init__`,
 `TransformerConfig.__post_init__`, `fp8_utils.get_fp8_recipe`). Two of its settings are never used:
 
 - weights as bfloat16 and 16 remaining bits (`store_param_remainders`): a checkpoint would hold the bits, which nothing else can read;
-- offload of single activations (`fine_grained_activation_offloading`): it keeps a plan of the first step's micro-batches for all that
-  follow (`PipelineOffloadManager`), and a step here has as many micro-batches as its trajectories fill, and passes without gradients.
+- offload of single activations (`fine_grained_activation_offloading`): it reuses a plan made from the first step's micro-batches
+  (`PipelineOffloadManager`), but here steps vary in their number of micro-batches and include passes without gradients.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.platform.kernels import Kernels
 
 ROWS = 128
-"""Rows of a micro-batch on a rank are a multiple of this in float8: the side of a block that shares a scale."""
+"""With float8, a rank's rows of a micro-batch are a multiple of this: the side of a block that shares a scale."""
 _PRECISE = (2, 1)
-"""Transformer Engine's release since which its Adam takes averages in bfloat16."""
+"""First Transformer Engine release whose Adam supports averages in bfloat16."""
 _BLOCKWISE = (2, 3)
-"""The release since which Megatron uses its blockwise recipe."""
+"""First release whose blockwise recipe Megatron uses."""
 _HOPPER = (9, 0)
 
 
 def check(trainer: TrainerSection, kernels: Kernels, engine: bool, lacking: str) -> None:
-    """Refuse what this machine cannot do.
+    """Refuse settings that this machine does not support.
 
     Args:
-        engine: the model is built from Transformer Engine's layers.
+        engine: whether the model is built from Transformer Engine's layers.
         lacking: why it is not.
 
     Raises:
-        ConfigError: with the key, and the way out.
+        ConfigError: names the key and a fix.
     """
     if not kernels.cuda:
         for key, value in trainer.needs_gpu:
@@ -52,7 +52,7 @@ def _lacks_float8(kernels: Kernels, engine: bool, lacking: str) -> str:
 
 
 def older_engine(kernels: Kernels, release: tuple[int, ...]) -> str:
-    """Return that Transformer Engine is missing or older than a release; "" if it is not."""
+    """Return a message if Transformer Engine is missing or older than a release, else ""."""
     if kernels.transformer_engine >= release:
         return ""
     found, needed = (".".join(map(str, one)) for one in (kernels.transformer_engine, release))
@@ -60,7 +60,7 @@ def older_engine(kernels: Kernels, release: tuple[int, ...]) -> str:
 
 
 def optimizer_arguments(memory: MemorySection) -> Mapping[str, object]:
-    """Return keyword arguments of Megatron's OptimizerConfig, except for the dtypes of averages; none where nothing is saved."""
+    """Return keyword arguments of Megatron's OptimizerConfig, except for the dtypes of averages; none if no memory is to be saved."""
     if not memory.precision_aware:
         return {}
     offloaded = {
@@ -75,8 +75,8 @@ def optimizer_arguments(memory: MemorySection) -> Mapping[str, object]:
 def float8_arguments(trainer: TrainerSection) -> Mapping[str, object]:
     """Return keyword arguments of Megatron's TransformerConfig; none without float8.
 
-    Weights stay bfloat16 (`fp8_param`), so that what is saved, exported and sent to engines is what is trained. Attention
-    (`fp8_dot_product_attention`) stays bfloat16 too. Embedding, output layer and router are no layers of Transformer Engine's.
+    Weights stay bfloat16 (`fp8_param`), so the trained weights are those saved, exported and sent to engines. Attention
+    (`fp8_dot_product_attention`) stays bfloat16 too. Embedding, output layer and router are not Transformer Engine layers.
     """
     if trainer.precision != "fp8":
         return {}

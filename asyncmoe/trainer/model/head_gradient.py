@@ -1,7 +1,7 @@
-"""The backward pass of `logprobs`: the logits are computed again, block by block, and their gradients multiplied at once.
+"""The backward pass of `logprobs`: recomputes the logits block by block and multiplies their gradients right away.
 
 With p the softmax of z = hidden @ weight.T / temperature, and u the gradient of a target's log-probability over the temperature, the
-gradient of z * temperature is g = u (onehot - p); hidden gets g @ weight, weight gets g.T @ hidden.
+gradient of z * temperature is g = u (onehot - p); the gradient of hidden is g @ weight, that of weight g.T @ hidden.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncmoe.trainer.model.logit_blocks import LEAST, LogitBlocks, column_in
 
 @dataclass(frozen=True)
 class KeptCells:
-    """The ids that targets were sampled from, m of them, ordered by block.
+    """The m ids that targets were sampled from, ordered by block.
 
     Attributes:
         places: int64[m]; as in `logit_blocks.SupportCells`.
@@ -33,7 +33,7 @@ class KeptCells:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The rows whose gradient is computed, n of them.
+    """The n rows whose gradient is computed.
 
     Attributes:
         hidden: [n, H].
@@ -53,9 +53,9 @@ class HeadRows:
 def gradients(
     rows: HeadRows, weight: torch.Tensor, scale: float, of_hidden: bool, of_weight: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of the hidden rows, [n, H], and of the weight, [v, H], in their dtypes; None if not wanted.
+    """Return the gradients of the hidden rows, [n, H], and of the weight, [v, H], in their dtypes; None for one that is not needed.
 
-    A weight that has `main_grad`, as Megatron's data parallelism gives it, gets its gradient added there, and None is returned.
+    If the weight has `main_grad` (set by Megatron's data parallelism), its gradient is added there, and None is returned.
     """
     blocks = LogitBlocks(rows.hidden, weight, scale)
     hidden = torch.zeros(rows.hidden.shape, dtype=torch.float32, device=weight.device) if of_hidden else None
@@ -98,8 +98,8 @@ def _tell_data_parallelism(weight: Any) -> None:
     """Mark the weight's gradient as added, as Megatron's own layers do when they fuse it (`grad_added_to_main_grad` in
     core/tensor_parallel/layers.py).
 
-    Data parallelism's hook, which runs next, then ignores `grad`, but with overlapped reductions there must be one: this takes no memory.
-    Not so the weight of an embedding of the same stage: that gradient comes by autograd, and `zero_out_wgrad` makes the hook add it.
+    Data parallelism's hook, which runs next, then ignores `grad`, but overlapped reductions require one: this dummy takes no memory. A
+    weight shared with an embedding of the same stage differs: its gradient comes from autograd, and `zero_out_wgrad` makes the hook add it.
     """
     if getattr(weight, "zero_out_wgrad", False):
         return

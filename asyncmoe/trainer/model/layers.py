@@ -70,8 +70,8 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Packed micro-batches differ in row count, so pipeline stages exchange shapes. Not if chunks interleave: both neighbours of a stage
-        # may be the same rank, which would confuse the shapes sent forwards and backwards. See `schedule.BatchGrid`.
+        # Packed micro-batches differ in row count, so pipeline stages exchange shapes, except if chunks interleave: both neighbours of a
+        # stage may be the same rank, which would confuse the shapes sent forwards and backwards. See `schedule.BatchGrid`.
         "variable_seq_lengths": not interleaved,
         # For the same reason, messages in the two directions must not share one batch of sends and receives.
         "overlap_p2p_comm": interleaved,

@@ -1,4 +1,4 @@
-"""Blocks of logits: some rows, a span of the vocabulary."""
+"""Blocks of logits: all rows, a span of the vocabulary."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from asyncmoe.models import head_blocks
 from asyncmoe.trainer.data.replay_data import Support
 
 LEAST = -80.0
-"""Exponents are at least this: exp is then a normal float32, which CPUs compute ten times as fast as smaller ones, and adds nothing."""
+"""Lower bound of exponents: exp is then a normal float32, ten times as fast on CPUs as smaller values, yet negligible in a sum."""
 
 
 class LogitBlocks:
-    """Computes the logits of one block after another in the same memory.
+    """Computes the logits block by block in the same memory.
 
     Args:
         hidden: [n, H].
@@ -31,11 +31,11 @@ class LogitBlocks:
         self._rounded = None if hidden.dtype == torch.float32 else self.like(hidden.dtype)
 
     def like(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of a block: [n * width]."""
+        """Allocate memory for a block: [n * width]."""
         return torch.empty(self._rows * self.width, dtype=dtype, device=self._hidden.device)
 
     def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield a block's first id, the id after its last, and its logits: float32[n, ids], valid until the next block. Logits of a
+        """Yield each block's first id, the id after its last, and its logits: float32[n, ids], valid until the next block. Logits of a
         bfloat16 model are rounded to bfloat16, as an output layer's are."""
         for first in range(0, self._vocabulary, self.width):
             last = min(first + self.width, self._vocabulary)
@@ -54,24 +54,24 @@ class LogitBlocks:
         return block if self._rounded is None else self._rounded[: block.numel()].view(block.shape).copy_(block)
 
     def shaped(self, memory: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Return a part of the memory as [n, ids]."""
+        """Return the start of the memory as [n, ids]."""
         return memory[: self._rows * (last - first)].view(self._rows, last - first)
 
 
 def column_in(column: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each row whether the block has its id, bool[n], and the id's place in the block, int64[n, 1], 0 if it has not."""
+    """Return for each row whether the block has its id, bool[n], and the id's column in the block, int64[n, 1], 0 if not."""
     inside = (column >= first) & (column < last)
     return inside, torch.where(inside, column - first, 0)[:, None]
 
 
 @dataclass(frozen=True)
 class SupportCells:
-    """The part of a support that is in a rank's slice of the vocabulary, as places in blocks, ordered by block.
+    """The part of a support in a rank's slice of the vocabulary, as places in blocks, ordered by block.
 
     Attributes:
-        places: int64[m]; in the block's logits, row by row.
+        places: int64[m]; index in the block's flattened logits.
         rows: int64[m].
-        ids: int64[m]; counted from the slice's first id.
+        ids: int64[m]; relative to the slice's first id.
         ends: for each block, the number of cells up to its end.
     """
 
@@ -82,7 +82,7 @@ class SupportCells:
 
     @classmethod
     def of(cls, support: Support, first: int, vocabulary: int, width: int) -> SupportCells:
-        """Cut a support; the slice has the ids [first, first + vocabulary), and blocks `width` of them."""
+        """Restrict a support to the ids [first, first + vocabulary) of the slice, in blocks of `width` ids."""
         mine = (support.ids >= first) & (support.ids < first + vocabulary)
         rows, ids = support.rows[mine], support.ids[mine] - first
         block, order = torch.sort(torch.div(ids, width, rounding_mode="floor"), stable=True)
@@ -92,5 +92,5 @@ class SupportCells:
         return cls(rows * wide + ids - block * width, rows, ids, tuple(ends.tolist()))
 
     def spans(self) -> Iterator[slice]:
-        """Yield which cells each block has."""
+        """Yield each block's range of cells."""
         yield from (slice(a, b) for a, b in zip((0, *self.ends), self.ends, strict=False))

@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens from hidden rows: the output layer is computed in blocks of the vocabulary, forward and again backward.
+"""Log-probabilities of given tokens from hidden rows: the output layer is computed in blocks of the vocabulary, forward and backward.
 
-The logits of all rows never exist together. The forward pass keeps a running maximum and sum of each row (Milakov and Gimelshein, "Online
-normalizer calculation for softmax", arXiv 1805.02867); the backward pass computes each block again (`head_gradient`).
+The logits of all rows never exist together. The forward pass keeps each row's running maximum and sum (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", arXiv 1805.02867); the backward pass recomputes each block (`head_gradient`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from asyncmoe.trainer.model.logit_blocks import LEAST, LogitBlocks, SupportCells
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Of n tokens, in float32, the same on every rank of the tensor-parallel group.
+    """Log-probabilities of n tokens, in float32, the same on every rank of the tensor-parallel group.
 
     Attributes:
         sampled: [n]; over the ids that the token was sampled from; differentiable.
-        whole: [n]; over the whole vocabulary; differentiable. None without supports: `sampled` is.
+        whole: [n]; over the whole vocabulary; differentiable. None without supports: then `sampled` is.
         entropy: [n]; of the softmax over all ids, in nats; not differentiable. None if not asked for.
     """
 
@@ -48,15 +48,15 @@ def target_logprobs(
 
         z[target] - logsumexp of z over S
 
-    ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556 section 3.1). Where Megatron's data parallelism has the weight, the backward pass
-    adds the weight's gradient to its `main_grad`; see `head_gradient`. The gradient of `hidden` is of this rank's slice of the vocabulary
-    alone: whoever gathered or copied the rows over the group sums it.
+    ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556 section 3.1). Under Megatron's data parallelism, the backward pass adds the
+    weight's gradient to its `main_grad`; see `head_gradient`. The gradient of `hidden` covers only this rank's slice of the vocabulary:
+    the code that gathered or copied the rows over the group must sum it.
 
     Args:
         hidden: float32 or bfloat16 [n, H]; the same on every rank of `group`.
         weight: [V / tp, H], of the same dtype; this rank's slice of the vocabulary, rank r of `group` holding
             [r * V/tp, (r + 1) * V/tp).
-        targets: int64[n]; tokens of the whole vocabulary, the same on every rank of `group`.
+        targets: int64[n]; ids in the whole vocabulary, the same on every rank of `group`.
         temperature: the sampling temperature of the tokens.
         group: the tensor-parallel group; None: the vocabulary is whole. Collective over it.
         support: support of the n rows.
@@ -68,7 +68,7 @@ def target_logprobs(
 
 
 class _TargetLogProbs(torch.autograd.Function):
-    """Keeps the hidden rows, and of each row a log-normaliser and its target; of each id of a support its place and its gradient."""
+    """Saves the hidden rows; each row's log-normaliser and target; and the place and gradient of each id of a support."""
 
     @staticmethod
     def forward(
@@ -97,7 +97,7 @@ class _TargetLogProbs(torch.autograd.Function):
         sampled = whole = chosen - most - log_total
         saved, other, entropies = [hidden, weight, most + log_total, column], whole.new_empty(0), whole.new_empty(0)
         if entropy:
-            # Of a rank, the sum of exp(z - m) (z - m) for its own m.
+            # Each rank's sum of exp(z - m) (z - m) uses its own m.
             shift = every[:, 0] - most
             entropies = log_total - ((every[:, 3] + shift * every[:, 1]) * shift.exp()).sum(0) / total
         if support is not None and cells is not None:
@@ -124,10 +124,10 @@ class _TargetLogProbs(torch.autograd.Function):
 
 
 def _scan(blocks: LogitBlocks, column: torch.Tensor, cells: SupportCells | None, entropy: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Go over this rank's logits z once.
+    """Make one pass over this rank's logits z.
 
     Returns:
-        Of each row, float32[n]: the maximum m, the sum of exp(z - m), z of the target if it is here, 0 if not; with entropy, the sum of
+        Per row, float32[n]: the maximum m, the sum of exp(z - m), the target's z if this rank has it, else 0; with entropy, the sum of
         exp(z - m) (z - m). And z of the cells, float32[m].
     """
     count = len(column)
@@ -143,7 +143,7 @@ def _scan(blocks: LogitBlocks, column: torch.Tensor, cells: SupportCells | None,
             span = next(spans)
             torch.take(block, cells.places[span], out=values[span])
         higher = torch.maximum(most, block.amax(dim=1))
-        shift = (most - higher).clamp_(min=LEAST)  # from minus infinity in the first block
+        shift = (most - higher).clamp_(min=LEAST)  # minus infinity in the first block
         block.sub_(higher[:, None]).clamp_(min=LEAST)
         exp = block.exp_() if spare is None else torch.exp(block, out=blocks.shaped(spare, first, last))
         here, fading, most = exp.sum(dim=1), shift.exp(), higher
@@ -154,13 +154,13 @@ def _scan(blocks: LogitBlocks, column: torch.Tensor, cells: SupportCells | None,
 
 
 def _over_cells(cells: SupportCells, values: torch.Tensor, rows: int) -> list[torch.Tensor]:
-    """Return of each row the maximum m of its cells' values, and the sum of exp(value - m): minus infinity and 0 without cells."""
+    """Return per row the maximum m of its cells' values, and the sum of exp(value - m); minus infinity and 0 without cells."""
     most = values.new_full((rows,), -torch.inf).scatter_reduce_(0, cells.rows, values, "amax")
     return [most, values.new_zeros(rows).index_add_(0, cells.rows, (values - most[cells.rows]).exp_())]
 
 
 def _joined(most: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the maximum and the sum of exp over all ranks of maxima and sums [ranks, n]."""
+    """Combine per-rank maxima and sums of exp, [ranks, n], into those over all ranks."""
     highest = most.amax(dim=0)
     return highest, (total * (most - highest).exp()).sum(dim=0)
 

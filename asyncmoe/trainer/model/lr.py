@@ -10,8 +10,8 @@ from asyncmoe.config.trainer import OptimizerSection
 def lr_at(step: int, section: OptimizerSection, total: int) -> float:
     """Return the learning rate of optimizer step `step` (the first is 0) of `total`.
 
-    It rises linearly to `lr` over `warmup_steps`, then stays, or falls, linearly or along a half cosine, to `min_lr` after the last step: a
-    last step at `min_lr` 0 would train nothing. (Megatron's `OptimizerParamScheduler` reaches it there too.)
+    It rises linearly to `lr` over `warmup_steps`, then stays constant, or falls linearly or along a half cosine to `min_lr`, reached only
+    after the last step: a last step at `min_lr` 0 would train nothing. (Megatron's `OptimizerParamScheduler` does the same.)
     """
     if step < section.warmup_steps:
         return section.lr * (step + 1) / section.warmup_steps

@@ -24,8 +24,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 @dataclass(frozen=True)
 class Mesh:
     """This process's position. Ranks follow Megatron's order: tensor-parallel fastest, then context, data, and pipeline slowest; expert
-    parallelism spans tensor, context and data parallelism together. A stage holds `vpp` chunks of the model. Rows of a rank are a multiple
-    of `row_block`."""
+    parallelism spans tensor, context and data parallelism together. A stage holds `vpp` chunks of the model. A rank's row count is a
+    multiple of `row_block`."""
 
     rank: int
     world: int
@@ -97,7 +97,7 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
     if cuda:
         torch.cuda.set_device(device)
     else:
-        # The squares of small gradients are denormal numbers in Adam's averages, with which a CPU takes six times as long.
+        # The squares of small gradients are denormal numbers in Adam's averages, which make a CPU six times slower.
         torch.set_flush_denormal(True)
     backend = "nccl" if cuda else "gloo"
     timeout = timedelta(seconds=trainer.timeout_s)
@@ -111,7 +111,7 @@ def start(trainer: TrainerSection, seed: int = 0) -> Mesh:
         context_parallel_size=trainer.cp,
         expert_model_parallel_size=trainer.ep,
         expert_tensor_parallel_size=trainer.expert_tp,
-        distributed_timeout_minutes=trainer.timeout_s / 60,  # Megatron's hint says int, but it only makes a timedelta of it
+        distributed_timeout_minutes=trainer.timeout_s / 60,  # annotated int, but Megatron only makes a timedelta from it
     )
     model_parallel_cuda_manual_seed(seed)
     return Mesh(

@@ -21,12 +21,12 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 
 
 def build(config: Config, model: Model) -> MegatronOptimizer:
-    """Build Adam (AdamW) with global-norm clipping; its state is replicated, or sharded over data-parallel ranks, and as `trainer.memory`
-    says partly in host memory, or its averages in bfloat16.
+    """Build Adam (AdamW) with global-norm clipping. Its state is replicated or sharded over data-parallel ranks; under `trainer.memory`,
+    part of it is in host memory, or its averages are in bfloat16.
 
     Build it after the weights are loaded: with bfloat16 it copies them into float32 masters.
 
-    Take its steps with `step`, which asks before any parameter changes.
+    Step it with `step`, which asks for permission before any parameter changes.
     """
     section, memory = config.trainer.optimizer, config.trainer.memory
     optimizer = get_megatron_optimizer(
@@ -55,7 +55,7 @@ def build(config: Config, model: Model) -> MegatronOptimizer:
 def set_rates(optimizer: MegatronOptimizer, lr: float) -> None:
     """Set the learning rate of all parameters from the next step on, and the weight decay, which is 0 for norms and biases.
 
-    Megatron's `OptimizerParamScheduler` does so before each step: the optimizer marks groups (`wd_mult`), but decays all of them alike.
+    Megatron's `OptimizerParamScheduler` does this before each step: the optimizer marks groups (`wd_mult`), but decays them all equally.
     """
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = lr, optimizer.config.weight_decay * group["wd_mult"]
@@ -79,7 +79,7 @@ def step(optimizer: MegatronOptimizer, allows: Callable[[float], bool]) -> tuple
             raise _Refused(norm)
         return norm
 
-    # `ChainedOptimizer.step` calls this for the norm before it clips and steps; it would continue with NaN.
+    # `ChainedOptimizer.step` calls this to get the norm before it clips and steps; it would continue with NaN.
     optimizer.get_grad_norm = asking
     try:
         done, norm, _ = optimizer.step()
@@ -93,7 +93,7 @@ def step(optimizer: MegatronOptimizer, allows: Callable[[float], bool]) -> tuple
 
 
 class _Refused(Exception):
-    """Leaves Megatron's step before it changes a parameter."""
+    """Aborts Megatron's step before it changes a parameter."""
 
     def __init__(self, norm: float) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ class _Refused(Exception):
 
 
 def _agreed(norm: float) -> float:
-    """Return the largest norm of all ranks, NaN if one is not finite. Megatron reduces it over the ranks of one replica; sums of another
-    replica may differ in their last bit, and all ranks must decide alike."""
+    """Return the largest norm of all ranks, NaN if one is not finite. Megatron reduces it only within a replica; replicas may differ in
+    the last bit, and all ranks must reach the same decision."""
     finite = math.isfinite(norm)
     mine = torch.tensor([0.0 if finite else 1.0, norm if finite else 0.0], dtype=torch.float64)
     unfinite, largest = collectives.total(mine, dist.ReduceOp.MAX).tolist()

@@ -1,6 +1,6 @@
-"""Makes a model return the hidden rows that its output layer multiplies, for `logprobs`, which multiplies them in blocks.
+"""Makes a model return its output layer's input, for `logprobs`, which multiplies the hidden rows in blocks.
 
-Only rows are returned whose log-probabilities are asked for: prompts and tool results need none.
+Returns only rows whose log-probabilities are needed: not prompts or tool results.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class OutputHead:
     """The output layer of one forward pass.
 
     Attributes:
-        rows: int64[n]; distinct, ascending, the same on all tensor-parallel ranks: whose hidden rows the model returns. None: all rows.
-        weight: [V / tp, H]; this rank's slice of the layer's weight, or of the embedding's that it shares. None before the pass.
+        rows: int64[n]; the rows that the model returns; distinct, ascending, the same on all tensor-parallel ranks. None: all rows.
+        weight: [V / tp, H]; this rank's slice of the layer's weight, or of the embedding's if shared. None before the pass.
     """
 
     rows: torch.Tensor | None
@@ -48,8 +48,8 @@ def replaced(rows: torch.Tensor | None, chunk: torch.nn.Module) -> Iterator[Outp
     """Within the context, a forward pass of the chunk returns hidden rows [1, n, H], not logits; the same on all tensor-parallel ranks.
 
     The layer is still called, because data parallelism gathers its new weight in a hook of that call. In the backward pass the ranks'
-    gradients of a row, each of one slice of the vocabulary, are summed once: scattered to the ranks' rows under sequence parallelism, which
-    splits them [T / tp, 1, H]; all-reduced without it.
+    gradients of a row, each for one slice of the vocabulary, are summed once: reduce-scattered under sequence parallelism, which splits
+    the rows [T / tp, 1, H]; all-reduced without it.
 
     Args:
         rows: as `OutputHead.rows`.
@@ -66,7 +66,7 @@ def replaced(rows: torch.Tensor | None, chunk: torch.nn.Module) -> Iterator[Outp
         head.weight = layer.weight if weight is None else weight
         return _rows(layer, hidden, rows), None
 
-    layer.forward = forward  # of the object, before that of its class
+    layer.forward = forward  # on the instance, hiding the class's
     try:
         yield head
     finally:
@@ -74,7 +74,7 @@ def replaced(rows: torch.Tensor | None, chunk: torch.nn.Module) -> Iterator[Outp
 
 
 def _rows(layer: Any, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Return [n, 1, H] of [T / tp, 1, H] or [T, 1, H]."""
+    """Return the selected rows, [n, 1, H], of [T / tp, 1, H] or [T, 1, H]."""
     if layer.sequence_parallel:
         whole: torch.Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group)
     else:

@@ -14,13 +14,13 @@ from asyncmoe.trainer.lora import attach
 from asyncmoe.trainer.model.gpt import Model, local_tensors, named_tensors
 
 Reference = Callable[[], AbstractContextManager[None]]
-"""Forward passes in the context are those of the reference policy. The trainer's own weights are not written: they may be on their way to
+"""A context whose forward passes compute the reference policy. The trainer's own weights are not overwritten: they may be being sent to
 engines."""
 
 
 def reference(model: Model, path: Path) -> Reference:
-    """Return the policy of the checkpoint that training started from, after a resume too: the model with its adapters switched off, which
-    needs no memory, or without adapters a second copy of this rank's weights, on the host.
+    """Return the policy that training started from, also after a resume: the model with its adapters switched off, which needs no memory,
+    or without adapters a second copy of this rank's weights, on the host.
 
     Raises:
         DataError: see `gpt.load_hf`.

@@ -26,8 +26,8 @@ from asyncmoe.trajectory import Routing
 class RecordedRouter(RouterReplay):  # type: ignore[misc]
     """Supplies one router with recorded experts.
 
-    Each forward pass is given its experts. Backward passes recompute activations later, in the same order, and consume the experts again
-    from the oldest on. Unlike Megatron's `RouterReplay`, this class registers in no process-wide list of routers, keeps experts for the
+    Each forward pass is given its experts. Backward passes recompute activations later, in the same order, and consume the experts again,
+    oldest first. Unlike Megatron's `RouterReplay`, this class registers in no process-wide list of routers, keeps experts for the
     backward pass only if activations are recomputed, and counts how often the live router would have chosen other experts.
 
     Args:
@@ -46,8 +46,8 @@ class RecordedRouter(RouterReplay):  # type: ignore[misc]
         """Set the experts of the next forward pass.
 
         Args:
-            recomputed: the backward pass will recompute this forward pass.
-            by_row: int32[rows]; 1 is added for rows for which the live router would have chosen other experts.
+            recomputed: whether the backward pass will recompute this forward pass.
+            by_row: int32[rows]; 1 is added in each row for which the live router would have chosen other experts.
         """
         self._by_row = by_row
         self._now, self.router_replay_action = experts, RouterReplayAction.REPLAY_FORWARD
@@ -155,7 +155,7 @@ class Replay:
 
         Args:
             experts: experts of this rank's rows of the micro-batch, before tensor-parallel ranks split the rows; None: route live.
-            by_row: int32[rows of the micro-batch]; each router adds 1 for rows it would have sent elsewhere. None: not counted by row.
+            by_row: int32[rows of the micro-batch]; each router adds 1 for rows it would have routed differently. None: not counted by row.
         """
         routers = self._routers[chunk]
         if experts is None:

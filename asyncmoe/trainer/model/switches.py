@@ -17,7 +17,7 @@ from asyncmoe.trainer.model import gpu_settings
 from asyncmoe.trainer.model.gpu_settings import older_engine
 
 ENGINE = (2, 1)
-"""The oldest Transformer Engine whose layers are used: Megatron requires it for fused permutation of rows."""
+"""The oldest supported Transformer Engine: Megatron requires it for fused permutation of rows."""
 _ROUTER = (2, 7)
 _GROUPED_CAPABILITIES = (9, 10)
 _ALIGNMENT = 16
@@ -34,7 +34,7 @@ class RunFeatures:
     Attributes:
         expert_widths: columns and rows of a rank's part of an expert's matrices, and the adapter's rank if any; () without experts.
         lora: adapters are trained and the weights are frozen.
-        keeps_routing: rows go to the experts that the engines chose.
+        keeps_routing: rows are routed to the experts that the engines chose.
         latent: the model uses DeepSeek's latent attention.
         interleaved_rope: the rotary embedding rotates neighbouring dimensions together.
         float32: weights are float32.
@@ -67,7 +67,7 @@ class Switches:
 
     @property
     def text(self) -> str:
-        """What is on and off, for the log."""
+        """The switches that are on and off, for the log."""
         by_name = {name: value for name, value in vars(self).items() if isinstance(value, bool)}
         on, off = (", ".join(name for name, value in by_name.items() if value == wanted) for wanted in (True, False))
         return f"experts: {self.experts}; on: {on or 'nothing'}; off: {off or 'nothing'}"
@@ -107,13 +107,13 @@ def decide(trainer: TrainerSection, kernels: Kernels, run: RunFeatures) -> Switc
         moe_permute_fusion=fused,
         # A fused router does not ask for recorded experts.
         moe_router_fusion=fused and not run.keeps_routing and kernels.transformer_engine >= _ROUTER,
-        # Megatron's kernel for latent attention is experimental and takes YaRN only. Its `fused_apply_rotary_pos_emb_thd` (0.16.1) does not
-        # tell Transformer Engine that neighbouring dimensions rotate together, which would rotate halves.
+        # Megatron's kernel for latent attention is experimental and supports only YaRN. Its `fused_apply_rotary_pos_emb_thd` (0.16.1) does
+        # not tell Transformer Engine that neighbouring dimensions rotate together, so it would rotate halves.
         apply_rope_fusion=engine and not run.latent and not run.interleaved_rope,
         bias_activation_fusion=_or(wanted.bias_activation_fusion, kernels.cuda),
         gradient_accumulation_fusion=engine and not run.lora,
         overlap_grad_reduce=_or(wanted.overlap_grad_reduce, overlap),
-        # Publishing reads all weights: after every step there is nothing to overlap.
+        # Publishing reads all weights: if it follows every step, there is nothing to overlap.
         overlap_param_gather=_or(wanted.overlap_param_gather, overlap and not cannot and run.published_every > 1),
         flex=flex,
     )
@@ -160,7 +160,7 @@ def _experts(wanted: bool | None, kernels: Kernels, run: RunFeatures, engine: bo
 
 
 def _refuses_grouped(run: RunFeatures) -> str:
-    """Return why torch refuses the widths (`check_valid_strides_and_return_transposed` of torch's ATen/native/GroupedMMUtils.h), or ""."""
+    """Return why torch rejects the widths (`check_valid_strides_and_return_transposed` of torch's ATen/native/GroupedMMUtils.h), or ""."""
     multiple = _ALIGNMENT // (4 if run.float32 else 2)
     if all(width % multiple == 0 for width in run.expert_widths):
         return ""

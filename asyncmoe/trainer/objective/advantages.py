@@ -30,7 +30,7 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int], estimator:
     over the batch instead: exactly 0 if all values of the batch are equal or it has a single token. pass_at_k gives 0 for a tie.
     reinforce_plus_plus_baseline therefore gives every group of equal rewards the same advantage, -mean(a) / sqrt(var(a) + 1e-8), as
     OpenRLHF (`reinforce_baseline`) and verl do: mean(a), over tokens, is the covariance of length and reward within groups, divided by the
-    mean length, so the advantage is no signal about the group's prompt, and `rollout.filter_equal` may drop the group.
+    mean length, so the advantage says nothing about the group's prompt, and `rollout.filter_equal` may drop the group.
 
     Args:
         rewards: n finite numbers.

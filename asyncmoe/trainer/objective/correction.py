@@ -1,4 +1,4 @@
-"""Off-policy correction: weights some tokens of other policies and rejects others."""
+"""Off-policy correction: reweights or rejects tokens that other policies sampled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def correct(
     cut: torch.Tensor,
     own: torch.Tensor | None = None,
 ) -> Fates:
-    """Weight or reject every sampled token. A token is trained on if no rule rejects it, and its weight is not 0.
+    """Weight or reject every sampled token. A token is trained on if no rule rejects it and its weight is not 0.
 
     The ratio is rho = pi_prox / pi_b, which the clipped ratio does not cover; with proximal: behaviour, where that is 1, it is w = pi /
     pi_b and only rejects tokens (the configuration refuses weights, because w would count twice). Sequence ratios are over all sampled
@@ -66,7 +66,7 @@ def correct(
         rows: from `Rows.clamped`.
         version: weight version before the batch's first update.
         cut: bool[T]; see `Fates`.
-        own: float64[T]; the user's own weights, still to be capped; required if `section` names any.
+        own: float64[T]; the user's own weights, not yet capped; required if `section` names any.
     """
     rule = section.correction
     behaviour = rows.behaviour.double()

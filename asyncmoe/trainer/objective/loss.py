@@ -46,7 +46,7 @@ def policy_loss(
         progress: share of the batch's updates already made; only `loglinear` uses it.
         unmasked: float32[T] with gradient: log pi over the whole vocabulary, like `rows.reference`; None: use `logprobs`.
         plugins: the user's own parts that `section` names.
-        observe: called with what becomes of each row.
+        observe: called with the rows' fates.
 
     Returns:
         The loss, a float32 scalar, and the sums that `metrics.SUMS` and the plug-ins declare.

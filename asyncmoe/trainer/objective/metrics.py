@@ -31,7 +31,7 @@ def measure(fates: Fates, compared: torch.Tensor, rows: Rows, weights: torch.Ten
     """Compute the sums declared in `SUMS` over the sampled rows of a micro-batch; `metrics` explains their use.
 
     Args:
-        fates: what becomes of the rows; their log-probabilities are compared with the engine's.
+        fates: the rows' fates; their log-probabilities are compared with the engine's.
         compared: float32[T], from `clamped`; log-probabilities to compare with the reference's.
         rows: from `Rows.clamped`.
         weights: float32[T]; row weights (`kept_weights`).

@@ -42,7 +42,7 @@ class Responses:
 
     @classmethod
     def of(cls, **values: Sequence[float]) -> Responses:
-        """Make read-only arrays of sequences of n numbers."""
+        """Make read-only arrays from sequences of n numbers."""
         made = {name: np.array(value, np.float64 if name == "rewards" else np.int64) for name, value in values.items()}
         for array in made.values():
             array.setflags(write=False)
@@ -181,7 +181,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Plugins:
-    """The user's own parts of an objective; None: built in."""
+    """The user's own parts of an objective; None: the built-in part."""
 
     advantage: Plugin | None = None
     loss: Plugin | None = None
@@ -200,7 +200,7 @@ class Plugins:
 
 
 NO_PLUGINS = Plugins()
-"""The objective as it is built in."""
+"""The built-in objective."""
 
 
 def _told(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The loss of single tokens: the proximal policy, the importance ratio to it, the clip, and the penalty of a reference policy."""
+"""The loss of single tokens: the proximal policy, the importance ratio to it, the clip, and the penalty towards a reference policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def proximal_logprobs(new: torch.Tensor, rows: Rows, section: ObjectiveSection, 
     if rows.proximal is not None:
         return rows.proximal
     if section.updates_per_batch > 1:
-        raise InvariantBroken("several updates to a batch need the log-probabilities from before the first one in the micro-batches")
+        raise InvariantBroken("several updates per batch need the log-probabilities from before the first update in the micro-batches")
     return new.detach()
 
 

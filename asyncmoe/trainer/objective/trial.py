@@ -31,7 +31,7 @@ def load(section: ObjectiveSection, cp: int = 1) -> Plugins:
     """Load and try the functions that a configuration names.
 
     Args:
-        cp: context-parallel ranks; if there are several, functions of rows must also do with parts of sequences.
+        cp: context-parallel ranks; if there are several, functions of rows must also work on parts of sequences.
 
     Raises:
         ConfigError: a function cannot be imported or called, or failed its trial; names each such function, its file and line.
@@ -123,11 +123,10 @@ def _try_parts(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> None:
     rows in one.
 
     Args:
-        value: [T]; what it makes of `rows`, three whole sequences.
+        value: [T]; its values for `rows`, three whole sequences.
 
     Raises:
-        ConfigError: they differ, or it adds up sums over sequences not as often for a part as for the whole, which would leave a rank
-            waiting.
+        ConfigError: they differ, or it sums over sequences more often for one part than for another, which would leave a rank waiting.
     """
     wholes: list[torch.Tensor] = []
 
@@ -153,7 +152,7 @@ def _try_parts(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> None:
                 got, "equally often, whichever rows there are: ranks that hold parts of sequences add up each sum (trainer.cp)"
             )
         if not _close(own, value[part], few.mask):
-            expected = "the same: of whole sequences only rows.sum and rows.mean know, which add up what ranks hold (trainer.cp)"
+            expected = "the same: only rows.sum and rows.mean see whole sequences, adding up the ranks' parts (trainer.cp)"
             raise tried.refused("other values if two ranks hold parts of a sequence", expected)
 
 
@@ -174,7 +173,7 @@ def _check_gradient(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> Non
 
 
 def _responses() -> Responses:
-    """A batch of four groups: one mixed, one with equal rewards, one of a single response, one with a response without sampled tokens."""
+    """Return a batch of four groups: mixed, with equal rewards, of a single response, and with a response without sampled tokens."""
     groups = (0, 0, 0, 0, 1, 1, 1, 2, 3, 3)
     sampled = (3, 9, 1, 5, 2, 4, 6, 7, 0, 8)
     return Responses.of(
@@ -198,7 +197,7 @@ _VERSIONS = ((-1, -1, 5, 6, 7, -1), (-1, 7, 7, -1), (-1,) * 5)
 
 
 def _rows(chosen: tuple[int, ...], gradient: bool) -> PolicyRows:
-    """A micro-batch of some of the sequences and one row of padding."""
+    """Return a micro-batch of some of the sequences and one row of padding."""
 
     def flat(values: tuple[tuple[float, ...], ...], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:
         return torch.tensor([*(value for i in chosen for value in values[i]), padding], dtype=dtype)

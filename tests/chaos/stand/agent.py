@@ -1,4 +1,4 @@
-"""What torchrun is to the real trainer: starts the ranks, ends all when one fails, and says which one failed first and why."""
+"""Stands in for torchrun: starts the ranks, ends all when one fails, and reports which failed first and why."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _STOP_SHARE = 0.01
 
 
 class Network:
-    """What the network does to this engine: {"until": monotonic time, "drop": share of answers cut off, "delay_s": ..., "half": ...}."""
+    """Network faults of this engine: {"until": monotonic time, "drop": share of answers cut off, "delay_s": ..., "half": ...}."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self._path, self._random, self._read, self._now = path, random.Random(seed), 0.0, {}
@@ -178,7 +178,7 @@ def application(server: Server, key: str) -> web.Application:
 
     async def obey(request: web.Request) -> web.Response:
         body = await request.read()
-        # As in SGLang, a client that goes away ends the answer, and not what it has asked for.
+        # As in SGLang, a disconnected client ends the response, but not the request.
         await asyncio.shield(commands[request.path](json.loads(body) if body else {}))
         return web.json_response({"success": True, "message": ""})
 
@@ -223,7 +223,7 @@ def application(server: Server, key: str) -> web.Application:
 
 
 def _bad_network(server: Server, key: str) -> Any:
-    """Return what stands between client and server: it checks the key, delays, and cuts answers off before or within them."""
+    """Return middleware that checks the key, delays responses, and cuts them off at or after their beginning."""
 
     @web.middleware
     async def between(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--random-seed", type=int)
     asked, _ = parser.parse_known_args(sys.argv[1:])
     server = Server(str(asked.random_seed), asked.random_seed, Path(os.environ[FOLDER]))
-    # A client that goes away cancels a generation, as in SGLang.
+    # A disconnected client cancels a generation, as in SGLang.
     web.run_app(
         application(server, os.environ.get(API_KEY, "")),
         host=asked.host,

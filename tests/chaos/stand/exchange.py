@@ -66,7 +66,7 @@ class Meeting:
         self._connections: list[Any] = []
 
     def wait(self, receivers: int, timeout_s: float) -> None:
-        """Return when so many have connected; TimeoutError if they do not."""
+        """Wait until this many have connected. Raises TimeoutError."""
         until = time.monotonic() + timeout_s
         while len(self._connections) < receivers:
             self._listener.settimeout(max(0.01, until - time.monotonic()))
@@ -75,7 +75,7 @@ class Meeting:
             self._connections.append((connection, connection.makefile("rb")))
 
     def send(self, update: int, version: int, parts: list[str]) -> None:
-        """Have every receiver stage a version; ValueError names one that does not."""
+        """Make every receiver stage a version. Raises ValueError, naming one that does not."""
         order = json.dumps({"update": update, "version": version, "parts": len(parts)}).encode() + b"\n"
         data = b"".join(weights.packed(part, PART_BYTES) for part in parts)
         for piece in (order, *(data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES))):

@@ -51,12 +51,12 @@ class Publisher:
         threading.Thread(target=work, name="weights", daemon=True).start()
 
     def check(self) -> None:
-        """Raise what the version under way has failed with; do not wait."""
+        """Raise the current version's error, if any, without waiting."""
         if self._running is not None and self._running.done():
             self._running.result()
 
     def settled(self, wait_s: float) -> bool:
-        """Wait until all engines serve the version under way; whether they do, or there is none."""
+        """Wait until all engines serve the current version; return whether they do, or there is none."""
         if self._running is not None:
             self._settling.set()
             if not wait([self._running], wait_s).done:

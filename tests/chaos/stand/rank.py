@@ -86,7 +86,7 @@ class Rank:
         self._ask(Goodbye(self._rank, self._step == self._total))
 
     def _advance(self, metrics: JsonLines | None) -> bool:
-        """Take the steps that are left. Return whether the controller asked to stop before the last."""
+        """Take the remaining steps. Return whether the controller asked to stop before the last one."""
         try:
             self._publish_if_due()
             while self._step < self._total:
@@ -98,7 +98,7 @@ class Rank:
                 if self._step % self._config.trainer.checkpoint_every == 0:
                     self._save()
         except WeightSyncError:
-            # Which engines a run that stops still has decides nothing any more.
+            # When a run stops, its remaining engines no longer matter.
             if self._step == self._total or not self._ask(self._terms(0.0)).stop:
                 raise
             return True
@@ -108,7 +108,7 @@ class Rank:
         return Lease(self._step, "rl", self._config.rollout.batch, self._step, wait_s)
 
     def _settle(self) -> None:
-        """Wait until the version under way is served; a failure is raised on every rank."""
+        """Wait until the current version is served; a failure is raised on every rank."""
         settled, failure = self._publisher is None, ""
         until = time.monotonic() + self._config.engines.start_timeout_s + 4 * self._config.sync.timeout_s
         while True:
@@ -163,7 +163,7 @@ class Rank:
             self._publisher.begin(self._step, parts)
 
     def _check(self, batch: list[Trajectory]) -> None:
-        """Note every token that no weights of its version have sampled."""
+        """Record every token not sampled by weights of its version."""
         known: dict[int, set[tuple[str, ...]]] = {0: {weights.FIRST}}
         for line in (self._folder / "published.jsonl").read_text().splitlines():
             said = json.loads(line)
@@ -175,7 +175,7 @@ class Rank:
     # ------------------------------------------------------------ checkpoints
 
     def _loaded(self) -> tuple[int, str]:
-        """Return step and part of the newest checkpoint that is whole, which all ranks verify together."""
+        """Return step and part of the newest intact checkpoint, which all ranks verify together."""
         for path in self._everyones([str(one) for one in directories.complete(self._config.run.dir)[::-1]])[0]:
             if not any(self._everyones(intact.fault_in_share(Path(path), self._rank, self._world))):
                 self._everyones("read")

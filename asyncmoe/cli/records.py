@@ -109,9 +109,7 @@ def show(
     ] = None,
     worst: Annotated[bool, typer.Option("--worst", help="The lowest mean reward first.")] = False,
     best: Annotated[bool, typer.Option("--best", help="The highest mean reward first.")] = False,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of groups; default: 3, or all of a given --step or --group.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of groups; default: 3, or all of a given --step or --group.")] = None,
     colour: Annotated[
         Literal["version", "logprob", "ratio", "mask", "mismatch"], typer.Option("--colour", "--color", help="What colours tokens.")
     ] = "version",

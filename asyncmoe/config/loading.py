@@ -47,7 +47,12 @@ def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     try:
         if not path.is_file():  # a device may have no end
             hint = f"the file comes first: CONFIG {path}" if "=" in str(path) else None
-            raise ConfigError(str(path), got="no such file", expected="a YAML configuration", hint=hint)
+            raise ConfigError(
+                str(path),
+                got="a directory without config.yaml" if path.is_dir() else "no such file",
+                expected="a YAML configuration",
+                hint=hint,
+            )
         text = path.read_text(encoding="utf-8")
         node, values = yaml.compose(text, Loader=_Loader), yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:

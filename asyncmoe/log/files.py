@@ -102,8 +102,19 @@ def examine(folder: Path) -> str:
     """Verify a writer's log and describe it in one line; its end may be in the middle of a write. Blocks. Raises DataError."""
     found = list(scan(folder))
     sizes = [len(data) for _, _, data in found if data is not None]
-    damage = ", ".join(f"{begin} to {end}" for begin, end, data in found[:-1] if data is None)
-    return f"{folder.name}: {len(sizes)} records, {gibibytes(sum(sizes))}, {f'damaged at positions {damage}' if damage else 'whole'}"
+    gaps = [(begin, end) for begin, end, data in found if data is None]
+    end = [gaps.pop()] if found and found[-1][2] is None else []
+    damage = [f"the header of {path.name}" for first in segments_in(folder) if not _headed(path := path_of(folder, first), first)]
+    damage += [f"positions {begin} to {after}" for begin, after in gaps]
+    torn = "".join(f", {after - begin} bytes at its end are no whole record" for begin, after in end)
+    return f"{folder.name}: {len(sizes)} records, {gibibytes(sum(sizes))}, {'damaged: ' + ', '.join(damage) if damage else 'whole'}{torn}"
+
+
+def _headed(path: Path, first: int) -> bool:
+    """Return whether a segment has an undamaged header."""
+    with path.open("rb") as file:
+        said = file.read(HEADER_BYTES)
+    return said == header(said[-_CRC.size - 32 : -_CRC.size], first)
 
 
 class FileLog(Log):

@@ -244,7 +244,9 @@ def test_the_command_verifies_a_log(tmp_path: Path) -> None:
     assert (good.exit_code, good.output.splitlines()[0]) == (0, "0: 2 records, 0.00 MiB, whole")
     begun(tmp_path, 1)
     path = min((tmp_path / "log" / "0").glob("*.segment"))
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    bad = CliRunner().invoke(app, ["log", str(tmp_path)])
-    assert bad.exit_code == 1
-    assert "damaged at positions " in bad.output
+    whole = path.read_bytes()
+    for content, told in ((whole[:-1] + b"?", "positions "), (whole[:30] + b"?" + whole[31:], "the header of "), (b"", "the header of ")):
+        path.write_bytes(content)
+        bad = CliRunner().invoke(app, ["log", str(tmp_path)])
+        assert bad.exit_code == 1
+        assert f"damaged: {told}" in bad.output

@@ -43,7 +43,8 @@ def process_name(number: int) -> str:
 
 def check_number(config: Config, number: int) -> None:
     """Refuse a worker number that the run does not have. Raises UserError."""
-    if not 1 <= number <= (workers := config.rollout.workers):
+    workers = config.rollout.workers
+    if not 1 <= number <= workers:
         raise UserError("--number", got=number, expected=f"1 to {workers}, because rollout.workers is {workers}")
 
 

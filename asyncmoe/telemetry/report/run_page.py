@@ -71,6 +71,7 @@ def page_of(run_dirs: Sequence[Path], samples: bool = False) -> tuple[Page, list
     Raises:
         DataError: nothing is recorded, or a record is damaged.
     """
+    run_dirs = list(dict.fromkeys(path.resolve() for path in run_dirs))
     runs = {name: load(run_dir) for name, run_dir in zip(names(run_dirs), run_dirs, strict=True)}
     groups = [_groups(run_dir, len(runs)) if samples else ([], "this page was made without samples") for run_dir in run_dirs]
     pages = [
@@ -90,9 +91,8 @@ def page_of(run_dirs: Sequence[Path], samples: bool = False) -> tuple[Page, list
 
 def names(run_dirs: Sequence[Path]) -> list[str]:
     """Return a name for each run: its directory's, or the whole path if names coincide."""
-    paths = [path.resolve() for path in run_dirs]
-    short = len({path.name for path in paths}) == len(paths)
-    return [visible(path.name if short else str(path)) for path in paths]
+    short = len({path.name for path in run_dirs}) == len(run_dirs)
+    return [visible(path.name if short else str(path)) for path in run_dirs]
 
 
 def _groups(run_dir: Path, runs: int) -> tuple[list[str], str]:

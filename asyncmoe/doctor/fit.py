@@ -10,6 +10,7 @@ from functools import wraps
 
 from asyncmoe.config import sglang_arguments
 from asyncmoe.config.devices import Devices, Wanted, counted, named, place
+from asyncmoe.config.transports import TRANSPORTS
 from asyncmoe.doctor import cards, finding
 from asyncmoe.doctor.cards import labelled
 from asyncmoe.doctor.facts import Machine
@@ -68,11 +69,11 @@ def placement(machine: Machine, run: PlannedRun) -> Finding:
     if not placed:
         place(run.wanted[0], len(visible), cards.hidden(machine.nvidia, len(visible)))
     apart = {frozenset(pair) for pair in machine.trainer.torch.apart} if machine.trainer.torch is not None else set()
-    for _, devices in placed if way == "ipc" else ():
+    for _, devices in placed if way in TRANSPORTS and TRANSPORTS[way].reads_sender else ():
         pairs = [(rank, gpu) for rank in devices.trainer for engine in devices.engines for gpu in engine]
         if far := next((pair for pair in pairs if frozenset(pair) in apart), None):
             return finding.error(
-                f"{labelled([visible[one] for one in far])} do not reach each other's memory, which weights travel by (CUDA IPC)",
+                f"{labelled([visible[one] for one in far])} do not reach each other's memory, by which weights travel over {way}",
                 "set sync.transport=nccl, or look at nvidia-smi topo -p2p r and at access control in the PCI bridges (ACS)",
             )
     return finding.ok(f"{'; or '.join(_told(wanted, devices) for wanted, devices in placed)}; weights go over {way}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recorded import QUANTISED, Recorded, cases, read
+from recorded import QUANTISED, Recorded, beside, cases, read
 from reshard_ranks import Arrays, blank, filled, numbered
 
 from asyncmoe.models import family_of
@@ -41,7 +41,7 @@ def test_engine_parameters_are_those_sglang_loads(model: str, case: str) -> None
             assert tuple(known.parameters(rank)[name]["stride"]) == contiguous_strides(array.shape)
 
 
-@pytest.mark.parametrize(("model", "case"), [(model, case) for model, names in QUANTISED.items() for case in names])
+@pytest.mark.parametrize(("model", "case"), beside(QUANTISED))
 def test_engine_parameters_of_float8_and_their_scales_are_those_sglang_loads(model: str, case: str) -> None:
     known = read(model, case)
     family = family_of(known.hf)

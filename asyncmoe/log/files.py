@@ -88,14 +88,19 @@ def scan(folder: Path, identity: bytes | None = None) -> Iterator[Found]:
     """
     for first, after in pairwise([*segments_in(folder), None]):
         assert first is not None
-        try:
-            with path_of(folder, first).open("rb") as file:
-                said, data = file.read(HEADER_BYTES), file.read(None if after is None else after - first)
-        except OSError as error:
-            raise DataError(f"log {path_of(folder, first)}", got=error.strerror, expected="a file that can be read") from error
+        said, data = _read(path_of(folder, first), None if after is None else after - first)
         yield from records_in(data, first, identity or said[-_CRC.size - 32 : -_CRC.size])
         if after is not None and first + len(data) < after:
             yield first + len(data), after, None
+
+
+def _read(path: Path, most: int | None) -> tuple[bytes, bytes]:
+    """Return a segment's header, and `most` bytes of its records at most. Raises DataError: it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(HEADER_BYTES), file.read(most)
+    except OSError as error:
+        raise DataError(f"log {path}", got=error.strerror, expected="a file that can be read") from error
 
 
 def examine(folder: Path) -> str:
@@ -104,17 +109,16 @@ def examine(folder: Path) -> str:
     sizes = [len(data) for _, _, data in found if data is not None]
     gaps = [(begin, end) for begin, end, data in found if data is None]
     end = [gaps.pop()] if found and found[-1][2] is None else []
-    damage = [f"the header of {path.name}" for first in segments_in(folder) if not _headed(path := path_of(folder, first), first)]
+    paths = [path_of(folder, first) for first in segments_in(folder)]
+    damage = [f"the header of {path.name}" for path in paths if not _sound(_read(path, 0)[0])]
     damage += [f"positions {begin} to {after}" for begin, after in gaps]
     torn = "".join(f", {after - begin} bytes at its end are no whole record" for begin, after in end)
     return f"{folder.name}: {len(sizes)} records, {gibibytes(sum(sizes))}, {'damaged: ' + ', '.join(damage) if damage else 'whole'}{torn}"
 
 
-def _headed(path: Path, first: int) -> bool:
-    """Return whether a segment has an undamaged header."""
-    with path.open("rb") as file:
-        said = file.read(HEADER_BYTES)
-    return said == header(said[-_CRC.size - 32 : -_CRC.size], first)
+def _sound(said: bytes) -> bool:
+    """Return whether a segment's header has its checksum."""
+    return len(said) == HEADER_BYTES and said[-_CRC.size :] == _CRC.pack(checksum([said[: -_CRC.size]]))
 
 
 class FileLog(Log):
@@ -243,7 +247,7 @@ def _end(path: Path, first: int, identity: bytes) -> int:
         os.fsync(file.fileno())  # what a killed process wrote and never synced
         said, data = file.read(HEADER_BYTES), file.read()
     ours = said == header(identity, first)
-    if not ours and said[-_CRC.size :] == _CRC.pack(checksum([said[: -_CRC.size]])):
+    if not ours and _sound(said):
         hint = f"use the version that wrote it, name another log.folder, or delete {path.parent.parent}: its queue is then sampled again"
         raise DataError(f"log {path.parent.parent}", got="the log of another run or version", expected="this run's", hint=hint)
     whole = [end for _, end, payload in records_in(data, first, identity) if payload is not None]

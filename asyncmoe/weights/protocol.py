@@ -115,7 +115,7 @@ class Card(msgspec.Struct, frozen=True):
     copy: int = 0
 
 
-class Report(msgspec.Struct, frozen=True):
+class RankReport(msgspec.Struct, frozen=True):
     """Success, or a description of the failure."""
 
     failure: str = ""
@@ -126,7 +126,7 @@ class Report(msgspec.Struct, frozen=True):
             raise ReportedFailure(self.failure)
 
 
-class Ready(Report, frozen=True):
+class Ready(RankReport, frozen=True):
     """A rank has planned its part, or failed to. `parameters`, `places` and `obstacles` are empty on trainer ranks."""
 
     plan: str = ""
@@ -153,7 +153,7 @@ class Header(msgspec.Struct, frozen=True):
     base: int | None = None
 
 
-class Outcome(Report, frozen=True):
+class Outcome(RankReport, frozen=True):
     """The result of a rank's part.
 
     Attributes:
@@ -177,7 +177,7 @@ class Portion(msgspec.Struct, frozen=True):
     digest: int
 
 
-class Offer(Report, frozen=True):
+class Offer(RankReport, frozen=True):
     """The data that a trainer rank can send for an update.
 
     Attributes:
@@ -204,7 +204,7 @@ class Coming(msgspec.Struct, frozen=True):
     digests: dict[int, int]
 
 
-class MeetingOutcome(Report, frozen=True):
+class MeetingOutcome(RankReport, frozen=True):
     """Whether weights can be sent, or why not.
 
     Attributes:
@@ -218,13 +218,13 @@ class MeetingOutcome(Report, frozen=True):
         return msgspec.structs.replace(terms, in_place=self.in_place)
 
 
-class Over(Report, frozen=True):
+class Over(RankReport, frozen=True):
     """The update is finished, or its weights must be resent (`again`), or rank 0 failed."""
 
     again: bool = False
 
 
-class AllArrived(Report, frozen=True):
+class AllArrived(RankReport, frozen=True):
     """All ranks have reached the stage, or one has failed.
 
     Attributes:

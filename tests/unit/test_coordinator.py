@@ -9,8 +9,10 @@ import pytest
 
 from asyncmoe.config.rollout import Interruption
 from asyncmoe.engines.pool import Pool
+from asyncmoe.engines.takeover import EngineWeights
+from asyncmoe.engines.types import Sampling
 from asyncmoe.errors import Disagreement, ProtocolError, WeightSyncError
-from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsCommit, WeightsJoin, WeightsStage
+from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsAbort, WeightsBegin, WeightsCommit, WeightsJoin, WeightsStage
 from asyncmoe.weights.coordinator import turns
 from tests.unit.asynchronous import asynchronous
 from tests.unit.fake_engine import FakeHandle, coordinator_of, fake, handles
@@ -125,6 +127,42 @@ def test_one_that_hangs_in_its_pause_is_fenced_while_the_others_take_the_version
     pool, published = asyncio.run(run())
     assert ([(m.engine.name, m.version) for m in pool.serving], published) == ([("engine.0", 1)], [1])
     assert str(pool.members[1].fenced).startswith("waited 0.2 s for engine.1: ")
+
+
+@asynchronous
+async def test_while_one_is_late_to_pause_the_others_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncmoe.weights.coordinator.driver.PATIENCE", 0.001)
+    pool, waited, late = Pool(handles(2), 8, 5.0, lambda *_: None), asyncio.Event(), asyncio.Event()
+    one, other = (fake(member.engine) for member in pool.members)
+    pause = other.pause
+
+    async def pause_late(retract: bool) -> None:
+        waited.set()
+        await late.wait()
+        await pause(retract)
+
+    other.pause = pause_late  # type: ignore[method-assign, assignment]
+    beginning = asyncio.create_task(coordinator_of(pool, timeout_s=60.0).handle(WeightsBegin(1)))
+    async with asyncio.timeout(30.0):
+        await waited.wait()
+        await pool.generate((1,), Sampling(1.0, 1, ()))
+        assert (one.paused, beginning.done()) == (False, False)
+        late.set()
+        await beginning
+    assert (one.paused, other.paused, one.updating, other.updating, one.wrong + other.wrong) == (True, True, True, True, [])
+
+
+@asynchronous
+async def test_until_an_engine_serves_version_0_is_saved() -> None:
+    """A controller that is lost in the first update leaves this to its successor."""
+    pool, saved = Pool(handles(1), 8, 5.0, lambda *_: None), list[EngineWeights]()
+    pool.members[0].waiting = True
+
+    async def save(weights: EngineWeights) -> None:
+        saved.append(weights)
+
+    await coordinator_of(pool, note=save).handle(WeightsBegin(1))
+    assert saved == [EngineWeights(changing="writing", coming=1)]
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -90,11 +90,12 @@ def test_a_rank_says_what_its_card_and_its_library_are(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("gpus")
-def test_cards_that_do_not_do_end_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cards_that_do_not_do_end_the_meeting_as_other_parameters_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """One without room, and one that cannot read the trainer's, from what CUDA says of them."""
-    monkeypatch.setattr(handshake, "differences", lambda *_: [])
+    monkeypatch.setattr(handshake, "differences", lambda _, engine, tp_rank, layout: [f"{engine.name} {tp_rank} {layout.rank}"])
     monkeypatch.setattr(rendezvous.transfer_plan, "engine_layouts", lambda _: [SimpleNamespace(rank=rank) for rank in range(3, 6)])
     ready = {rank: Ready(plan="same", card=card_of(torch.device(f"cuda:{rank}"), IPC, (20 << 30) * (rank == 4))) for rank in range(6)}
-    short, apart = rendezvous._differences(IPC, ready, {})
+    short, apart, *others = rendezvous._differences(IPC, ready, {})
     assert short.startswith("engine.0 rank 1 on ")
     assert "from engine.0 rank 0's cuda:3 to trainer rank 0's cuda:0" in apart
+    assert others == ["engine.0 0 3", "engine.0 1 4", "engine.1 0 5"]

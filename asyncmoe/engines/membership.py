@@ -110,6 +110,7 @@ class Membership:
         self._ended: EngineOrder | None = None
         self._draining: dict[Member, asyncio.Task[None]] = {}
         self._left: set[str] = set()
+        self._returning = 0
         self._gatherings = Gatherings(config.cluster.heartbeat_timeout_s, controller)
 
     async def handle(self, request: MembershipRequest) -> EngineJoined | EngineOrder | EngineNodes | Done:
@@ -142,8 +143,8 @@ class Membership:
     async def wait_returned(self, most_s: float) -> None:
         """Wait until `engines.count` engines of the previous controller have come, or `_RETURN_S` if some have, or else `most_s`."""
         begin = time.monotonic()
-        while len(self._pool.present) < self._config.engines.count:
-            if (waited := time.monotonic() - begin) > most_s or (self._pool.present and waited > _RETURN_S):
+        while self._returning or len(self._pool.present) < self._config.engines.count:
+            if (waited := time.monotonic() - begin) > most_s or (self._pool.present and waited > _RETURN_S and not self._returning):
                 return
             await asyncio.sleep(_POLL_S)
 
@@ -199,7 +200,12 @@ class Membership:
         self._gatherings.joined(request.name)
         if request.served:
             served = f"{request.name} has served another controller"
-            if why := served if self._returned is None else await self._returned(member, request.served):
+            self._returning += 1  # present, but an update must not begin before it has ended its last one
+            try:
+                why = served if self._returned is None else await self._returned(member, request.served)
+            finally:
+                self._returning -= 1
+            if why:
                 self._pool.fence(member, why)
                 raise EngineError(why)
             log.info("%s has returned from %s", request.name, request.url)

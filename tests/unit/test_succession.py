@@ -39,7 +39,6 @@ class Site:
         monkeypatch.setattr(engine_agent.backend, "start", self._start)
         monkeypatch.setattr(engine_agent, "BACKOFF_S", 0.05)
         monkeypatch.setattr("asyncmoe.engines.membership.connect", lambda name, url, key: self.engine(name))
-        monkeypatch.setattr("asyncmoe.engines.membership._RETURN_S", 1.0)
 
     def _start(self, name: str, *_: Any, **__: Any) -> Process:
         self.servers.setdefault(name, []).append(Process(name))
@@ -146,7 +145,7 @@ async def test_engines_go_on_with_the_next_controller_and_the_one_after_it(it: S
 
 
 @scene
-async def test_an_update_that_was_under_way_ends_with_what_each_engine_says_it_has(it: Site) -> None:
+async def test_an_update_that_was_under_way_ends_with_what_each_engine_says_it_has(it: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         it.agent(name)
     async with controller(it.config) as first:
@@ -156,6 +155,13 @@ async def test_an_update_that_was_under_way_ends_with_what_each_engine_says_it_h
             await it.engine(name).pause()
             await it.engine(name).begin_update()
         it.engine("a").version = 4
+        end = it.engine("b").end_update
+
+        async def end_late() -> None:
+            await asyncio.sleep(0.5)
+            await end()
+
+        monkeypatch.setattr(it.engine("b"), "end_update", end_late)
     async with controller(it.config) as second:
         assert second.states == {"a": (4, False), "b": (3, False)}
         assert not any(it.engine(name).paused or it.engine(name).updating for name in ("a", "b"))
@@ -181,6 +187,7 @@ async def test_engines_whose_parameters_were_being_written_start_again(it: Site,
 async def test_one_of_an_earlier_controller_and_one_that_comes_too_late_start_again(it: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         it.agent(name)
+    monkeypatch.setattr("asyncmoe.engines.membership._RETURN_S", 1.0)
     find = engine_stay.controller
     late = asyncio.Event()
 

@@ -216,7 +216,7 @@ def test_runs_are_compared(browser: Chrome, pages: dict[str, Path]) -> None:
     text = browser.find_element(By.ID, "settings").text
     assert browser.find_element(By.ID, "versions-differ").text.splitlines()[1:] == ["torch 2.8.0 2.9.0"]
     assert "run.seed 0 1" in text
-    assert text.index("run.seed 0 1") < text.index("The runs agree on", text.index("Configuration")) < text.index("rollout.group_size 8 8")
+    assert text.index("run.seed 0 1") < text.index("The runs agree on", text.index("Configuration")) < text.index("rollout.group_size 8")
     browser.find_element(By.LINK_TEXT, "Samples").click()
     Select(browser.find_element(By.CSS_SELECTOR, "[aria-label=run]")).select_by_visible_text("second")
     _until(browser, lambda _: "What is" in browser.find_element(By.CSS_SELECTOR, ".group").text)

@@ -85,7 +85,7 @@ function settings(runs) {
     if (!found.some((one) => Object.keys(one).length)) continue;
     at("settings").append(el("h2", {}, title));
     if (others.length) at("settings").append(compared(`${part}-differ`, runs, found.map((one) => only(one, true))), el("p", { className: "note" }, "The runs agree on:"));
-    at("settings").append(compared(part, runs, found.map((one) => only(one, false))));
+    at("settings").append(compared(part, [others.length ? { name: "all runs" } : runs[0]], [only(first, false)]));
   }
 }
 

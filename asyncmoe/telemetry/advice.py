@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from asyncmoe.telemetry.format import number, percent
 from asyncmoe.telemetry.measured import known, mean, median, share
@@ -27,6 +28,39 @@ LOGPROB_DIFF = 0.5
 ALL_WELL = "Nothing is off."
 NO_STEP = "No reinforcement-learning step yet."
 FEW_STEPS = f"Nothing is wrong so far; what limits the speed is said after {SETTLED_STEPS} RL steps."
+
+
+class Advice(NamedTuple):
+    """Advice on a page of runs.
+
+    Attributes:
+        text: a sentence.
+        runs: what was found in which of several runs, each as "first, second: Trainer idle 61 %"; [] on the page of one run.
+        fine: it names no problem.
+    """
+
+    text: str
+    runs: Sequence[str]
+    fine: bool
+
+
+def merged(advice: Mapping[str, Sequence[str]]) -> list[Advice]:
+    """Return the advice on runs, by name, so that each remedy is given once, with the runs that need it; the most urgent first."""
+    if len(advice) == 1:
+        return [Advice(text, [], text in (ALL_WELL, FEW_STEPS)) for sentences in advice.values() for text in sentences]
+    found: dict[str, dict[str, list[str]]] = {}
+    placed = [(place, name, text) for name, sentences in advice.items() for place, text in enumerate(sentences)]
+    for _, name, text in sorted(placed, key=lambda one: one[0]):
+        finding, _, remedy = text.partition(": ")
+        found.setdefault(remedy or text, {}).setdefault(finding if remedy else "", []).append(name)
+    return [
+        Advice(
+            text[0].upper() + text[1:],
+            [": ".join(filter(None, (", ".join(names), finding))) for finding, names in runs.items()],
+            text in (ALL_WELL, FEW_STEPS),
+        )
+        for text, runs in found.items()
+    ]
 
 
 def advise(rl: Sequence[Step], rollout: Sequence[Rollout] = ()) -> list[str]:

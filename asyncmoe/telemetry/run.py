@@ -57,6 +57,12 @@ class RunRecords:
         names = {span.who for span in self.spans if span.who.startswith("engine.")}
         return sorted(names, key=lambda name: (len(name), name))
 
+    @property
+    def newest(self) -> float | None:
+        """Time of the newest step, rollout record or evaluation, in Unix seconds; None without one."""
+        records: list[Step | Rollout | Evaluation] = [*self.steps[-1:], *self.rollout[-1:], *self.evaluations[-1:]]
+        return max((record.time for record in records), default=None)
+
     def intervals(self, what: What, who: str | None = None) -> list[Interval]:
         """Return the intervals in which `who` (None: anyone) did `what`; neither sorted nor disjoint."""
         return [(span.begin, span.end) for span in self.spans if span.what == what and who in (None, span.who)]

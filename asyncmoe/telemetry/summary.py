@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Annotated
+from statistics import fmean, stdev
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from asyncmoe import storage
-from asyncmoe.telemetry.format import duration, number, percent, quantity
+from asyncmoe.telemetry.format import ABSENT, duration, number, percent, quantity
 from asyncmoe.telemetry.measured import known, mean, median, share
 from asyncmoe.telemetry.metric import Metric, declared
 from asyncmoe.telemetry.overlap import intersection, length
@@ -21,8 +22,25 @@ from asyncmoe.telemetry.run import RunRecords, load, no_step
 ENDS = 5
 """Number of RL steps over which `reward_first` and `reward_last` are averaged."""
 _REASONS = 3
-Row = tuple[str, str, str]
-"""Name, value and meaning."""
+
+
+class Row(NamedTuple):
+    """A row of the summary for people.
+
+    Attributes:
+        meaning: what the number is, the same for every run.
+        detail: more about this run's value.
+        number, unit: the value as a number, and its `metric.Metric.unit`.
+        error: standard error of the number, where known.
+    """
+
+    name: str
+    value: str
+    meaning: str
+    detail: str = ""
+    number: float | None = None
+    unit: str = ""
+    error: float | None = None
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +74,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         Metric("RL training time of trainer.0 in which at least one engine generated.", "share of training time"),
     ]
     wall_seconds: Annotated[float, Metric("RL time.", "seconds")]
-    evaluation_first: Annotated[Evaluation | None, "Evaluation of the lowest version, of its first set."]
-    evaluation_last: Annotated[Evaluation | None, "Evaluation of the highest version, of the same set."]
+    evaluation_first: Annotated[dict[str, Evaluation], "Each set's evaluation of the lowest version, by name; empty without sets."]
+    evaluation_last: Annotated[dict[str, Evaluation], "Each set's evaluation of the highest version."]
     rejected_share: Annotated[float | None, "Rejected share of the started trajectories."]
     rejected: Annotated[dict[str, int] | None, "Rejected trajectories by reason."]
     trainer_restarts: Annotated[int, Metric("Starts in place after the trainer was lost, over all starts of the run.")] = 0
@@ -104,8 +122,8 @@ def summary_of(run: RunRecords) -> Summary:
         engine_idle_share=_engine_idle_share(run, wall),
         overlap_share=overlap_share(run),
         wall_seconds=wall,
-        evaluation_first=run.evaluations[0] if run.evaluations else None,
-        evaluation_last=next((one for one in reversed(run.evaluations) if one.name == run.evaluations[0].name), None),
+        evaluation_first={one.name: one for one in reversed(run.evaluations)},
+        evaluation_last={one.name: one for one in run.evaluations},
         rejected_share=_rejected_share(last) if last else None,
         rejected=dict(last.rejected) if last else None,
         trainer_restarts=run.trainer_restarts,
@@ -123,19 +141,45 @@ def what_it_was(run: RunRecords, summary: Summary) -> str:
 
 
 def rows(run: RunRecords, summary: Summary) -> list[Row]:
-    """Return the summary as a table, with rows for evaluations, stages of scoring, and rejections."""
-    found = [(name.replace("_", " "), _shown(getattr(summary, name), one), one.help) for name, one in declared(Summary).items()]
-    for name in ("evaluation_first", "evaluation_last"):
-        if (evaluation := getattr(summary, name)) is not None:
-            found.append((name.replace("_", " "), number(evaluation.reward_mean), evaluated(evaluation)))
+    """Return what was measured as a table, with rows for evaluations, stages of scoring, and rejections. Of a run with so few steps that
+    the first are the last, `reward_first` is left out."""
+    rewards = known(step.reward_mean for step in run.rl)
+    errors = {"reward_first": _standard_error(rewards[:ENDS]), "reward_last": _standard_error(rewards[-ENDS:])}
+    found = [
+        Row(name.replace("_", " "), _shown(value, one.unit, errors.get(name)), one.help, "", value, one.unit, errors.get(name))
+        for name, one in declared(Summary).items()
+        if (value := getattr(summary, name)) is not None and (name != "reward_first" or len(rewards) > ENDS)
+    ]
+    for when, version, sets in (("first", "lowest", summary.evaluation_first), ("last", "highest", summary.evaluation_last)):
+        meaning = f"Mean reward of the {version} version evaluated."
+        for name, one in sorted(sets.items()):
+            label, reward, error = " ".join(("evaluation", when, name)).strip(), one.reward_mean, one.reward_stderr
+            found.append(Row(label, _shown(reward, "", error), meaning, " · ".join(_about(one)), reward, "", error))
     for record in run.rollout[-1:]:
-        found += [(name, number(stage.scored), describe(stage)) for name, stage in record.scoring.items()]
-        found.append(("rejected", percent(summary.rejected_share), rejected(run.rollout)))
+        for name, stage in record.scoring.items():
+            found.append(Row(name, number(stage.scored), "Scored samples.", describe(stage), stage.scored))
+        gone = summary.rejected_share
+        found.append(Row("rejected", percent(gone), "Rejected trajectories.", rejected(run.rollout), gone, "share"))
     return found
 
 
-def _shown(value: float | None, metric: Metric) -> str:
-    return quantity(value, metric.unit) if metric.is_share or metric.unit == "seconds" else number(value, metric.unit)
+def difference(first: Row, second: Row) -> str:
+    """Describe the second run's value minus the first's, with the standard error of the difference of independent runs where both errors
+    are known: "+0.12 ± 0.071"; shares differ by points, hundredths."""
+    if first.number is None or second.number is None:
+        return ABSENT
+    by = second.number - first.number
+    error = None if first.error is None or second.error is None else math.hypot(first.error, second.error)
+    return f"{'+' if by > 0 else '-' if by < 0 else ''}{_shown(abs(by), first.unit, error)}".replace(" %", " points")
+
+
+def _standard_error(values: Sequence[float]) -> float | None:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def _shown(value: float | None, unit: str, error: float | None = None) -> str:
+    text = quantity(value, unit) if unit.startswith("share") or unit in ("seconds", "milliseconds") else number(value, unit)
+    return text if error is None else f"{text} ± {number(error, digits=2)}"
 
 
 def overlap_share(run: RunRecords) -> float | None:
@@ -172,11 +216,15 @@ def describe(stage: Scoring) -> str:
 def evaluated(record: Evaluation) -> str:
     """Describe an evaluation: "version 20   math   reward 0.43 ± 0.05   pass@4 0.7   25 % failed"; omits an absent name, pass@k or
     failures."""
-    error = "" if record.reward_stderr is None else f" ± {number(record.reward_stderr)}"
+    version, *more = _about(record)
+    reward = _shown(record.reward_mean, "", record.reward_stderr)
+    return "   ".join([version, *([record.name] if record.name else []), f"reward {reward}", *more])
+
+
+def _about(record: Evaluation) -> list[str]:
     failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
     passed = [f"pass@{record.samples} {number(passing)}" for k, passing in record.pass_at.items() if k == str(record.samples) != "1"]
-    named = [record.name] if record.name else []
-    return "   ".join([f"version {record.version}", *named, f"reward {number(record.reward_mean)}{error}", *passed, *failed])
+    return [f"version {record.version}", *passed, *failed]
 
 
 def counts(by_reason: Mapping[str, int]) -> str:

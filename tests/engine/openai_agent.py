@@ -9,10 +9,10 @@ def two_questions(base_url: str, api_key: str, prompt: str, answer: str) -> floa
 
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages: list[dict[str, str]] = [{"role": "user", "content": prompt}]
-        first = client.chat.completions.create(model="any", messages=messages, max_tokens=12)  # type: ignore[arg-type]
+        first = client.chat.completions.create(model="policy", messages=messages, max_tokens=12)  # type: ignore[arg-type]
         said = first.choices[0].message.content or ""
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "and again?"}]
-        second = client.chat.completions.create(model="any", messages=messages, max_tokens=9)  # type: ignore[arg-type]
+        second = client.chat.completions.create(model="policy", messages=messages, max_tokens=9)  # type: ignore[arg-type]
     assert first.usage is not None
     assert second.usage is not None
     return float(first.usage.completion_tokens * 100 + second.usage.completion_tokens)
@@ -28,12 +28,12 @@ def streamed_and_stopped(base_url: str, api_key: str, prompt: str, answer: str) 
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages: list[dict[str, str]] = [{"role": "user", "content": prompt}]
         stops, options = list(LETTERS), {"include_usage": True}
-        asked = {"model": "any", "messages": messages, "max_tokens": 12, "temperature": 0.0}
+        asked = {"model": "policy", "messages": messages, "max_tokens": 12, "temperature": 0.0}
         parts = list(client.chat.completions.create(**asked, stream=True, stop=stops, stream_options=options))  # type: ignore[call-overload]
         said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
         assert not set(said) & set(LETTERS)
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "and again?"}]
-        second = client.chat.completions.create(model="any", messages=messages, max_tokens=9)  # type: ignore[arg-type]
+        second = client.chat.completions.create(model="policy", messages=messages, max_tokens=9)  # type: ignore[arg-type]
     assert second.usage is not None
     return float(parts[-1].usage.completion_tokens * 100 + second.usage.completion_tokens)
 
@@ -44,12 +44,12 @@ def goes_back(base_url: str, api_key: str, prompt: str, answer: str) -> dict[str
 
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages: list[dict[str, str]] = [{"role": "user", "content": prompt}]
-        first = client.chat.completions.create(model="any", messages=messages, max_tokens=12)  # type: ignore[arg-type]
+        first = client.chat.completions.create(model="policy", messages=messages, max_tokens=12)  # type: ignore[arg-type]
         said = first.choices[0].message.content or ""
         paths = []
         for content, question in ((said, "and again?"), (said, "or else?"), (said[1:], "and again?")):
             asked = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": question}]
-            answered = client.chat.completions.with_raw_response.create(model="any", messages=asked, max_tokens=9)  # type: ignore[arg-type]
+            answered = client.chat.completions.with_raw_response.create(model="policy", messages=asked, max_tokens=9)  # type: ignore[arg-type]
             paths.append(answered.headers["asyncmoe-path"])
     assert paths == ["policy", "policy/2", "policy/3"]
     return {"policy": 1.0, "policy/2": 0.0}

@@ -47,7 +47,7 @@ def test_a_run_trains_and_says_what_it_did(finished: Path) -> None:
 
 def test_versions_are_evaluated_while_training_goes_on(finished: Path) -> None:
     summary, steps = summary_of(finished), metrics(finished)
-    first, last = summary["evaluation_first"], summary["evaluation_last"]
+    first, last = summary["evaluation_first"][""], summary["evaluation_last"][""]
     assert (first["version"], first["version_min"]) == (4, 4)
     assert (last["version"], last["version_min"]) == (10, 10), "the run ends when its last version has been evaluated"
     for found in (first, last):

@@ -29,7 +29,7 @@ from tests.unit.openai_policy import EOS, IM_END, SAMPLING, Policy
 
 
 def request(messages: list[dict[str, Any]], **fields: object) -> bytes:
-    return json.dumps({"model": "m", "messages": messages, **fields}).encode()
+    return json.dumps({"model": "policy", "messages": messages, **fields}).encode()
 
 
 def parse(body: bytes, expected: Collection[str] = ()) -> CompletionRequest:
@@ -140,6 +140,22 @@ def test_the_longest_conversation_is_continued(known: Tokenizer) -> None:
     assert names(talk(known, one, two, three)) == ["policy"] * 3
     # The second asks again where the first was; the third continues the longer of the two.
     assert names(talk(known, one, one, two, three)) == ["policy", "policy/2", "policy", "policy"]
+
+
+def test_the_model_names_the_agent(known: Tokenizer) -> None:
+    policy, first = Policy(openai_policy.text(known, "hello")), [user("a")]
+    episode = policy.episode(known)
+
+    async def talked() -> list[str]:
+        session = Session(episode)
+        turns = [("solver", first), ("checker", first), ("checker", [*first, HELLO, user("b")]), ("checker", [user("c")])]
+        turns += [("solver/2", [user("d")]), ("solver", first), ("policy", first), ("a\r\nheader: b", [user("e")]), ("x" * 65, [user("f")])]
+        return [(await ask(session, messages, model=model))[1].path for model, messages in turns]
+
+    found = asyncio.run(talked())
+    assert found == ["solver", "checker", "checker", "checker/2", "solver/2", "solver/3", "policy", "policy/2", "policy/3"]
+    trees = {agent.name: agent.tree for agent in episode.agents.values()}
+    assert (trees["solver/3"], trees["checker/2"]) == ("solver", "checker/2"), "a fork, and another agent"
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -29,10 +29,10 @@ def test_errors_reach_openais_client_as_its_own_and_are_not_repeated(known: Toke
     async def client(url: str, session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
             with pytest.raises(openai.BadRequestError) as refused:
-                await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=0)
+                await client.chat.completions.create(model="policy", messages=MESSAGES, max_tokens=0)
             assert (refused.value.param, refused.value.message.rpartition("max_tokens ")[2][:4]) == ("max_tokens", "must")
             with pytest.raises(openai.InternalServerError) as failed:
-                await client.chat.completions.create(model="m", messages=[*MESSAGES, *MESSAGES], max_tokens=1)
+                await client.chat.completions.create(model="policy", messages=[*MESSAGES, *MESSAGES], max_tokens=1)
             assert failed.value.code == "engine_failed"
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key + "x") as stranger:
             with pytest.raises(openai.AuthenticationError):
@@ -70,7 +70,7 @@ def test_floods_and_garbage_are_refused_in_openais_form(known: Tokenizer, monkey
             assert reply.status == 404
             assert (await reply.json())["error"]["type"] == "invalid_request_error"
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as ours:
-            assert (await ours.chat.completions.create(model="m", messages=MESSAGES)).choices[0].message.content == "hello"
+            assert (await ours.chat.completions.create(model="policy", messages=MESSAGES)).choices[0].message.content == "hello"
 
     served(says(known), known, client)
 
@@ -80,7 +80,7 @@ def test_a_client_that_goes_away_ends_its_request_to_the_engine(known: Tokenizer
 
     async def client(url: str, session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key, max_retries=0) as impatient:
-            asking = asyncio.create_task(impatient.chat.completions.create(model="m", messages=MESSAGES))
+            asking = asyncio.create_task(impatient.chat.completions.create(model="policy", messages=MESSAGES))
             while not policy.hanging:
                 await asyncio.sleep(0.01)
             asking.cancel()
@@ -90,7 +90,7 @@ def test_a_client_that_goes_away_ends_its_request_to_the_engine(known: Tokenizer
             await asyncio.sleep(0.01)
         policy.say = openai_policy.text(known, "hello")
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as patient:
-            await patient.chat.completions.create(model="m", messages=MESSAGES)
+            await patient.chat.completions.create(model="policy", messages=MESSAGES)
 
     made = served(policy, known, client)
     assert policy.hanging == policy.cancelled == 1
@@ -124,7 +124,7 @@ def test_an_agent_written_for_openai_drives_episodes_at_once(known: Tokenizer) -
     policy = says(known, "2")
     assert play("two_turns", policy, known, episodes=6) == [1.0] * 6
     assert len(set(openai_agents.keys)) == 6
-    assert {name for name, _, _ in policy.asked} == {"policy"}
+    assert {name for name, _, _ in policy.asked} == {"gpt-4o"}
     turn = known.encode("\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n")
     assert [given for _, given, _ in policy.asked].count(turn) == 6
 
@@ -171,10 +171,10 @@ def test_openais_client_is_told_what_was_overridden(known: Tokenizer, caplog: py
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
             create = client.chat.completions.with_raw_response.create
             for _ in range(3):
-                raw = await create(model="m", messages=MESSAGES, temperature=0.0, seed=3, logprobs=True, stop=";")
+                raw = await create(model="policy", messages=MESSAGES, temperature=0.0, seed=3, logprobs=True, stop=";")
             assert raw.headers["asyncmoe-overridden"] == "temperature, seed, logprobs"
             assert [choice.message.content for choice in raw.parse().choices] == ["hello"]
-            assert "asyncmoe-overridden" not in (await create(model="m", messages=MESSAGES, temperature=0.7)).headers
+            assert "asyncmoe-overridden" not in (await create(model="policy", messages=MESSAGES, temperature=0.7)).headers
 
     with caplog.at_level("WARNING"):
         served(says(known, "hello; world"), known, client)
@@ -202,8 +202,8 @@ def test_a_stream_is_kept_alive_until_the_client_leaves_or_it_fails(known: Token
             await asyncio.sleep(0.01)
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
             streams = [
-                await client.chat.completions.create(model="m", messages=MESSAGES, stream=True),
-                await client.responses.create(model="m", input="a", stream=True),
+                await client.chat.completions.create(model="policy", messages=MESSAGES, stream=True),
+                await client.responses.create(model="policy", input="a", stream=True),
             ]
             fail.set()
             for stream in streams:

@@ -18,7 +18,7 @@ def test_anthropics_api_calls_tools_streams_and_counts(known: Tokenizer) -> None
 
     async def client(url: str, session: Session) -> None:
         async def send(path: str, **fields: Any) -> Any:
-            body = json.dumps({"model": "m", "max_tokens": 90, "tools": [tool], **fields})
+            body = json.dumps({"model": "policy", "max_tokens": 90, "tools": [tool], **fields})
             async with aiohttp.request("POST", f"{url}/{path}", data=body, headers={"x-api-key": session.key}) as reply:
                 assert reply.status == 200, await reply.text()
                 return await reply.text()

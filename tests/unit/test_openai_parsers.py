@@ -73,7 +73,7 @@ def test_calls_of_each_family_reach_clients_of_each_api_and_are_never_tokenised_
     async def chat(client: openai.AsyncOpenAI) -> None:
         asked: list[Any] = [*MESSAGES]
         for number in range(2):
-            told = (await client.chat.completions.create(model="m", messages=asked, tools=TOOLS)).choices[0]
+            told = (await client.chat.completions.create(model="policy", messages=asked, tools=TOOLS)).choices[0]
             calls: list[Any] = told.message.tool_calls or []
             assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == expected
             assert (told.message.content or "", told.finish_reason) == (text, "tool_calls" if calls else "stop")
@@ -87,7 +87,7 @@ def test_calls_of_each_family_reach_clients_of_each_api_and_are_never_tokenised_
     async def responses(client: openai.AsyncOpenAI) -> None:
         asked: list[Any] = [{"role": "user", "content": "b"}]
         for _ in range(2):
-            told = await client.responses.create(model="m", input=asked, tools=FUNCTIONS)  # type: ignore[arg-type]
+            told = await client.responses.create(model="policy", input=asked, tools=FUNCTIONS)  # type: ignore[arg-type]
             calls = [item for item in told.output if item.type == "function_call"]
             assert [(call.name, json.loads(call.arguments)) for call in calls] == expected
             assert told.output_text == text
@@ -97,7 +97,7 @@ def test_calls_of_each_family_reach_clients_of_each_api_and_are_never_tokenised_
     async def messages(url: str, session: Session) -> None:
         asked: list[Any] = [{"role": "user", "content": "c"}]
         for _ in range(2):
-            body = json.dumps({"model": "m", "max_tokens": 1000, "messages": asked, "tools": ANTHROPICS}).encode()
+            body = json.dumps({"model": "policy", "max_tokens": 1000, "messages": asked, "tools": ANTHROPICS}).encode()
             async with post(url, session, body, path="messages") as reply:
                 told = await reply.json()
             used = [block for block in told["content"] if block["type"] == "tool_use"]
@@ -155,7 +155,7 @@ def test_a_template_that_wants_calls_as_such_gets_results_of_many_rounds(known: 
         messages: list[Any] = [*MESSAGES]
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as openais:
             for number in range(4):
-                told = (await openais.chat.completions.create(model="m", messages=messages, tools=TOOLS)).choices[0].message
+                told = (await openais.chat.completions.create(model="policy", messages=messages, tools=TOOLS)).choices[0].message
                 results = [{"role": "tool", "tool_call_id": call.id, "content": str(number)} for call in told.tool_calls or []]
                 messages += [told.to_dict(), *results]
         messages[-1]["tool_call_id"] = "too long an id"

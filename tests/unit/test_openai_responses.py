@@ -25,12 +25,14 @@ def test_openais_client_speaks_the_responses_api(known: Tokenizer) -> None:
 
     async def client(url: str, session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key=session.key) as client:
-            raw = await client.responses.with_raw_response.create(model="m", input="a", instructions="be", tools=[FUNCTION], temperature=0)
+            raw = await client.responses.with_raw_response.create(
+                model="policy", input="a", instructions="be", tools=[FUNCTION], temperature=0
+            )
             assert raw.headers["asyncmoe-overridden"] == "tools.strict, temperature, tools"
             first = raw.parse()
             assert (first.temperature, first.status, first.usage is not None) == (0.7, "completed", True)
             asked: Any = [{"role": "user", "content": "b"}]
-            again: Any = {"model": "m", "instructions": "be", "tools": [FUNCTION]}
+            again: Any = {"model": "policy", "instructions": "be", "tools": [FUNCTION]}
             second = await client.responses.create(input=asked, previous_response_id=first.id, **again)
             assert second.usage.input_tokens > first.usage.total_tokens  # type: ignore[union-attr]
             stream = await client.responses.create(input="c", previous_response_id=second.id, stream=True, **again)
@@ -40,10 +42,10 @@ def test_openais_client_speaks_the_responses_api(known: Tokenizer) -> None:
             assert kinds[:4] == [f"response.{k}" for k in ("created", "in_progress", "output_item.added", "content_part.added")]
             assert (kinds.count("response.output_item.done"), kinds[-1]) == (2, "response.completed")
             assert [item.type for item in events[-1].response.output] == ["message", "function_call"]
-            cut = await client.responses.create(model="m", input="z", max_output_tokens=1)
+            cut = await client.responses.create(model="policy", input="z", max_output_tokens=1)
             assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
             with pytest.raises(openai.NotFoundError, match="no response"):
-                await client.responses.create(model="m", input="z", previous_response_id="resp_0")
+                await client.responses.create(model="policy", input="z", previous_response_id="resp_0")
 
     served(policy, known, client)
     assert [name for name, _, _ in policy.asked] == ["policy"] * 3 + ["policy/2"]
@@ -57,13 +59,13 @@ def test_functions_of_namespaces_are_called_by_their_full_names(known: Tokenizer
 
     async def client(url: str, session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key="another", default_headers={"x-api-key": session.key}) as client:
-            first = await client.responses.create(model="m", input="a", tools=tools, extra_body={"client_metadata": {"a": "b"}})
+            first = await client.responses.create(model="policy", input="a", tools=tools, extra_body={"client_metadata": {"a": "b"}})
             (called,) = first.output
             assert isinstance(called, ResponseFunctionToolCall)
             assert (called.namespace, called.name) == ("maps", "find")
             result: Any = {"type": "function_call_output", "call_id": called.call_id, "output": "here"}
             given: Any = [{"role": "user", "content": "a"}, called.to_dict(), result]
-            events = [event async for event in await client.responses.create(model="m", input=given, tools=tools, stream=True)]
+            events = [event async for event in await client.responses.create(model="policy", input=given, tools=tools, stream=True)]
             (again,) = events[-1].response.output  # type: ignore[union-attr]
             assert (again.namespace, again.name) == ("maps", "find")  # type: ignore[union-attr]
 

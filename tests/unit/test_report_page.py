@@ -15,7 +15,7 @@ from report_pages import NASTY, data_of, groups_of, packed, write_samples
 from telemetry_runs import write_run
 
 from asyncmoe.errors import DataError, UserError
-from asyncmoe.telemetry import versions
+from asyncmoe.telemetry import heartbeats, versions
 from asyncmoe.telemetry.advice import NO_STEP
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.report import command, page, run_page
@@ -131,6 +131,16 @@ def test_what_cannot_be_shown_or_written_is_refused(tmp_path: Path) -> None:
         command.report(tmp_path / "run")
 
 
+def test_a_page_says_that_a_run_ended_only_if_every_process_it_needs_did(tmp_path: Path) -> None:
+    end = write_run(tmp_path, warmup=1, rl=2)
+    found = [data_of(command.report(tmp_path))[0]]
+    for role, does in (("controller", heartbeats.ENDED), ("engine.0", "serve"), ("trainer.0", "train"), ("trainer.0", heartbeats.ENDED)):
+        heartbeats.Heart(tmp_path, role, 0.0).beat(does)
+        found.append(data_of(command.report(tmp_path))[0])
+    assert [run["ended"] for run in found] == [False, True, True, False, True]
+    assert found[0]["newest"] == end
+
+
 def test_the_page_has_the_versions_of_the_newest_start(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=1, rl=1)
     with JsonLines(tmp_path / versions.VERSIONS) as lines:
@@ -149,8 +159,8 @@ def test_a_run_whose_groups_were_all_rejected_has_a_page(tmp_path: Path) -> None
     (tmp_path / "run" / METRICS).unlink()
     assert run_command(["report", str(tmp_path / "run")]).exit_code == 0
     run = data_of(tmp_path / "run" / command.REPORT)[0]
-    assert run["advice"][0] == NO_STEP
+    assert json.loads(packed((tmp_path / "run" / command.REPORT).read_text(), "data"))["advice"] == [[NO_STEP, [], False]]
     assert groups_of(tmp_path / "run" / command.REPORT)
     assert any(row[0] == "rejected" for row in run["summary"])
     both = command.report(tmp_path / "whole", tmp_path / "run", out=tmp_path / "both.html")
-    assert [one["advice"][0] == NO_STEP for one in data_of(both)] == [False, True]
+    assert [NO_STEP, ["run"], False] in json.loads(packed(both.read_text(), "data"))["advice"]

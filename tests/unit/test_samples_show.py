@@ -17,6 +17,7 @@ from tokenizers import decoders, models
 
 from asyncmoe.errors import DataError, UserError
 from asyncmoe.platform import collectives
+from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.telemetry.samples import terminal
 from asyncmoe.telemetry.samples.colours import Colour
@@ -104,6 +105,20 @@ def test_the_middle_of_a_long_response_is_left_out(run_dir: Path, tmp_path: Path
     run.group(0, ["x" * 3000, "19"])
     assert "… 2601 tokens …" in shown(tmp_path / "long", width=120).replace("\n", "")
     assert shown(tmp_path / "long", tokens=0).count("x") == 3000
+
+
+def test_a_second_agent_is_shown_with_what_it_was_asked(tmp_path: Path) -> None:
+    class Checked:
+        async def run(self, episode: Episode) -> float:
+            for name, asked in (("policy", episode.prompt.text), ("checker", "is it right?")):
+                agent = episode.agent(name)
+                agent.see(asked)
+                await agent.respond()
+            return 1.0
+
+    SampledRun(tmp_path / "run", Checked()).group(0, ["19", "yes", "x", "no"])
+    text = shown(tmp_path / "run", width=160)
+    assert [text.count(words) for words in ("12+7=", "is it right?", "response 0 checker")] == [1, 2, 1]
 
 
 def test_nothing_of_the_models_is_a_control_character(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from telemetry_runs import config_of, evaluation, write_run
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.telemetry.advice import ALL_WELL, FEW_STEPS, NO_STEP, advise
+from asyncmoe.telemetry.advice import ALL_WELL, FEW_STEPS, NO_STEP, advise, merged
 from asyncmoe.telemetry.format import duration, number, percent
 from asyncmoe.telemetry.live import LiveView, line
 from asyncmoe.telemetry.prometheus import Prometheus
@@ -113,6 +113,17 @@ def test_advice_is_quiet_when_all_is_well_and_puts_wrong_results_first() -> None
     assert advise(steps(), rollout()) == [ALL_WELL]
     assert advise([]) == [NO_STEP]
     assert "differ by up to" in advise(steps(wait_seconds=1.9, logprob_diff_max_same_version=0.8))[0]
+
+
+def test_a_remedy_for_several_runs_is_given_once_the_most_urgent_first() -> None:
+    slow, other, fine = "Trainer idle 61 %: add engines", "Trainer idle 50 %: add engines", [ALL_WELL]
+    assert merged({"a": [slow, NO_STEP]}) == [(slow, [], False), (NO_STEP, [], False)]
+    found = merged({"b": [slow], "a": ["Loss: stop", other], "c": [slow], "d": fine, "e": fine})
+    assert found == [
+        ("Add engines", ["b, c: Trainer idle 61 %", "a: Trainer idle 50 %"], False),
+        ("Stop", ["a: Loss"], False),
+        (ALL_WELL, ["d, e"], True),
+    ]
 
 
 # ---------------------------------------------------------------- words

@@ -53,7 +53,7 @@ def test_a_whole_run_has_every_figure(tmp_path: Path) -> None:
     assert set(drawn["Idle time and queue"]) == {"Queue", "Engines at work"}
     assert list(_curves(drawn["Learning"]["Response length"])) == ["mean", *(f"quantile {share}" for share in ("0.1", "0.5", "0.9", "1.0"))]
     rows = {row[0]: row[1:] for row in page["summary"]}
-    assert (rows["evaluation last"][0], rows["steps"][0]) == ("0.54", "40")
+    assert (rows["evaluation last"][0], rows["steps"][0]) == ("0.54 ± 0.05", "40")
     (recent,) = drawn["Timeline"].values()
     assert recent["title"].startswith("Last 10 steps; an engine generates during ")
     assert [mark["text"] for mark in recent["layout"]["annotations"]] == [f"step {n}" for n in range(31, 41)]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from telemetry_runs import evaluation, write_run
 
 from asyncmoe.errors import DataError
+from asyncmoe.telemetry.measured import known
 from asyncmoe.telemetry.records import JsonLines
 from asyncmoe.telemetry.rollout_schema import Rollout
+from asyncmoe.telemetry.run import RunRecords, load
 from asyncmoe.telemetry.schema import CONTROLLER_SPANS, EVALUATION, METRICS, ROLLOUT, TRAINER_SPANS, Resume, Span, Step
-from asyncmoe.telemetry.summary import write_summary
+from asyncmoe.telemetry.summary import Row, difference, rows, summary_of, write_summary
 
 
 def _rl(step: int, end: float, *, wait: float = 1.0, sync: float | None = 2.0, pause: float | None = 30.0, **more: float) -> Step:
@@ -82,18 +86,60 @@ def test_every_number(run_dir: Path) -> None:
         "engine_idle_share": pytest.approx(1 - ((5 + 5 + 1) + (2 + 10)) / 2 / wall),
         "overlap_share": pytest.approx((4 + 2) / (6 + 4)),
         "wall_seconds": wall,
-        "evaluation_first": msgspec.to_builtins(evaluation(1, 0.1)),
-        "evaluation_last": msgspec.to_builtins(evaluation(4, 0.4)),
+        "evaluation_first": {"": msgspec.to_builtins(evaluation(1, 0.1))},
+        "evaluation_last": {"": msgspec.to_builtins(evaluation(4, 0.4))},
         "trainer_restarts": 0,
         "rejected_share": pytest.approx((6 + 8) / 150),
         "rejected": {"scorer_error": 8, "scorer_nan": 6},
     }
 
 
+def test_every_evaluation_set_is_in_the_summary(tmp_path: Path) -> None:
+    write_run(tmp_path, warmup=1, rl=0)
+    with JsonLines(tmp_path / EVALUATION) as evaluations:
+        for version, name, reward in ((1, "b", 0.1), (2, "a", 0.2), (2, "b", 0.3), (3, "a", 0.4)):
+            evaluations.write(evaluation(version, reward, name=name))
+    run = load(tmp_path)
+    summary = summary_of(run)
+    sets = (summary.evaluation_first, summary.evaluation_last)
+    assert [{name: one.version for name, one in each.items()} for each in sets] == [{"b": 1, "a": 2}, {"b": 2, "a": 3}]
+    found = [(row.name, row.number) for row in rows(run, summary) if row.name.startswith("evaluation") and row.error == 0.05]
+    first, last = [("evaluation first a", 0.2), ("evaluation first b", 0.1)], [("evaluation last a", 0.4), ("evaluation last b", 0.3)]
+    assert found == first + last
+
+
+def test_rewards_have_the_standard_error_of_their_steps(tmp_path: Path) -> None:
+    """With five steps or fewer the first are the last, and are shown once."""
+    write_run(tmp_path, warmup=1, rl=12)
+    run = load(tmp_path)
+    rewards = known(step.reward_mean for step in run.rl)
+    found = {row.name: row.error for row in rows(run, summary_of(run))}
+    assert found["reward first"] == pytest.approx(np.std(rewards[:5], ddof=1) / 5**0.5)
+    assert found["reward last"] == pytest.approx(np.std(rewards[-5:], ddof=1) / 5**0.5)
+    short = RunRecords([run.rl[:5]], [], [])
+    assert not {"reward first"} & {row.name for row in rows(short, summary_of(short))}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "unit", "expected"),
+    [
+        ((0.5, 0.03), (0.625, 0.04), "", "+0.125 ± 0.05"),
+        ((0.5, None), (0.25, 0.04), "", "-0.25"),
+        ((0.5, None), (0.25, None), "share of time", "-25 points"),
+        ((90.0, None), (90.0, None), "seconds", "0 s"),
+        ((None, None), (1.0, None), "", "–"),
+    ],
+)
+def test_a_difference_is_beside_its_standard_error(first: tuple[Any, Any], second: tuple[Any, Any], unit: str, expected: str) -> None:
+    one, other = (Row("", "", "", number=number, unit=unit, error=error) for number, error in (first, second))
+    assert difference(one, other) == expected
+
+
 def test_only_warmup_gives_nulls(tmp_path: Path) -> None:
     write_run(tmp_path, warmup=5, rl=0)
     summary = write_summary(tmp_path)
     assert [summary.pop(name) for name in ("steps", "wall_seconds", "trainer_restarts")] == [0, 0, 0]
+    assert [summary.pop(name) for name in ("evaluation_first", "evaluation_last")] == [{}, {}]
     assert set(summary.values()) == {None}
 
 

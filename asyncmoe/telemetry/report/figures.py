@@ -23,11 +23,10 @@ MOST_CURVES = 32
 """Maximum curves of a run in a figure."""
 COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"),
-    *("#7a6a00", "#30363d", "#8250df", "#bf3989", "#116329", "#a40e26"),
+    *("#948200", "#7d8590", "#9a6bff", "#d2469b", "#9a6324", "#e5484d"),
 )
-"""The first are Okabe and Ito's, which colour-blind readers can distinguish."""
+"""Legible on white and on black. The first are Okabe and Ito's, which colour-blind readers can distinguish."""
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-_SCALE = ((0, "#f7fafc"), (0.25, "#b9dcef"), (0.6, "#3d93c4"), (1, "#08306b"))
 _KINDS: Mapping[type[Drawn], str] = {Evaluation: "RL step", Step: "RL step", Rollout: "minutes of RL"}
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 Row = tuple[float | None, ...]
@@ -168,7 +167,6 @@ def _heat(title: str, curves: Sequence[Curve], plot: Plot) -> Figure:
         "y": [f"{key:g}" for key in keys],
         "z": [[_short(value) for value in row] for row in z],
         "zmin": 0,
-        "colorscale": _SCALE,
         "colorbar": {"thickness": 9, "outlinewidth": 0, "ticksuffix": suffix},
         "ygap": 1,
         "hovertemplate": f"{x_axis} %{{x}}<br>{metric.key} %{{y}}: %{{z:.3~g}}{suffix}<extra></extra>",
@@ -192,10 +190,11 @@ def _lines(title: str, curves: Sequence[Curve], plot: Plot, runs: Sequence[str])
     about += f" {len(data)} of {len(curves)} curves are drawn." if len(data) < len(curves) else ""
     about += " Bars: one standard error to either side." if any("error_y" in trace for trace in data) else ""
     floor = {"rangemode": "tozero"} if plot.from_zero else {}
-    legend = {"orientation": "h", "x": 0, "y": -0.24, "yanchor": "top"}
-    height = 248 + 18 * min(-(-len(data) // 3), 12) * named
+    columns = max(1, 380 // (50 + 6 * max(len(trace["name"]) for trace in data)))
+    words = 19 * min(-(-len(data) // columns), 12) * named
+    legend = {"orientation": "h", "x": 0, "y": -0.24, "yanchor": "top", "maxheight": words + 10}
     axes = axis(_KINDS[plot.kind]), axis(hoverformat=".4~g", **floor)
-    return Figure(title, about, _unit(metric), data, layout(height, *axes, legend=legend))
+    return Figure(title, about, _unit(metric), data, layout(248 + words, *axes, legend=legend))
 
 
 def _trace(curve: Curve, colour: str) -> dict[str, Any]:
@@ -213,12 +212,11 @@ def thinned(rows: Sequence[Row]) -> list[Row]:
 
 
 def layout(height: int, x_axis: Mapping[str, Any], y_axis: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the common layout of figures."""
+    """Return the common layout of figures; their colours are the page's."""
     return {
         "height": height,
-        "font": {"family": 'system-ui, "DejaVu Sans", sans-serif', "size": 11, "color": "#30363d"},
+        "font": {"family": 'system-ui, "DejaVu Sans", sans-serif', "size": 11},
         "margin": {"l": 8, "r": 10, "t": 24, "b": 8},
-        "plot_bgcolor": "#fff",
         "hovermode": "x unified",
         "hoverlabel": {"font": {"size": 11}, "namelength": -1, "align": "left"},
         "xaxis": x_axis,
@@ -230,7 +228,7 @@ def layout(height: int, x_axis: Mapping[str, Any], y_axis: Mapping[str, Any], **
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
     """Return an axis."""
     words = {"title": {"text": title, "standoff": 4}} if title else {}
-    return {**words, "automargin": True, "gridcolor": "#eef1f4", "exponentformat": "e", "zeroline": False, **more}
+    return {**words, "automargin": True, "exponentformat": "e", "zeroline": False, **more}
 
 
 def _unit(metric: Metric) -> str:

@@ -12,7 +12,8 @@ import msgspec
 import yaml
 
 from asyncmoe.errors import DataError
-from asyncmoe.telemetry.advice import advise
+from asyncmoe.telemetry import heartbeats
+from asyncmoe.telemetry.advice import Advice, advise, merged
 from asyncmoe.telemetry.loggers.points import flat
 from asyncmoe.telemetry.report import figures, timeline
 from asyncmoe.telemetry.report.figures import PageSection
@@ -21,7 +22,7 @@ from asyncmoe.telemetry.samples.index import index
 from asyncmoe.telemetry.samples.records import REJECTED
 from asyncmoe.telemetry.samples.tokens import as_json
 from asyncmoe.telemetry.samples.visible import visible
-from asyncmoe.telemetry.summary import Row, rows, summary_of, what_it_was
+from asyncmoe.telemetry.summary import Row, difference, rows, summary_of, what_it_was
 from asyncmoe.telemetry.versions import read as read_versions
 
 CONFIG = "config.yaml"
@@ -40,13 +41,16 @@ class RunPage:
     """The content of the page for a run, apart from its figures.
 
     Attributes:
+        newest: time of the newest record, in Unix seconds; None if no record has one.
+        ended: whether the run ended well, after that record.
         versions: as of the newest start; {} if none were recorded.
         samples: a note to readers on the groups.
     """
 
     name: str
     what: str
-    advice: Sequence[str]
+    newest: float | None
+    ended: bool
     summary: Sequence[Row]
     settings: Mapping[str, str]
     versions: Mapping[str, str]
@@ -55,9 +59,16 @@ class RunPage:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of runs. rules: the rule behind each letter of a token that is not trained on."""
+    """A page of runs.
+
+    Attributes:
+        differences: of two runs, by name of the row: the second's value minus the first's.
+        rules: the rule behind each letter of a token that is not trained on.
+    """
 
     runs: Sequence[RunPage]
+    advice: Sequence[Advice]
+    differences: Mapping[str, str]
     sections: Sequence[PageSection]
     rules: Mapping[str, str] = field(default_factory=lambda: REJECTED)
 
@@ -78,7 +89,8 @@ def page_of(run_dirs: Sequence[Path], samples: bool = False) -> tuple[Page, list
         RunPage(
             name=name,
             what=what_it_was(run, summary := summary_of(run)),
-            advice=advise(run.rl, run.rollout),
+            newest=run.newest,
+            ended=_ended(run_dir),
             summary=rows(run, summary),
             settings=settings(run_dir),
             versions=read_versions(run_dir),
@@ -86,7 +98,16 @@ def page_of(run_dirs: Sequence[Path], samples: bool = False) -> tuple[Page, list
         )
         for run_dir, (name, run), (_, note) in zip(run_dirs, runs.items(), groups, strict=True)
     ]
-    return Page(pages, [timeline.section(runs), *figures.sections(runs)]), [found for found, _ in groups]
+    advice = merged({name: advise(run.rl, run.rollout) for name, run in runs.items()})
+    first, second = ({row.name: row for row in page.summary} for page in pages) if len(pages) == 2 else ({}, {})
+    differences = {name: difference(first[name], second[name]) for name in first if name in second}
+    return Page(pages, advice, differences, [timeline.section(runs), *figures.sections(runs)]), [found for found, _ in groups]
+
+
+def _ended(run_dir: Path) -> bool:
+    """Whether every process that a run needs has ended, and said so."""
+    needed = [beat for role, beat in heartbeats.read(run_dir).items() if heartbeats.ends_the_run(role)]
+    return bool(needed) and all(beat.does == heartbeats.ENDED for beat in needed)
 
 
 def names(run_dirs: Sequence[Path]) -> list[str]:

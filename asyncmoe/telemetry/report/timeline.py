@@ -15,7 +15,7 @@ MAX_ENGINES = 8
 RECENT = 10
 """Number of steps in the timeline."""
 _DONE: Mapping[What, tuple[str, str]] = {
-    "wait": ("waits for a batch", "#d8dee4"),
+    "wait": ("waits for a batch", "#c3cad2"),
     "train": ("trains", "#0072B2"),
     "sync": ("sends weights", "#E69F00"),
     "generate": ("generates", "#009E73"),
@@ -26,9 +26,9 @@ _NOTE = "A run that overlaps keeps its engines generating while the trainer trai
 
 
 def section(runs: Mapping[str, RunRecords]) -> PageSection:
-    """Return the timeline of each run that has spans and steps."""
+    """Return the timeline of each run that has spans and steps; folded if there are several runs."""
     found = [figure for name, run in runs.items() for figure in _figure(f"{name} · " if len(runs) > 1 else "", run)]
-    return PageSection("Timeline", _NOTE, found, wide=True)
+    return PageSection("Timeline", _NOTE, found, wide=True, folded=len(runs) > 1)
 
 
 def _figure(name: str, run: RunRecords) -> Iterator[Figure]:
@@ -57,7 +57,7 @@ def _figure(name: str, run: RunRecords) -> Iterator[Figure]:
     share = overlap_share(run)
     title = f"{name}Last {len(steps)} steps"
     title += "" if share is None else f"; an engine generates during {percent(share)} of all RL training"
-    axes = axis("seconds"), axis(autorange="reversed", type="category", categoryarray=lanes)
+    axes = axis(), axis(autorange="reversed", type="category", categoryarray=lanes)
     legend = {"orientation": "h", "y": -0.2}
     look = layout(160 + 26 * len(lanes), *axes, barmode="overlay", hovermode="closest", shapes=lines, annotations=marks, legend=legend)
     yield Figure(title, _NOTE, "seconds", traces, look)

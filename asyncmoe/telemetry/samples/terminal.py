@@ -8,6 +8,7 @@ from statistics import fmean
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
+from rich.rule import Rule
 from rich.style import Style
 from rich.text import Text
 
@@ -38,10 +39,10 @@ def show(sample: GroupSample, console: Console, colour: Colour, tokens: int) -> 
         console.print(Panel(body, title="prompt", title_align="left", border_style="dim"))
     if group.answer:
         console.print(Text.assemble(("answer ", "bold"), visible(group.answer)))
-    panels = [
-        _response(member, said, sample.trained.get(member.key), colour, versions, tokens)
-        for member, (_, said) in zip(group.members, parts, strict=True)
-    ]
+    panels = []
+    for member, (given, said) in zip(group.members, parts, strict=True):
+        own = given if _words(given) != _words(prompt or []) else []
+        panels.append(_response(member, own, said, sample.trained.get(member.key), colour, versions, tokens))
     console.print(Columns(panels))
     console.print(_legend(colour, versions))
 
@@ -59,9 +60,17 @@ def _title(sample: GroupSample) -> Text:
 
 
 def _response(
-    member: SampledMember, said: list[TokenView | Gap], trained: Trained | None, colour: Colour, versions: Sequence[int], most: int
+    member: SampledMember,
+    given: list[TokenView | Gap],
+    said: list[TokenView | Gap],
+    trained: Trained | None,
+    colour: Colour,
+    versions: Sequence[int],
+    most: int,
 ) -> Panel:
-    parts: list[RenderableType] = [_text(shortened(said, most), colour, versions, 0 if trained is None else trained.layers)]
+    """Return a response, below what it was asked if that is not the group's prompt (`given`)."""
+    parts: list[RenderableType] = [_text(shortened(given, most), colour, versions, 0), Rule(style="dim")] if given else []
+    parts.append(_text(shortened(said, most), colour, versions, 0 if trained is None else trained.layers))
     for call in member.calls:
         named = call.name or "not a valid call"
         line = Text.assemble(("⚙ ", "bold"), visible(f"{named}({call.argument}) → {call.observation}"), f" ({call.seconds:.2f} s)")
@@ -113,6 +122,10 @@ def _text(tokens: Sequence[TokenView | Gap], colour: Colour, versions: Sequence[
         else:
             text.append(visible(one.piece).replace("\n", "↵\n"), style=style_of(one, colour, versions, layers))
     return text
+
+
+def _words(tokens: Sequence[TokenView | Gap]) -> list[str | int]:
+    return [one.count if isinstance(one, Gap) else one.piece for one in tokens]
 
 
 def _legend(colour: Colour, versions: Sequence[int]) -> Text:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +24,8 @@ from asyncmoe.rollout.episodes.openai_endpoint.responses import ResponsesApi
 from asyncmoe.rollout.episodes.tools.calls import CLOSE, HERMES, OPEN, Call, find, opening, read_calls, written_id
 
 CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
+_NAME = re.compile(r"[\w.:@/-]{1,64}", re.ASCII)
+"""A model's name that names an agent; it becomes a header. Any other means `MODEL`."""
 
 
 @dataclass(eq=False)
@@ -29,6 +33,7 @@ class _Line:
     """One path of a conversation, and the agent it is trained as.
 
     Attributes:
+        name: the `model` of its requests.
         first: messages of the first request of its tree.
         known: the conversation up to each of its answers, in order; paths share the objects before their fork.
         seen: tokens that an unanswered request gave the agent; the path accepts only the same request again.
@@ -36,6 +41,7 @@ class _Line:
     """
 
     agent: Agent
+    name: str
     first: tuple[Message, ...]
     known: list[Conversation] = field(default_factory=list)
     seen: tuple[int, ...] | None = None
@@ -49,11 +55,11 @@ class _Line:
 class Session:
     """The requests of one episode.
 
-    The first conversation belongs to the agent "policy". A request continues the longest recorded conversation that it begins with: at the
-    end of a path it extends the path; elsewhere, or while another request extends that path, it forks a new one, "policy/2" and so on. A
-    request that repeats the first request's messages but no answer becomes a path of the same tree that shares no response; any other
-    request begins another agent. The episode limits agents, paths and their length (`environment.max_agents`, `max_paths`, `max_turns`,
-    `max_tokens`). A cancelled request can be repeated; a different request in its place forks.
+    A request's `model` names its agent. Among the conversations of that name, it continues the longest that it begins with: at the end of a
+    path it extends the path; elsewhere, or while another request extends that path, it forks a new one, "policy/2" and so on. A request
+    that repeats the first request's messages but no answer becomes a path of the same tree that shares no response; any other request
+    begins another agent, also with the next number. The episode limits agents, paths and their length (`environment.max_agents`,
+    `max_paths`, `max_turns`, `max_tokens`). A cancelled request can be repeated; a different request in its place forks.
 
     Attributes:
         key: its API key.
@@ -167,41 +173,46 @@ class Session:
     def _place(self, request: CompletionRequest) -> tuple[_Line, NewContent]:
         """Return the path that answers a request, and the request's new content."""
         asked, tokenizer = request.asked, self._episode.tokenizer
-        for known, (line, count) in self._recorded().items():
+        named = request.model if _NAME.fullmatch(request.model) else MODEL
+        own = [line for line in self._lines if line.name == named]
+        for known, (line, count) in _recorded(own).items():
             more = conversation.extend(known, asked, tokenizer)
             if more is not None:
-                return self._free(more, count, known) or self._fork(line, count), more
+                return _free(own, more, count, known) or self._fork(line, count), more
         given = conversation.begin(asked, tokenizer)
-        if (free := self._free(given, 0)) is not None:
+        if (free := _free(own, given, 0)) is not None:
             return free, given
-        same = [line for line in self._lines if asked.messages[: len(line.first)] == line.first]
+        same = [line for line in own if asked.messages[: len(line.first)] == line.first]
         if same:
             return self._fork(max(same, key=lambda line: len(line.first)), 0), given
-        line = _Line(self._episode.agent(self._next_name()), asked.messages)
+        line = _Line(self._episode.agent(self._free_name(named)), named, asked.messages)
         self._lines.append(line)
         return line, given
 
-    def _recorded(self) -> dict[Conversation, tuple[_Line, int]]:
-        """Return all conversations up to an answer, the longest first, each with a path that contains it and its number of answers."""
-        found: dict[Conversation, tuple[_Line, int]] = {}
-        for line in self._lines:
-            for number, known in enumerate(line.known, start=1):
-                found.setdefault(known, (line, number))
-        return dict(sorted(found.items(), key=lambda one: len(one[0].text), reverse=True))
-
-    def _free(self, given: NewContent, count: int, known: Conversation | None = None) -> _Line | None:
-        """Return a path that ends with `known` (None: that has no answer yet) and can answer a request that adds `given` to it."""
-        ends = (line for line in self._lines if line.takes(given, count) and (known is None or line.known[-1] is known))
-        return next(ends, None)
-
     def _fork(self, line: _Line, count: int) -> _Line:
         """Begin a path that shares the first `count` answers of `line`."""
-        made = _Line(self._episode.fork(line.agent, count, self._next_name()), line.first, line.known[:count])
+        made = _Line(self._episode.fork(line.agent, count, self._free_name(line.name)), line.name, line.first, line.known[:count])
         self._lines.append(made)
         return made
 
-    def _next_name(self) -> str:
-        return MODEL if not self._lines else f"{MODEL}/{len(self._lines) + 1}"
+    def _free_name(self, name: str) -> str:
+        """Return a name without an agent: this one, or with the next number."""
+        names = (name if number == 1 else f"{name}/{number}" for number in itertools.count(1))
+        return next(one for one in names if one not in self._episode.agents)
+
+
+def _recorded(lines: Sequence[_Line]) -> dict[Conversation, tuple[_Line, int]]:
+    """Return all conversations up to an answer, the longest first, each with a path that contains it and its number of answers."""
+    found: dict[Conversation, tuple[_Line, int]] = {}
+    for line in lines:
+        for number, known in enumerate(line.known, start=1):
+            found.setdefault(known, (line, number))
+    return dict(sorted(found.items(), key=lambda one: len(one[0].text), reverse=True))
+
+
+def _free(lines: Sequence[_Line], given: NewContent, count: int, known: Conversation | None = None) -> _Line | None:
+    """Return a path that ends with `known` (None: that has no answer yet) and can answer a request that adds `given` to it."""
+    return next((line for line in lines if line.takes(given, count) and (known is None or line.known[-1] is known)), None)
 
 
 def _named(call: Call, style: str, number: int) -> dict[str, str]:

@@ -14,9 +14,12 @@ function el(tag, properties = {}, ...children) {
   return made;
 }
 
-/* Make a table from rows of strings. */
+/* Make a table from rows of cells: strings, or lists of strings and elements. */
 const table = (id, head, rows) => el("table", { id },
-  el("tr", {}, ...head.map((text) => el("th", {}, text))), ...rows.map((row) => el("tr", {}, ...row.map((text) => el("td", {}, text)))));
+  el("tr", {}, ...head.map((text) => el("th", {}, text))), ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", {}, ...[cell].flat())))));
+
+/* A text and a smaller one below it. */
+const above = (text, below) => (below ? [text, el("small", {}, below)] : text);
 
 /* Format a number for people: about three digits. */
 function short(value, digits = 3) {

@@ -38,9 +38,12 @@ class Samples {
     this.run = choice("run", runs.map((run, number) => [number, run.name]), () => this.choose(this.run.value));
     this.order = choice("order", [["newest", "newest first"], ["worst", "lowest reward first"], ["best", "highest reward first"]], () => this.list());
     this.outcome = choice("outcome", [["", "every outcome"]], () => this.list());
+    const input = (label, properties) => el("input", { placeholder: label, "aria-label": label, oninput: () => this.list(), ...properties });
+    this.words = input("search text", { type: "search" });
+    [this.least, this.most] = ["reward from", "to"].map((label) => input(label, { type: "number", step: "any" }));
     this.colour = choice("colour of tokens", Object.entries(COLOURINGS).map(([name, [label]]) => [name, `tokens by ${label}`]), () => this.show(this.group));
     [this.legend, this.notes, this.entries, this.body] = ["legend", "note", "list", "group"].map((className) => el("div", { className }));
-    root.append(el("div", { className: "bar" }, this.run, this.outcome, this.order, this.colour, this.legend), this.notes, el("div", { className: "samples" }, this.entries, this.body));
+    root.append(el("div", { className: "bar" }, this.run, this.outcome, this.order, this.words, this.least, this.most, this.colour, this.legend), this.notes, el("div", { className: "samples" }, this.entries, this.body));
     this.body.addEventListener("mouseover", (event) => this.point(event.target));
   }
 
@@ -53,11 +56,21 @@ class Samples {
   }
 
   list() {
-    const sign = { newest: 0, worst: 1, best: -1 }[this.order.value], wanted = this.groups.filter((group) => !this.outcome.value || group.outcome === this.outcome.value);
+    const sign = { newest: 0, worst: 1, best: -1 }[this.order.value], wanted = this.groups.filter((group) => this.takes(group));
     if (sign) wanted.sort((a, b) => (a.reward === null) - (b.reward === null) || sign * (a.reward - b.reward));
     this.entries.replaceChildren(...wanted.map((group) => el("button", { type: "button", onclick: () => this.show(group) },
       `${named(group)}${group.step === null ? "" : ` · step ${group.step}`}`, el("br"), el("b", { className: group.outcome }, group.outcome), ` · reward ${short(group.reward)}`)));
-    this.show(wanted[0]);
+    if (!wanted.length) this.entries.replaceChildren(el("p", { className: "note" }, "No group is as asked."));
+    if (wanted[0] !== this.group) this.show(wanted[0]);
+  }
+
+  /* Whether a group has the outcome, a mean reward in the range, and the words anywhere in its texts. */
+  takes(group) {
+    const [least, most] = [this.least, this.most].map((input) => input.valueAsNumber), any = Number.isNaN(least) && Number.isNaN(most);
+    if (this.outcome.value && group.outcome !== this.outcome.value) return false;
+    if (!any && (group.reward === null || group.reward < least || group.reward > most)) return false;
+    group.words ??= textOf(group).toLowerCase();
+    return group.words.includes(this.words.value.toLowerCase());
   }
 
   show(group) {
@@ -72,19 +85,20 @@ class Samples {
       el("p", { className: "note" }, "prompt"), el("pre", { className: "given" }, prompt),
       el("p", { hidden: !group.answer }, el("b", {}, "answer "), visible(group.answer)),
       el("div", { className: "responses" }, ...group.members.map((member, i) => this.response(member, ...members[i], prompt))));
-    const pairs = [...COLOURINGS[this.colour.value][2](group), ["given, not sampled", "none"]];
-    this.legend.replaceChildren(...pairs.map(([text, background]) => el("span", {}, el("span", { className: "swatch", style: `background:${background}` }), text)));
+    const pairs = [...COLOURINGS[this.colour.value][2](group), ["given, not sampled", "transparent"]];
+    this.legend.replaceChildren(...pairs.map(([text, colour]) => el("span", {}, tint(el("span", { className: "swatch" }), colour), text)));
   }
 
   response(member, given, tokens, prompt) {
-    const agent = ["", "policy"].includes(member.name) ? "" : ` ${visible(member.name)}`;
+    const agent = ["", "policy"].includes(member.name) ? "" : ` ${visible(member.name)}`, metrics = Object.entries(member.metrics || {});
     return el("article", { className: member.failure ? "response failed" : "response" },
       el("h3", {}, el("span", {}, `response ${member.episode}${agent}${member.attempt ? `, attempt ${member.attempt}` : ""}`),
-        el("span", {}, member.reward === null ? "no reward" : `reward ${short(member.reward)}`)),
+        el("span", { className: "reward" }, member.reward === null ? "no reward" : `reward ${short(member.reward)}`)),
       given === prompt ? null : el("pre", { className: "given" }, given),
       el("pre", { className: "text" }, ...tokens.map((token) => this.token(token))),
       ...member.calls.map((call) => el("div", { className: "call" }, visible(`⚙ ${call.name || "not a valid call"}(${call.argument}) → ${call.observation} (${call.seconds.toFixed(2)} s)`))),
       ...member.rewards.map(([place, reward]) => el("p", { className: "note" }, `step that ends at token ${place}: reward ${short(reward)}`)),
+      metrics.length ? el("p", {}, metrics.map(([name, value]) => `${visible(name)} ${short(value)}`).join(" · ")) : null,
       member.why ? el("p", {}, el("b", {}, "why "), visible(member.why)) : null,
       member.failure ? el("p", { className: "rejected" }, visible(member.failure)) : null,
       el("p", { className: "note" }, figuresOf(member, tokens)));
@@ -93,7 +107,8 @@ class Samples {
   token(token) {
     const sampled = token.role === "response", struck = sampled && this.colour.value === "mask" && this.rules[token.state];
     const made = el("span", { className: `token ${sampled ? "" : token.role}${struck ? "struck" : ""}`, token }, visible(token.piece).replaceAll("\n", "↵\n"));
-    made.style.background = (sampled && COLOURINGS[this.colour.value][1](token, this.group)) || "";
+    const colour = sampled && COLOURINGS[this.colour.value][1](token, this.group);
+    if (colour) tint(made, colour);
     return made;
   }
 
@@ -107,6 +122,16 @@ class Samples {
     tip.style.top = `${place.bottom + 6 + scrollY}px`;
   }
 }
+
+/* Give an element a colour, which dark pages darken. */
+function tint(made, colour) {
+  made.classList.add("tinted");
+  made.style.setProperty("--tint", colour);
+  return made;
+}
+
+const textOf = ({ question, answer, detail, members }) => [question, answer, detail, ...members.flatMap((member) => [
+  member.tokens.piece.join(""), member.why, member.failure, ...member.calls.flatMap((call) => [call.name, call.argument, call.observation])])].join("\n");
 
 const named = (group) => `group ${group.group}${group.attempt ? `, attempt ${group.attempt}` : ""}`;
 

@@ -64,7 +64,7 @@ def plan(
 
     asyncmoe plan --config examples/cluster/qwen3-30b-a3b.yaml --model config.json trainer.tp=2 --gpu-gb 141
 
-    asyncmoe plan --model config.json --nodes 16
+    asyncmoe plan --model config.json --nodes 16 --measured speeds.json
     """
     from asyncmoe import tables
     from asyncmoe.errors import ConfigError
@@ -80,8 +80,9 @@ def plan(
         got = "no --model" if model is None else " ".join(overrides or ())
         raise ConfigError("asyncmoe plan --nodes", got=got, expected="--model, and no keys, which are for --config")
     elif nodes == 1:
-        hint = "for one node, plan --config examples/one-node/qwen3-30b-a3b.yaml with --model and your sizes"
-        raise ConfigError("--nodes", got=1, expected="at least 2, as trainer and engines have nodes of their own", hint=hint)
+        raise ConfigError(
+            "--nodes", got=1, expected="at least 2; plan one node by --config examples/one-node/qwen3-30b-a3b.yaml --model ..."
+        )
     else:
         cluster = Cluster(nodes or 0, gpus_per_node, gpu_gb or plan_command.GPU_GB, context)
         found = plan_command.of_cluster(cluster, model, family, lora, measured, nic, console)
@@ -110,8 +111,9 @@ def simulate(
     """Predict the speed of a run on a cluster, by simulating engines, queue, scoring, trainer and weight sync as events.
 
     The simulation starts no process and needs no GPU. It admits and drops
-    groups by the same rules as `asyncmoe run`. Measure three things on a few
-    GPUs and write them into a copy of examples/plant.yaml:
+    groups by the same rules as `asyncmoe run`. Measure on a few GPUs, by
+    asyncmoe bench step and --measured FILE, or write into a copy of
+    examples/plant.yaml:
 
     - the step time of an engine at two batch sizes: engines.step_s, engines.step_batch
 

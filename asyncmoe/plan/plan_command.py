@@ -72,13 +72,12 @@ def of_cluster(
         UserError: unsupported model family.
     """
     hf = models.with_family(models.load_hf_config(model), family)
-    adapter = None if lora is None else parse_adapter(lora, models.family_of(hf).shape_of(hf))
-    cluster = replace(cluster, adapter=adapter)
+    cluster = replace(cluster, adapter=None if lora is None else parse_adapter(lora, models.family_of(hf).shape_of(hf)))
     found = []
     for split in suggest(hf, cluster, None if measured is None else speeds.read(measured, hf)):
         run = {"run": {"dir": "run", "steps": 1}, "model": {"path": str(model)}, "task": {"kind": "arithmetic"}}
         models.check(configuration.parse({**run, **render_plan.sections(split)}), {**hf, **dict.fromkeys(hf.keys() & UNTRAINED, 0)})
-        forecast = traffic.foresee(hf, split.trainer.parallel, split.engine.parallel, split.engines, adapter=adapter, nic=nic)
+        forecast = traffic.foresee(hf, split.trainer.parallel, split.engine.parallel, split.engines, adapter=cluster.adapter, nic=nic)
         found.append((split, forecast))
     render_plan.show_splits(found, cluster, hf, measured, nic, console)
     for fault in untrained_layers(hf):

@@ -120,7 +120,6 @@ def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, hf: 
         ("tokens/s that the trainer can train", [f"{split.trained:,.0f}" for split in splits]),
         ("tokens/s that engines can generate", [f"{split.sampled:,.0f}" for split in splits]),
         ("memory of a trainer's GPU", [size(split.trainer.memory.total) for split in splits]),
-        ("memory of an engine's GPU", [size(split.engine.memory.total) for split in splits]),
         (f"an update, of {dtype}", [size(one.model_bytes) for one in updates]),
         ("sent by a trainer rank, most", [size(one.sent) for one in updates]),
         ("received by an engine rank, most", [size(one.received) for one in updates]),
@@ -175,5 +174,7 @@ def plant_keys(split: Split, cluster: Cluster, hf: Hf, measured: Path | None) ->
         step_s, batch = speeds.decoding(hf, engine.parallel, serving, cluster.context)
         trains_s = BATCH * GROUP * cluster.context / 2 / split.trained
         keys |= {"engines.step_s": f"{step_s:.3g}", "engines.step_batch": f"{batch:.3g}", "trainer.step_s": f"{trains_s:.3g}"}
-        keys |= {"groups_per_step": BATCH, "group_size": GROUP, "workload": speeds.lengths(cluster.context)}
+        # A mean of half the context: E[min(X, c)] = c / 2 for a lognormal X with a median of c / 2.4.
+        workload = f"lognormal:median={cluster.context / 2.4:.0f},sigma=1,cap={cluster.context}"
+        keys |= {"groups_per_step": BATCH, "group_size": GROUP, "workload": workload}
     return [*([] if measured is None else ["--measured", str(measured)]), *(f"{key}={value}" for key, value in keys.items())]

@@ -2,11 +2,12 @@
 
 The estimate takes a GPU to be an H100 and needs only the model and its KV cache. It serves to compare the two sides, not to predict a run:
 
-- Training a token takes 6 FLOPs per active parameter, and 8 with full recomputation (Korthikanti et al., arXiv 2205.05198, section 6,
-  without the terms of attention), at `_EFFICIENCY` of the GPU's peak. The CPU's update of what is offloaded is left out.
+- Training a token takes 6 FLOPs per active parameter: 2 forward, 2 for gradients of activations, and 2 for those of weights, which adapters
+  save; 2 more with full recomputation (Korthikanti et al., arXiv 2205.05198, appendix A, without the terms of attention). GPUs reach
+  `_EFFICIENCY` of their peak. The CPU's update of what is offloaded is left out.
 - A decoding step reads the engine's weights and the KV cache of all its conversations once, at `_READING` of the GPU's bandwidth, and takes
   2 FLOPs per token and active parameter. Prefill is left out.
-- A conversation has half the context, on average (`lengths`).
+- A conversation has half the context, on average.
 """
 
 from __future__ import annotations
@@ -94,12 +95,16 @@ def active(hf: Hf) -> int:
     return whole.dense + (whole.experts * m.experts_per_token // m.experts if m.experts else 0)
 
 
-def of_trainer(hf: Hf, gpus: int, recompute: bool, measured: Measured | None) -> float:
-    """Return the sampled tokens per second that a trainer can train, with the prompts that belong to them."""
+def of_trainer(hf: Hf, gpus: int, flops: int, measured: Measured | None) -> float:
+    """Return the sampled tokens per second that a trainer can train, with the prompts that belong to them.
+
+    Args:
+        flops: per token and active parameter.
+    """
     if measured is not None:
         lengths = measured.lengths
         return measured.trainer.each * gpus * lengths.response / (lengths.prompt + lengths.response)
-    return gpus * _EFFICIENCY * _PEAK / ((8 if recompute else 6) * active(hf))
+    return gpus * _EFFICIENCY * _PEAK / (flops * active(hf))
 
 
 def of_engine(hf: Hf, parallel: EngineParallel, serving: EngineMemory, context: int, measured: Measured | None) -> float:
@@ -117,9 +122,3 @@ def decoding(hf: Hf, parallel: EngineParallel, serving: EngineMemory, context: i
     each_s = memory.kv_bytes(hf, parallel, serving.dtype) * context / 2 / bandwidth
     each_s += 2 * active(hf) / (parallel.world * _EFFICIENCY * _PEAK)
     return empty_s, empty_s / each_s
-
-
-def lengths(context: int) -> str:
-    """Return a workload for `asyncmoe simulate` with a mean of half the context: lognormal with a standard deviation of 1 in the
-    logarithm, capped at the context. E[min(X, c)] = c / 2 at a median of c / 2.4."""
-    return f"lognormal:median={context / 2.4:.0f},sigma=1,cap={context}"

@@ -34,8 +34,6 @@ from asyncmoe.plan.speeds import Measured
 from asyncmoe.reshard.nccl import CTA_BYTES
 
 _PREFILLS = (8192, 4096, 2048)
-_QUARTERS = 4
-"""Steps of the share of the optimizer's state in host memory."""
 _LEAST_ROWS = 8192
 """Minimum rows of a context on a context-parallel rank: with fewer, transfer of keys and values takes longer than attention."""
 _MOST_NODES = 1 << 10
@@ -152,8 +150,8 @@ def suggest(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple
         chosen = best_trainer(hf, cluster, nodes)
         assert chosen is not None, "more nodes than enough are not enough"
         rest = (cluster.nodes - nodes) // engine.nodes * engine.nodes
-        count = engine.count(rest, cluster.gpus)
-        trained = speeds.of_trainer(hf, chosen.parallel.world, chosen.recompute, measured)
+        count, flops = engine.count(rest, cluster.gpus), 6 + 2 * chosen.recompute - 2 * (cluster.adapter is not None)
+        trained = speeds.of_trainer(hf, chosen.parallel.world, flops, measured)
         return Split(name, nodes, rest, chosen, engine, count, least, trained, count * speed)
 
     sizes = range(first, most + 1, first)
@@ -199,7 +197,7 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
 def _offload(stage: GpuMemory, room: int) -> float:
     """Return the smallest share of the optimizer's state, in quarters, without which a stage fits with its margin; above 1 if none."""
     excess = stage.total + stage.margin - room
-    return 0.0 if excess <= 0 else ceil(_QUARTERS * excess / stage.parts["optimizer"]) / _QUARTERS
+    return 0.0 if excess <= 0 else ceil(4 * excess / stage.parts["optimizer"]) / 4
 
 
 def _least(whole: RankParameters, parallel: MegatronParallel, cluster: Cluster) -> int:
@@ -254,7 +252,7 @@ def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
         got=f"{cluster.gpus} GPUs of {cluster.gpu_gb:g} GB",
         expected=f"room for an engine with {memory.LEAST} conversations of {cluster.context} tokens "
         f"on {nodes // 2} of {cluster.nodes} nodes",
-        hint="lower --context, or take more nodes, or nodes with more memory"
+        hint=f"lower --context, or take {'more nodes, or ' if cluster.adapter is None else ''}nodes with more memory"
         + ("; shards of float8 are whole blocks of 128, which bounds TP" if float8_of(hf) else ""),
     )
 

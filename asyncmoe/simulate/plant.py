@@ -6,8 +6,10 @@ The loader of `asyncmoe.config` reads it, so a wrong key or value is refused as 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from math import exp
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator
@@ -19,8 +21,8 @@ from asyncmoe.plan.speeds import Measured
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import workload as workloads
 
-_DRAWN = 4096
-"""Responses whose mean length is taken."""
+_GROUPS = 1024
+"""Groups whose mean length is taken."""
 
 Mode = Literal["sync", "one_step_off", "async"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -147,8 +149,8 @@ class Plant(Section):
         """
         engines, median = measured.engines, measured.lengths.response / exp(0.5)
         workload = self.workload if "workload" in self.model_fields_set else f"lognormal:median={median:.0f}"
-        drawn = next(workloads.parse(workload).groups(_DRAWN, self.seed))
-        tokens = self.batch * (measured.lengths.prompt + sum(sum(turns) for turns, _ in drawn) / _DRAWN)
+        groups = islice(workloads.parse(workload).groups(self.group_size, self.seed), _GROUPS)
+        tokens = self.batch * (measured.lengths.prompt + mean(sum(turns) for group in groups for turns, _ in group))
         step_s = engines.running / (engines.each * self.engines.gpus) / (1 + engines.running / self.engines.step_batch)
         train_s = tokens / (measured.trainer.each * self.trainer.gpus)
         return self.having({"workload": workload, "engines.step_s": step_s, "trainer.step_s": train_s})

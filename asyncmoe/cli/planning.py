@@ -80,9 +80,7 @@ def plan(
         got = "no --model" if model is None else " ".join(overrides or ())
         raise ConfigError("asyncmoe plan --nodes", got=got, expected="--model, and no keys, which are for --config")
     elif nodes == 1:
-        raise ConfigError(
-            "--nodes", got=1, expected="at least 2; plan one node by --config examples/one-node/qwen3-30b-a3b.yaml --model ..."
-        )
+        raise ConfigError("--nodes", got=1, expected="at least 2; plan one node by --config examples/one-node/qwen3-30b-a3b.yaml")
     else:
         cluster = Cluster(nodes or 0, gpus_per_node, gpu_gb or plan_command.GPU_GB, context)
         found = plan_command.of_cluster(cluster, model, family, lora, measured, nic, console)

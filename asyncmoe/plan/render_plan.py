@@ -138,13 +138,13 @@ def _trainer(split: Split) -> dict[str, int]:
 def sections(split: Split) -> dict[str, Any]:
     """Return a split as sections of a configuration, without keys at their default: `rollout.max_concurrent` follows the engines."""
     engine, trainer, adapter = split.engine, split.trainer, split.engine.serving.adapter
-    engines = {"count": split.engines, "join": True, "tp": engine.parallel.tp, "ep": engine.parallel.ep}
+    engines: dict[str, Any] = {"count": split.engines, "join": True, "tp": engine.parallel.tp, "ep": engine.parallel.ep}
     engines |= {"nodes": engine.nodes} if engine.nodes > 1 else {}
     engines |= {"max_running": engine.serving.running, "max_total_tokens": engine.serving.tokens}
     if engine.serving.prefill != EngineMemory.prefill:
         engines["args"] = ["--chunked-prefill-size", str(engine.serving.prefill)]
-    trains = {**_trainer(split), "tokens_per_microbatch": trainer.rows, "recompute": "full" if trainer.recompute else "none"}
-    trains |= {"checkpoint_every": 20, "optimizer": {"distributed": True}}
+    trains: dict[str, Any] = {**_trainer(split), "tokens_per_microbatch": trainer.rows, "checkpoint_every": 20}
+    trains |= {"recompute": "full" if trainer.recompute else "none", "optimizer": {"distributed": True}}
     if trainer.offload:
         trains["memory"] = {"optimizer_offload": trainer.offload}
     found = {

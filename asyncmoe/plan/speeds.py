@@ -25,8 +25,6 @@ from asyncmoe.plan.memory import EngineMemory, Hf
 _PEAK, _BANDWIDTH = 989e12, 3.35e12
 """FLOP/s in bfloat16 and bytes/s of an H100 SXM (NVIDIA's data sheet)."""
 _EFFICIENCY, _READING = 0.3, 0.6
-_SAME = 0.01
-"""Relative difference of two counts of one model's parameters: a router's biases may be counted or not."""
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Amount = Annotated[float, msgspec.Meta(gt=0)]
@@ -83,9 +81,8 @@ def read(file: Path, hf: Hf | None = None) -> Measured:
     except (OSError, msgspec.DecodeError) as error:
         raise DataError(str(file), got=str(error), expected="a file of asyncmoe bench step CONFIG --json FILE") from error
     planned, parameters = found.model.parameters if hf is None else memory.whole(hf).all, found.model.parameters
-    if abs(parameters - planned) > _SAME * planned:
-        got = f"speeds of a model of {parameters:,} parameters"
-        raise ConfigError("--measured", got=got, expected=f"those of --model, which has {planned:,}")
+    if abs(parameters - planned) > 0.01 * planned:  # a router's biases may be counted or not
+        raise ConfigError("--measured", got=f"a model of {parameters:,} parameters", expected=f"--model, which has {planned:,}")
     return found
 
 

@@ -27,7 +27,7 @@ from asyncmoe.models import EngineParallel, MegatronParallel, checks, family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
-from asyncmoe.plan import memory, speeds
+from asyncmoe.plan import activations, memory, speeds
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Hf, RankParameters, Training
 from asyncmoe.plan.speeds import Measured
@@ -166,7 +166,7 @@ def suggest(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple
 def _fewest_nodes(hf: Hf, cluster: Cluster, most: int, offload: float = 1) -> int | None:
     """Return the fewest nodes, up to `most`, on which the trainer fits with at most this share of the optimizer's state in host memory, or
     None."""
-    least = _least(memory.whole(hf), MegatronParallel(), cluster)
+    least = _least(memory.whole(hf), MegatronParallel(), cluster) * (1 if offload or cluster.adapter is not None else 3)  # 18 bytes, not 6
     node = memory.usable(cluster.gpu_gb) * cluster.gpus
     sizes = ((n, best_trainer(hf, cluster, n)) for n in range(max(1, -(-least // node)), most + 1))
     return next((n for n, trainer in sizes if trainer is not None and trainer.offload <= offload), None)
@@ -179,8 +179,10 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
     ranks = {p: [cp for cp in _divisors(p.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS] for p in sizes}
     choices = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in ranks[p])
     found: TrainerSizes | None = None
-    for parallel, recompute, cp in sorted(choices, key=lambda choice: _preference(*choice, cluster)):
+    for parallel, recompute, cp in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], choice[2], cluster)):
         microbatch = Microbatch(-(-cluster.context // cp), recompute, adapter=cluster.adapter, cp=cp)
+        if activations.kept(m, parallel, 0, microbatch) > room:
+            continue
         training = Training(microbatch, communicators=_COMMUNICATOR)
         try:
             share = max(_offload(stage, room) for stage in memory.trainer(hf, parallel, training))

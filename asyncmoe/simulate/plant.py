@@ -21,9 +21,6 @@ from asyncmoe.plan.speeds import Measured
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import workload as workloads
 
-_GROUPS = 1024
-"""Groups whose mean length is taken."""
-
 Mode = Literal["sync", "one_step_off", "async"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Spread = Annotated[float, Field(ge=0, le=5), FINITE, NUMBER]
@@ -149,7 +146,7 @@ class Plant(Section):
         """
         engines, median = measured.engines, measured.lengths.response / exp(0.5)
         workload = self.workload if "workload" in self.model_fields_set else f"lognormal:median={median:.0f}"
-        groups = islice(workloads.parse(workload).groups(self.group_size, self.seed), _GROUPS)
+        groups = islice(workloads.parse(workload).groups(self.group_size, self.seed), 1024)
         tokens = self.batch * (measured.lengths.prompt + mean(sum(turns) for group in groups for turns, _ in group))
         step_s = engines.running / (engines.each * self.engines.gpus) / (1 + engines.running / self.engines.step_batch)
         train_s = tokens / (measured.trainer.each * self.trainer.gpus)

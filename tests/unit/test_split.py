@@ -140,7 +140,7 @@ def test_measured_speeds_scale_with_gpus_and_balance(tmp_path: Path) -> None:
     """A trainer's GPU has 5,000 tokens/s, 90 % of them sampled, an engine's 2,000: 3 of 8 nodes train 108,000, 5 generate 80,000."""
     balanced, smallest = split.suggest(HF, Cluster(8), MEASURED)
     assert (sides(balanced), sides(smallest)) == ((3, 5), (1, 7))
-    assert (balanced.trained, balanced.sampled) == (pytest.approx(24 * 5000 * 0.9), 40 * 2000)
+    assert [balanced.trained, balanced.sampled] == pytest.approx([24 * 5000 * 0.9, 40 * 2000])
     file = tmp_path / "measured.json"
     written = {"trainer": {"gpus": 8, "tokens": 1, "step_s": 1, "tokens_per_s": 40_000}, "lengths": {"prompt": 200, "response": 1_800}}
     sampled = {"engines": {"gpus": 4, "running": 128, "tokens_per_s": 8_000.0}, "model": {"parameters": 30_532_122_624, "active": 3}}
@@ -200,7 +200,7 @@ def test_the_keys_that_are_printed_make_the_run_that_is_meant(hf: dict[str, Any]
         for run in (config(**values), load(EXAMPLE, pasted)):
             models.check(run, hf)
             assert models.trainer_parallel(run) == one.trainer.parallel
-            assert run.rollout.max_new_tokens < run.environment.max_tokens == cluster.context
+            assert run.environment.max_tokens == cluster.context > run.rollout.max_new_tokens
             found = budget.of_run(run, hf)
             assert (found.trainer, found.engine) == (one.trainer.memory, one.engine.memory)
             assert run.cluster.trainer_nodes + run.cluster.engine_nodes == cluster.nodes

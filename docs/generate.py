@@ -52,9 +52,10 @@ asyncmoe simulate my-plant.yaml
 asyncmoe simulate my-plant.yaml engines.count=96 trainer.gpus=32 --sweep
 ```
 
-First measure three things on a few GPUs: the step time of an engine at two batch sizes (`engines.step_s`, `engines.step_batch`), the
-seconds of a training step (`trainer.step_s`), and some response lengths (`workload`). `asyncmoe plan`
-estimates the weight sync (`sync.seconds`).
+First measure on a few GPUs: `asyncmoe bench step CONFIG --json FILE`. With `--measured FILE`, `engines.step_s` and `trainer.step_s` follow
+from its speeds, scaled by the number of GPUs, and so do response lengths, unless the plant has a `workload`. For the best figures also
+measure the step time of an engine at a second batch size, for `engines.step_batch`. `asyncmoe plan` estimates the weight sync
+(`sync.seconds`), and with `--nodes` prints a simulation of its split.
 
 Or take the lengths from a run: `workload=RUN_DIR` draws from the groups that the run kept (`telemetry.samples`). The seconds of its
 training, sync and pause are in its report.
@@ -71,7 +72,8 @@ The first command compares async, one_step_off and sync on the plant, with the l
 corresponding number of generating GPUs (`asyncmoe/simulate/laws.py` derives both). A caution is printed where an assumption of the theory
 does not hold: a batch that does not fill the slots, responses that last longer than `max_staleness` steps. The last row is the share of
 started responses that were dropped. `--sweep` divides the same GPUs differently between engines and trainer and tries each split with
-`max_staleness` 1, 2, 4, 8 and the plant's. `--json FILE` writes the figures.
+`max_staleness` 1, 2, 4, 8 and the plant's; the plant's own split is always tried, and others give the trainer multiples of
+`trainer.least_gpus`. `--json FILE` writes the figures.
 
 The command line can override any key. All wrong keys and values are refused at once, each with its line in the file. Keys that are left out
 have their defaults; without a file, all do.

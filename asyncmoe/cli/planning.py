@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+_Measured = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Speeds that asyncmoe bench step CONFIG --json FILE measured, to scale by GPUs.")
+]
 _JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file, as JSON.")]
 
 
@@ -39,7 +42,7 @@ def plan(
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=2, max=1 << 10, help="Suggest how to split this many nodes, instead of --config.")
+        int | None, typer.Option(min=1, max=1 << 10, help="Suggest how to split this many nodes, instead of --config.")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, max=1 << 7, help="GPUs per node, for --nodes.")] = 8,
     context: Annotated[int, typer.Option(help="Tokens of the longest conversation and of a micro-batch, for --nodes.", min=1)] = 8192,
@@ -52,6 +55,7 @@ def plan(
     nic: Annotated[
         float, typer.Option(min=1e-3, max=1e6, help="GB/s that a rank sends while receiving as much: 450 over NVLink within a node.")
     ] = 50.0,
+    measured: _Measured = None,
     json_file: _JsonFile = None,
 ) -> None:
     """Estimate the memory of every GPU of a run and the cost of moving its weights to engines; --nodes suggests a split of a cluster.
@@ -60,7 +64,7 @@ def plan(
 
     asyncmoe plan --config examples/cluster/qwen3-30b-a3b.yaml --model config.json trainer.tp=2 --gpu-gb 141
 
-    asyncmoe plan --model config.json --nodes 16
+    asyncmoe plan --model config.json --nodes 16 --measured speeds.json
     """
     from asyncmoe import tables
     from asyncmoe.errors import ConfigError
@@ -75,9 +79,11 @@ def plan(
     elif model is None or overrides:
         got = "no --model" if model is None else " ".join(overrides or ())
         raise ConfigError("asyncmoe plan --nodes", got=got, expected="--model, and no keys, which are for --config")
+    elif nodes == 1:
+        raise ConfigError("--nodes", got=1, expected="at least 2; plan one node by --config examples/one-node/qwen3-30b-a3b.yaml")
     else:
         cluster = Cluster(nodes or 0, gpus_per_node, gpu_gb or plan_command.GPU_GB, context)
-        found = plan_command.of_cluster(cluster, model, family, lora, nic, console)
+        found = plan_command.of_cluster(cluster, model, family, lora, measured, nic, console)
     if json_file is not None:
         tables.write_json(found, json_file)
 
@@ -97,13 +103,15 @@ def simulate(
             help="Try several splits of the same GPUs between engines and trainer, each with max_staleness 1, 2, 4, 8 and its own.",
         ),
     ] = False,
+    measured: _Measured = None,
     json_file: _JsonFile = None,
 ) -> None:
     """Predict the speed of a run on a cluster, by simulating engines, queue, scoring, trainer and weight sync as events.
 
     The simulation starts no process and needs no GPU. It admits and drops
-    groups by the same rules as `asyncmoe run`. Measure three things on a few
-    GPUs and write them into a copy of examples/plant.yaml:
+    groups by the same rules as `asyncmoe run`. Measure on a few GPUs, by
+    asyncmoe bench step and --measured FILE, or write into a copy of
+    examples/plant.yaml:
 
     - the step time of an engine at two batch sizes: engines.step_s, engines.step_batch
 
@@ -118,6 +126,7 @@ def simulate(
     It reports the best split, max_staleness, and speed-up over synchronous.
     """
     from asyncmoe import tables
+    from asyncmoe.plan import speeds
     from asyncmoe.simulate import show
     from asyncmoe.simulate.compare import Comparison, compare
     from asyncmoe.simulate.plant import read_plant
@@ -125,6 +134,8 @@ def simulate(
     from asyncmoe.simulate.workload import parse
 
     plant = read_plant(arguments or ())
+    if measured is not None:
+        plant = plant.at_speeds(speeds.read(measured))
     drawn = parse(plant.workload)
     found: Comparison | Sweep = sweep(plant, drawn) if swept else compare(plant, drawn)
     if json_file is not None:

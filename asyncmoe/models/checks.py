@@ -12,6 +12,8 @@ from asyncmoe.models.sglang import VOCAB_MULTIPLE
 from asyncmoe.models.shape import HfConfig, Shape, rope
 from asyncmoe.models.shards import padded
 
+UNTRAINED = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Keys of config.json that count layers of multi-token prediction."""
 _ROTARY = "partial_rotary_factor"
 
 Wanted = tuple[str, object, tuple[object, ...]]
@@ -66,7 +68,7 @@ def check_shape(m: Shape) -> None:
 
 def untrained_layers(hf: HfConfig) -> list[UserError]:
     """Return an error if a model has multi-token prediction layers, which would stay untrained."""
-    if not (extra := hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers")):
+    if not (extra := next(filter(None, map(hf.get, UNTRAINED)), 0)):
         return []
     expected = "0, as multi-token prediction layers are neither trained nor sent to engines, and would soon be out of date"
     hint = "set it to 0: the model is then trained, served and exported without them"

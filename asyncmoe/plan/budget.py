@@ -21,7 +21,7 @@ HOST = 0.9
 """Planned share of a machine's memory."""
 CPU_GB = 2.0
 """Memory of each process of a run without GPUs, in GB."""
-_OFFLOAD = "trainer.memory.optimizer_offload"
+OFFLOAD = "trainer.memory.optimizer_offload"
 _PREFILL = "--chunked-prefill-size"
 _TOKENS, _FRACTION = "--max-total-tokens", "--mem-fraction-static"
 _STATIC = ("weights", "adapters", "derived", "KV cache")
@@ -73,7 +73,7 @@ def of_run(config: Config, hf: Hf, gpu_gb: float = 80.0, cpu: bool = False) -> B
     parallel, settings = trainer_parallel(config), training(config, hf, cpu)
     every = memory.trainer(hf, parallel, settings)
     largest = max(every, key=lambda stage: stage.total)
-    keys = (["trainer.async_save"] if config.trainer.async_save else []) + ([] if cpu else [_OFFLOAD, "objective.kl.coefficient"])
+    keys = (["trainer.async_save"] if config.trainer.async_save else []) + ([] if cpu else [OFFLOAD, "objective.kl.coefficient"])
     needs = {key: nbytes for key in keys if (nbytes := max(stage.host[key] for stage in every))}
     if cpu and needs:
         largest = GpuMemory({**largest.parts, "checkpoint copy": needs["trainer.async_save"]})
@@ -95,10 +95,10 @@ def check_host(config: Config, found: Budget, ram: int) -> None:
     needed, room = ranks * sum(found.host.values()), int(HOST * ram)
     if not share or needed <= room:
         return
-    state = ranks * found.host[_OFFLOAD]
+    state = ranks * found.host[OFFLOAD]
     fitting = int(100 * share * max(0, room - (needed - state)) / state) / 100
     raise ConfigError(
-        _OFFLOAD,
+        OFFLOAD,
         got=f"{share:g}, with which {ranks} trainer ranks take {_gb(needed)} GB of their machine's memory",
         expected=f"at most {_gb(room)} GB, as {1 - HOST:.0%} of {_gb(ram)} are left free",
         hint=f"take {f'{fitting:g}, or ' if fitting else ''}more trainer nodes (cluster.trainer_nodes)",

@@ -15,10 +15,11 @@ from asyncmoe.config.loading import section
 from asyncmoe.config.lora import LoraSection
 from asyncmoe.errors import ConfigError
 from asyncmoe.models import EngineParallel
+from asyncmoe.models.checks import UNTRAINED, untrained_layers
 from asyncmoe.models.lora import halves
 from asyncmoe.models.lora.adapter import Kind, kind_of
 from asyncmoe.models.shape import Shape
-from asyncmoe.plan import budget, render_plan, traffic
+from asyncmoe.plan import budget, render_plan, speeds, traffic
 from asyncmoe.plan.split import Cluster, suggest
 
 GPU_GB = 80.0
@@ -47,35 +48,40 @@ def of_run(path: Path, overrides: Sequence[str], model: Path | None, gpu_gb: flo
     sizes = models.trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep), config.engines.count
     dtype, adapter = models.engine_dtype(hf, config.engines), budget.serving(config, hf, cpu).adapter
     forecast = traffic.foresee(hf, *sizes, dtype=dtype, adapter=adapter, nic=nic)
-    render_plan.show_update(forecast, config.sync.method, nic, console)
+    render_plan.show_update(forecast, render_plan.kind(hf, dtype, adapter is not None), config.sync.method, nic, console)
     render_plan.show_budget(found, console)
     columns = {"trainer": dict(found.trainer.parts), "engine": dict(found.engine.parts)}
     return {"update": asdict(forecast), "memory": columns, "host_memory": dict(found.host), "fits": not found.refusals}
 
 
-def of_cluster(cluster: Cluster, model: Path, family: str, lora: str | None, nic: float, console: Console) -> dict[str, Any]:
+def of_cluster(
+    cluster: Cluster, model: Path, family: str, lora: str | None, measured: Path | None, nic: float, console: Console
+) -> dict[str, Any]:
     """Print suggestions for a cluster, and return them as values for JSON.
 
     Args:
         cluster: without an adapter.
         family: as `model.family`.
         lora: see `parse_adapter`.
+        measured: a file of `asyncmoe bench step`.
         nic: as in `of_run`.
 
     Raises:
-        ConfigError: nothing fits.
+        ConfigError: nothing fits, or a run would refuse it.
         DataError: a file cannot be read.
         UserError: unsupported model family.
     """
     hf = models.with_family(models.load_hf_config(model), family)
-    adapter = None if lora is None else parse_adapter(lora, models.family_of(hf).shape_of(hf))
-    cluster = replace(cluster, adapter=adapter)
-    splits = suggest(hf, cluster)
-    found = [
-        (split, traffic.foresee(hf, split.trainer.parallel, split.engine.parallel, split.engines, adapter=adapter, nic=nic))
-        for split in splits
-    ]
-    render_plan.show_splits(found, cluster, nic, console)
+    cluster = replace(cluster, adapter=None if lora is None else parse_adapter(lora, models.family_of(hf).shape_of(hf)))
+    found = []
+    for split in suggest(hf, cluster, None if measured is None else speeds.read(measured, hf)):
+        run = {"run": {"dir": "run", "steps": 1}, "model": {"path": str(model)}, "task": {"kind": "arithmetic"}}
+        models.check(configuration.parse({**run, **render_plan.sections(split)}), {**hf, **dict.fromkeys(hf.keys() & UNTRAINED, 0)})
+        forecast = traffic.foresee(hf, split.trainer.parallel, split.engine.parallel, split.engines, adapter=cluster.adapter, nic=nic)
+        found.append((split, forecast))
+    render_plan.show_splits(found, cluster, hf, measured, nic, console)
+    for fault in untrained_layers(hf):
+        console.print(f"A run refuses this model as it is: {fault}", markup=False, highlight=False, soft_wrap=True)
     return {"splits": [{**asdict(split), "update": asdict(forecast)} for split, forecast in found]}
 
 

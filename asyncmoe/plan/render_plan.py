@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import inf
+from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.console import Console
 
-from asyncmoe.plan.budget import Budget
-from asyncmoe.plan.memory import USABLE, EngineMemory, GpuMemory, usable
+from asyncmoe.models.quantised import float8_of
+from asyncmoe.plan import speeds
+from asyncmoe.plan.budget import OFFLOAD, Budget
+from asyncmoe.plan.memory import MARGIN, USABLE, EngineMemory, GpuMemory, Hf, usable
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.plan.traffic import Forecast
 from asyncmoe.storage import size
 from asyncmoe.tables import grid
 
+BATCH, GROUP = 384, 8
+"""Prompts per step, and responses to each, of the simulation that is suggested."""
 
-def show_update(found: Forecast, method: str, nic: float, console: Console) -> None:
+
+def show_update(found: Forecast, dtype: str, method: str, nic: float, console: Console) -> None:
     """Print what a weight update moves by `sync.method`; for a method other than reshard, which moves whole models, in one line.
 
     Args:
+        dtype: of what is moved (`kind`).
         nic: see `asyncmoe.plan.traffic.foresee`.
     """
-    whole = size(found.model_bytes)
+    whole = f"{size(found.model_bytes)} of {dtype}"
     if method != "reshard":
-        moved = {
-            "broadcast": f"sends all {whole} to every engine rank",
-            "disk": f"writes {whole} to sync.directory; every engine reads all of it",
-        }
-        console.print(f"sync.method={method}: an update {moved[method]}", highlight=False)
+        console.print(f"sync.method={method}: every engine rank receives all {whole} of an update", highlight=False)
         return
     rows = [
         ("bytes on the wire", [size(found.wire)]),
@@ -36,6 +43,11 @@ def show_update(found: Forecast, method: str, nic: float, console: Console) -> N
     ]
     console.print(grid(f"an update of {whole}", [""], rows))
     console.print("The time is that of the wire alone: the busiest rank's bytes at that speed, in both directions at once.")
+
+
+def kind(hf: Hf, dtype: str, adapter: bool) -> str:
+    """Return the dtype of an update in words. Engines serve a float8 checkpoint as such, except for embedding, output layer and norms."""
+    return dtype if adapter or float8_of(hf) is None else f"float8 and {dtype}"
 
 
 def show_budget(found: Budget, console: Console) -> None:
@@ -57,6 +69,7 @@ def _show_memory(columns: Mapping[str, GpuMemory], gpu_gb: float, console: Conso
     parts = dict.fromkeys(part for memory in held for part in memory.parts)
     rows = [(part, [f"{memory.parts[part] / 1e9:.3g}" if part in memory.parts else "" for memory in held]) for part in parts]
     rows.append(("in all", [f"{memory.total / 1e9:.3g}" for memory in held]))
+    rows.append((f"kept free of {gpu_gb:g}", [f"{gpu_gb - memory.total / 1e9:.3g}" for memory in held]))
     room = f"of {usable(gpu_gb) / 1e9:.3g} planned for ({USABLE:.0%} of {gpu_gb:g})"
     rows.append((room, ["fits" if memory.fits(gpu_gb) else "does not fit" for memory in held]))
     console.print(grid("GB each", columns, rows))
@@ -66,32 +79,48 @@ def _arrive(staged: bool) -> str:
     return "while engines generate" if staged else "while engines are paused"
 
 
-def show_splits(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, nic: float, console: Console) -> None:
-    """Print the suggested splits, a column each, and the memory of the first."""
-    console.print(grid("", [f"split {number + 1}" for number in range(len(found))], _split_lines(found, cluster, nic)))
+def show_splits(
+    found: Sequence[tuple[Split, Forecast]], cluster: Cluster, hf: Hf, measured: Path | None, nic: float, console: Console
+) -> None:
+    """Print the suggested splits, a column each, their keys, and the memory of the first.
+
+    Args:
+        measured: file of the speeds by which they were found; None: estimates.
+    """
+    console.print(grid("", [split.name for split, _ in found], _split_lines(found, cluster, hf, nic)))
     split = found[0][0]
-    _show_memory({"trainer of split 1": split.trainer.memory, "engine of split 1": split.engine.memory}, cluster.gpu_gb, console)
-    console.print("Keys of split 1:\n" + "\n".join(yaml_keys(split)), highlight=False, markup=False, soft_wrap=True)
-    command = f"asyncmoe simulate --sweep {' '.join(plant_keys(split))}"
-    hint = "Split 1 gives the trainer as few nodes as its memory needs. For the fastest split, add measured speeds (docs/simulate.md) to:"
-    console.print(f"{hint}\n{command}", highlight=False, markup=False, soft_wrap=True)
+    _show_memory({f"trainer, {split.name}": split.trainer.memory, "engine": split.engine.memory}, cluster.gpu_gb, console)
+    source = "an estimate for H100s: replace it by asyncmoe bench step CONFIG --json FILE, and plan with --measured FILE"
+    lines = [
+        f"Kept free: {1 - USABLE:.0%} of each GPU, and {MARGIN:.0%} of a trainer's activations and working set, unconfirmed by a GPU.",
+        f"Tokens per second are {source if measured is None else f'scaled by GPUs from {measured}'}.",
+    ]
+    for one, _ in found:
+        lines += [f"Keys, {one.name}:", *yaml_keys(one)]
+    command = f"asyncmoe simulate --sweep {' '.join(plant_keys(split, cluster, hf, measured))}"
+    lines += ["To simulate this model, with multiples of the trainer's least size and several max_staleness:", command]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, nic: float) -> list[tuple[str, list[str]]]:
+def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, hf: Hf, nic: float) -> list[tuple[str, list[str]]]:
     splits, updates = [split for split, _ in found], [forecast for _, forecast in found]
     trainers = [{key: size for key, size in _trainer(split).items() if key != "ranks"} for split in splits]
-    engines = [split.engine.parallel for split in splits]
+    dtype = kind(hf, splits[0].engine.serving.dtype, cluster.adapter is not None)
     return [
         ("nodes of the trainer", [str(split.trainer_nodes) for split in splits]),
         ("nodes of engines", [str(split.engine_nodes) for split in splits]),
         ("trainer", [", ".join(f"{key} {size}" for key, size in sizes.items()) or "tp 1" for sizes in trainers]),
         ("recompute", ["full" if split.trainer.recompute else "none" for split in splits]),
-        ("engines", [f"{split.engines} x tp {one.tp}, ep {one.ep}" for split, one in zip(splits, engines, strict=True)]),
+        ("optimizer's state in host memory", [f"{split.trainer.offload:.0%}" for split in splits]),
+        ("host memory of a trainer's node", [size(cluster.gpus * split.trainer.memory.host[OFFLOAD]) for split in splits]),
+        ("engines", [f"{split.engines} x tp {split.engine.parallel.tp}, ep {split.engine.parallel.ep}" for split in splits]),
         ("nodes of an engine", [str(split.engine.nodes) for split in splits]),
         ("new weights arrive", [_arrive(split.engine.serving.staged) for split in splits]),
-        (f"conversations of {cluster.context} at once", [str(split.conversations(cluster.context)) for split in splits]),
+        (f"conversations of {cluster.context} tokens at once", [str(split.conversations(cluster.context)) for split in splits]),
+        ("tokens/s that the trainer can train", [f"{split.trained:,.0f}" for split in splits]),
+        ("tokens/s that engines can generate", [f"{split.sampled:,.0f}" for split in splits]),
         ("memory of a trainer's GPU", [size(split.trainer.memory.total) for split in splits]),
-        ("memory of an engine's GPU", [size(split.engine.memory.total) for split in splits]),
+        (f"an update, of {dtype}", [size(one.model_bytes) for one in updates]),
         ("sent by a trainer rank, most", [size(one.sent) for one in updates]),
         ("received by an engine rank, most", [size(one.received) for one in updates]),
         (f"an update at {nic:g} GB/s (--nic)", [f"{one.seconds:.3g} s" for one in updates]),
@@ -106,26 +135,46 @@ def _trainer(split: Split) -> dict[str, int]:
     return {key: size for key, size in sizes.items() if size > 1 or key == "ranks"}
 
 
-def yaml_keys(split: Split) -> list[str]:
-    """Return a split as configuration keys, without those at their default."""
-    engine = split.engine
-    trainer = [f"{key}: {size}" for key, size in _trainer(split).items()]
-    trainer += [f"tokens_per_microbatch: {split.trainer.rows}", *(["recompute: full"] if split.trainer.recompute else [])]
-    engines = [f"count: {split.engines}", "join: true", f"tp: {engine.parallel.tp}", f"ep: {engine.parallel.ep}"]
-    engines += [f"nodes: {engine.nodes}"] if engine.nodes > 1 else []
-    engines += [f"max_running: {engine.serving.running}", f"max_total_tokens: {engine.serving.tokens}"]
+def sections(split: Split) -> dict[str, Any]:
+    """Return a split as sections of a configuration, without keys at their default: `rollout.max_concurrent` follows the engines."""
+    engine, trainer, adapter = split.engine, split.trainer, split.engine.serving.adapter
+    engines: dict[str, Any] = {"count": split.engines, "join": True, "tp": engine.parallel.tp, "ep": engine.parallel.ep}
+    engines |= {"nodes": engine.nodes} if engine.nodes > 1 else {}
+    engines |= {"max_running": engine.serving.running, "max_total_tokens": engine.serving.tokens}
     if engine.serving.prefill != EngineMemory.prefill:
-        engines.append(f'args: ["--chunked-prefill-size", "{engine.serving.prefill}"]')
+        engines["args"] = ["--chunked-prefill-size", str(engine.serving.prefill)]
+    trains: dict[str, Any] = {**_trainer(split), "tokens_per_microbatch": trainer.rows, "checkpoint_every": 20}
+    trains |= {"recompute": "full" if trainer.recompute else "none", "optimizer": {"distributed": True}}
+    if trainer.offload:
+        trains["memory"] = {"optimizer_offload": trainer.offload}
+    found = {
+        "cluster": {"trainer_nodes": split.trainer_nodes, "engine_nodes": split.engine_nodes, "network": "hostname"},
+        "environment": {"max_tokens": trainer.rows},
+        "rollout": {"max_new_tokens": trainer.rows * 7 // 8},
+        "trainer": trains,
+        "engines": engines,
+    }
+    return found if adapter is None else {**found, "train": "lora", "lora": {**asdict(adapter), "targets": list(adapter.targets)}}
+
+
+def yaml_keys(split: Split) -> list[str]:
+    """Return `sections` as lines of YAML."""
     return [
-        f"cluster: {{trainer_nodes: {split.trainer_nodes}, engine_nodes: {split.engine_nodes}, network: hostname}}",
-        f"trainer: {{{', '.join(trainer)}, optimizer: {{distributed: true}}}}",
-        f"engines: {{{', '.join(engines)}}}",
-        *([] if engine.serving.adapter is None else ["train: lora"]),
+        yaml.safe_dump({name: values}, default_flow_style=True, sort_keys=False, width=inf).strip()[1:-1]
+        for name, values in sections(split).items()
     ]
 
 
-def plant_keys(split: Split) -> list[str]:
-    """Return the sizes of a split as keys of a plant for `asyncmoe simulate`."""
-    engines, serving = split.engine.parallel, split.engine.serving
-    sizes = {"engines.count": split.engines, "engines.gpus": engines.world, "engines.max_running": serving.running}
-    return [f"{key}={size}" for key, size in {**sizes, "trainer.gpus": split.trainer.parallel.world}.items()]
+def plant_keys(split: Split, cluster: Cluster, hf: Hf, measured: Path | None) -> list[str]:
+    """Return a split and its speeds as arguments of `asyncmoe simulate`."""
+    engine, serving, trainer = split.engine, split.engine.serving, split.trainer.parallel
+    keys: dict[str, Any] = {"engines.count": split.engines, "engines.gpus": engine.parallel.world, "engines.max_running": serving.running}
+    keys |= {"trainer.gpus": trainer.world, "trainer.least_gpus": split.least_nodes * cluster.gpus}
+    if measured is None:
+        step_s, batch = speeds.decoding(hf, engine.parallel, serving, cluster.context)
+        trains_s = BATCH * GROUP * cluster.context / 2 / split.trained
+        keys |= {"engines.step_s": f"{step_s:.3g}", "engines.step_batch": f"{batch:.3g}", "trainer.step_s": f"{trains_s:.3g}"}
+        # A mean of half the context: E[min(X, c)] = c / 2 for a lognormal X with a median of c / 2.4.
+        workload = f"lognormal:median={cluster.context / 2.4:.0f},sigma=1,cap={cluster.context}"
+        keys |= {"groups_per_step": BATCH, "group_size": GROUP, "workload": workload}
+    return [*([] if measured is None else ["--measured", str(measured)]), *(f"{key}={value}" for key, value in keys.items())]

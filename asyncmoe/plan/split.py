@@ -1,24 +1,25 @@
 """`asyncmoe plan --nodes`: suggest how to split the nodes of a cluster between a trainer and its engines.
 
-The rule considers memory, not speed:
-
-1. The trainer gets the fewest nodes that its memory allows, because generation is the larger share of the work. Further suggestions
-   double and quadruple the trainer's nodes while the engines keep at least as many. `asyncmoe simulate --sweep` finds the fastest.
-2. On these nodes the trainer's sizes are the first that fit in this order: tensor parallelism within a node; expert parallelism within a
-   node, if that fits; the fewest pipeline stages; no recomputation, if that fits; then the least tensor parallelism. Pipeline stages
-   are equal, except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks. If nothing
-   fits, the fewest context-parallel ranks that do, each with at least `_LEAST_ROWS` rows of a context.
-3. Engines get all other nodes, each engine within a node, or over the fewest nodes (1, 2, 4, ...) on which one fits. Sizes that stage
-   new weights during generation come first, then the largest prefills, then the most tokens of KV cache per GPU. Sizes without room for
-   `memory.LEAST` conversations are excluded.
+1. Engines are each within a node, or over the fewest nodes (1, 2, 4, ...) on which one fits. Sizes that stage new weights during
+   generation come first, then the largest prefills, then the most tokens of KV cache per GPU. Sizes without room for `memory.LEAST`
+   conversations are excluded. An engine runs as many conversations of half the context as fit into its cache, at most 256.
+2. On given nodes the trainer's sizes are the first that fit in this order: the smallest share of the optimizer's state in host memory, in
+   quarters; the fewest context-parallel ranks, each with at least `_LEAST_ROWS` rows of a context; expert parallelism within a node; the
+   fewest pipeline stages; no recomputation; then the least tensor parallelism, which is always within a node. Pipeline stages are equal,
+   except that the first and last share the remainder. The optimizer's state is sharded over data-parallel ranks.
+3. The smallest split gives the trainer the fewest nodes on which it fits so. The balanced split gives it the multiple of them with which
+   the slower side is fastest (`asyncmoe.plan.speeds`). Any multiple fits: more data-parallel ranks never need more memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from itertools import product
+from math import ceil
 
 from asyncmoe.config.sync import SyncSection
 from asyncmoe.errors import ConfigError, LayoutError
@@ -26,13 +27,13 @@ from asyncmoe.models import EngineParallel, MegatronParallel, checks, family_of
 from asyncmoe.models.lora.adapter import Kind
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.models.shape import Shape
-from asyncmoe.plan import memory
+from asyncmoe.plan import activations, memory, speeds
 from asyncmoe.plan.activations import Microbatch
 from asyncmoe.plan.memory import EngineMemory, GpuMemory, Hf, RankParameters, Training
+from asyncmoe.plan.speeds import Measured
 from asyncmoe.reshard.nccl import CTA_BYTES
 
 _PREFILLS = (8192, 4096, 2048)
-_TIMES = (1, 2, 4)
 _LEAST_ROWS = 8192
 """Minimum rows of a context on a context-parallel rank: with fewer, transfer of keys and values takes longer than attention."""
 _MOST_NODES = 1 << 10
@@ -65,6 +66,7 @@ class TrainerSizes:
         rows: rows of a micro-batch.
         memory: memory of a rank of the largest pipeline stage.
         cp: context-parallel ranks, which `parallel` counts as data-parallel.
+        offload: share of the optimizer's state in host memory.
     """
 
     parallel: MegatronParallel
@@ -72,6 +74,7 @@ class TrainerSizes:
     recompute: bool
     memory: GpuMemory
     cp: int = 1
+    offload: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,29 +102,40 @@ class Split:
     """A division of the nodes.
 
     Attributes:
+        name: what it is best at.
         engines: number of engines.
+        least_nodes: fewest nodes of such a trainer; each multiple fits.
+        trained, sampled: sampled tokens per second that the trainer can train and all engines can generate.
     """
 
+    name: str
     trainer_nodes: int
     engine_nodes: int
     trainer: TrainerSizes
     engine: EngineSizes
     engines: int
+    least_nodes: int
+    trained: float
+    sampled: float
 
     def conversations(self, context: int) -> int:
         """Return how many conversations of `context` tokens fit into all engines at once."""
         return self.engines * (self.engine.serving.tokens // context)
 
 
-def suggest(hf: Hf, cluster: Cluster) -> tuple[Split, ...]:
-    """Return splits in the order of the rule above.
+def suggest(hf: Hf, cluster: Cluster, measured: Measured | None = None) -> tuple[Split, ...]:
+    """Return the balanced split, the smallest if it differs, and if both have the optimizer's state in host memory, the smallest without.
+
+    Args:
+        measured: speeds to balance by; None: estimates.
 
     Raises:
         ConfigError: nothing fits; the message names a sufficient number of nodes if there is one.
         UserError: unsupported model family.
     """
     engine = best_engine(hf, cluster)
-    first = _fewest_nodes(hf, cluster, cluster.nodes - engine.nodes)
+    most = cluster.nodes - engine.nodes
+    first = _fewest_nodes(hf, cluster, most)
     if first is None:
         enough = _fewest_nodes(hf, cluster, _MOST_NODES - engine.nodes)
         others = " or train adapters (--lora)" if cluster.adapter is None else " or lower --context"
@@ -129,55 +143,70 @@ def suggest(hf: Hf, cluster: Cluster) -> tuple[Split, ...]:
         but = "one" if engine.nodes == 1 else f"{engine.nodes}, which an engine takes,"
         expected = f"so many that a trainer fits on all but {but} of them, with {cluster.gpus} GPUs of {cluster.gpu_gb:g} GB each"
         raise ConfigError("--nodes", got=cluster.nodes, expected=expected, hint=hint)
-    found = []
-    for nodes in sorted({first * times for times in _TIMES}):
+    speed = speeds.of_engine(hf, engine.parallel, engine.serving, cluster.context, measured)
+
+    @cache
+    def split(nodes: int, name: str = "balanced", least: int = first) -> Split:
+        chosen = best_trainer(hf, cluster, nodes)
+        assert chosen is not None, "more nodes than enough are not enough"
         rest = (cluster.nodes - nodes) // engine.nodes * engine.nodes
-        chosen = best_trainer(hf, cluster, nodes) if nodes == first or 0 < nodes <= rest else None
-        if chosen is not None:
-            found.append(Split(nodes, rest, chosen, engine, engine.count(rest, cluster.gpus)))
+        count, flops = engine.count(rest, cluster.gpus), 6 + 2 * chosen.recompute - 2 * (cluster.adapter is not None)
+        trained = speeds.of_trainer(hf, chosen.parallel.world, flops, measured)
+        return Split(name, nodes, rest, chosen, engine, count, least, trained, count * speed)
+
+    sizes = range(first, most + 1, first)
+    turn = bisect_left(sizes, True, key=lambda nodes: split(nodes).trained >= split(nodes).sampled)
+    balanced = max(map(split, sizes[max(0, turn - 1) : turn + 1]), key=lambda one: min(one.trained, one.sampled))
+    found = [split(first, "smallest and balanced")] if balanced.trainer_nodes == first else [balanced, split(first, "smallest")]
+    if all(one.trainer.offload for one in found) and (plain := _fewest_nodes(hf, cluster, most, offload=0)):
+        found.append(split(plain, "without offload", plain))
     return tuple(found)
 
 
-def _fewest_nodes(hf: Hf, cluster: Cluster, most: int) -> int | None:
-    """Return the fewest nodes, up to `most`, on which the trainer fits; None if it fits on none."""
-    least = _least(memory.whole(hf), MegatronParallel(), cluster)
+def _fewest_nodes(hf: Hf, cluster: Cluster, most: int, offload: float = 1) -> int | None:
+    """Return the fewest nodes, up to `most`, on which the trainer fits with at most this share of the optimizer's state in host memory, or
+    None."""
+    least = _least(memory.whole(hf), MegatronParallel(), cluster) * (1 if offload or cluster.adapter is not None else 3)  # 18 bytes, not 6
     node = memory.usable(cluster.gpu_gb) * cluster.gpus
-    return next((n for n in range(max(1, -(-least // node)), most + 1) if best_trainer(hf, cluster, n) is not None), None)
+    sizes = ((n, best_trainer(hf, cluster, n)) for n in range(max(1, -(-least // node)), most + 1))
+    return next((n for n, trainer in sizes if trainer is not None and trainer.offload <= offload), None)
 
 
 def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
     """Return the first sizes by the rule that fit, if any."""
     m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     sizes = [p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room]
-    choices = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in _context_ranks(p, cluster))
+    ranks = {p: [cp for cp in _divisors(p.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS] for p in sizes}
+    choices = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in ranks[p])
+    found: TrainerSizes | None = None
     for parallel, recompute, cp in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], choice[2], cluster)):
+        microbatch = Microbatch(-(-cluster.context // cp), recompute, adapter=cluster.adapter, cp=cp)
+        if activations.kept(m, parallel, 0, microbatch) > room:
+            continue
+        training = Training(microbatch, communicators=_COMMUNICATOR)
         try:
-            stages = memory.trainer(hf, parallel, _training(cluster, recompute, cp))
+            share = max(_offload(stage, room) for stage in memory.trainer(hf, parallel, training))
         except LayoutError:  # these sizes split float8 blocks
             continue
-        most = max(stages, key=lambda stage: stage.total)
-        if most.fits(cluster.gpu_gb):
-            return TrainerSizes(parallel, cluster.context, recompute, most, cp)
-    return None
+        if share <= 1 and (found is None or share < found.offload):
+            largest = max(memory.trainer(hf, parallel, replace(training, offload=share)), key=lambda stage: stage.total)
+            found = TrainerSizes(parallel, cluster.context, recompute, largest, cp, share)
+        if share == 0:
+            break
+    return found
 
 
-def _context_ranks(parallel: MegatronParallel, cluster: Cluster) -> Iterator[int]:
-    """Yield the possible numbers of context-parallel ranks among these data-parallel ranks."""
-    yield from (cp for cp in _divisors(parallel.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS)
-
-
-def _training(cluster: Cluster, recompute: bool, cp: int = 1) -> Training:
-    microbatch = Microbatch(-(-cluster.context // cp), recompute, adapter=cluster.adapter, cp=cp)
-    return Training(microbatch, communicators=_COMMUNICATOR)
+def _offload(stage: GpuMemory, room: int) -> float:
+    """Return the smallest share of the optimizer's state, in quarters, without which a stage fits with its margin; above 1 if none."""
+    excess = stage.total + stage.margin - room
+    return 0.0 if excess <= 0 else ceil(4 * excess / stage.parts["optimizer"]) / 4
 
 
 def _least(whole: RankParameters, parallel: MegatronParallel, cluster: Cluster) -> int:
-    """Return a lower bound for the bytes of the largest rank: the mean of all ranks if tensor-parallel ranks replicated nothing."""
-    stage = RankParameters(whole.dense // (parallel.tp * parallel.pp), whole.experts // (parallel.pp * parallel.ep * parallel.etp))
-    weights = stage.all * 2  # bytes of bfloat16
-    if cluster.adapter is not None:
-        return weights
-    return weights + stage.all * memory.GRADIENT + memory.optimizer_bytes(stage, parallel, _training(cluster, recompute=True))
+    """Return a lower bound for the bytes of the largest rank: the mean of all ranks if tensor-parallel ranks replicated nothing, with the
+    optimizer's state in host memory."""
+    stage = whole.dense // (parallel.tp * parallel.pp) + whole.experts // (parallel.pp * parallel.ep * parallel.etp)
+    return stage * (2 if cluster.adapter is not None else 2 + memory.GRADIENT)  # bytes of bfloat16, and of gradients
 
 
 def _preference(parallel: MegatronParallel, recompute: bool, cp: int, cluster: Cluster) -> tuple[int, ...]:
@@ -195,16 +224,9 @@ def _sizes(m: Shape, cluster: Cluster, nodes: int) -> Iterator[MegatronParallel]
         for ep in _divisors(tp * dp) if m.experts else (1,):
             # megatron-core 0.16 shards experts over tensor-parallel ranks if there is no expert parallelism.
             sizes = MegatronParallel(tp, pp, ep, 1 if ep > 1 else tp, dp, first_layers=stages[0], last_layers=stages[1])
-            if _suits(partial(checks.check_trainer, "", m, sizes)):
+            with suppress(ConfigError):
+                checks.check_trainer("", m, sizes)
                 yield sizes
-
-
-def _suits(check: Callable[[], None]) -> bool:
-    try:
-        check()
-    except ConfigError:
-        return False
-    return True
 
 
 def _stages(layers: int, pp: int) -> tuple[int | None, int | None] | None:
@@ -223,7 +245,7 @@ def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
         ConfigError: no engine fits on any number of nodes that leaves one to the trainer.
     """
     nodes = 1
-    while nodes < cluster.nodes:
+    while nodes < (cluster.nodes if cluster.adapter is None else 2):  # engines with adapters are within a node
         if (found := _engine_over(hf, cluster, nodes)) is not None:
             return found
         nodes *= 2
@@ -232,7 +254,7 @@ def best_engine(hf: Hf, cluster: Cluster) -> EngineSizes:
         got=f"{cluster.gpus} GPUs of {cluster.gpu_gb:g} GB",
         expected=f"room for an engine with {memory.LEAST} conversations of {cluster.context} tokens "
         f"on {nodes // 2} of {cluster.nodes} nodes",
-        hint="lower --context, or take more nodes, or nodes with more memory"
+        hint=f"lower --context, or take {'more nodes, or ' if cluster.adapter is None else ''}nodes with more memory"
         + ("; shards of float8 are whole blocks of 128, which bounds TP" if float8_of(hf) else ""),
     )
 
@@ -247,7 +269,8 @@ def _engine_over(hf: Hf, cluster: Cluster, nodes: int) -> EngineSizes | None:
         able = [parallel for parallel, room in rooms.items() if room >= memory.LEAST * cluster.context]
         if able:
             chosen = max(able, key=lambda parallel: (rooms[parallel] / parallel.world, -parallel.world))
-            full = replace(serving, tokens=rooms[chosen])
+            running = min(serving.running, 2 * rooms[chosen] // cluster.context)
+            full = replace(serving, tokens=rooms[chosen], running=running)
             return EngineSizes(chosen, full, memory.engine(hf, chosen, full), nodes)
     return None
 
@@ -256,7 +279,8 @@ def _engines(m: Shape, gpus: int) -> Iterator[EngineParallel]:
     """Yield sizes on `gpus` GPUs, with whole experts on each rank if the rank count divides them."""
     for tp in _divisors(gpus):
         sizes = EngineParallel(tp, tp if m.experts and m.experts % tp == 0 else 1)
-        if _suits(partial(checks.check_engine, "", m, sizes)):
+        with suppress(ConfigError):
+            checks.check_engine("", m, sizes)
             yield sizes
 
 

@@ -28,7 +28,6 @@ class Baseline:
     t_gen: float
     t_train: float
     t_sync: float
-    g: float
     e: float
     s_pools: float
     engine_gpus: float
@@ -74,7 +73,6 @@ def baseline(plant: Plant, outcome: SimulatedRun) -> Baseline:
         t_gen=t_gen,
         t_train=t_train,
         t_sync=t_sync,
-        g=laws.share(t_gen, t_train),
         e=e,
         s_pools=laws.s_pools(t_gen, t_train, e, t_sync - pause_s, pause_s),
         engine_gpus=laws.best_share(t_gen * plant.engine_gpus, t_train * plant.trainer.gpus, e) * plant.gpus,
@@ -99,13 +97,13 @@ def _cautions(plant: Plant, t_gen: float, outcomes: Mapping[Mode, SimulatedRun])
     slots = plant.engines.count * plant.engines.max_running
     if plant.batch < slots:
         yield (
-            f"a batch of {plant.batch:,} responses does not fill the engines' {slots:,} slots, as the laws assume: synchronous engines are "
-            "never full, and the bounds are too high"
+            f"a batch of {plant.batch:,} responses does not fill the engines' {slots:,} slots: synchronous engines are never full, and the "
+            "speed-ups called possible are too high"
         )
     if (steps := t_gen / outcomes["async"].step_s) > plant.max_staleness:
         yield (
-            f"the longest responses last {steps:.1f} steps, more than max_staleness = {plant.max_staleness}, which the laws take to be "
-            "large enough: engines wait, or long responses are dropped"
+            f"the longest responses last {steps:.1f} steps, more than max_staleness = {plant.max_staleness}: engines wait, or long "
+            "responses are dropped"
         )
     for mode, run in outcomes.items():
         if run.lost:

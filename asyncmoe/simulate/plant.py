@@ -6,7 +6,10 @@ The loader of `asyncmoe.config` reads it, so a wrong key or value is refused as 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
+from math import exp
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator
@@ -14,6 +17,7 @@ from pydantic import Field, field_validator
 from asyncmoe.config.fields import FINITE, NUMBER, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from asyncmoe.config.loading import load_as
 from asyncmoe.errors import ConfigError
+from asyncmoe.plan.speeds import Measured
 from asyncmoe.queue.admission import Admission
 from asyncmoe.simulate import workload as workloads
 
@@ -45,6 +49,7 @@ class PlantTrainer(Section):
     """The GPUs that train."""
 
     gpus: Positive = Field(16, description="GPUs of the trainer.")
+    least_gpus: Positive = Field(1, description="Fewest GPUs on which the trainer fits, by `asyncmoe plan`; --sweep tries multiples of it.")
     step_s: PositiveFloat = Field(
         60.0, description="Seconds of a training step on these GPUs. --sweep takes it to fall in proportion to their number."
     )
@@ -133,6 +138,19 @@ class Plant(Section):
         next starts. one_step_off uses the bound 1, and a batch starts only when the previous one is complete.
         """
         return Admission(self.batch, {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[mode])
+
+    def at_speeds(self, measured: Measured) -> Plant:
+        """Return the plant with the step times that follow from measured speeds; without a workload, also with the measured lengths.
+
+        One measurement gives one batch's decoding step, so `engines.step_batch`, which says how steps grow, is kept.
+        """
+        engines, median = measured.engines, measured.lengths.response / exp(0.5)
+        workload = self.workload if "workload" in self.model_fields_set else f"lognormal:median={median:.0f}"
+        groups = islice(workloads.parse(workload).groups(self.group_size, self.seed), 1024)
+        tokens = self.batch * (measured.lengths.prompt + mean(sum(turns) for group in groups for turns, _ in group))
+        step_s = engines.running / (engines.each * self.engines.gpus) / (1 + engines.running / self.engines.step_batch)
+        train_s = tokens / (measured.trainer.each * self.trainer.gpus)
+        return self.having({"workload": workload, "engines.step_s": step_s, "trainer.step_s": train_s})
 
     def having(self, changes: Mapping[str, Any]) -> Plant:
         """Return a plant with other values at some keys, e.g. {"engines.count": 8}. Raises pydantic's ValidationError."""

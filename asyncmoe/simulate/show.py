@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from asyncmoe.config.devices import counted
 from asyncmoe.simulate.compare import Comparison
 from asyncmoe.simulate.sweep import Sweep
 from asyncmoe.tables import grid
@@ -26,12 +27,9 @@ def table(found: Comparison | Sweep, console: Console) -> None:
 def _comparison_table(found: Comparison, console: Console) -> None:
     pools = found.pools
     console.print(
-        f"sync: generation {pools.t_gen:.4g} s, training {pools.t_train:.4g} s, weight sync {pools.t_sync:.3g} s; "
-        f"g {pools.g:.3f}, e {pools.e:.3f}",
-        highlight=False,
-    )
-    console.print(
-        f"the law allows {pools.s_pools:.2f}x in these pools; the best split of these GPUs has {pools.engine_gpus:.0f} generate",
+        f"sync: generation {pools.t_gen:.4g} s, {percent(pools.e)} of it with all slots full; training {pools.t_train:.4g} s; "
+        f"weight sync {pools.t_sync:.3g} s\n"
+        f"at most {pools.s_pools:.2f}x is possible in these pools; {_best(pools.engine_gpus, found.gpus)}",
         highlight=False,
     )
     modes = [f"{mode}, max_staleness {row.outcome.max_staleness}" for mode, row in found.rows.items()]
@@ -39,10 +37,10 @@ def _comparison_table(found: Comparison, console: Console) -> None:
     lines = [
         ("step", [number(o.step_s, "s") for _, o in rows]),
         ("speed-up", [f"{r.speedup:.2f}x" for r, _ in rows]),
-        ("of the law", [percent(r.efficiency) for r, _ in rows]),
+        ("of the most possible", [percent(r.efficiency) for r, _ in rows]),
         ("trainer idle", [percent(o.trainer_idle) for _, o in rows]),
         ("engines idle", [percent(o.engine_idle) for _, o in rows]),
-        ("engines' rate, of the most", [percent(o.engine_rate) for _, o in rows]),
+        ("engines' tokens/s, of full slots", [percent(o.engine_rate) for _, o in rows]),
         ("mean age of a token", [f"{o.mean_age:.2f}" for _, o in rows]),
         ("oldest", [str(o.oldest_age) for _, o in rows]),
         ("dropped", [percent(o.lost) for _, o in rows]),
@@ -50,10 +48,16 @@ def _comparison_table(found: Comparison, console: Console) -> None:
     console.print(grid("", modes, lines))
 
 
+def _best(engine_gpus: float, gpus: int) -> str:
+    best = min(gpus - 1, max(1, round(engine_gpus)))
+    return f"both sides would be equally fast with {counted(best, 'engine GPU')} and {counted(gpus - best, 'trainer GPU')}"
+
+
 def _sweep_table(found: Sweep, console: Console) -> None:
-    console.print(f"by the law, {found.law_engine_gpus:.0f} GPUs should generate", highlight=False)
+    console.print(_best(found.law_engine_gpus, found.gpus), highlight=False)
     points = Table(show_edge=False, pad_edge=False, collapse_padding=True)
-    for head in ("engine\nGPUs", "trainer\nGPUs", "max_\nstaleness", "step", "over\nsync", "law", "train\nidle", "age", "lost"):
+    heads = "engine\nGPUs", "trainer\nGPUs", "max_\nstaleness", "step", "over\nsync", "at\nmost", "train\nidle", "mean\nage", "lost"
+    for head in heads:
         points.add_column(head, justify="right", overflow="fold")
     for p in found.points:
         o = p.outcome
@@ -65,7 +69,8 @@ def _sweep_table(found: Sweep, console: Console) -> None:
     console.print(points)
     for what, p in (("fastest", found.fastest), ("advised: the smallest max_staleness within 3 % of it", found.advised)):
         console.print(
-            f"{what}: {p.engine_gpus} engine GPUs, {p.trainer_gpus} trainer GPUs, max_staleness {p.outcome.max_staleness}: a step of "
+            f"{what}: {counted(p.engine_gpus, 'engine GPU')}, {counted(p.trainer_gpus, 'trainer GPU')}, "
+            f"max_staleness {p.outcome.max_staleness}: a step of "
             f"{number(p.outcome.step_s, 's')}, {p.speedup:.2f}x over sync in the same two pools; {percent(p.outcome.lost)} of what "
             "started is lost",
             highlight=False,

@@ -69,16 +69,19 @@ def sweep(plant: Plant, workload: Workload) -> Sweep:
 
 
 def _splits(plant: Plant, best: float) -> list[Plant]:
-    """Return the plant with other numbers of engines; training time is inversely proportional to the trainer's GPUs."""
-    most = (plant.gpus - 1) // plant.engines.gpus
-    shares = [factor * best / (factor * best + plant.gpus - best) for factor in _SPLITS]
-    counts = sorted({min(most, max(1, round(share * plant.gpus / plant.engines.gpus))) for share in shares})
-    parts = []
-    for engines in counts:
-        trainer_gpus = plant.gpus - engines * plant.engines.gpus
-        step_s = plant.trainer.step_s * plant.trainer.gpus / trainer_gpus
-        parts.append(plant.having({"engines.count": engines, "trainer.gpus": trainer_gpus, "trainer.step_s": step_s}))
-    return parts
+    """Return the plant, and others that give the trainer a multiple of its least size. Its time is inversely proportional to its GPUs."""
+    each, least = plant.engines.gpus, plant.trainer.least_gpus
+    sizes = {plant.trainer.gpus: plant.engines.count}
+    for share in (factor * best / (factor * best + plant.gpus - best) for factor in _SPLITS):
+        rest = plant.gpus - max(1, round(share * plant.gpus / each)) * each
+        trainer_gpus = max(least, rest // least * least)
+        if engines := (plant.gpus - trainer_gpus) // each:
+            sizes.setdefault(trainer_gpus, engines)
+    speed = plant.trainer.step_s * plant.trainer.gpus
+    return [
+        plant.having({"engines.count": engines, "trainer.gpus": gpus, "trainer.step_s": speed / gpus})
+        for gpus, engines in sorted(sizes.items(), reverse=True)
+    ]
 
 
 def _points(plant: Plant, workload: Workload) -> Iterator[Point]:

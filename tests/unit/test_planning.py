@@ -74,7 +74,7 @@ def test_a_run_that_does_not_fit_is_told_what_to_change(tmp_path: Path) -> None:
     assert written["update"]["seconds"] == pytest.approx(max(written["update"]["sent"], written["update"]["received"]) / 50e9)
     assert "does not fit" not in fits
     for keys, way in (
-        (["trainer.recompute=none"], "take trainer.recompute=full, or "),
+        (["trainer.recompute=none", "trainer.tp=2"], "take trainer.recompute=full, or "),
         (["engines.tp=1", "engines.ep=1"], "take fewer tokens (engines.max_total_tokens, environment.max_tokens), or a larger engines.tp"),
     ):
         found = command("--config", CLUSTER, *model, *keys, "--json", tmp_path / "plan.json")
@@ -93,14 +93,22 @@ def test_the_command_splits_a_cluster(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     out = command("--model", MODELS / "Qwen3-30B-A3B.json", "--nodes", 2, "--json", file)
     assert "cluster: {trainer_nodes: 1, engine_nodes: 1, network: hostname}" in out
+    assert " of bfloat16 " in out
     (written,) = json.loads(file.read_text())["splits"]
     assert written["trainer"]["memory"]["parts"]["gradients"] == 2 * written["trainer"]["memory"]["parts"]["weights"]
     assert written["update"]["received"] <= written["update"]["wire"]
 
 
+def test_float8_is_said_and_a_model_that_a_run_refuses_too() -> None:
+    out = command("--model", MODELS / "DeepSeek-V3.json", "--nodes", 10)
+    assert "of float8 and bfloat16" in out
+    assert "num_nextn_predict_layers" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--nodes", 1, "--model", MODELS], "--config examples/one-node/"),
         (["--nodes", 2, "--config", CLUSTER], "got both"),
         (["--nodes", 2], "got no --model"),
         (["--nodes", 2, "--model", MODELS, "run.steps=1"], "got run.steps=1"),

@@ -2,30 +2,82 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 import yaml
-from test_memory import KIND, config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_memory import COPIED, DIVIDED, EXPERT, KIND, H, L, V, config
 
 from asyncmoe import models
-from asyncmoe.errors import ConfigError
+from asyncmoe.config import load
+from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
-from asyncmoe.plan import budget, memory, render_plan, split
-from asyncmoe.plan.split import Cluster
-from benchmarks.published import REAL
+from asyncmoe.plan import budget, memory, render_plan, speeds, split
+from asyncmoe.plan.speeds import Measured, MeasuredLengths, MeasuredModel, MeasuredSide
+from asyncmoe.plan.split import Cluster, Split
+from asyncmoe.simulate.plant import Plant, read_plant
+from asyncmoe.simulate.sweep import _splits
+from asyncmoe.simulate.workload import parse
+from benchmarks.published import FLOAT8, REAL
+from tests.unit.example_counts import examples
 
 HF = REAL["Qwen3-30B-A3B"]
 LARGE = REAL["Qwen3-235B-A22B"]
+DEEPSEEK = {**REAL["DeepSeek-V3"], "quantization_config": FLOAT8}
 DENSE = {key: value for key, value in HF.items() if "experts" not in key and "moe" not in key} | {"model_type": "qwen3"}
+MEASURED = Measured(1, MeasuredModel(30_532_122_624), MeasuredSide(8, 40_000), MeasuredSide(4, 8_000, 128), MeasuredLengths(200, 1_800))
 
 
-def test_two_nodes_for_all_weights_of_a_real_model() -> None:
-    (only,) = split.suggest(HF, Cluster(2))
-    assert (only.trainer_nodes, only.engine_nodes) == (1, 1)
-    assert (only.trainer.parallel, only.trainer.recompute) == (MegatronParallel(tp=2, ep=8, dp=4), True)
-    assert (only.engines, only.engine.parallel, only.engine.serving.staged) == (2, EngineParallel(4, 4), True)
-    assert only.conversations(8192) == 2 * (only.engine.serving.tokens // 8192) > 2 * memory.LEAST
+def sides(one: Split) -> tuple[int, int]:
+    return one.trainer_nodes, one.engine_nodes
+
+
+def test_qwen3_30b_by_hand() -> None:
+    """On 8 GPUs, tp 4 and ep 8: 2 bytes of weights, 4 of gradients, 12 of the optimizer, whose dense part two ranks share."""
+    (found,) = split.suggest(HF, Cluster(4))
+    assert (sides(found), found.trainer.offload, found.trainer.recompute) == ((1, 3), 0, True)
+    assert (found.trainer.parallel, found.engine.parallel) == (MegatronParallel(tp=4, ep=8, dp=2), EngineParallel(4, 4))
+    dense, experts = 2 * V * H // 4 + L * (DIVIDED // 4 + COPIED) + H, L * 16 * EXPERT
+    parts = found.trainer.memory.parts
+    assert parts["weights"] + parts["gradients"] + parts["optimizer"] == 6 * (dense + experts) + 12 * (dense // 2 + experts)
+    assert found.trainer.memory.total == pytest.approx(72.1e9, rel=0.001)
+    token = 48 * 2 * 128 * 2  # a rank has one of four key heads
+    fixed = 2 * 61.1e9 / 4 + 2 * (256 << 20) + 134e6 + (512 + 1.5 * 8192 + 512 + 512) * (1 << 20)
+    assert found.engine.serving.tokens == pytest.approx((76e9 - fixed) / token, rel=0.02)
+    assert found.engines == 6
+    assert found.conversations(8192) == 6 * (found.engine.serving.tokens // 8192)
+
+
+@pytest.mark.parametrize(("nodes", "plain"), [(4, None), (5, None), (8, None), (9, (8, 1)), (16, (8, 8))])
+def test_qwen3_235b_by_hand(nodes: int, plain: tuple[int, int] | None) -> None:
+    """Three nodes hold weights and gradients, 235e9 x 6 bytes in 24 x 76 GB, with the optimizer in host memory: 16 bytes a parameter there.
+    All 18 bytes a parameter fit into eight nodes."""
+    found, *others = split.suggest(LARGE, Cluster(nodes))
+    assert (sides(found), found.trainer.offload) == ((3, nodes - 3), 1.0)
+    assert [sides(one) for one in others] == ([plain] if plain else [])
+    assert all(one.trainer.offload == 0 for one in others)
+    assert 8 * found.trainer.memory.host["trainer.memory.optimizer_offload"] == pytest.approx(235e9 * 16 / 3, rel=0.01)
+    assert 235.1e9 * 6 / 24 < found.trainer.memory.parts["weights"] + found.trainer.memory.parts["gradients"] < 1.15 * 235.1e9 * 6 / 24
+    # An engine is a node: 470 GB / 8 of weights leave room only for a cache, and a version is received while it pauses.
+    assert (found.engine.parallel, found.engine.serving.staged) == (EngineParallel(8, 8), False)
+    assert found.engine.serving.tokens * 94 * 2 * 128 * 2 < 76e9 - 470e9 / 8
+
+
+@pytest.mark.parametrize(("nodes", "engines"), [(10, 1), (16, 4), pytest.param(32, 12, marks=pytest.mark.thorough)])
+def test_deepseek_v3_by_hand(nodes: int, engines: int) -> None:
+    """Eight nodes hold weights and gradients, 671e9 x 6 bytes / 64 = 63 GB; an engine takes 16 GPUs, as 671 / 8 is above 80."""
+    found = split.suggest(DEEPSEEK, Cluster(nodes))[0]
+    assert (sides(found), found.trainer.offload, found.engines, found.engine.nodes) == ((8, nodes - 8), 1.0, engines, 2)
+    weights = found.engine.memory.parts["weights"] * 16
+    assert 671.0e9 + 671.0e9 * 4 / 128**2 < weights < 1.04 * 671.0e9, "bytes of float8, and what all ranks hold"
+    assert found.trainer.memory.parts["weights"] > 2 * 671e9 / 64
 
 
 @pytest.mark.parametrize(
@@ -42,27 +94,73 @@ def test_two_nodes_for_all_weights_of_a_real_model() -> None:
     ],
     ids=str,
 )
-def test_what_is_suggested_fits_and_follows_the_rule(hf: dict[str, Any], cluster: Cluster) -> None:
-    found = split.suggest(hf, cluster)
-    first = found[0].trainer_nodes
+@pytest.mark.parametrize("measured", [None, MEASURED], ids=["estimated", "measured"])
+def test_what_is_suggested_fits_and_follows_the_rule(hf: dict[str, Any], cluster: Cluster, measured: Measured | None) -> None:
+    found = split.suggest(hf, cluster, measured)
+    first = min(one.trainer_nodes for one in found)
     assert all(split.best_trainer(hf, cluster, nodes) is None for nodes in range(1, first))
-    assert [one.trainer_nodes for one in found] == sorted({one.trainer_nodes for one in found} & {first, 2 * first, 4 * first})
     for one in found:
+        assert one.trainer_nodes % one.least_nodes == 0
         assert one.trainer_nodes + one.engine_nodes == cluster.nodes
-        assert one.trainer_nodes == first or one.trainer_nodes <= one.engine_nodes
         assert one.trainer.parallel.world == one.trainer_nodes * cluster.gpus
         assert one.engines * one.engine.parallel.world <= one.engine_nodes * cluster.gpus
-        assert one.trainer.memory.fits(cluster.gpu_gb)
+        assert one.trainer.memory.total + one.trainer.memory.margin <= memory.usable(cluster.gpu_gb)
         assert one.engine.memory.fits(cluster.gpu_gb)
         family_of(hf).check(hf, one.trainer.parallel, one.engine.parallel)
+        assert min(one.trained, one.sampled) <= min(found[0].trained, found[0].sampled) or one.name == "without offload"
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(nodes=st.integers(2, 24), gpus=st.sampled_from([4, 8]), gb=st.sampled_from([80.0, 141.0]), best=st.floats(0.05, 0.95))
+def test_every_split_that_the_printed_simulation_tries_fits(nodes: int, gpus: int, gb: float, best: float) -> None:
+    hf, cluster = HF, Cluster(nodes, gpus, gb)
+    try:
+        found = split.suggest(hf, cluster)
+    except ConfigError:
+        return
+    for one in found:
+        plant = read_plant(render_plan.plant_keys(one, cluster, hf, None))
+        tried = _splits(plant, best * plant.gpus)
+        assert (one.trainer.parallel.world, one.engines) in {(part.trainer.gpus, part.engines.count) for part in tried}
+        for part in tried:
+            held, over = divmod(part.trainer.gpus, gpus)
+            assert over == 0
+            assert split.best_trainer(hf, cluster, held) is not None
+            assert part.engines.count <= one.engine.count(nodes - held, gpus)
 
 
 def test_too_few_nodes_say_how_many_would_do() -> None:
-    with pytest.raises(ConfigError, match="take at least 9 nodes, or train adapters") as caught:
-        split.suggest(LARGE, Cluster(8))
-    assert caught.value.got == 8
-    assert split.suggest(LARGE, Cluster(9))[0].trainer_nodes == 8
-    assert split.suggest(LARGE, Cluster(8, adapter=KIND))
+    with pytest.raises(ConfigError, match="take at least 4 nodes, or train adapters") as caught:
+        split.suggest(LARGE, Cluster(3))
+    assert caught.value.got == 3
+    assert split.suggest(LARGE, Cluster(3, adapter=KIND))
+
+
+def test_measured_speeds_scale_with_gpus_and_balance(tmp_path: Path) -> None:
+    """A trainer's GPU has 5,000 tokens/s, 90 % of them sampled, an engine's 2,000: 3 of 8 nodes train 108,000, 5 generate 80,000."""
+    balanced, smallest = split.suggest(HF, Cluster(8), MEASURED)
+    assert (sides(balanced), sides(smallest)) == ((3, 5), (1, 7))
+    assert [balanced.trained, balanced.sampled] == pytest.approx([24 * 5000 * 0.9, 40 * 2000])
+    file = tmp_path / "measured.json"
+    written = {"trainer": {"gpus": 8, "tokens": 1, "step_s": 1, "tokens_per_s": 40_000}, "lengths": {"prompt": 200, "response": 1_800}}
+    sampled = {"engines": {"gpus": 4, "running": 128, "tokens_per_s": 8_000.0}, "model": {"parameters": 30_532_122_624, "active": 3}}
+    file.write_text(json.dumps({"format": 1, **written, **sampled}))
+    assert speeds.read(file, HF) == MEASURED
+    with pytest.raises(ConfigError, match=r"^--measured"):
+        speeds.read(file, LARGE)
+    file.write_text(json.dumps({"format": 1, **written}))
+    with pytest.raises(DataError, match=r"measured\.json: got .*`(engines|model)`"):
+        speeds.read(file)
+    plant = Plant().having({"engines.gpus": 4, "engines.max_running": 128, "workload": "fixed:tokens=1800"}).at_speeds(MEASURED)
+    assert plant.full_rate == pytest.approx(plant.engine_gpus * 2000)
+    assert plant.trainer.step_s == pytest.approx(plant.batch * 2000 / (plant.trainer.gpus * 5000))
+
+
+def test_the_estimated_lengths_are_half_the_context_on_average() -> None:
+    cluster = Cluster(2)
+    plant = read_plant(render_plan.plant_keys(split.suggest(HF, cluster)[0], cluster, HF, None))
+    drawn = islice(parse(plant.workload).groups(8, 0), 4096)
+    assert mean(turns[0] for group in drawn for turns, _ in group) == pytest.approx(4096, rel=0.02)
 
 
 def test_an_engine_that_no_node_has_room_for_takes_the_fewest_that_have() -> None:
@@ -81,16 +179,37 @@ def test_an_engine_that_no_node_has_room_for_takes_the_fewest_that_have() -> Non
     assert keys["cluster"]["engine_nodes"] == first.engine_nodes
 
 
-@pytest.mark.parametrize("cluster", [Cluster(2), Cluster(9), Cluster(4, adapter=KIND)], ids=str)
-def test_the_keys_that_are_printed_make_the_run_that_is_meant(cluster: Cluster) -> None:
-    hf = LARGE if cluster.nodes == 9 else HF
-    one = split.suggest(hf, cluster)[0]
-    run = config(**yaml.safe_load("\n".join(render_plan.yaml_keys(one))))
-    models.check(run, hf)
-    assert models.trainer_parallel(run) == one.trainer.parallel
-    found = budget.of_run(run, hf)
-    assert (found.trainer, found.engine) == (one.trainer.memory, one.engine.memory)
-    assert run.cluster.trainer_nodes + run.cluster.engine_nodes == cluster.nodes
+EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "qwen3-30b-a3b.yaml"
+
+
+@pytest.mark.parametrize(
+    ("hf", "cluster"),
+    [(HF, Cluster(2)), (LARGE, Cluster(9)), (HF, Cluster(4, adapter=replace(KIND, rank=64))), (DEEPSEEK, Cluster(16))],
+    ids=["30B", "235B", "adapters", "float8"],
+)
+def test_the_keys_that_are_printed_make_the_run_that_is_meant(hf: dict[str, Any], cluster: Cluster) -> None:
+    """By themselves, and pasted into an example."""
+    hf = {**hf, "num_nextn_predict_layers": 0}
+    for one in split.suggest(hf, cluster):
+        values = yaml.safe_load("\n".join(render_plan.yaml_keys(one)))
+        pasted = [
+            f"{name}.{key}={json.dumps(value)}" if isinstance(whole, dict) else f"{name}={whole}"
+            for name, whole in values.items()
+            for key, value in (whole.items() if isinstance(whole, dict) else [("", whole)])
+        ]
+        for run in (config(**values), load(EXAMPLE, pasted)):
+            models.check(run, hf)
+            assert models.trainer_parallel(run) == one.trainer.parallel
+            assert run.environment.max_tokens == cluster.context > run.rollout.max_new_tokens
+            found = budget.of_run(run, hf)
+            assert (found.trainer, found.engine) == (one.trainer.memory, one.engine.memory)
+            assert run.cluster.trainer_nodes + run.cluster.engine_nodes == cluster.nodes
+
+
+def test_engines_with_adapters_are_within_a_node_as_a_run_has_them() -> None:
+    assert split.best_engine(LARGE, Cluster(64, gpus=4)).nodes == 2
+    with pytest.raises(ConfigError, match="room for an engine"):
+        split.best_engine(LARGE, Cluster(64, gpus=4, adapter=KIND))
 
 
 def test_nodes_without_room_for_an_engine_are_refused() -> None:

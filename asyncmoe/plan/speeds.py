@@ -1,0 +1,121 @@
+"""Speeds of a trainer and of engines: measured by `asyncmoe bench step`, or estimated.
+
+The estimate takes a GPU to be an H100 and needs only the model and its KV cache. It serves to compare the two sides, not to predict a run:
+
+- Training a token takes 6 FLOPs per active parameter: 2 forward, 2 for gradients of activations, and 2 for those of weights, which adapters
+  save; 2 more with full recomputation (Korthikanti et al., arXiv 2205.05198, appendix A, without the terms of attention). GPUs reach
+  `_EFFICIENCY` of their peak. The CPU's update of what is offloaded is left out.
+- A decoding step reads the engine's weights and the KV cache of all its conversations once, at `_READING` of the GPU's bandwidth, and takes
+  2 FLOPs per token and active parameter. Prefill is left out.
+- A conversation has half the context, on average.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.models import EngineParallel, family_of
+from asyncmoe.plan import memory
+from asyncmoe.plan.memory import EngineMemory, Hf
+
+_PEAK, _BANDWIDTH = 989e12, 3.35e12
+"""FLOP/s in bfloat16 and bytes/s of an H100 SXM (NVIDIA's data sheet)."""
+_EFFICIENCY, _READING = 0.3, 0.6
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Amount = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class MeasuredModel(msgspec.Struct, frozen=True):
+    """Its size."""
+
+    parameters: Count
+
+
+class MeasuredSide(msgspec.Struct, frozen=True):
+    """The trainer, whose tokens are those of prompts and responses, or all engines, with `running` conversations at once on each."""
+
+    gpus: Count
+    tokens_per_s: Amount
+    running: Count = 1
+
+    @property
+    def each(self) -> float:
+        """Tokens per second of a GPU, by which speeds are scaled."""
+        return self.tokens_per_s / self.gpus
+
+
+class MeasuredLengths(msgspec.Struct, frozen=True):
+    """Mean tokens."""
+
+    prompt: Annotated[float, msgspec.Meta(ge=0)]
+    response: Amount
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What `asyncmoe bench step` measured, as far as it is used."""
+
+    format: Literal[1]
+    model: MeasuredModel
+    trainer: MeasuredSide
+    engines: MeasuredSide
+    lengths: MeasuredLengths
+
+
+def read(file: Path, hf: Hf | None = None) -> Measured:
+    """Read what `asyncmoe bench step CONFIG --json FILE` wrote.
+
+    Args:
+        hf: the model that it must have measured; None: any.
+
+    Raises:
+        DataError: the file is missing, or is not of this format.
+        ConfigError: another model's number of parameters.
+    """
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=Measured)
+    except (OSError, msgspec.DecodeError) as error:
+        raise DataError(str(file), got=str(error), expected="a file of asyncmoe bench step CONFIG --json FILE") from error
+    planned, parameters = found.model.parameters if hf is None else memory.whole(hf).all, found.model.parameters
+    if abs(parameters - planned) > 0.01 * planned:  # a router's biases may be counted or not
+        raise ConfigError("--measured", got=f"a model of {parameters:,} parameters", expected=f"--model, which has {planned:,}")
+    return found
+
+
+def active(hf: Hf) -> int:
+    """Return the number of parameters that a token uses."""
+    m, whole = family_of(hf).shape_of(hf), memory.whole(hf)
+    return whole.dense + (whole.experts * m.experts_per_token // m.experts if m.experts else 0)
+
+
+def of_trainer(hf: Hf, gpus: int, flops: int, measured: Measured | None) -> float:
+    """Return the sampled tokens per second that a trainer can train, with the prompts that belong to them.
+
+    Args:
+        flops: per token and active parameter.
+    """
+    if measured is not None:
+        lengths = measured.lengths
+        return measured.trainer.each * gpus * lengths.response / (lengths.prompt + lengths.response)
+    return gpus * _EFFICIENCY * _PEAK / (flops * active(hf))
+
+
+def of_engine(hf: Hf, parallel: EngineParallel, serving: EngineMemory, context: int, measured: Measured | None) -> float:
+    """Return the tokens per second of an engine."""
+    if measured is not None:
+        return measured.engines.each * parallel.world
+    step_s, batch = decoding(hf, parallel, serving, context)
+    return serving.running / (step_s * (1 + serving.running / batch))
+
+
+def decoding(hf: Hf, parallel: EngineParallel, serving: EngineMemory, context: int) -> tuple[float, float]:
+    """Return the estimated seconds of an empty decoding step, and the batch that makes it take twice as long."""
+    bandwidth = _READING * _BANDWIDTH
+    empty_s = memory.engine(hf, parallel, serving).parts["weights"] / bandwidth
+    each_s = memory.kv_bytes(hf, parallel, serving.dtype) * context / 2 / bandwidth
+    each_s += 2 * active(hf) / (parallel.world * _EFFICIENCY * _PEAK)
+    return empty_s, empty_s / each_s

@@ -68,8 +68,8 @@ class TaskSection(SourceSection):
     """Source of the questions and their reference answers."""
 
     kind: Kind
-    """arithmetic: random calculations, endlessly; jsonl: the questions of a file (`path`); dataset: those of other files or a data set, some
-    with Hugging Face's `datasets`; or your own class (docs/guides/task.md)."""
+    """arithmetic: random calculations, endlessly; jsonl: the questions of a file (`path`); dataset: those of other files and of data sets;
+    or your own class (docs/guides/task.md)."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of your own class."""
     operations: tuple[Literal["+", "-", "*"], ...] = ("+",)

@@ -31,8 +31,8 @@ class ToolsSection(Section):
     """Limits by tool name (for your own function, its name): timeout_s, concurrency and characters of the answer; python has further
     limits."""
     on_failure: Literal["observe", "reject"] = "observe"
-    """After a call that takes too long, answers too much, or whose program is killed. observe: the policy reads what happened, and goes on;
-    at a limit on turns or tokens its last response is scored. reject: the episode is rejected, as always where a tool fails by itself."""
+    """A call takes too long, answers too much, or is killed. observe: the policy reads that, and its last response within the limits on
+    turns and tokens is scored. reject: the episode is rejected, as always where a tool fails by itself."""
     mcp: dict[str, McpServer] = Field({})
     mcp_sessions: Positive = 64
     """Maximum simultaneous sessions with MCP servers, over all episodes; a command's session is a process. Further episodes wait at their
@@ -69,7 +69,7 @@ class EnvironmentSection(Section):
     tools: ToolsSection = ToolsSection()
     sandbox: SandboxSection = SandboxSection()
     max_turns: Positive = 8
-    """Maximum responses of an agent in an episode; an episode that asks for more is rejected (kind tools: see tools.on_failure)."""
+    """Maximum responses of an agent in an episode; an episode with more is rejected (kind tools: tools.on_failure)."""
     max_agents: Positive = 8
     """Maximum agents in an episode; the conversation of each becomes a trajectory."""
     max_paths: Positive = 32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable
@@ -55,10 +54,8 @@ def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     table = pyarrow.Table.from_pylist(rows)
     if path.suffix == ".parquet":
         parquet.write_table(table, path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix in (".json", ".jsonl"):
+        path.write_bytes(file_rows.text_of(path.suffix, rows))
     else:
         parquet.write_table(table, path.with_suffix(".parquet"))
         data = datasets.load_dataset("parquet", data_files=str(path.with_suffix(".parquet")), split="train")
@@ -66,28 +63,21 @@ def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     return path
 
 
-def in_directory(write: Callable[[Path], object]) -> Callable[[Path], object]:
-    def made(path: Path) -> None:
-        path.mkdir()
-        write(path / "train.x")
-
-    return made
+def folder_of(path: Path, suffix: str) -> None:
+    path.mkdir()
+    table = file_rows.FLAT if suffix == ".csv" else file_rows.NESTED
+    (path / f"train{suffix}").write_bytes(file_rows.text_of(suffix, table))
 
 
 def as_ipc(path: Path, new: Any) -> None:
-    table = pyarrow.Table.from_pylist(file_rows.NESTED)
-    with pyarrow.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
-        writer.write_table(table)
+    with pyarrow.OSFile(str(path), "wb") as file, new(file, ARROW.schema) as writer:
+        writer.write_table(ARROW)
 
 
 FRAME = pandas.DataFrame(file_rows.FLAT)
 OF_DICTS = pandas.DataFrame(file_rows.NESTED)
 ARROW = pyarrow.Table.from_pylist(file_rows.NESTED)
-TEXT = file_rows.text_of
 WAYS: dict[str, Callable[[Path], object]] = {
-    "a.jsonl": file_rows.written,
-    "a.csv": file_rows.written,
-    "a.jsonl.gz": file_rows.written,
     "pandas.csv": lambda path: FRAME.to_csv(path, index=False),
     "pandas.csv.gz": lambda path: FRAME.to_csv(path, index=False),
     "pandas.tsv": lambda path: FRAME.to_csv(path, index=False, sep="\t"),
@@ -100,9 +90,9 @@ WAYS: dict[str, Callable[[Path], object]] = {
     "stream.arrow": lambda path: as_ipc(path, ipc.new_stream),
     "file.arrow": lambda path: as_ipc(path, ipc.new_file),
     "saved": lambda path: datasets.Dataset(ARROW).save_to_disk(str(path)),
-    "of_parquet": in_directory(lambda path: parquet.write_table(ARROW, path.with_suffix(".parquet"))),
-    "of_json": in_directory(lambda path: path.with_suffix(".json").write_bytes(TEXT(".json", file_rows.NESTED))),
-    "of_csv": in_directory(lambda path: path.with_suffix(".csv").write_bytes(TEXT(".csv", file_rows.FLAT))),
+    "of_parquet": lambda path: parquet.write_to_dataset(ARROW, path),
+    "of_json": lambda path: folder_of(path, ".json"),
+    "of_csv": lambda path: folder_of(path, ".csv"),
 }
 
 

@@ -20,12 +20,11 @@ NESTED: list[dict[str, Any]] = [
 KEYS = {"question": "question", "answer": "reward_model.ground_truth", "keep": ["level"]}
 """task.columns"""
 
-CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": "2024-01-05"}}}
-OTHER = {"id": "call00001", "type": "function", "function": {"name": "g", "arguments": {"y": "007"}}}
+CALLS: list[Any] = [{"function": {"name": "f", "arguments": one}} for one in ({"x": "2024-01-05"}, {"y": "007"})]
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": None, "tool_calls": [CALL, OTHER]},
-    {"role": "tool", "content": "3", "tool_call_id": "call00000", "name": "f"},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "content": "3", "tool_call_id": "0", "name": "f"},
     {"role": "user", "content": "so?"},
 ]
 """Messages with different keys: Arrow gives each of them the keys of all."""
@@ -35,9 +34,8 @@ def text_of(suffix: str, rows: list[dict[str, Any]]) -> bytes:
     """A file's content; ".lines.json" has a row per line."""
     if suffix in (".csv", ".tsv"):
         file = io.StringIO(newline="")
-        table = csv.DictWriter(file, list(rows[0]), delimiter="," if suffix == ".csv" else "\t")
-        table.writeheader()
-        table.writerows(rows)
+        table = csv.writer(file, delimiter="," if suffix == ".csv" else "\t")
+        table.writerows([rows[0], *(row.values() for row in rows)])
         return file.getvalue().encode()
     if suffix == ".json":
         return json.dumps(rows, ensure_ascii=False, indent=1).encode()

@@ -6,7 +6,6 @@ Files of Arrow are in tests/integrations/test_datasets.py, which has `datasets`.
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from asyncmoe.rollout import tasks
 from asyncmoe.rollout.tasks.jsonl import example_of
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.configs import minimal
-from tests.unit.file_rows import KEYS, NESTED, TALK, TEXTS, written
+from tests.unit.file_rows import CALLS, KEYS, NESTED, TALK, TEXTS, written
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +36,7 @@ def loaded(path: Path, known: Tokenizer, kind: str = "dataset", **keys: Any) -> 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((f"d{suffix}", "dataset") for suffix in (".jsonl", ".json", ".lines.json", ".csv", ".tsv", ".jsonl.gz", ".json.gz", ".csv.gz")),
-        ("d.TSV.gz", "dataset"),
+        *((f"d{suffix}", "dataset") for suffix in (".jsonl", ".json", ".lines.json", ".csv", ".tsv", ".jsonl.gz", ".csv.gz", ".TSV.gz")),
         ("d.jsonl", "jsonl"),
         ("d.jsonl.gz", "jsonl"),
     ],
@@ -55,10 +53,9 @@ def test_every_kind_of_text_file_gives_the_same_rows(tmp_path: Path, tokenizer: 
 def test_a_dotted_name_reaches_into_nested_values(tmp_path: Path, tokenizer: Tokenizer) -> None:
     found = loaded(written(tmp_path / "d.jsonl"), tokenizer, columns=KEYS, where={"reward_model.ground_truth": ["NA", "1e5"]}).training
     assert {found.prompt(n).answer for n in range(4)} == {"NA", "1e5"}
-    for name in ("reward_model.truth", "level.of", "reward_model.ground_truth.x"):
-        with pytest.raises(DataError, match=name) as refused:
+    for name in ("reward_model.truth", "level.of"):
+        with pytest.raises(DataError, match=name):
             loaded(tmp_path / "d.jsonl", tokenizer, columns=KEYS | {"answer": name})
-        assert refused.value.got == "nothing"
     plain = example_of("row", {"question": "q", "a.b": "1", "a": {"b": "2"}}, ColumnsSection(answer="a.b"))
     assert plain.answer == "1", "a column of this very name comes first"
 
@@ -70,25 +67,19 @@ def test_null_keys_of_messages_do_not_reach_a_template() -> None:
     ]
     nulls = {"content": None, "tool_calls": None, "tool_call_id": None, "name": None}
     padded = [{**nulls, **message} | ({"tool_calls": calls} if "tool_calls" in message else {}) for message in TALK]
-    rows = [{"question": talk, "answer": "1"} for talk in (TALK, padded, json.loads(json.dumps(padded)))]
-    assert [example_of("row", row, ColumnsSection()).prompt for row in rows] == [TALK] * 3
-
-
-CALLS: list[dict[str, Any]] = TALK[1]["tool_calls"]
+    assert [example_of("row", {"question": talk, "answer": "1"}, ColumnsSection()).prompt for talk in (TALK, padded)] == [TALK, TALK]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "what", "got"),
     [
         ("d.csv", b"question,answer\nq,1\nq,1,2\n", "line 3", "3 cells"),
-        ("d.csv", b"question,answer\nq\n", "line 2", "1 cells"),
         ("d.csv", b'question,answer\nq,"1\n', "line 2", "unexpected end of data"),
         ("d.csv", b"question,answer\ncaf\xe9,1\n", "d.csv", "utf-8"),
         ("d.csv", b"question,answer\n", "d.csv", "no rows"),
         ("d.tsv", b"question,answer\nq,1\n", "line 2, question", "nothing"),
         ("d.json", b'[{"question": "q", "answer": "1"}, 3]', "row 1", "int"),
         ("d.json", b'[{"question": "q"', "d.json", "invalid JSON"),
-        ("d.json", b"", "d.json", "no rows"),
         ("d.jsonl.gz", b"no gzip", "d.jsonl.gz", "not a gzipped file"),
         ("d.csv.gz", gzip.compress(b"question,answer\nq,1\n")[:-9], "d.csv.gz", "end-of-stream"),
     ],

@@ -8,12 +8,12 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
-import io
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from io import BytesIO, TextIOWrapper
 from pathlib import Path, PurePath
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
@@ -42,7 +42,7 @@ def rows(path: Path, key: str, suffix: str | None = None) -> Iterator[tuple[str,
     gzipped = path.suffix.lower() == ".gz"
     try:
         with gzip.open(path) if gzipped else path.open("rb") as file:
-            yield from READERS[suffix or kind(path)](file, str(path))
+            yield from READERS[suffix or kind(path)](cast(BinaryIO, file), str(path))
     except (OSError, EOFError, zlib.error) as error:
         got = (getattr(error, "strerror", None) or str(error)).lower()
         raise DataError(f"{key} {path}", got=got, expected="a text file in UTF-8" + (" under gzip" if gzipped else "")) from error
@@ -59,13 +59,13 @@ def _lines(file: BinaryIO, name: str) -> Iterator[tuple[str, Row]]:
 def _list_or_lines(file: BinaryIO, name: str) -> Iterator[tuple[str, Row]]:
     raw = file.read().removeprefix(codecs.BOM_UTF8)
     if not raw.lstrip().startswith(b"["):
-        yield from _lines(io.BytesIO(raw), name)
+        yield from _lines(BytesIO(raw), name)
         return
     for number, values in enumerate(_decoded(name, raw)):
         yield f"{name} row {number}", _object(f"{name} row {number}", values)
 
 
-def _decoded(where: str, raw: bytes) -> object:
+def _decoded(where: str, raw: bytes) -> Any:
     try:
         return msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:
@@ -80,7 +80,7 @@ def _object(where: str, values: object) -> Row:
 
 def _table(separator: str, file: BinaryIO, name: str) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(_LONGEST_CELL)
-    lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=separator, strict=True)
+    lines = csv.reader(TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=separator, strict=True)
     try:
         header = next(lines, [])
         for cells in lines:

@@ -39,13 +39,13 @@ def rows(path: Path, key: str, suffix: str | None = None) -> Iterator[tuple[str,
     Raises:
         DataError: no such file, or one that is not of its kind; names file and line.
     """
-    gzipped = path.suffix.lower() == ".gz"
+    suffix, gzipped = suffix or kind(path), path.suffix.lower() == ".gz"
     try:
         with gzip.open(path) if gzipped else path.open("rb") as file:
-            yield from READERS[suffix or kind(path)](cast(BinaryIO, file), str(path))
+            yield from READERS[suffix](cast(BinaryIO, file), str(path))
     except (OSError, EOFError, zlib.error) as error:
         got = (getattr(error, "strerror", None) or str(error)).lower()
-        raise DataError(f"{key} {path}", got=got, expected="a text file in UTF-8" + (" under gzip" if gzipped else "")) from error
+        raise DataError(f"{key} {path}", got=got, expected=f"a {suffix} file in UTF-8" + (" under gzip" if gzipped else "")) from error
 
 
 def _lines(file: BinaryIO, name: str) -> Iterator[tuple[str, Row]]:

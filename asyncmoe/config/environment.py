@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -30,6 +30,9 @@ class ToolsSection(Section):
     options: dict[str, dict[str, Any]] = Field({})
     """Limits by tool name (for your own function, its name): timeout_s, concurrency and characters of the answer; python has further
     limits."""
+    on_failure: Literal["observe", "reject"] = "observe"
+    """A call takes too long, answers too much, or is killed. observe: the policy reads that, and its last response within the limits on
+    turns and tokens is scored. reject: the episode is rejected, as always where a tool fails by itself."""
     mcp: dict[str, McpServer] = Field({})
     mcp_sessions: Positive = 64
     """Maximum simultaneous sessions with MCP servers, over all episodes; a command's session is a process. Further episodes wait at their
@@ -66,7 +69,7 @@ class EnvironmentSection(Section):
     tools: ToolsSection = ToolsSection()
     sandbox: SandboxSection = SandboxSection()
     max_turns: Positive = 8
-    """Maximum responses of an agent in an episode; an episode with more is rejected."""
+    """Maximum responses of an agent in an episode; an episode with more is rejected (kind tools: tools.on_failure)."""
     max_agents: Positive = 8
     """Maximum agents in an episode; the conversation of each becomes a trajectory."""
     max_paths: Positive = 32

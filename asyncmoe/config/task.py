@@ -30,7 +30,7 @@ def _plain(where: dict[str, Any]) -> dict[str, Any]:
 
 
 class ColumnsSection(Section):
-    """Names of the columns of a row."""
+    """Names of the columns of a row; reward_model.ground_truth reaches into nested values."""
 
     question: str = "question"
     """The question: text, or a list of messages with role and content."""
@@ -44,8 +44,8 @@ class SourceSection(Section):
     """Where the rows of jsonl and dataset are."""
 
     path: Path | None = None
-    """jsonl: a file with a JSON object per line. dataset: a file (.jsonl, .json, .csv, .parquet, .arrow), a directory that `datasets`
-    saved, or the id of a data set on the Hugging Face hub."""
+    """jsonl: a file with a JSON object per line. dataset: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a directory, or the id
+    of a data set on the Hugging Face hub."""
     subset: str | None = None
     """dataset: configuration of a data set on the hub, for example main."""
     split: str | None = None
@@ -68,8 +68,8 @@ class TaskSection(SourceSection):
     """Source of the questions and their reference answers."""
 
     kind: Kind
-    """arithmetic: random calculations, endlessly; jsonl: the questions of a file (`path`); dataset: the same with Hugging Face's
-    `datasets`; or your own class (docs/guides/task.md)."""
+    """arithmetic: random calculations, endlessly; jsonl: the questions of a file (`path`); dataset: those of other files and data sets; or
+    your own class (docs/guides/task.md)."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of your own class."""
     operations: tuple[Literal["+", "-", "*"], ...] = ("+",)

@@ -118,7 +118,7 @@ def _with_result(member: SampledMember, made: Trajectory) -> SampledMember:
         forked=made.forked,
         reward=made.reward,
         rewards=steps,
-        teacher=[] if made.teacher is None else records.rounded(made.teacher[sampled]),
+        teacher=[] if made.teacher is None else records.rounded(made.teacher[sampled[: len(made.teacher)]]),
         seconds={name: round(seconds, 4) for name, seconds in made.seconds.items()},
         digest=records.digest_of(made.tokens, made.logprobs),
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,20 @@ if find_spec("datasets") is None:
     pytest.skip("run: make test-integrations ONLY=datasets", allow_module_level=True)
 
 import datasets
+import pandas
 import pyarrow
-from pyarrow import csv, parquet
+from pyarrow import csv, ipc, parquet
 
 from asyncmoe.config import Config
 from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
 from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
+from asyncmoe.rollout.tasks import datasets_reader
 from asyncmoe.rollout.tasks.order import EVALUATION
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.configs import minimal
+from tests.unit import file_rows
 
 ROWS = [{"question": f"q{n}", "answer": str(n), "level": ("easy", "hard")[n % 2], "tests": [n, n + 1]} for n in range(20)]
 
@@ -51,12 +54,8 @@ def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     table = pyarrow.Table.from_pylist(rows)
     if path.suffix == ".parquet":
         parquet.write_table(table, path)
-    elif path.suffix == ".csv":
-        csv.write_csv(table.drop_columns("tests"), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix in (".json", ".jsonl"):
+        path.write_bytes(file_rows.text_of(path.suffix, rows))
     else:
         parquet.write_table(table, path.with_suffix(".parquet"))
         data = datasets.load_dataset("parquet", data_files=str(path.with_suffix(".parquet")), split="train")
@@ -64,26 +63,68 @@ def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["d.parquet", "d.csv", "d.json", "d.jsonl", "saved"])
-def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+def folder_of(path: Path, suffix: str) -> None:
+    path.mkdir()
+    table = file_rows.FLAT if suffix == ".csv" else file_rows.NESTED
+    (path / f"train{suffix}").write_bytes(file_rows.text_of(suffix, table))
+
+
+def as_ipc(path: Path, new: Any) -> None:
+    with pyarrow.OSFile(str(path), "wb") as file, new(file, ARROW.schema) as writer:
+        writer.write_table(ARROW)
+
+
+FRAME = pandas.DataFrame(file_rows.FLAT)
+OF_DICTS = pandas.DataFrame(file_rows.NESTED)
+ARROW = pyarrow.Table.from_pylist(file_rows.NESTED)
+WAYS: dict[str, Callable[[Path], object]] = {
+    "pandas.csv": lambda path: FRAME.to_csv(path, index=False),
+    "pandas.csv.gz": lambda path: FRAME.to_csv(path, index=False),
+    "pandas.tsv": lambda path: FRAME.to_csv(path, index=False, sep="\t"),
+    "pandas.json": lambda path: OF_DICTS.to_json(path, orient="records"),
+    "pandas.lines.json": lambda path: OF_DICTS.to_json(path, orient="records", lines=True),
+    "pandas.parquet": lambda path: OF_DICTS.to_parquet(path),
+    "flat.parquet": lambda path: FRAME.to_parquet(path),
+    "pyarrow.csv": lambda path: csv.write_csv(pyarrow.Table.from_pylist(file_rows.FLAT), path),
+    "pyarrow.parquet": lambda path: parquet.write_table(ARROW, path),
+    "stream.arrow": lambda path: as_ipc(path, ipc.new_stream),
+    "file.arrow": lambda path: as_ipc(path, ipc.new_file),
+    "saved": lambda path: datasets.Dataset(ARROW).save_to_disk(str(path)),
+    "of_parquet": lambda path: parquet.write_to_dataset(ARROW, path),
+    "of_json": lambda path: folder_of(path, ".json"),
+    "of_csv": lambda path: folder_of(path, ".csv"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_kind_of_file_gives_the_same_rows_and_text_stays_text(tmp_path: Path, tokenizer: Tokenizer, way: str) -> None:
+    WAYS[way](tmp_path / way)
+    task = tasks.load(config(tmp_path / way, columns=file_rows.KEYS), tokenizer).training
+    found = {prompt.text: (prompt.answer, prompt.columns) for prompt in map(task.prompt, range(20))}
+    assert found == {row["question"]: (row["reward_model"]["ground_truth"].strip(), {"level": row["level"]}) for row in file_rows.NESTED}
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.json", "d.jsonl", "saved"])
+def test_nested_messages_are_the_same_in_every_format(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    """Arrow's structs have null in place of keys that only other messages have."""
+    path = written(tmp_path / name, [{"prompt": file_rows.TALK, "answer": "1", "tests": []}] * 3)
+    if name == "d.parquet":
+        assert None in parquet.read_table(path).to_pylist()[0]["prompt"][0].values()
+    source = datasets_reader.read(config(path, columns={"question": "prompt", "keep": []}).task.mixture[0], "task")
+    assert source[0].prompt == file_rows.TALK
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.jsonl", "saved"])
+def test_rows_are_chosen_and_come_in_the_same_order_again(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
     made = config(written(tmp_path / name), where={"level": "hard"})
     task = tasks.load(made, tokenizer).training
     prompts = [task.prompt(n) for n in range(20)]
     assert sorted(prompt.text for prompt in prompts[:10]) == sorted(f"q{n}" for n in range(1, 20, 2))
     for prompt in prompts:
-        tests = {} if name == "d.csv" else {"tests": [int(prompt.answer), int(prompt.answer) + 1]}
-        assert prompt.columns == {"level": "hard", **tests}
+        assert prompt.columns == {"level": "hard", "tests": [int(prompt.answer), int(prompt.answer) + 1]}
         assert prompt.text == f"q{prompt.answer}"
     again = tasks.load(made, tokenizer).training
     assert [again.prompt(n) for n in (13, 2, 19)] == [prompts[n] for n in (13, 2, 19)]
-
-
-def test_an_answer_of_a_csv_file_is_the_text_in_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = tmp_path / "d.csv"
-    path.write_text("question,answer,n\nq1,007,1\nq2,True,2\nq3,1e5,3\n")
-    task = tasks.load(config(path), tokenizer).training
-    assert {task.prompt(n).answer for n in range(3)} == {"007", "True", "1e5"}
-    assert {task.prompt(n).columns["n"] for n in range(3)} == {1, 2, 3}
 
 
 def test_splits_of_a_saved_data_set(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -142,7 +183,6 @@ def test_columns_that_nothing_reads_may_be_anything(tmp_path: Path, tokenizer: T
     ("name", "content", "said"),
     [
         ("d.parquet", b"no parquet", r"task\.path .*d\.parquet: got ArrowInvalid: "),
-        ("d.csv", b"question,answer\n", r"d\.csv: got .*expected a data set of rows"),
         ("d.txt", b"x", r"d\.txt: got the suffix '\.txt', expected \.jsonl, \.json, \.csv"),
     ],
 )

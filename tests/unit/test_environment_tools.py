@@ -95,14 +95,41 @@ def test_in_a_chat_an_observation_is_a_turn_of_the_template(known: Tokenizer) ->
     assert len(made.tokens) == made.loss_mask.sum() + len("6*7=") + len(known.between(["42"]))
 
 
-@pytest.mark.parametrize(
-    ("says", "reason"), [("[flood]", "tool_flood"), ("[hang]", "tool_timeout"), ("[number]", "tool_crash"), ("[a]", "episode_too_long")]
-)
-def test_a_tool_that_misbehaves_or_a_policy_that_never_stops_calling_ends_the_episode(says: str, reason: str, known: Tokenizer) -> None:
-    options = {"shout_later": {"characters": 100, "timeout_s": 0.05}}
+def shouting(on_failure: Any = "observe", characters: int = 100) -> WithTools:
+    options = {"shout_later": {"characters": characters, "timeout_s": 0.05}}
+    return WithTools((f"{FUNCTIONS}:shout_later",), "brackets", chat=False, options=options, on_failure=on_failure)
+
+
+def why_not(environment: WithTools, known: Tokenizer, *lines: str) -> str:
     with pytest.raises(TrajectoryRejected) as refused:
-        play(WithTools((f"{FUNCTIONS}:shout_later",), "brackets", chat=False, options=options), known, *[says] * (BOUNDS.turns + 1))
-    assert refused.value.reason == reason
+        play(environment, known, *lines)
+    return refused.value.reason
+
+
+@pytest.mark.parametrize(
+    ("says", "reason", "given"),
+    [
+        ("[flood]", "tool_flood", "X" * 100 + "\n[cut at 100 characters]\n"),
+        ("[hang]", "tool_timeout", "error: shout_later took longer than 0.05 s\n"),
+    ],
+)
+def test_a_call_that_misbehaves_is_observed_unless_it_is_to_end_the_episode(says: str, reason: str, given: str, known: Tokenizer) -> None:
+    environment = shouting()
+    made = play(environment, known, says, "42")
+    assert parts(made, known) == [(False, "6*7="), (True, says), (False, given), (True, "42")]
+    assert made.reward == 1.0
+    assert dict(environment.counts["shout_later"].failures) == {reason: 1}
+    assert why_not(shouting("reject"), known, says, "42") == reason
+    assert why_not(shouting(), known, "[number]", "42") == "tool_crash", "a tool that fails by itself"
+
+
+@pytest.mark.parametrize(("says", "responses"), [("[a]", BOUNDS.turns), ("[flood]", 1)])
+def test_the_last_response_within_the_limits_of_turns_and_tokens_is_scored(says: str, responses: int, known: Tokenizer) -> None:
+    made = play(shouting(characters=10**6), known, *[says] * 9, prompt=Prompt("6*7=", known.encode("6*7="), says))
+    assert [text for sampled, text in parts(made, known) if sampled] == [says] * responses
+    assert parts(made, known)[-1][0], "what was given after it is not trained on"
+    assert made.reward == 1.0
+    assert why_not(shouting("reject", 10**6), known, *[says] * 9) == "episode_too_long"
 
 
 FUNCTIONS = "tests.unit.tool_functions"

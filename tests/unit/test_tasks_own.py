@@ -230,7 +230,7 @@ def test_without_its_package_a_data_set_is_refused_and_a_jsonl_file_is_not(
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "d.parquet").write_text("")
-    with pytest.raises(DataError, match=r"task\.path .*none\.jsonl: got no such file or directory, expected a JSONL file in UTF-8$"):
+    with pytest.raises(DataError, match=r"task\.path .*none\.jsonl: got no such file or directory, expected a .jsonl file in UTF-8$"):
         tasks.load(config("jsonl", path=str(tmp_path / "none.jsonl")), tokenizer)
     with pytest.raises(ConfigError, match=r"task\.kind: got dataset without its package .*run: \S+ -m pip install \"datasets>="):
         tasks.load(config("dataset", path=str(tmp_path / "d.parquet")), tokenizer)

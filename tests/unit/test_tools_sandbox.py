@@ -80,7 +80,7 @@ def gone(mark: str) -> bool:
         ("print('before')\n1/0", 'tool_error: before\nTraceback (most recent call last):\n  File "main.py", line 2, in <module>\n    1/0'),
         ("x = (", 'tool_error:   File "main.py"'),
         ("raise SystemExit(3)", "tool_error: error: the program ended with status 3"),
-        ("import ctypes\nctypes.string_at(0)", "tool_crash: error: the program was ended by SIGSEGV"),
+        ("import ctypes\nctypes.string_at(0)", "tool_killed: error: the program was ended by SIGSEGV"),
         ("import os\nwhile True: os.write(2, b'y' * 65536)", "tool_flood: " + "y" * 3000 + "\n[cut at 3000 bytes]"),
         ("#" * 4000, "tool_error: error: a program of 4000 bytes, more than 3999"),
     ],

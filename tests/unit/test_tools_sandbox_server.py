@@ -83,7 +83,7 @@ def test_a_server_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await called("1/0", section, limits)).rstrip().endswith("ZeroDivisionError: division by zero")
         assert await called("while True: print('x')", section, limited(output_bytes=4)) == "tool_flood: x\nx\n\n[cut at 4 bytes]"
         killed = "import os\nos.kill(os.getpid(), 40)"
-        assert await called(killed, section, limits) == "tool_crash: error: the program was ended by signal 40"
+        assert await called(killed, section, limits) == "tool_killed: error: the program was ended by signal 40"
         text = await called("import time\ntime.sleep(60)", section, limited(wall_s=0.5))
         assert text == "tool_timeout: error: the program took longer than 0.5 s"
         assert "status 400: limits above" in await called("1", section, limited(wall_s=3601.0))

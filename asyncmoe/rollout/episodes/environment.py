@@ -167,6 +167,14 @@ class Agent:
         made.answered = self.answered[: sum(map(len, made.turns))]
         return made
 
+    @property
+    def limit(self) -> str:
+        """The limit of the episode that leaves no room for another response; "" if there is room."""
+        bounds, size = self.episode.bounds, len(self.answered) + len(self._given)
+        if len(self.responses) >= bounds.turns:
+            return f"more than environment.max_turns = {bounds.turns} responses"
+        return f"{size} tokens leave no room for a response within {bounds.tokens}" if size >= bounds.tokens else ""
+
     def see(self, what: str | Sequence[int]) -> None:
         """Give the agent text or tokens, also as an array; they are not trained on."""
         if self.speaking:
@@ -252,16 +260,12 @@ class Agent:
             raise self._failed(ERROR, "respond() while a response is in progress")
         if not self._given and not self.turns:
             raise self._failed(ERROR, "asked for a response before it has seen anything")
-        if len(self.responses) >= bounds.turns:
-            raise self._failed(TOO_LONG, f"more than environment.max_turns = {bounds.turns} responses")
-        size = len(self.answered) + len(self._given)
-        room = bounds.tokens - size
-        if room <= 0:
-            raise self._failed(TOO_LONG, f"{size} tokens leave no room for a response within {bounds.tokens}")
+        if self.limit:
+            raise self._failed(TOO_LONG, self.limit)
         wanted = sampling.max_new_tokens if max_new_tokens is None else min(max_new_tokens, sampling.max_new_tokens)
         if wanted <= 0:
             raise self._failed(ERROR, f"respond: got max_new_tokens {wanted}, expected at least 1")
-        most = min(wanted, room)
+        most = min(wanted, bounds.tokens - len(self.answered) - len(self._given))
         same = (most, stop) == (sampling.max_new_tokens, sampling.stop)
         return sampling if same else replace(sampling, max_new_tokens=most, stop=stop)
 

@@ -1,12 +1,13 @@
-"""Rows of data sets that Hugging Face's `datasets` reads: files, saved data sets, and the hub.
+"""Rows of data sets: text files, and what Hugging Face's `datasets` reads, which are files of Arrow, saved data sets, and the hub.
 
-A data set is memory-mapped: only the indices of the kept rows are in memory.
+`datasets` would guess the types of text files. What it reads is memory-mapped: only the indices of the kept rows are in memory.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from asyncmoe import installed, plugins
 from asyncmoe.config.task import ColumnsSection, WeightedSource
 from asyncmoe.errors import ConfigError, DataError, UserError
 from asyncmoe.models import hub
-from asyncmoe.rollout.tasks.jsonl import example_of
+from asyncmoe.rollout.tasks import text_files
+from asyncmoe.rollout.tasks.jsonl import example_of, examples
 from asyncmoe.rollout.tasks.rows import Keep, keeps, none_left
-from asyncmoe.rollout.tasks.types import Example
+from asyncmoe.rollout.tasks.types import Example, Finite
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 """`datasets`' builder by the suffix of a file."""
+SUFFIXES = (*text_files.READERS, *BUILDERS)
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 """Files of a directory that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
 
@@ -53,7 +56,7 @@ class DatasetRows:
                 yield row
 
 
-def read(source: WeightedSource, key: str) -> DatasetRows:
+def read(source: WeightedSource, key: str) -> Finite:
     """Read and check a data set.
 
     Args:
@@ -61,29 +64,39 @@ def read(source: WeightedSource, key: str) -> DatasetRows:
 
     Raises:
         ConfigError: `datasets` is not installed.
-        DataError: no such data set or split, the hub cannot be reached, a file that `datasets` cannot read, a column that is missing or of
-            another type, or no row left; names row and column.
+        DataError: no such data set or split, the hub cannot be reached, a file that cannot be read, a column that is missing or of another
+            type, or no row left; names row and column.
     """
-    columns = source.columns or ColumnsSection()
-    return DatasetRows(_only(_load(source, key), columns, source), f"{key}.path {source.path}", columns, keeps(source, key))
+    path = source.path
+    assert path is not None
+    name, columns, keep = f"{key}.path {path}", source.columns or ColumnsSection(), keeps(source, key)
+    data = _split({"train": [path]}, source, key) if _is_text(path) and not path.is_dir() else _load(source, key)
+    if isinstance(data, list):
+        return examples(chain.from_iterable(text_files.rows(one, f"{key}.path") for one in data), name, columns, keep)
+    return DatasetRows(_only(data, columns, source), name, columns, keep)
+
+
+def _is_text(path: Path) -> bool:
+    return text_files.kind(path) in text_files.READERS
 
 
 def _only(data: Any, columns: ColumnsSection, source: WeightedSource) -> Any:
     """Return the data set without columns that nothing reads: images and audio would be decoded in vain."""
     if columns.keep is None or source.filter is not None:
         return data
-    wanted = {columns.question, columns.answer, *columns.keep, *(source.where or {})}
+    asked = {columns.question, columns.answer or "", *columns.keep, *(source.where or {})}
+    wanted = {*asked, *(name.partition(".")[0] for name in asked)}
     return data.select_columns([name for name in data.column_names if name in wanted])
 
 
 def _load(source: WeightedSource, key: str) -> Any:
-    """Return a `datasets.Dataset`. Raises as `read`."""
+    """Return a `datasets.Dataset`, or a list of text files. Raises as `read`."""
     path = source.path
     assert path is not None
     try:
         import datasets
     except ImportError as error:
-        hint = f"run: {installed.fix('datasets')}; JSONL files need nothing with kind=jsonl"
+        hint = f"run: {installed.fix('datasets')}; {', '.join(text_files.READERS)} files need nothing"
         raise ConfigError(
             f"{key}.kind", got=f"dataset without its package ({error})", expected="`datasets` installed", hint=hint
         ) from error
@@ -91,10 +104,15 @@ def _load(source: WeightedSource, key: str) -> Any:
     datasets.logging.set_verbosity_error()
     try:
         if path.is_dir() and any((path / name).is_file() for name in _SAVED):
-            return _split(datasets.load_from_disk(str(path)), source, key)
-        arguments = _local(path, source, key) if path.exists() else _on_hub(path, key)
+            data = datasets.load_from_disk(str(path))
+            return _split(data if hasattr(data, "keys") else {"train": data}, source, key)
         split = source.split or "train"
-        return datasets.load_dataset(*arguments[0], split=split, name=source.subset, **arguments[1])
+        if path.is_dir():
+            found = datasets.load_dataset_builder(str(path), name=source.subset).config.data_files or {}
+            if found and all(_is_text(Path(file)) for files in found.values() for file in files):
+                return _split({str(name): [*map(Path, files)] for name, files in found.items()}, source, key)
+        given = _file(path, key) if path.is_file() else (str(path if path.is_dir() else _on_hub(path, key)), {})
+        return datasets.load_dataset(given[0], split=split, name=source.subset, **given[1])
     except UserError:
         raise
     except Exception as error:
@@ -103,32 +121,25 @@ def _load(source: WeightedSource, key: str) -> Any:
         ) from error
 
 
-def _local(path: Path, source: WeightedSource, key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    if path.is_dir():
-        return (str(path),), {}
+def _file(path: Path, key: str) -> tuple[str, dict[str, Any]]:
+    """Return `datasets`' builder of a file and its argument."""
     builder = BUILDERS.get(path.suffix.lower())
     if builder is None:
-        raise DataError(f"{key}.path {path}", got=f"the suffix {path.suffix!r}", expected=", ".join(BUILDERS))
+        raise DataError(f"{key}.path {path}", got=f"the suffix {path.suffix!r}", expected=f"{', '.join(SUFFIXES)}; text also under .gz")
     if path.stat().st_size == 0:
         raise DataError(f"{key}.path {path}", got="an empty file", expected="rows")
-    given: dict[str, Any] = {"data_files": str(path)}
-    columns = source.columns or ColumnsSection()
-    if builder == "csv":
-        # Keep text as written: 007 and True are neither a number nor a truth value.
-        given["converters"] = {name: str for name in (columns.question, columns.answer) if name is not None}
-    return (builder,), given
+    return builder, {"data_files": str(path)}
 
 
-def _on_hub(path: Path, key: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    if not hub.is_id(path) or path.suffix.lower() in BUILDERS:
+def _on_hub(path: Path, key: str) -> Path:
+    if not hub.is_id(path) or text_files.kind(path) in SUFFIXES:
         raise DataError(f"{key}.path {path}", got="no such file or directory", expected="one that exists, or org/name on the hub")
     hub.check_reachable("dataset", str(path), f"{key}.path")
-    return (str(path),), {}
+    return path
 
 
-def _split(data: Any, source: WeightedSource, key: str) -> Any:
-    """Return the split of a saved data set; one that was saved without splits has only `train`."""
-    splits = data if hasattr(data, "keys") else {"train": data}
+def _split(splits: Mapping[str, Any], source: WeightedSource, key: str) -> Any:
+    """Return the split of a source; text files, and a data set that was saved without splits, have only `train`."""
     split = source.split or "train"
     if split not in splits:
         raise DataError(f"{key}.split", got=split, expected=f"one of {', '.join(splits)}, which {source.path} has")

@@ -1,68 +1,53 @@
-"""Questions from a file in GSM8K's format: one {"question": ..., "answer": "reasoning #### 42"} per line, and any other columns."""
+"""Questions from rows in GSM8K's format: {"question": ..., "answer": "reasoning #### 42"}, and any other columns."""
 
 from __future__ import annotations
 
-import codecs
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import DataError
 from asyncmoe.rollout.scoring.types import MARK
+from asyncmoe.rollout.tasks import text_files
 from asyncmoe.rollout.tasks.encode import check_columns, check_prompt
-from asyncmoe.rollout.tasks.rows import Keep, none_left
+from asyncmoe.rollout.tasks.rows import Keep, Row, none_left, reached
 from asyncmoe.rollout.tasks.types import Example
 
 _NO_ANSWER = "leave such rows out by task.filter, or set task.columns.answer=null if nothing needs answers"
 
 
 def read(path: Path, key: str = "task.path", columns: ColumnsSection | None = None, keep: Keep | None = None) -> list[Example]:
-    """Read all lines of a file; blank lines are skipped.
+    """Read all lines of a file, whatever its name; blank lines are skipped. Arguments and errors are those of `examples`.
 
     Args:
         key: configuration key that names the file.
+    """
+    return examples(text_files.rows(path, key, ".jsonl"), f"{key} {path}", columns, keep)
+
+
+def examples(rows: Iterable[tuple[str, Row]], name: str, columns: ColumnsSection | None, keep: Keep | None) -> list[Example]:
+    """Return the examples in the rows of a file.
+
+    Args:
+        rows: as `text_files.rows` yields them.
+        name: of the file, for messages.
         columns: names of the columns.
-        keep: which lines to keep.
+        keep: which rows to keep.
 
     Raises:
-        DataError: no such file, no lines, or a line without the columns; names file and line.
+        DataError: no such file, no rows, or a row without the columns; names file and row.
     """
-    rows, skipped = [], 0
-    for where, values in values_of(path, key):
+    found, skipped = [], 0
+    for where, values in rows:
         if keep is None or keep(where, values):
-            rows.append(example_of(where, values, columns or ColumnsSection()))
+            found.append(example_of(where, values, columns or ColumnsSection()))
         else:
             skipped += 1
-    if not rows:
-        raise none_left(f"{key} {path}", skipped)
-    return rows
-
-
-def values_of(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield "FILE line N" and the object of every line that is not blank. Raises as `read`."""
-    try:
-        # Binary, because text in JSON may contain line separators other than "\n".
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                raw = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # as editors on Windows write
-                if raw.strip():
-                    yield f"{path} line {number}", _object(f"{path} line {number}", raw)
-    except OSError as error:
-        raise DataError(f"{key} {path}", got=(error.strerror or str(error)).lower(), expected="a JSONL file in UTF-8") from error
-
-
-def _object(where: str, raw: bytes) -> Mapping[str, Any]:
-    try:
-        values = msgspec.json.decode(raw)
-    except (ValueError, RecursionError) as error:
-        raise DataError(where, got=f"invalid JSON ({error})", expected='{"question": ..., "answer": ...} in UTF-8') from error
-    if not isinstance(values, dict):
-        raise DataError(where, got=type(values).__name__, expected="an object with question and answer")
-    return values
+    if not found:
+        raise none_left(name, skipped)
+    return found
 
 
 def example_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -> Example:
@@ -76,7 +61,7 @@ def example_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -
         DataError: the question is neither text nor messages, the answer neither text nor number, or a column is missing; names row and
             column.
     """
-    question = _value(where, values, columns.question)
+    question = _without_nulls(_value(where, values, columns.question))
     check_prompt(question, f"{where}, {columns.question}")
     answer = "" if columns.answer is None else _answer(where, values, columns.answer)
     reference = answer.rpartition(MARK)[2].strip()
@@ -86,10 +71,25 @@ def example_of(where: str, values: Mapping[str, Any], columns: ColumnsSection) -
 
 
 def _value(where: str, values: Mapping[str, Any], name: str) -> Any:
-    if name in values:
-        return values[name]
-    hint = f"its columns are {', '.join(map(str, values))}"[:300] + "; name yours in task.columns" if values else None
-    raise DataError(f"{where}, {name}", got="nothing", expected="a column of this name", hint=hint)
+    try:
+        return reached(values, name)
+    except KeyError as error:
+        hint = f"its columns are {', '.join(map(str, values))}"[:300] + "; name yours in task.columns" if values else None
+        raise DataError(f"{where}, {name}", got="nothing", expected="a column of this name", hint=hint) from error
+
+
+def _without_nulls(question: Any) -> Any:
+    """Return messages without keys that are null, which a template would take for given: Arrow gives every message the keys of all others.
+    `content` remains: it is null where an assistant only calls tools."""
+    if not isinstance(question, list):
+        return question
+    return [{**_filled(one), "content": one.get("content")} if isinstance(one, Mapping) else one for one in question]
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _filled(one) for key, one in value.items() if one is not None}
+    return [_filled(one) for one in value] if isinstance(value, list) else value
 
 
 def _answer(where: str, values: Mapping[str, Any], name: str) -> str:

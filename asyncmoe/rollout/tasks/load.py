@@ -17,7 +17,7 @@ from asyncmoe.rollout.tasks.encode import Encoder
 from asyncmoe.rollout.tasks.held_out import divide, identities
 from asyncmoe.rollout.tasks.order import EVALUATION, DrawnTask, ListedTask, MixedTask, TaskPart
 from asyncmoe.rollout.tasks.rows import keeps
-from asyncmoe.rollout.tasks.types import Prompt, Task
+from asyncmoe.rollout.tasks.types import Finite, Prompt, Task
 from asyncmoe.rollout.tokenizer import Tokenizer
 
 
@@ -106,10 +106,11 @@ def _open(section: TaskSection, key: str, wrong_share: float = 0.0) -> Sequence[
 
 
 def _read(kind: str, source: WeightedSource, key: str) -> TaskPart:
-    path, name = cast(Path, source.path), f"{key}.path {source.path}"
-    if kind == "jsonl" or (path.suffix.lower() == ".jsonl" and source.split is None):
-        return TaskPart(jsonl.read(path, f"{key}.path", source.columns, keeps(source, key)), name, source.weight)
-    return TaskPart(datasets_reader.read(source, key), name, source.weight)
+    if kind == "jsonl":
+        found: Finite = jsonl.read(cast(Path, source.path), f"{key}.path", source.columns, keeps(source, key))
+    else:
+        found = datasets_reader.read(source, key)
+    return TaskPart(found, f"{key}.path {source.path}", source.weight)
 
 
 def _task(section: TaskSection, parts: Sequence[TaskPart], tokenizer: Tokenizer, seed: int) -> Task:

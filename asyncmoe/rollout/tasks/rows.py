@@ -16,6 +16,18 @@ Keep = Callable[[str, Row], bool]
 """(row's name for messages, row) -> whether it is kept. Raises DataError if that cannot be determined."""
 
 
+def reached(row: Row, name: str) -> Any:
+    """Return the value of a column; without a column of this name, the one that a dotted name reaches in nested values. Raises KeyError."""
+    if name in row:
+        return row[name]
+    found: Any = row
+    for part in name.split("."):
+        if not isinstance(found, Mapping):
+            raise KeyError(name)
+        found = found[part]
+    return found
+
+
 def keeps(source: SourceSection, key: str) -> Keep | None:
     """Return the test of `source`'s rows; None: all are kept.
 
@@ -37,9 +49,11 @@ def keeps(source: SourceSection, key: str) -> Keep | None:
 
 
 def _one_of(row: Row, column: str, values: list[Any], name: str, key: str) -> bool:
-    if column not in row:
-        raise DataError(f"{name}, {column}", got="nothing", expected=f"the column of {key}.where", hint=f"columns: {', '.join(row)}"[:300])
-    found = row[column]
+    try:
+        found = reached(row, column)
+    except KeyError as error:
+        hint = f"columns: {', '.join(row)}"[:300]
+        raise DataError(f"{name}, {column}", got="nothing", expected=f"the column of {key}.where", hint=hint) from error
     # Python's 1 == True would mix numbers and booleans.
     return any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in values)
 

@@ -36,7 +36,8 @@ def load(config: Config, tokenizer: Tokenizer | None = None) -> Environment:
     if section.kind == "tools":
         given = section.tools
         chat = config.task.chats
-        with_tools = WithTools(given.names, given.style, chat, given.options, given.schemas, given.mcp, given.mcp_sessions, section.sandbox)
+        of_servers = given.mcp, given.mcp_sessions
+        with_tools = WithTools(given.names, given.style, chat, given.options, given.schemas, *of_servers, section.sandbox, given.on_failure)
         if tokenizer is not None:
             with_tools.described(tokenizer)
             if chat:

@@ -4,8 +4,9 @@ After a response with tool calls, the policy sees the tools' answers and continu
 configured scorer then scores. Tool answers are given, not sampled, so they are not trained on. No engine waits for a tool: while a tool
 works, the episode has no request in flight.
 
-An ordinary mistake (a wrong expression, code that raises) is an observation like any other, and the policy learns from it. A tool that
-hangs, crashes or floods ends the episode with that reason.
+A mistake (a wrong expression, code that raises) is an observation like any other, and the policy learns from it. So is a call that takes
+too long, prints too much or is killed, and at a limit of the episode its last response is scored, unless `on_failure` is "reject". A tool
+that fails by itself always ends the episode with that reason.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Literal
 
 from asyncmoe.config.mcp import McpServer
 from asyncmoe.config.sandbox import SandboxSection
@@ -26,7 +27,7 @@ from asyncmoe.rollout.episodes.tools.calls import BRACKETS, HERMES, Call, read_c
 from asyncmoe.rollout.episodes.tools.loading import load
 from asyncmoe.rollout.episodes.tools.mcp import McpTools
 from asyncmoe.rollout.episodes.tools.runner import Runner
-from asyncmoe.rollout.episodes.tools.tool import ERROR, ToolError
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, ToolError
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.telemetry.rollout_schema import Calls
@@ -43,6 +44,7 @@ class WithTools:
         chat: if true, observations are messages of the tokenizer's chat template; else each is a line.
         schemas: as environment.tools.schemas.
         mcp, sessions: as for `asyncmoe.rollout.episodes.tools.mcp.McpTools`.
+        on_failure: as environment.tools.on_failure.
 
     Attributes:
         runners: the tools by name; a call without a name goes to the first.
@@ -58,10 +60,11 @@ class WithTools:
         mcp: Mapping[str, McpServer | Mapping[str, Any]] | None = None,
         sessions: int = 64,
         sandbox: SandboxSection | Mapping[str, Any] | None = None,
+        on_failure: Literal["observe", "reject"] = "observe",
     ) -> None:
         self._mcp = McpTools(mcp or {}, sessions, load(names, options, sandbox))
         self.runners: dict[str, Runner] = self._mcp.runners
-        self._style, self._chat, self._wanted = style, chat, schemas
+        self._style, self._chat, self._wanted, self._observes = style, chat, schemas, on_failure == "observe"
         self._described: tuple[Mapping[str, Any], ...] | None = None
 
     async def run(self, episode: Episode) -> float | None:
@@ -99,7 +102,8 @@ class WithTools:
         return tuple(runner.schema for runner in self.runners.values())
 
     async def converse(self, agent: Agent, tokenizer: Tokenizer, before: int = 0) -> Response:
-        """Alternate responses and tool answers; return the first response that calls no tool or reaches its length limit.
+        """Alternate responses and tool answers; return the first response that calls no tool, reaches its length limit or, if failures are
+        observed, leaves no room for another.
 
         Args:
             before: calls in the conversation so far; some styles number the next ones from there.
@@ -114,6 +118,8 @@ class WithTools:
                 ids = [written_id(self._style, str(call.name), number) for number, call in enumerate(calls, before)]
                 before += len(calls)
                 agent.see(tokenizer.between(observations, ids) if self._chat else "".join(f"{line}\n" for line in observations))
+                if self._observes and agent.limit:
+                    return response
 
     def sessions(self) -> AbstractAsyncContextManager[None]:
         """Keep sessions with MCP servers open until the end of the block; for an episode of several conversations."""
@@ -146,6 +152,6 @@ class WithTools:
         try:
             return await runner.call(arguments)
         except ToolError as error:
-            if error.reason == ERROR:
+            if error.reason == ERROR or (self._observes and error.reason != CRASH):
                 return error.detail
             raise

@@ -23,7 +23,7 @@ import msgspec
 from asyncmoe.config.fields import Positive, Seconds
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.tools.runner import ToolLimits
-from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, FLOOD, TIMEOUT, ToolError
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, FLOOD, KILLED, TIMEOUT, ToolError
 from asyncmoe.rollout.processes import end
 
 MIB = 2**20
@@ -223,8 +223,8 @@ async def printed(run: Callable[[bytes], Awaitable[Ended]], code: str, limits: P
 
     Raises:
         ToolError: `ERROR`: the program is too large, or ended with a nonzero status; then the detail is its output, traceback included.
-            `TIMEOUT`: it exceeded its wall-clock or CPU seconds. `FLOOD`: it exceeded its output limit. `CRASH`: a signal ended it, or the
-            sandbox failed.
+            `TIMEOUT`: it exceeded its wall-clock or CPU seconds. `FLOOD`: it exceeded its output limit. `KILLED`: a signal ended it.
+            `CRASH`: the sandbox failed.
     """
     program = code.encode(errors="replace")
     if len(program) > limits.code_bytes:
@@ -238,7 +238,7 @@ async def printed(run: Callable[[bytes], Awaitable[Ended]], code: str, limits: P
         raise ToolError(TIMEOUT, _said(text, f"the program took {took}"))
     if status < 0:
         name = next((one.name for one in signal.Signals if one == -status), f"signal {-status}")
-        raise ToolError(CRASH, _said(text, f"the program was ended by {name}"))
+        raise ToolError(KILLED, _said(text, f"the program was ended by {name}"))
     if status:
         raise ToolError(ERROR, text or _said("", f"the program ended with status {status}"))
     return text

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncmoe.errors import AsyncmoeError, ConfigError
 
-ERROR, TIMEOUT, CRASH, FLOOD = "tool_error", "tool_timeout", "tool_crash", "tool_flood"
+ERROR, TIMEOUT, CRASH, FLOOD, KILLED = "tool_error", "tool_timeout", "tool_crash", "tool_flood", "tool_killed"
 
 
 class ToolError(AsyncmoeError):
@@ -17,8 +17,8 @@ class ToolError(AsyncmoeError):
 
     Args:
         reason: `ERROR`: the argument was wrong, or the code in it raised; the model learns from this, so `detail` is an observation like
-            any other. `TIMEOUT`: no answer in time. `CRASH`: the tool itself failed. `FLOOD`: its answer exceeded the limit; `detail`
-            begins with the answer.
+            any other. `TIMEOUT`: no answer in time. `KILLED`: a signal ended the policy's program. `FLOOD`: its answer exceeded the limit;
+            `detail` begins with the answer. `CRASH`: the tool itself failed, whatever the policy asked.
         detail: description of the failure, for the model.
     """
 

@@ -3,8 +3,9 @@
 A session begins with an episode's first call of one of the server's tools and ends with the episode, so a server's state in its session
 belongs to that episode alone. `environment.tools.mcp_sessions` limits the sessions of all episodes together.
 
-An error of the server or the tool (such as a wrong argument) is an observation, from which the policy learns. A server that hangs, dies,
-violates MCP or answers too much causes the episode's rejection: "tool_timeout", "tool_crash", "tool_flood", counted like those of any tool.
+An error of the server or the tool (such as a wrong argument) is an observation, from which the policy learns; so are, unless the
+configuration says otherwise, a call that takes too long and an answer that is too large. A server that dies or violates MCP causes the
+episode's rejection ("tool_crash").
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from asyncmoe.config.mcp import McpServer
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.async_tasks import begun
 from asyncmoe.rollout.episodes.tools.runner import Runner, ToolLimits
-from asyncmoe.rollout.episodes.tools.tool import CRASH, TIMEOUT, ToolError, variable
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ToolError, variable
 
 if TYPE_CHECKING:
     from asyncmoe.rollout.episodes.tools.mcp.session import McpSession
@@ -131,7 +132,7 @@ async def _listed(name: str, keys: McpServer) -> tuple[Callable[[], McpSession],
             tools = await session.tools()
         except ToolError as error:
             failed = failed or error
-            if error.reason == TIMEOUT:
+            if isinstance(error.__cause__, TimeoutError):
                 break
             continue
         finally:

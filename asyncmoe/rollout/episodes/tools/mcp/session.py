@@ -21,7 +21,7 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
 from asyncmoe.config.mcp import McpServer
-from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, TIMEOUT, ToolError
+from asyncmoe.rollout.episodes.tools.tool import CRASH, ERROR, ToolError
 from asyncmoe.surroundings import proxy_for
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class McpSession:
         """Wait until the session has begun.
 
         Raises:
-            ToolError: `TIMEOUT`: not within `start_timeout_s`; `CRASH`: the server cannot be started or reached, ended, or answered
-                something that is not MCP; `ERROR`: it refuses. No second attempt is made.
+            ToolError: `CRASH`: not within `start_timeout_s`, or the server cannot be started or reached, ended, or answered something that
+                is not MCP; `ERROR`: it refuses. No second attempt is made.
         """
         if self._task is None:
             self._task = asyncio.create_task(self._live(), name=f"mcp {self._name}")
@@ -152,7 +152,7 @@ class McpSession:
                 self._stderr.seek(0)
                 told += "".join(f"; it said: {words}" for words in self._stderr.read().strip().splitlines()[-1:])
             detail = f"error: the MCP server {self._name} {' '.join(told.split())[:_SHOWN]}"
-            raise ToolError(TIMEOUT if late else CRASH, detail) from error
+            raise ToolError(CRASH, detail) from error
 
 
 def _shown(block: types.ContentBlock) -> str:

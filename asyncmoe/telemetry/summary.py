@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from asyncmoe import storage
-from asyncmoe.telemetry.format import duration, number, percent, quantity
+from asyncmoe.telemetry.format import duration, named, number, percent, quantity
 from asyncmoe.telemetry.measured import known, mean, median, share
 from asyncmoe.telemetry.metric import Metric, declared
 from asyncmoe.telemetry.overlap import intersection, length
@@ -175,8 +175,9 @@ def evaluated(record: Evaluation) -> str:
     error = "" if record.reward_stderr is None else f" ± {number(record.reward_stderr)}"
     failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
     passed = [f"pass@{record.samples} {number(passing)}" for k, passing in record.pass_at.items() if k == str(record.samples) != "1"]
-    named = [record.name] if record.name else []
-    return "   ".join([f"version {record.version}", *named, f"reward {number(record.reward_mean)}{error}", *passed, *failed])
+    of_set = [record.name] if record.name else []
+    worth = [f"reward {number(record.reward_mean)}{error}", *passed, *named(record.metrics), *failed]
+    return "   ".join([f"version {record.version}", *of_set, *worth])
 
 
 def counts(by_reason: Mapping[str, int]) -> str:

@@ -85,6 +85,7 @@ class Samples {
       el("pre", { className: "text" }, ...tokens.map((token) => this.token(token))),
       ...member.calls.map((call) => el("div", { className: "call" }, visible(`⚙ ${call.name || "not a valid call"}(${call.argument}) → ${call.observation} (${call.seconds.toFixed(2)} s)`))),
       ...member.rewards.map(([place, reward]) => el("p", { className: "note" }, `step that ends at token ${place}: reward ${short(reward)}`)),
+      el("p", { className: "note", hidden: !Object.keys(member.metrics).length }, Object.entries(member.metrics).map(([name, value]) => `${visible(name)} ${short(value)}`).join(" · ")),
       member.why ? el("p", {}, el("b", {}, "why "), visible(member.why)) : null,
       member.failure ? el("p", { className: "rejected" }, visible(member.failure)) : null,
       el("p", { className: "note" }, figuresOf(member, tokens)));

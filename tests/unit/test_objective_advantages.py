@@ -61,14 +61,16 @@ def expected(batch: Sequence[tuple[float, int, int]], estimator: str) -> list[fl
 
 def gdpo(parts: Sequence[tuple[float, Sequence[float]]], groups: Sequence[int]) -> list[float]:
     """GDPO, arXiv 2601.05242: each reward normalised within its group (equation 4), weighted and summed (5, 7), normalised over the batch
-    (6). A response without a reward is not compared by it."""
+    (6). A response without a reward is not compared by it; one without any is not compared at all."""
     total = [0.0] * len(groups)
     for weight, part in parts:
         for i, (own, group) in enumerate(zip(part, groups, strict=True)):
             others = [j for j, g in enumerate(groups) if g == group and not math.isnan(part[j])]
             if not math.isnan(own):
                 total[i] += weight * of_group([part[j] for j in others], [], others.index(i), "grpo")
-    return [of_group(total, [], i, "grpo") for i in range(len(total))]
+    compared = [i for i in range(len(groups)) if any(not math.isnan(part[i]) for _, part in parts)]
+    whole = [total[i] for i in compared]
+    return [of_group(whole, [], compared.index(i), "grpo") if i in compared else 0.0 for i in range(len(total))]
 
 
 some = st.one_of(st.sampled_from([0.0, 1.0, math.nan]), st.sampled_from([-3.0, 0.25, 7.5]))

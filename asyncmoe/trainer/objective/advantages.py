@@ -29,8 +29,8 @@ def group_advantages(
         pass_at_k                     (best - second best) / (sample deviation + 1e-6) for the best, 0 for others   arXiv 2503.19595
         reinforce_plus_plus           normalised over the batch                arXiv 2501.03262
         reinforce_plus_plus_baseline  r - mean, then normalised over the batch
-        gdpo                          grpo over the batch's responses as one group, of sum(w grpo(part)); a response without the part adds 0
-                                      and is not compared: GDPO, arXiv 2601.05242, equations 4 to 7
+        gdpo                          sum(w grpo(part)), then as grpo over the batch as one group: GDPO, arXiv 2601.05242, equations 4 to 7.
+                                      A response without a part is not compared by it and adds 0; one without any has 0 (as in TRL)
     Normalised: (a - mean(a)) / sqrt(var(a) + 1e-8), with mean and sample variance over all tokens of the batch, so that a response counts
     once per token.
 
@@ -54,8 +54,10 @@ def group_advantages(
         value = reward if estimator == "reinforce_plus_plus" else _centred(reward, member, count)
         return _normalised(value, length).astype(np.float32)
     if estimator == "gdpo":
-        total = sum((weight * _grpo(part, group) for weight, part in parts or [(1.0, reward)]), np.zeros(len(reward)))
-        value = _grpo(total, np.zeros(len(reward)))
+        parts = parts or [(1.0, reward)]
+        total = sum((weight * _grpo(part, group) for weight, part in parts), np.zeros(len(reward)))
+        none = np.all([np.isnan(part) for _, part in parts], axis=0)
+        value = _grpo(np.where(none, np.nan, total), np.zeros(len(reward)))
     elif estimator == "opo":
         total = np.maximum(np.bincount(member, length), 1.0)
         value = np.where(_equal(reward, member), 0.0, reward - (np.bincount(member, length * reward) / total)[member])

@@ -187,7 +187,7 @@ def _given(result: Rewards, agents: list[Agent]) -> list[float] | None:
     named: Mapping[str, Outcome] = result if isinstance(result, Mapping) and by_name else dict.fromkeys(known, result)
     if set(named) - known or any(agent.name not in named and agent.tree not in named for agent in agents):
         names = [agent.name for agent in agents]
-        detail = f"rewards of {sorted(map(str, named))}, expected those of the agents that spoke, {sorted(names)}"
+        detail = f"rewards of {sorted(map(str, named))!s:.200}, expected those of the agents that spoke, {sorted(names)}"
         raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}; a path that goes on in another has none")
     rewards = []
     for agent in agents:

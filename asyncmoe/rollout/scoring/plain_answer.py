@@ -104,7 +104,7 @@ def metrics_of(value: object) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise ValueError(f"metrics of type {type(value).__name__}, expected numbers by name")
     if len(value) > MOST_METRICS:
-        raise ValueError(f"{len(value)} metrics, expected at most {MOST_METRICS} of a response; return their mean, or tell the rest in why")
+        raise ValueError(f"{len(value)} metrics, expected at most {MOST_METRICS} of a response; return means of them")
     if wrong := [name for name in value if not isinstance(name, str) or not _NAME.fullmatch(name)]:
         expected = "at most 64 letters, digits, '_', '-' and '.', with a letter or '_' first"
         raise ValueError(f"a metric with the name {wrong[0]!r:.{SHOWN_VALUE}}, expected {expected}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import isfinite
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -22,9 +24,9 @@ from asyncmoe.plugins import is_name
 
 Band = tuple[NonNegativeFloat, PositiveFloat]
 """Lowest and highest ratio to keep."""
-Advantage = Literal["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "prompt_mean"]
-PROCESS_ADVANTAGES: tuple[Advantage, ...] = ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+PROCESS_ADVANTAGES: tuple[Advantage, ...] = ("grpo", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Advantages in units of deviations for every response, as normalised step rewards are. dr_grpo, rloo and opo are in units of the reward;
 pass_at_k gives 0 to all but the best response."""
 Clip = Literal["ppo", "cispo", "dppo_tv", "ipo", "none"]
@@ -111,10 +113,10 @@ class ObjectiveSection(Section):
     """Advantage of a response. grpo: reward minus the group's mean, divided by the group's deviation; dr_grpo: the same without division;
     rloo: reward minus the mean of the other responses; opo: reward minus the mean weighted by length; pass_at_k: only the best of a group,
     by its lead over the second best; reinforce_plus_plus: reward normalised over the batch's tokens; reinforce_plus_plus_baseline: reward
-    minus the group's mean, then normalised over the batch's tokens, which gives all groups of equal rewards the same small advantage; or
-    your own function (docs/guides/objective.md)."""
+    minus the group's mean, then normalised over the batch's tokens, which gives all groups of equal rewards the same small advantage; gdpo:
+    as grpo of each metric beside the reward, summed, then normalised over the batch; or your own function (docs/guides/objective.md)."""
     advantage_options: dict[str, Any] | None = None
-    """Keyword arguments of your own advantage."""
+    """Keyword arguments of your own advantage; of gdpo: weights, a number by name of a metric (null: each metric counts once)."""
     loss: Annotated[str, NameOrPlugin(("surrogate",))] = "surrogate"
     """Loss of a token. surrogate: minus its advantage times its ratio, as ratio and clip say; or your own function, which replaces ratio,
     clip, clip_low, clip_high and dual_clip (docs/guides/objective.md)."""
@@ -158,7 +160,10 @@ class ObjectiveSection(Section):
     @model_validator(mode="after")
     def _check(self) -> ObjectiveSection:
         weight = self.correction.weight
-        check_options("objective.advantage_options", self.advantage_options, "objective.advantage", self.advantage)
+        if self.advantage == "gdpo":
+            _check_weights(self.advantage_options)
+        else:
+            check_options("objective.advantage_options", self.advantage_options, "objective.advantage", self.advantage)
         check_options("objective.loss_options", self.loss_options, "objective.loss", self.loss)
         for name in _SURROGATE if is_name(self.loss) else ():
             default = ObjectiveSection.model_fields[name].default
@@ -180,3 +185,12 @@ class ObjectiveSection(Section):
             hint = f"set it to 0, or objective.advantage to {PROCESS_ADVANTAGES[0]}"
             raise refused("objective.process.weight", f"{self.process.weight:g}", expected, hint)
         return self
+
+
+def _check_weights(options: Mapping[str, Any] | None) -> None:
+    """Refuse options that gdpo does not take."""
+    weights = {"": 1.0} if options is None else options.get("weights")
+    numbers = isinstance(weights, dict) and all(isinstance(one, int | float) and isfinite(one) for one in weights.values())
+    if not weights or not numbers or (options or {}).keys() - {"weights"}:
+        expected = "null, or {weights: {NAME: number}} of some metrics because objective.advantage is gdpo"
+        raise refused("objective.advantage_options", options, expected)

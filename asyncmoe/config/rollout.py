@@ -47,7 +47,7 @@ class RolloutSection(Section):
     again from the prompt; drain: they finish before the version lands."""
     filter_equal: bool = False
     """Drop groups whose rewards are all equal, since they carry no advantage, and sample other prompts (DAPO). Not with
-    objective.advantage reinforce_plus_plus, to which they carry one."""
+    objective.advantage reinforce_plus_plus or gdpo, to which they carry one."""
     max_rejected_share: Share = 0.25
     """The run ends if more than this share of the last 128 groups, at least 32, was rejected and not started over, because the rest is a
     biased sample; 1: only if all of them were."""

@@ -132,8 +132,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_rewards(self) -> Config:
         """Refuse an objective without the rewards, steps or teacher it learns from."""
-        if self.rollout.filter_equal and self.objective.advantage == "reinforce_plus_plus":
-            expected = "false because objective.advantage is reinforce_plus_plus, to which a group of equal rewards carries an advantage"
+        if self.rollout.filter_equal and (advantage := self.objective.advantage) in ("reinforce_plus_plus", "gdpo"):
+            expected = f"false because objective.advantage is {advantage}, to which a group of equal rewards carries an advantage"
             hint = "set it to false, or choose an advantage that compares within the group"
             raise refused("rollout.filter_equal", "true", expected, hint)
         for name, weight in (("process", self.objective.process.weight), ("distill", self.objective.distill.weight)):

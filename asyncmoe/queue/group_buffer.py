@@ -87,6 +87,7 @@ def describe(t: Trajectory) -> Item:
         parent=t.parent,
         forked=t.forked,
         truncated=t.finish == "length",
+        metrics=t.metrics,
     )
 
 

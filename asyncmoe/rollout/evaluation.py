@@ -30,6 +30,7 @@ from asyncmoe.rollout.tasks import EvaluationQuestions
 from asyncmoe.rollout.tasks.order import EVALUATION as STREAM
 from asyncmoe.rpc.worker_messages import LOST, Made
 from asyncmoe.telemetry.clock import unix
+from asyncmoe.telemetry.measured import MOST_NAMES, means
 from asyncmoe.telemetry.records import read_evaluations
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.schema import EVALUATION
@@ -204,6 +205,13 @@ def _reward(outcome: Sequence[Made]) -> float:
     return fmean(map(fmean, of_agent.values()))
 
 
+def _metrics(outcome: Sequence[Made]) -> dict[str, float]:
+    of_agent: dict[int, list[Mapping[str, float]]] = {}
+    for one in outcome:
+        of_agent.setdefault(one.agent, []).append(one.metrics)
+    return means(map(means, of_agent.values()))
+
+
 def measure(
     version: int,
     outcomes: Sequence[tuple[int, Outcome]],
@@ -216,8 +224,8 @@ def measure(
 ) -> Evaluation:
     """Summarize an evaluation.
 
-    An episode's reward is the mean over its agents, an agent's the mean over the paths of its tree. Failed episodes have no reward: they
-    are counted, but excluded from every mean.
+    An episode's reward is the mean over its agents, an agent's the mean over the paths of its tree, and so are its metrics. Failed
+    episodes have no reward: they are counted, but excluded from every mean.
 
     Args:
         outcomes: (question number, outcome) of every episode.
@@ -225,6 +233,7 @@ def measure(
         samples, pass_reward: see `pass_chances`.
     """
     rewards: dict[int, list[float]] = {}
+    metrics: dict[int, list[Mapping[str, float]]] = {}
     lengths: list[int] = []
     versions: set[int] = set()
     failed: Counter[str] = Counter()
@@ -233,11 +242,12 @@ def measure(
             failed[outcome.reason] += 1
             continue
         rewards.setdefault(question, []).append(_reward(outcome))
+        metrics.setdefault(question, []).append(_metrics(outcome))
         lengths.append(sum(one.sampled for one in outcome))
         versions.update(version for one in outcome for version in (one.oldest, one.newest))
     chances = pass_chances(list(rewards.values()), samples, pass_reward)
     errors = {k: error for k, of_k in chances.items() if (error := standard_error(of_k)) is not None}
-    means = [fmean(of_question) for of_question in rewards.values()]
+    of_questions = [fmean(of_question) for of_question in rewards.values()]
     return Evaluation(
         time=unix(),
         version=version,
@@ -247,8 +257,9 @@ def measure(
         pass_at_stderr=errors,
         questions=len({question for question, _ in outcomes}),
         episodes=len(outcomes),
-        reward_mean=fmean(means) if means else None,
-        reward_stderr=standard_error(means),
+        reward_mean=fmean(of_questions) if of_questions else None,
+        reward_stderr=standard_error(of_questions),
+        metrics=means(map(means, metrics.values()), MOST_NAMES),
         failed=dict(sorted(failed.items())),
         failed_share=failed.total() / len(outcomes),
         response_tokens_mean=fmean(lengths) if lengths else None,

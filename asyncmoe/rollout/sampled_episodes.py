@@ -117,6 +117,7 @@ def _with_result(member: SampledMember, made: Trajectory) -> SampledMember:
         parent=made.parent,
         forked=made.forked,
         reward=made.reward,
+        metrics=made.metrics,
         rewards=steps,
         teacher=[] if made.teacher is None else records.rounded(made.teacher[sampled[: len(made.teacher)]]),
         seconds={name: round(seconds, 4) for name, seconds in made.seconds.items()},

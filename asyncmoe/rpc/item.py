@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from asyncmoe.log.log import Place
 from asyncmoe.rpc.base import Message
 
@@ -36,5 +38,7 @@ class Item(Message, frozen=True):
     forked: int = 0
     truncated: bool = False
     """Whether its last response ended at a token limit."""
+    metrics: Mapping[str, float] = {}
+    """As in `Trajectory`."""
     place: Place | None = None
     """Place of its group in the log, once written. The rollout worker that wrote it, or that worker's replacement, has the arrays."""

@@ -6,6 +6,7 @@ stays in the worker until the episode is over. Trainer ranks fetch from the work
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -175,6 +176,7 @@ class Made(msgspec.Struct, frozen=True, array_like=True):
         agent, reward: as in `asyncmoe.trajectory.Trajectory`.
         sampled: number of sampled tokens; set only for an evaluation, like the next two.
         oldest, newest: versions of its oldest and newest tokens.
+        metrics: as in `Trajectory`; only for an evaluation, too.
     """
 
     agent: int
@@ -182,6 +184,7 @@ class Made(msgspec.Struct, frozen=True, array_like=True):
     sampled: int = 0
     oldest: int = 0
     newest: int = 0
+    metrics: Mapping[str, float] = {}
 
 
 class WorkerRan(Message, frozen=True):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 ABSENT = "–"
+_NAMED = 4
 
 
 def number(value: float | None, unit: str = "", digits: int = 3) -> str:
@@ -16,6 +19,11 @@ def number(value: float | None, unit: str = "", digits: int = 3) -> str:
     else:
         text = f"{value:.{digits}g}"
     return f"{text} {unit}" if unit else text
+
+
+def named(values: Mapping[str, float | None] | None) -> list[str]:
+    """Format the first few numbers by name: ["format 0.5", "words 12"]."""
+    return [f"{name} {number(value)}" for name, value in list((values or {}).items())[:_NAMED]]
 
 
 def percent(share: float | None) -> str:

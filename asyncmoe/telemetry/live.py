@@ -11,7 +11,7 @@ from rich.console import Console
 
 from asyncmoe.config import Config
 from asyncmoe.telemetry.advice import ALL_WELL, FEW_STEPS, NO_STEP, advise
-from asyncmoe.telemetry.format import ABSENT, duration, quantity
+from asyncmoe.telemetry.format import ABSENT, duration, named, quantity
 from asyncmoe.telemetry.loggers import checks
 from asyncmoe.telemetry.loggers.sink import LoggerSink, client
 from asyncmoe.telemetry.measured import median
@@ -103,4 +103,5 @@ def line(step: Step, warmup: int, steps: int, left: float | None = None) -> str:
     """Describe one step in one line of plain text, without missing values: "step 3/10  reward 0.5  left 2 min 05 s"."""
     place = f"warm-up {step.step}/{warmup}" if step.phase == "warmup" else f"step {step.step - warmup}/{steps}"
     parts = [(metric.word, quantity(getattr(step, name), metric.unit)) for name, metric in declared(Step).items() if metric.word]
-    return "  ".join([place, *(f"{word} {text}" for word, text in [*parts, ("left", duration(left))] if text != ABSENT)])
+    shown = [f"{word} {text}" for word, text in [*parts, ("left", duration(left))] if text != ABSENT]
+    return "  ".join([place, *shown, *named(step.metrics)])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+MOST_NAMES = 64
+"""Maximum names of the metrics that a record of many responses has."""
 
 
 def known(values: Iterable[float | None]) -> list[float]:
@@ -21,6 +25,20 @@ def median(values: Iterable[float | None]) -> float | None:
     """Return the median of the measured values; None without any."""
     measured = known(values)
     return statistics.median(measured) if measured else None
+
+
+def means(every: Iterable[Mapping[str, float]], most: int | None = None) -> dict[str, float]:
+    """Return the mean under each name over the mappings that have it, by ascending name.
+
+    Args:
+        most: maximum names, those that most mappings have; None: all.
+    """
+    values = defaultdict[str, list[float]](list)
+    for one in every:
+        for name, value in one.items():
+            values[name].append(value)
+    kept = sorted(values, key=lambda name: (-len(values[name]), name))[:most]
+    return {name: statistics.fmean(values[name]) for name in sorted(kept)}
 
 
 def share(values: Iterable[float | None], whole: float) -> float | None:

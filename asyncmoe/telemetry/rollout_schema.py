@@ -97,6 +97,14 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
             "reward",
         ),
     ] = None
+    metrics: Annotated[
+        Mapping[str, float],
+        Metric(
+            "Mean of each metric beside the reward, as `reward_mean`, over the episodes that have it; of many, the 64 that most have.",
+            "the metric's own unit",
+            key="name",
+        ),
+    ] = {}
     pass_at: Annotated[
         Mapping[str, float],
         Metric(

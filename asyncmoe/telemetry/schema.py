@@ -50,6 +50,14 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         Mapping[float, int] | None,
         Metric("Number of the batch's responses by reward, rounded to a grid of at most 20 steps.", "responses", key="reward"),
     ] = None
+    metrics: Annotated[
+        Mapping[str, float] | None,
+        Metric(
+            "Mean of each metric beside the reward, over the responses that have it; of many, the 64 that most responses have.",
+            "the metric's own unit",
+            key="name",
+        ),
+    ] = None
     step_reward_mean: Annotated[float | None, Metric("Mean reward of the rewarded steps of the batch's responses.", "reward")] = None
     loss: Annotated[float | None, Metric("Loss.", "loss", word="loss")] = None
     grad_norm: Annotated[float | None, Metric("Gradient norm before clipping.", "norm")] = None

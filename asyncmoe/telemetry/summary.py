@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from asyncmoe import storage
-from asyncmoe.telemetry.format import ABSENT, duration, number, percent, quantity
+from asyncmoe.telemetry.format import ABSENT, duration, named, number, percent, quantity
 from asyncmoe.telemetry.measured import known, mean, median, share
 from asyncmoe.telemetry.metric import Metric, declared
 from asyncmoe.telemetry.overlap import intersection, length
@@ -224,7 +224,7 @@ def evaluated(record: Evaluation) -> str:
 def _about(record: Evaluation) -> list[str]:
     failed = [f"{percent(record.failed_share)} failed"] if record.failed_share else []
     passed = [f"pass@{record.samples} {number(passing)}" for k, passing in record.pass_at.items() if k == str(record.samples) != "1"]
-    return [f"version {record.version}", *passed, *failed]
+    return [f"version {record.version}", *passed, *named(record.metrics), *failed]
 
 
 def counts(by_reason: Mapping[str, int]) -> str:

@@ -12,6 +12,7 @@ from asyncmoe.errors import InvariantBroken
 from asyncmoe.rpc.messages import Leased, Phase
 from asyncmoe.telemetry import distribution
 from asyncmoe.telemetry.clock import unix
+from asyncmoe.telemetry.measured import MOST_NAMES, means
 from asyncmoe.telemetry.metric import declared
 from asyncmoe.telemetry.schema import Step
 from asyncmoe.trainer.data import trees
@@ -93,6 +94,7 @@ def step_record(
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
         rewards=distribution.counts(rewards),
+        metrics=means(trees.metrics(items), MOST_NAMES) or None,
         response_tokens_quantiles={str(share): float(length) for share, length in zip(_LENGTHS, lengths, strict=True)},
         truncated_fraction=sum(item.truncated for item in items) / len(items),
         routing_mismatch=_mean_by_key([u.routing_mismatch for u in updates]) or None,

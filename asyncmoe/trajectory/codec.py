@@ -61,6 +61,7 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     branch: int = 0
     parent: int = 0
     forked: int = 0
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 _PLAIN = tuple(name for name in _Header.__struct_fields__ if name not in ("arrays", "digest", "routes", "masks"))

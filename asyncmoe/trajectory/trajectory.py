@@ -35,6 +35,7 @@ class Trajectory:
         logprobs: float32[T]; behaviour log-probability in nats, after temperature; 0 where `loss_mask` is False.
         versions: int32[T]; weight version that sampled the token, `NOT_SAMPLED` where `loss_mask` is False.
         reward: scalar reward of the episode.
+        metrics: other finite numbers that its scorer, environment or agent measured, by name.
         finish: why generation ended: "stop" or "length".
         prefix_version: the version from which all keys and values of the prompt are known to come, or `NOT_SAMPLED` if a prefix
             cached under another version may have been used.
@@ -72,6 +73,7 @@ class Trajectory:
     masks: EncodedMasks | None = None
     rewards: np.ndarray | None = None
     teacher: np.ndarray | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)

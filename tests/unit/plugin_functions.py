@@ -148,3 +148,8 @@ def own_sums(rows: PolicyRows) -> torch.Tensor:
 
 def nothing_without_tokens(rows: PolicyRows) -> torch.Tensor:
     return whole_sequences(rows) if rows.mask.any() else torch.ones_like(rows.logprobs).double()
+
+
+def of_metrics(responses: Responses) -> tuple[np.ndarray, dict[str, float]]:
+    named = {name: float(np.nansum(responses.metrics[name])) for name in ("words", "rare", "other")}
+    return responses.metrics["format"].copy(), named

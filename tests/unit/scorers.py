@@ -40,6 +40,13 @@ _ANSWERS: dict[str, object] = {
     "steps of text": {"reward": 1.0, "steps": "1"},
     "another number of steps": {"reward": 1.0, "steps": [1.0, 1.0]},
     "step of nan": {"reward": 1.0, "steps": [float("nan")]},
+    "metrics of text": {"reward": 1.0, "metrics": "0.5"},
+    "metric of text": {"reward": 1.0, "metrics": {"format": "0.5"}},
+    "metric of nan": {"reward": 1.0, "metrics": {"format": float("nan")}},
+    "metric without a name": {"reward": 1.0, "metrics": {"": 0.5}},
+    "metric with a sentence": {"reward": 1.0, "metrics": {"is it right?": 0.5}},
+    "metric of no text": {"reward": 1.0, "metrics": {1: 0.5}},
+    "10,000 metrics": {"reward": 1.0, "metrics": {f"m{n}": 0.5 for n in range(10_000)}},
 }
 
 
@@ -73,6 +80,26 @@ def moody(prompt: str, response: str, answer: str) -> float:
     if int(answer) % 2:
         raise ValueError("odd answers are not scored")
     return float(response == answer)
+
+
+def named(prompt: str, response: str, answer: str) -> object:
+    right, brief = response == answer, np.float32(1 / 4)
+    return {"reward": right + brief, "metrics": {"right": right, "brief": brief, "tries": np.int64(len(response))}}
+
+
+async def named_coroutine(prompt: str, response: str, answer: str) -> object:
+    return named(prompt, response, answer)
+
+
+@dataclass
+class Answered:
+    reward: float
+    metrics: dict[str, float]
+
+
+class NamedByClass:
+    def score(self, sample: Sample) -> Answered:
+        return Answered(0.5, {"length": len(sample.response)})
 
 
 def steps_of_function(prompt: str, response: str, answer: str) -> object:

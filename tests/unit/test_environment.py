@@ -137,8 +137,29 @@ def test_every_agent_that_spoke_becomes_a_trajectory_of_its_own(known: Tokenizer
 
 
 @pytest.mark.parametrize(
+    ("result", "rewards", "metrics"),
+    [
+        ({"reward": 0.5, "metrics": {"turns": np.float32(2)}}, [0.5, 0.5], [{"turns": 2.0}] * 2),
+        ({"reward": 0.5}, [0.5, 0.5], [{}] * 2),
+        # The configured scorer: the solver's response is the answer.
+        ({"metrics": {"turns": 2}}, [1.0, 0.0], [{"turns": 2.0}] * 2),
+        ({"solver": {"reward": 1, "metrics": {"tries": 3}}, "checker": -1.0}, [1.0, -1.0], [{"tries": 3.0}, {}]),
+        ({"solver": {"metrics": {"tries": 3}}, "checker": None}, [1.0, 0.0], [{"tries": 3.0}, {}]),
+    ],
+)
+def test_an_environment_returns_metrics_beside_the_reward(result: Any, rewards: Any, metrics: Any, known: Tokenizer) -> None:
+    made = play(Two(result).run, known)
+    assert ([t.reward for t in made], [t.metrics for t in made]) == (rewards, metrics)
+
+
+@pytest.mark.parametrize(
     ("rewards", "expected"),
     [
+        ({"reward": 0.5, "metrics": {"turns": "2"}}, "bad_reward"),
+        ({"reward": 0.5, "metrics": {"turns": float("inf")}}, "bad_reward"),
+        ({"reward": 0.5, "metrics": dict.fromkeys(map("m{}".format, range(10_000)), 1.0)}, "bad_reward"),
+        ({"reward": 0.5, "turns": 2}, "environment_error"),
+        ({"solver": {"reward": 1.0}, "checker": {"metrics": {"tries": 3}}}, "bad_reward"),
         ({"solver": 1.0}, "environment_error"),
         ({"solver": 1.0, "checker": 0.0, "silent": 0.0}, "environment_error"),
         ({0: 1.0, 1: 0.0}, "environment_error"),

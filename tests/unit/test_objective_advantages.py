@@ -15,7 +15,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.trainer.objective import group_advantages
 from tests.configs import minimal
 
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 reward = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(-5, 5).filter(lambda x: abs(x) > 1e-3 or x == 0))
 batches = st.lists(st.tuples(reward, st.integers(0, 4), st.integers(0, 30)), max_size=24)
 
@@ -52,9 +52,54 @@ def expected(batch: Sequence[tuple[float, int, int]], estimator: str) -> list[fl
     found = []
     for i, group in enumerate(groups):
         members = [j for j, g in enumerate(groups) if g == group]
-        kind = "dr_grpo" if estimator == "reinforce_plus_plus_baseline" else estimator
+        kind = {"reinforce_plus_plus_baseline": "dr_grpo", "gdpo": "grpo"}.get(estimator, estimator)
         found.append(of_group([rewards[j] for j in members], [lengths[j] for j in members], members.index(i), kind))
+    if estimator == "gdpo":
+        return [of_group(found, lengths, i, "grpo") for i in range(len(found))]
     return over_batch(found, lengths) if estimator == "reinforce_plus_plus_baseline" else found
+
+
+def gdpo(parts: Sequence[tuple[float, Sequence[float]]], groups: Sequence[int]) -> list[float]:
+    """GDPO, arXiv 2601.05242: each reward normalised within its group (equation 4), weighted and summed (5, 7), normalised over the batch
+    (6). A response without a reward is not compared by it; one without any is not compared at all."""
+    total = [0.0] * len(groups)
+    for weight, part in parts:
+        for i, (own, group) in enumerate(zip(part, groups, strict=True)):
+            others = [j for j, g in enumerate(groups) if g == group and not math.isnan(part[j])]
+            if not math.isnan(own):
+                total[i] += weight * of_group([part[j] for j in others], [], others.index(i), "grpo")
+    compared = [i for i in range(len(groups)) if any(not math.isnan(part[i]) for _, part in parts)]
+    whole = [total[i] for i in compared]
+    return [of_group(whole, [], compared.index(i), "grpo") if i in compared else 0.0 for i in range(len(total))]
+
+
+some = st.one_of(st.sampled_from([0.0, 1.0, math.nan]), st.sampled_from([-3.0, 0.25, 7.5]))
+
+
+@given(
+    st.lists(st.tuples(some, some, some, st.integers(0, 3)), min_size=1, max_size=24), st.tuples(*[st.sampled_from([1.0, 0.5, -2.0])] * 3)
+)
+def test_gdpo_is_its_formula(batch: list[tuple[float, float, float, int]], weights: tuple[float, float, float]) -> None:
+    groups = [one[3] for one in batch]
+    parts = [(weight, [one[k] for one in batch]) for k, weight in enumerate(weights)]
+    want = gdpo(parts, groups)
+    got = group_advantages([0.0] * len(batch), groups, "gdpo", (), [(weight, np.array(part)) for weight, part in parts])
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_gdpo_tells_apart_what_a_sum_of_rewards_does_not() -> None:
+    """The paper's figure 2: two binary rewards whose sums are (0, 1) and (0, 2). GRPO gives both groups the same advantages."""
+    right, format_ = np.array([0.0, 1.0, 0.0, 1.0]), np.array([0.0, 0.0, 0.0, 1.0])
+    groups = [0, 0, 1, 1]
+    grpo = group_advantages((right + format_).tolist(), groups, "grpo")
+    assert np.abs(grpo[:2] - grpo[2:]).max() < 1e-5
+    apart = group_advantages([0.0] * 4, groups, "gdpo", (), [(1.0, right), (1.0, format_)])
+    assert apart[3] == pytest.approx(2 * apart[1], rel=1e-5)
+    assert apart.std(ddof=1) == pytest.approx(1.0, rel=1e-5)
+    alone = group_advantages(right.tolist(), groups, "gdpo")  # with one reward: GRPO, normalised over the batch
+    plain = group_advantages(right.tolist(), groups, "grpo")
+    np.testing.assert_allclose(alone, plain / plain.std(ddof=1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -80,7 +125,8 @@ def test_equal_rewards_and_groups_of_one_tell_nothing(estimator: str, value: flo
 
 def test_groups_of_equal_rewards_are_not_dropped_before_an_estimator_that_learns_from_them() -> None:
     minimal(rollout={"filter_equal": True}, objective={"advantage": "reinforce_plus_plus_baseline"})
-    with pytest.raises(
-        ConfigError, match=r"rollout\.filter_equal: got true, expected false because objective\.advantage is reinforce_plus_plus,"
-    ):
-        minimal(rollout={"filter_equal": True}, objective={"advantage": "reinforce_plus_plus"})
+    for advantage in ("reinforce_plus_plus", "gdpo"):
+        with pytest.raises(
+            ConfigError, match=rf"rollout\.filter_equal: got true, expected false because objective\.advantage is {advantage},"
+        ):
+            minimal(rollout={"filter_equal": True}, objective={"advantage": advantage})

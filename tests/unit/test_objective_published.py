@@ -8,6 +8,7 @@ of this uses), the inputs of the file cast to float64, and called were
         compute_rollout_rejection_mask, whose result is its `response_mask`
     trl.GRPOTrainer._compute_loss, on a plain object with the options as attributes, whose forward pass returns "new"; no accumulation;
         "num_items_in_batch" the sum of the mask, "importance_sampling_ratio" the truncated exp(old - behaviour)
+    the lines of trl.GRPOTrainer that compute the advantages of "normalize_then_sum", on "parts" with NaN for null; its epsilon is 1e-4
 with `new` as the leaf of the gradient. "objective" is the same choice in our configuration. Not compared, as they differ on purpose: verl
 and TRL keep a group of one as it is, where we say 0; verl's token_k1 keeps ratios within [1 / high, 1 / low], so its bands here are
 symmetric.
@@ -68,6 +69,13 @@ def test_losses_and_gradients(case: dict[str, Any]) -> None:
 def test_advantages(case: dict[str, Any]) -> None:
     got = group_advantages(INPUTS["rewards"], INPUTS["groups"], case["estimator"], MASK.sum(1).tolist())
     np.testing.assert_allclose(got, case["values"], rtol=1e-5, atol=1e-6)
+
+
+def test_gdpo() -> None:
+    case = PUBLISHED["gdpo"]
+    parts = [(weight, np.array(part, np.float64)) for weight, part in zip(case["weights"], case["parts"], strict=True)]
+    got = group_advantages([0.0] * len(case["groups"]), case["groups"], "gdpo", (), parts)
+    np.testing.assert_allclose(got, case["values"], atol=1e-3)
 
 
 @pytest.mark.parametrize("case", PUBLISHED["penalties"], ids=lambda case: case["estimator"])

@@ -129,7 +129,7 @@ def test_going_back_shares_what_was_sampled_and_dropped_thoughts_are_new_context
 
 
 def test_paths_are_rewarded_by_name_or_as_their_tree(known: Tokenizer) -> None:
-    async def branches(session: Session, rewards: dict[str, float]) -> dict[str, float]:
+    async def branches(session: Session, rewards: dict[str, Any]) -> dict[str, Any]:
         first, answer = await ask(session, [user("a")])
         both = await asyncio.gather(*(ask(session, [user("a"), first, user("b")]) for _ in range(2)))
         assert (answer.path, sorted(one.path for _, one in both)) == ("policy", ["policy", "policy/2"])
@@ -140,6 +140,8 @@ def test_paths_are_rewarded_by_name_or_as_their_tree(known: Tokenizer) -> None:
 
     assert rewards_of({"policy": 1.0}) == [1.0, 1.0]
     assert rewards_of({"policy": 1.0, "policy/2": 0.0}) == [1.0, 0.0]
+    named = {"policy": 1.0, "policy/2": {"reward": 0.0, "metrics": {"turns": 2}}}
+    assert [t.metrics for t in play(known, lambda session: branches(session, named))[0]] == [{}, {"turns": 2.0}]
     for wrong in ({"policy/2": 1.0}, {"policy": 1.0, "policy/3": 1.0}, {}):
         with pytest.raises(TrajectoryRejected, match="rewards of"):
             rewards_of(wrong)

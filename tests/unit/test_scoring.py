@@ -69,6 +69,13 @@ BAD = {
     "steps of text": "scorer_garbage",
     "another number of steps": "scorer_garbage",
     "step of nan": "scorer_nan",
+    "metrics of text": "scorer_garbage",
+    "metric of text": "scorer_garbage",
+    "metric of nan": "scorer_garbage",
+    "metric without a name": "scorer_garbage",
+    "metric with a sentence": "scorer_garbage",
+    "metric of no text": "scorer_garbage",
+    "10,000 metrics": "scorer_garbage",
     "no connection": "scorer_unavailable",
     "good": 1.0,
 }
@@ -77,6 +84,27 @@ BAD = {
 @pytest.mark.parametrize("function", ["bad", "bad_coroutine"])
 def test_every_way_to_fail_has_a_reason(function: str) -> None:
     assert score_all(f"{SCORERS}:{function}", [*BAD]) == [*BAD.values()]
+
+
+def test_metrics_are_numbers_by_name_beside_the_reward() -> None:
+    for function in ("named", "named_coroutine"):
+        right, wrong = outcomes(f"{SCORERS}:{function}", ["19", "1"])
+        assert isinstance(right, Score)
+        assert isinstance(wrong, Score)
+        assert (right.reward, right.metrics) == (1.25, {"brief": 0.25, "right": 1.0, "tries": 2.0})
+        assert {type(value) for value in right.metrics.values()} == {float}
+        assert wrong.metrics["right"] == 0.0
+    (by_class,) = outcomes(f"{SCORERS}:NamedByClass", ["abc"])
+    assert isinstance(by_class, Score)
+    assert by_class.metrics == {"length": 3.0}
+
+
+@pytest.mark.parametrize("response", ["metric of text", "10,000 metrics", "metric with a sentence"])
+def test_a_wrong_metric_is_one_short_line(response: str) -> None:
+    (rejected,) = outcomes(f"{SCORERS}:bad", [response])
+    assert len(str(rejected)) < 300
+    assert ", expected " in str(rejected)
+    assert "\n" not in str(rejected)
 
 
 def test_a_function_that_hangs_or_dies_is_replaced() -> None:

@@ -74,7 +74,10 @@ def test_it_is_posted_the_sample_and_answers_with_its_score() -> None:
     np.testing.assert_array_equal(score.rewards, np.array([np.nan, np.nan, 1, np.nan, -0.25], np.float32))
     (plain,) = served(answering(b'{"reward": 2}'), JUDGE)
     assert isinstance(plain, Score)
-    assert (plain.reward, plain.rewards) == (2.0, None)
+    assert (plain.reward, plain.rewards, plain.metrics) == (2.0, None, {})
+    (named,) = served(answering(b'{"reward": 2, "metrics": {"format": 1, "words": 0.5}}'), JUDGE)
+    assert isinstance(named, Score)
+    assert named.metrics == {"format": 1.0, "words": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,7 @@ def test_it_is_posted_the_sample_and_answers_with_its_score() -> None:
         b'{"reward": "0.5"}',
         b'{"reward": 1e999}',
         b'{"reward": 1, "steps": [1, [2]]}',
+        b'{"reward": 1, "metrics": {"format": null}}',
         b"[" * 100_000,
         b'{"reward": "\xff"}',
         b'{"reward": 1, "steps": [' + b"0.5, " * 400_000 + b"1]}",

@@ -59,6 +59,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         agent=draw(st.integers(0, 3)),
         attempt=draw(st.integers(0, 3)),
         seconds=draw(st.dictionaries(st.text(max_size=5), st.floats(0, 9), max_size=3)),
+        metrics=draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3)),
         routes=record_routes(random, length - 1) if draw(st.booleans()) else None,
         masks=record_masks(random, length) if draw(st.booleans()) else None,
         rewards=step_rewards(random, length) if draw(st.booleans()) else None,

@@ -32,8 +32,8 @@ from asyncmoe.engines.types import Listener, ParsedCall, Sampling
 from asyncmoe.errors import AsyncmoeError, TrajectoryRejected
 from asyncmoe.rollout.episodes import turn_tree
 from asyncmoe.rollout.episodes.listening import Listening, wrong_stop
-from asyncmoe.rollout.episodes.trajectory_builder import LARGEST_REWARD, EpisodeId, Turn
-from asyncmoe.rollout.scoring.plain_answer import number
+from asyncmoe.rollout.episodes.trajectory_builder import EpisodeId, Turn
+from asyncmoe.rollout.scoring.plain_answer import finite
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.telemetry.samples.records import ToolCall
@@ -45,9 +45,10 @@ _NOTED = 2000
 _ORDER = count()
 """Numbers the responses of all episodes as they end."""
 
-Rewards = float | Mapping[str, float] | None
-"""One reward for all agents; or rewards by name, where a path without one gets its agent's; or None: the configured scorer scores every
-agent."""
+Outcome = float | Mapping[str, Any] | None
+"""A reward, or None: the configured scorer scores every agent; or either as {"reward": ..., "metrics": {name: number}}."""
+Rewards = Outcome | Mapping[str, Outcome]
+"""One outcome for all agents; or outcomes by name, where a path without one gets its agent's."""
 
 
 class Environment(Protocol):
@@ -126,6 +127,7 @@ class Agent:
         credits: {index of a sampled token: reward} of the steps that the environment rewarded.
         calls: tool calls that the environment made for it, for readers of samples.
         why: the scorer's explanation of its reward, for readers of samples.
+        metrics: other numbers that its environment measured, by name.
         spoke_last: increases with the end of its last response, across episodes; -1 before the first.
         speaking: True while a response is in progress.
         episode: the episode it belongs to.
@@ -139,6 +141,7 @@ class Agent:
         self.credits: dict[int, float] = {}
         self.calls: list[ToolCall] = []
         self.why, self.spoke_last, self.speaking = "", -1, False
+        self.metrics: Mapping[str, float] = {}
         self.episode, self._tokenizer = episode, episode.tokenizer
         self._given: list[int] = []
 
@@ -271,13 +274,6 @@ class Agent:
 
     def _failed(self, reason: str, detail: str) -> AsyncmoeError:
         return self.episode.failed(reason, f"agent {self.name}: {detail}")
-
-
-def finite(reward: object) -> float:
-    """Return a user's reward as a float. Raises ValueError, which names the value, if it is not a finite number."""
-    if abs(found := number(reward)) <= LARGEST_REWARD:
-        return found
-    raise ValueError(found)
 
 
 @dataclass(eq=False)

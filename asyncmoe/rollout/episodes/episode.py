@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import Any
 
 from asyncmoe import plugins
 from asyncmoe.config.rollout import Interruption
@@ -23,17 +22,19 @@ from asyncmoe.errors import TrajectoryRejected
 from asyncmoe.log.turns import Turns
 from asyncmoe.rollout.async_tasks import together
 from asyncmoe.rollout.episodes import environment, turn_tree
-from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode
+from asyncmoe.rollout.episodes.environment import Agent, Bounds, Demonstrator, Environment, Episode, Outcome, Rewards
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.interruption import respond
 from asyncmoe.rollout.episodes.recall import Recall
 from asyncmoe.rollout.episodes.trajectory_builder import FIRST, EpisodeId, PlaceInTree, Turn, assemble, sampled, step_rewards
 from asyncmoe.rollout.scoring import Sample, Score, Scorer
+from asyncmoe.rollout.scoring.plain_answer import finite, metrics_of
 from asyncmoe.rollout.tasks import Demonstration, Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Trajectory
 
 _TEACHING_S = 60.0
+_OUTCOME = {"reward", "metrics"}
 _LONG = 4096
 """Tokens of a conversation whose trajectory is built in a thread: with routes and masks it takes the event loop a millisecond or more."""
 
@@ -100,14 +101,15 @@ async def run(stage: RolloutContext, prompt: Prompt, place: EpisodeId) -> tuple[
     if not agents:
         raise TrajectoryRejected("empty_response", f"{place.key()}: no agent responded")
     generated = time.perf_counter()
-    worth = await _worth(stage, given, agents, prompt)
+    scores = await _worth(stage, given, agents, prompt)
     seconds = {"generate": generated - begin, "score": time.perf_counter() - generated}
     record = partial(assemble, place=place, recording=stage.sampling.recording, seconds=seconds)
     trajectories = []
-    for agent, path, score in zip(agents, _places(agents), worth, strict=True):
+    for agent, path, score in zip(agents, _places(agents), scores, strict=True):
         credits, agent.why = _credits(agent, made.agents.values()), score.why
         rewards = step_rewards(credits, len(agent.answered)) if credits else score.rewards
-        made_of = partial(record, agent.turns, reward=score.reward, path=path, teacher=score.teacher, rewards=rewards)
+        metrics = {**score.metrics, **agent.metrics}
+        made_of = partial(record, agent.turns, reward=score.reward, path=path, teacher=score.teacher, rewards=rewards, metrics=metrics)
         # Routes of a long response are megabytes: assembling them here would delay other responses too long.
         trajectories.append(await asyncio.to_thread(made_of) if len(agent.answered) > _LONG else made_of())
     return tuple(trajectories)
@@ -117,8 +119,8 @@ async def play(environment_: Environment, made: Episode, timeout_s: float) -> tu
     """Run the environment; return the reward of each agent (None: the scorer decides) and the agents that responded."""
 
     async def played() -> tuple[list[float] | None, list[Agent]]:
-        rewards, agents = await environment_.run(made), made.spoke
-        return None if rewards is None or not agents else _given(rewards, agents), agents
+        result, agents = await environment_.run(made), made.spoke
+        return None if result is None or not agents else _given(result, agents), agents
 
     try:
         return await plugins.awaited(played, timeout_s, "the environment")
@@ -165,7 +167,7 @@ async def _worth(stage: RolloutContext, given: list[float] | None, agents: list[
         found = dict(zip((agent.name for agent in scored), answers, strict=False))
         # A tree gets the reward of its last response, with which the conversation ended.
         trees = [(agent.name, found[last[agent.number].name]) for agent in agents]
-        scores = [replace(found.get(name, Score(0.0)), reward=tree.reward, why=tree.why) for name, tree in trees]
+        scores = [replace(tree, rewards=found[name].rewards if name in found else None) for name, tree in trees]
     else:
         scores = [Score(reward) for reward in given]
     teachers = [one.teacher for one in answers[len(scored) :]] or [None] * len(agents)
@@ -177,21 +179,39 @@ def _sample(agent: Agent, prompt: Prompt) -> Sample:
     return Sample(prompt.text, agent.responses[-1].text, prompt.answer, tokens, by_policy, agent.name, prompt.columns)
 
 
-def _given(rewards: float | Mapping[str, float], agents: list[Agent]) -> list[float]:
-    """Return the environment's reward for each leaf, which becomes a trajectory: the path's own, or its tree's."""
-    if not isinstance(rewards, Mapping):
-        return [_finite(rewards)] * len(agents)
+def _given(result: Rewards, agents: list[Agent]) -> list[float] | None:
+    """Return the environment's reward for each leaf, which becomes a trajectory: the path's own, or its tree's; None: the scorer decides.
+    Note the metrics in `Agent.metrics`."""
     known = {name for agent in agents for name in (agent.name, agent.tree)}
-    if set(rewards) - known or any(agent.name not in rewards and agent.tree not in rewards for agent in agents):
+    by_name = isinstance(result, Mapping) and not (_OUTCOME & set(result)) - known
+    named: Mapping[str, Outcome] = result if isinstance(result, Mapping) and by_name else dict.fromkeys(known, result)
+    if set(named) - known or any(agent.name not in named and agent.tree not in named for agent in agents):
         names = [agent.name for agent in agents]
-        detail = f"rewards of {sorted(map(str, rewards))}, expected those of the agents that spoke, {sorted(names)}"
+        detail = f"rewards of {sorted(map(str, named))!s:.200}, expected those of the agents that spoke, {sorted(names)}"
         raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}; a path that goes on in another has none")
-    return [_finite(rewards.get(agent.name, rewards.get(agent.tree))) for agent in agents]
+    rewards = []
+    for agent in agents:
+        reward, agent.metrics = _outcome(named.get(agent.name, named.get(agent.tree)))
+        rewards.append(reward)
+    return None if rewards.count(None) == len(rewards) else [_finite(reward) for reward in rewards]
 
 
-def _finite(value: Any) -> float:
+def _outcome(value: Outcome) -> tuple[object, dict[str, float]]:
+    """Return a reward, not yet checked, and the metrics beside it."""
+    if not isinstance(value, Mapping):
+        return value, {}
+    if unknown := set(value) - _OUTCOME:
+        detail = f"the key {min(map(str, unknown))}, expected reward and metrics (other numbers by name)"
+        raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}")
     try:
-        return environment.finite(value)
+        return value.get("reward"), metrics_of(value.get("metrics", {}))
+    except ValueError as error:
+        raise TrajectoryRejected("bad_reward", f"the environment returned {error}") from error
+
+
+def _finite(value: object) -> float:
+    try:
+        return finite(value)
     except ValueError as error:
         raise TrajectoryRejected("bad_reward", f"the environment returned the reward {error}, expected a finite number") from error
 

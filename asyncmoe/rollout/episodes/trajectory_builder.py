@@ -14,9 +14,6 @@ from asyncmoe.log.turns import EpisodeId as EpisodeId
 from asyncmoe.trajectory import NOT_SAMPLED, EncodedMasks, Masks, Recording, Routes, Trajectory, encode_masks
 from asyncmoe.trajectory.sent_routes import joined
 
-LARGEST_REWARD = 3.4e38
-"""Rewards of steps are stored as float32."""
-
 
 @dataclass(frozen=True)
 class PlaceInTree:
@@ -76,6 +73,7 @@ def assemble(
     path: PlaceInTree = FIRST,
     rewards: np.ndarray | None = None,
     teacher: np.ndarray | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> Trajectory:
     """Build the trajectory of one path of an agent in an episode. Each turn's routes start at the last token of the earlier turns, which
     had not yet passed through the model. Shared turns become context: no token of theirs counts as sampled here.
@@ -86,6 +84,7 @@ def assemble(
 
     Args:
         rewards, teacher: as in `Trajectory`, but including shared turns.
+        metrics: as in `Trajectory`.
 
     Raises:
         TrajectoryRejected: "bad_version" if a span's version is not a version of this run; or see `routed_experts` and `sampling_masks`.
@@ -107,6 +106,7 @@ def assemble(
         logprobs=_without(_logprobs(turns), forked, 0.0),
         versions=_without(np.concatenate(versions), forked, NOT_SAMPLED),
         reward=reward,
+        metrics=dict(metrics or {}),
         finish=turns[-1].generation.finish,
         prefix_version=salts.pop() if len(salts) == 1 else NOT_SAMPLED,
         seconds=seconds,

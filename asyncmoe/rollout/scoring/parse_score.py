@@ -7,6 +7,7 @@ Each run of sampled tokens is one step. With a separator text, each non-blank pi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import cast
 
@@ -14,8 +15,8 @@ import msgspec
 
 from asyncmoe import plugins
 from asyncmoe.errors import TrajectoryRejected
-from asyncmoe.rollout.episodes.trajectory_builder import LARGEST_REWARD, step_rewards
-from asyncmoe.rollout.scoring.plain_answer import SHOWN_VALUE, garbage, plain
+from asyncmoe.rollout.episodes.trajectory_builder import step_rewards
+from asyncmoe.rollout.scoring.plain_answer import LARGEST_REWARD, SHOWN_VALUE, garbage, plain
 from asyncmoe.rollout.scoring.types import NAN, Sample, Score
 
 Decode = Callable[[Sequence[int]], str]
@@ -37,14 +38,15 @@ def read(value: object, sample: Sample, separator: str | None, decode: Decode) -
         raise
     except BaseException as error:
         raise garbage(f"{type(value).__name__}, which raised {plugins.told(error)}", "a number") from error
-    reward, steps, why = _finite(answer["reward"]), answer.get("steps"), answer.get("why", "")
+    steps = answer.get("steps")
+    score = Score(_finite(answer["reward"]), why=answer.get("why", ""), metrics=answer.get("metrics", {}))
     if steps is None:
-        return Score(reward, why=why)
+        return score
     at = ends(sample.tokens, sample.sampled, separator, decode)
     if len(steps) != len(at):
         raise garbage(f"scores of {len(steps)} steps", f"{len(at)}, the steps of this sample (scoring.step_separator {separator!r})")
     credits = dict(zip(at, map(_finite, steps), strict=True))
-    return Score(reward, rewards=step_rewards(credits, len(sample.tokens)), why=why)
+    return replace(score, rewards=step_rewards(credits, len(sample.tokens)))
 
 
 def read_json(body: object, sample: Sample, separator: str | None, decode: Decode) -> Score:

@@ -77,12 +77,14 @@ class Score:
         rewards: float32[T]; the score of each step at its last token, NaN elsewhere. None: steps were not scored.
         teacher: float32[T]; the teacher's log-probability, in nats, of each sampled token, 0 elsewhere. None: no teacher.
         why: the scorer's explanation, for readers of samples.
+        metrics: other finite numbers about the sample, by name.
     """
 
     reward: float
     rewards: np.ndarray | None = None
     teacher: np.ndarray | None = None
     why: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Scorer(Protocol):

@@ -207,7 +207,7 @@ class Worker:
 def summed_up(trajectory: Trajectory) -> Made:
     """Return the summary of a trajectory that an evaluation needs."""
     sampled, newest = int(trajectory.loss_mask.sum()), int(trajectory.versions.max())
-    return Made(trajectory.agent, float(trajectory.reward), sampled, trajectory.oldest_version, newest)
+    return Made(trajectory.agent, float(trajectory.reward), sampled, trajectory.oldest_version, newest, trajectory.metrics)
 
 
 def worker_of(config: Config, loaded: RolloutParts, pool: Pool, recording: Recording, number: int, kept: WorkerLog) -> Worker:

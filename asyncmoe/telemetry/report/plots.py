@@ -51,9 +51,11 @@ class Plot:
 PLOTS = (
     Plot(Evaluation, LEARNING, "Evaluation", {"reward_mean": ""}, from_zero=False, error="reward_stderr"),
     Plot(Evaluation, LEARNING, "Evaluation, pass@k by k", {"pass_at": ""}, from_zero=False, error="pass_at_stderr"),
+    Plot(Evaluation, LEARNING, "Evaluation, metric", {"metrics": ""}, from_zero=False, apart=True),
     Plot(Step, LEARNING, "Mean reward", {"reward_mean": ""}, from_zero=False),
     Plot(Step, LEARNING, "Reward spread", {"reward_std": ""}),
     Plot(Step, LEARNING, "Distribution of rewards", {"rewards": ""}, heat="share"),
+    Plot(Step, LEARNING, "Metric", {"metrics": ""}, from_zero=False, apart=True),
     Plot(Step, LEARNING, "Mean reward of steps", {"step_reward_mean": ""}, from_zero=False),
     Plot(Step, LEARNING, "Policy loss", {"loss": ""}, from_zero=False),
     Plot(Step, LEARNING, "Gradient norm", {"grad_norm": ""}, from_zero=False),

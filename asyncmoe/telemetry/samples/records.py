@@ -98,6 +98,7 @@ class SampledMember(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         versions: (weight version, number) of consecutive sampled tokens, S in all.
         finish: why its last response ended: "stop" or "length"; "" without a response.
         reward: None if it was not scored.
+        metrics: other numbers that were measured, by name.
         rewards: (index of a step's last token, reward of the step).
         teacher: the teacher's log-probability of each kept sampled token.
         seconds: duration of each stage, by name.
@@ -121,6 +122,7 @@ class SampledMember(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     versions: Sequence[tuple[int, int]] = ()
     finish: str = ""
     reward: float | None = None
+    metrics: Mapping[str, float] = {}
     rewards: Sequence[tuple[int, float]] = []
     teacher: Sequence[Value] = []
     calls: Sequence[ToolCall] = ()

@@ -77,6 +77,8 @@ def _response(
         parts.append(line)
     for at, reward in member.rewards:
         parts.append(Text(f"step that ends at token {at}: reward {number(reward)}", style="dim"))
+    if member.metrics:
+        parts.append(Text(" · ".join(f"{visible(name)} {number(value)}" for name, value in member.metrics.items()), style="dim"))
     if member.why:
         parts.append(Text.assemble(("why ", "bold"), visible(member.why)))
     if member.failure:

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from asyncmoe.config.objective import Advantage, ObjectiveSection
-from asyncmoe.errors import InvariantBroken
+from asyncmoe.errors import ConfigError, InvariantBroken
 from asyncmoe.rpc.item import Item
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data import trees
@@ -39,24 +39,29 @@ def outcome_advantages(
     advantage between trees and one within them: Tree-GRPO, arXiv 2509.21240.)
 
     Raises:
-        ConfigError: the user's own function fails.
+        ConfigError: the user's own function fails, or gdpo finds none of the metrics it is to weigh.
     """
     tree = trees.numbers(items)
     every = trees.members(tree)
-    of_tree, metrics = _tree_advantages([[items[i] for i in paths] for paths in every], section, plugins)
+    of_tree, metrics = _tree_advantages([[items[i] for i in paths] for paths in every], trees.metrics(items), section, plugins)
     if len(every) == len(items):
         return of_tree, metrics
     within: Advantage = "dr_grpo" if plugins.advantage is not None or section.advantage in _NOT_NORMALISED else "grpo"
     return of_tree[tree] + objective.group_advantages([i.reward for i in items], tree, within), metrics
 
 
-def _tree_advantages(every: Sequence[Sequence[Item]], section: ObjectiveSection, plugins: Plugins) -> tuple[np.ndarray, dict[str, float]]:
+def _tree_advantages(
+    every: Sequence[Sequence[Item]], metrics: Sequence[Mapping[str, float]], section: ObjectiveSection, plugins: Plugins
+) -> tuple[np.ndarray, dict[str, float]]:
     role = roles([paths[0] for paths in every])
     rewards = [paths[0].reward if len(paths) == 1 else fmean(path.reward for path in paths) for paths in every]
     sampled = [sum(path.sampled for path in paths) for paths in every]
+    named = {name: np.array([one.get(name, np.nan) for one in metrics]) for name in sorted(set().union(*metrics))}
     if plugins.advantage is None:
-        return objective.group_advantages(rewards, role, cast(Advantage, section.advantage), sampled), {}
+        parts = _weighed(named, section) if section.advantage == "gdpo" else ()
+        return objective.group_advantages(rewards, role, cast(Advantage, section.advantage), sampled, parts), {}
     responses = Responses.of(
+        named,
         rewards=rewards,
         groups=role,
         sampled=sampled,
@@ -64,8 +69,17 @@ def _tree_advantages(every: Sequence[Sequence[Item]], section: ObjectiveSection,
         oldest_versions=[min(path.oldest_version for path in paths) for paths in every],
         newest_versions=[max(path.newest_version for path in paths) for paths in every],
     )
-    value, metrics = plugins.advantage.of_responses(responses)
-    return value, {f"{plugins.advantage.short}/{name}": metric for name, metric in metrics.items()}
+    value, reported = plugins.advantage.of_responses(responses)
+    return value, {f"{plugins.advantage.short}/{name}": metric for name, metric in reported.items()}
+
+
+def _weighed(named: Mapping[str, np.ndarray], section: ObjectiveSection) -> list[tuple[float, np.ndarray]]:
+    """Return weight and values of each metric that gdpo sums. Raises ConfigError if no response has any of those that are named."""
+    weights = (section.advantage_options or {}).get("weights")
+    if weights and not weights.keys() & named.keys():
+        expected = f"one of the metrics that responses have: {', '.join([*named][:8]) or 'none'}"
+        raise ConfigError("objective.advantage_options", got=f"weights of {', '.join(weights)}", expected=expected)
+    return [((weights or {}).get(name, 1.0), values) for name, values in named.items() if not weights or name in weights]
 
 
 def relatives(items: Sequence[Item], wanted: Sequence[int], section: ObjectiveSection) -> list[int]:

@@ -13,6 +13,7 @@ import numpy as np
 from asyncmoe.config.objective import Aggregation
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.rpc.item import Item
+from asyncmoe.telemetry.measured import means
 from asyncmoe.trainer import objective
 
 
@@ -39,6 +40,11 @@ def rewards(items: Sequence[Item]) -> np.ndarray:
     """Return the reward of each tree of a batch, the mean over its paths: float64[trees]."""
     tree = numbers(items)
     return np.asarray(totals([item.reward for item in items], tree) / np.bincount(tree))
+
+
+def metrics(items: Sequence[Item]) -> list[dict[str, float]]:
+    """Return the metrics of each tree of a batch, the means over the paths that have them."""
+    return [means(items[i].metrics for i in paths) for paths in members(numbers(items))]
 
 
 def token_weights(items: Sequence[Item], aggregation: Aggregation, max_new_tokens: int) -> np.ndarray:

@@ -12,7 +12,13 @@ STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
 
 
-def group_advantages(rewards: Sequence[float], groups: Sequence[int], estimator: Advantage, sampled: Sequence[int] = ()) -> np.ndarray:
+def group_advantages(
+    rewards: Sequence[float],
+    groups: Sequence[int],
+    estimator: Advantage,
+    sampled: Sequence[int] = (),
+    parts: Sequence[tuple[float, np.ndarray]] = (),
+) -> np.ndarray:
     """Compute one advantage per response, shared by all its tokens: float32[n].
 
     With r the rewards of a group of n responses to one prompt, and sample deviations dividing by n - 1:
@@ -23,6 +29,8 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int], estimator:
         pass_at_k                     (best - second best) / (sample deviation + 1e-6) for the best, 0 for others   arXiv 2503.19595
         reinforce_plus_plus           normalised over the batch                arXiv 2501.03262
         reinforce_plus_plus_baseline  r - mean, then normalised over the batch
+        gdpo                          sum(w grpo(part)), then as grpo over the batch as one group: GDPO, arXiv 2601.05242, equations 4 to 7.
+                                      A response without a part is not compared by it and adds 0; one without any has 0 (as in TRL)
     Normalised: (a - mean(a)) / sqrt(var(a) + 1e-8), with mean and sample variance over all tokens of the batch, so that a response counts
     once per token.
 
@@ -36,6 +44,7 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int], estimator:
         rewards: n finite numbers.
         groups: n; equal for responses to one prompt.
         sampled: n; number of sampled tokens in each response. Required by opo, reinforce_plus_plus and reinforce_plus_plus_baseline.
+        parts: of gdpo: weight, and float64[n], NaN where a response has none, of each part of the reward; none: the reward itself.
     """
     reward, group, length = np.asarray(rewards, np.float64), np.asarray(groups), np.asarray(sampled, np.float64)
     if not len(reward):
@@ -44,18 +53,32 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int], estimator:
     if estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         value = reward if estimator == "reinforce_plus_plus" else _centred(reward, member, count)
         return _normalised(value, length).astype(np.float32)
-    if estimator == "opo":
+    if estimator == "gdpo":
+        parts = parts or [(1.0, reward)]
+        total = sum((weight * _grpo(part, group) for weight, part in parts), np.zeros(len(reward)))
+        none = np.all([np.isnan(part) for _, part in parts], axis=0)
+        value = _grpo(np.where(none, np.nan, total), np.zeros(len(reward)))
+    elif estimator == "opo":
         total = np.maximum(np.bincount(member, length), 1.0)
         value = np.where(_equal(reward, member), 0.0, reward - (np.bincount(member, length * reward) / total)[member])
     elif estimator == "pass_at_k":
         value = _lead(reward, member) / (_deviation(reward, member, count) + STD_EPSILON)
+    elif estimator == "grpo":
+        value = _grpo(reward, group)
     else:
         value = _centred(reward, member, count)
-        if estimator == "grpo":
-            value = value / (_deviation(reward, member, count) + STD_EPSILON)
-        elif estimator == "rloo":
+        if estimator == "rloo":
             value = value * (count / np.maximum(count - 1, 1))[member]
     return value.astype(np.float32)
+
+
+def _grpo(value: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Normalise the values that are not NaN over their group; 0 for the others."""
+    found, present = np.zeros(len(value)), ~np.isnan(value)
+    _, member, count = np.unique(group[present], return_inverse=True, return_counts=True)
+    some = value[present]
+    found[present] = _centred(some, member, count) / (_deviation(some, member, count) + STD_EPSILON)
+    return found
 
 
 def _equal(reward: np.ndarray, member: np.ndarray) -> np.ndarray:

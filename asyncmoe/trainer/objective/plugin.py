@@ -23,6 +23,17 @@ LOSS, WEIGHT, ADVANTAGE = "objective.loss", "objective.correction.weight", "obje
 """The configuration keys that take a user's own function."""
 
 
+class Columns(dict[str, np.ndarray]):
+    """Numbers of n responses, by name. `absent`: float64[n], the numbers under a name that no response has."""
+
+    def __init__(self, named: Mapping[str, np.ndarray], absent: np.ndarray) -> None:
+        super().__init__(named)
+        self._absent = absent
+
+    def __missing__(self, name: str) -> np.ndarray:
+        return self._absent
+
+
 @dataclass(frozen=True)
 class Responses:
     """A whole batch as an advantage estimator sees it: n responses, the same on every rank. The arrays are read-only."""
@@ -39,14 +50,18 @@ class Responses:
     """int64[n]; version of the oldest sampled token."""
     newest_versions: np.ndarray
     """int64[n]; version of the newest sampled token."""
+    metrics: Mapping[str, np.ndarray]
+    """float64[n] by name: the metrics beside the reward, NaN for a response without one; all NaN under a name that no response has."""
 
     @classmethod
-    def of(cls, **values: Sequence[float]) -> Responses:
+    def of(cls, metrics: Mapping[str, Sequence[float] | np.ndarray] | None = None, **values: Sequence[float]) -> Responses:
         """Make read-only arrays from sequences of n numbers."""
         made = {name: np.array(value, np.float64 if name == "rewards" else np.int64) for name, value in values.items()}
-        for array in made.values():
+        named = {name: np.array(value, np.float64) for name, value in (metrics or {}).items()}
+        absent = np.full(len(made["rewards"]), np.nan)
+        for array in (*made.values(), *named.values(), absent):
             array.setflags(write=False)
-        return cls(**made)
+        return cls(**made, metrics=Columns(named, absent))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from asyncmoe import plugins
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import UserError, together
 from asyncmoe.trainer.objective import plugin
-from asyncmoe.trainer.objective.plugin import Plugin, Plugins, Responses
+from asyncmoe.trainer.objective.plugin import Columns, Plugin, Plugins, Responses
 from asyncmoe.trainer.objective.rows import PolicyRows, segments
 
 log = logging.getLogger(__name__)
@@ -173,10 +173,11 @@ def _check_gradient(tried: Plugin, rows: PolicyRows, value: torch.Tensor) -> Non
 
 
 def _responses() -> Responses:
-    """Return a batch of four groups: mixed, with equal rewards, of a single response, and with a response without sampled tokens."""
+    """Return a batch of four groups: mixed, with equal rewards, of a single response, and with a response without sampled tokens. Every
+    metric that is asked for equals the reward."""
     groups = (0, 0, 0, 0, 1, 1, 1, 2, 3, 3)
     sampled = (3, 9, 1, 5, 2, 4, 6, 7, 0, 8)
-    return Responses.of(
+    made = Responses.of(
         rewards=(1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, -2.0, 0.0, 1e3),
         groups=groups,
         sampled=sampled,
@@ -184,6 +185,7 @@ def _responses() -> Responses:
         oldest_versions=tuple(_VERSION - group for group in groups),
         newest_versions=(_VERSION,) * len(groups),
     )
+    return replace(made, metrics=Columns({}, made.rewards))
 
 
 _LENGTHS = (6, 4, 5)

@@ -21,8 +21,8 @@ class OpenAIEnvironment:
     """Runs a user's agent; every episode has its own endpoint.
 
     The agent is `async def agent(base_url: str, api_key: str, prompt: str, answer: str) -> Rewards`, or the same without `async`. It
-    may also take `columns`, the example's other columns. It returns the episode's reward, rewards by name of the agent, or None if the
-    configured scorer scores the episode. It runs in a thread of its own, so it may block. It sends requests with
+    may also take `columns`, the example's other columns. It returns the episode's reward, None if the configured scorer scores the episode,
+    or whatever else an environment may return. It runs in a thread of its own, so it may block. It sends requests with
     `openai.AsyncOpenAI(base_url=base_url, api_key=api_key)` or any other client; every model name means the policy, and names an agent.
 
     Args:

@@ -1,0 +1,199 @@
+"""Metrics beside the reward, from a finished response to the advantage, the step's record, an evaluation's and a reader's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from asyncmoe.config.objective import ObjectiveSection
+from asyncmoe.errors import ConfigError
+from asyncmoe.queue.group_buffer import describe
+from asyncmoe.rollout.evaluation import measure
+from asyncmoe.rollout.scoring import Sample, Score
+from asyncmoe.rollout.workers.worker import summed_up
+from asyncmoe.rpc.item import Item
+from asyncmoe.rpc.worker_messages import Made
+from asyncmoe.telemetry.live import line
+from asyncmoe.telemetry.loggers.points import Points
+from asyncmoe.telemetry.measured import means
+from asyncmoe.telemetry.records import JsonLines
+from asyncmoe.telemetry.report import figures
+from asyncmoe.telemetry.run import load as load_run
+from asyncmoe.telemetry.samples import terminal
+from asyncmoe.telemetry.samples.index import index
+from asyncmoe.telemetry.samples.tokens import as_json
+from asyncmoe.telemetry.schema import EVALUATION, METRICS, Step
+from asyncmoe.telemetry.summary import evaluated
+from asyncmoe.trainer import objective
+from asyncmoe.trainer.data.credit import outcome_advantages
+from asyncmoe.trainer.objective import Responses
+from asyncmoe.trainer.records import step_record
+from tests.unit import kept_trajectory
+from tests.unit.sampled_run import SampledRun
+from tests.unit.telemetry_runs import START, evaluation
+
+OWN = "tests.unit.plugin_functions"
+Named = Mapping[str, float]
+
+
+def item(episode: int, metrics: Named, group: int = 0, reward: float = 0.0, branch: int = 0) -> Item:
+    return Item(f"g{group}.e{episode}.b{branch}", group, episode, 0, 10, 3, reward, 4, 5, branch=branch, metrics=metrics)
+
+
+def test_they_go_with_the_response_to_the_trainer_and_to_an_evaluation() -> None:
+    made, _, _ = kept_trajectory.trajectory(6, 1)
+    made.metrics["format"] = 0.5
+    assert describe(made).metrics == summed_up(made).metrics == {"format": 0.5}
+
+
+# ---------------------------------------------------------------- advantages
+
+ITEMS = [
+    item(0, {"format": 1.0, "words": 30.0}),
+    item(1, {"format": 0.0}),
+    item(1, {"format": 1.0}, branch=1),
+    item(2, {"format": 1.0}, group=1),
+    item(3, {"format": 0.0, "rare": 2.0}, group=1),
+]
+"""Four trees; the second has two paths."""
+
+
+def test_an_advantage_of_ones_own_gets_columns_with_nan_where_a_response_has_none() -> None:
+    section = ObjectiveSection(advantage=f"{OWN}:of_metrics")
+    got, reported = outcome_advantages(ITEMS, section, objective.load(section))
+    assert got.tolist() == [1.0, 0.5, 0.5, 1.0, 0.0]  # of trees: the mean over paths
+    assert reported == {"advantage/words": 30.0, "advantage/rare": 2.0, "advantage/other": 0.0}
+
+
+def test_columns_are_read_only_and_complete() -> None:
+    counts = {key: [1, 1] for key in ("groups", "sampled", "tokens", "oldest_versions", "newest_versions")}
+    made = Responses.of({"a": [1, np.nan]}, rewards=[1.0, 0.0], **counts)
+    for column in (made.metrics["a"], made.metrics["b"]):
+        assert (column.dtype, column.shape) == (np.float64, (2,))
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 1.0
+    assert np.isnan(made.metrics["b"]).all()
+    assert list(made.metrics) == ["a"]
+
+
+def of_gdpo(items: Sequence[Item], weights: Named | None = None) -> list[float]:
+    options = None if weights is None else {"weights": dict(weights)}
+    found: list[float] = outcome_advantages(items, ObjectiveSection(advantage="gdpo", advantage_options=options))[0].tolist()
+    return found
+
+
+def test_gdpo_sums_each_metric_or_those_with_a_weight() -> None:
+    groups = [0, 0, 1, 1]
+    items = [
+        item(i, {"a": a, "b": b, "length": 9.0 * i}, g) for i, (a, b, g) in enumerate(zip([1, 0, 1, 0], [1, 0, 0, 1], groups, strict=True))
+    ]
+    columns = {name: np.array([one.metrics[name] for one in items]) for name in ("a", "b", "length")}
+    all_ = objective.group_advantages([0] * 4, groups, "gdpo", (), [(1.0, column) for column in columns.values()])
+    two = objective.group_advantages([0] * 4, groups, "gdpo", (), [(2.0, columns["a"]), (-1.0, columns["b"])])
+    assert of_gdpo(items) == all_.tolist()
+    assert of_gdpo(items, {"b": -1.0, "a": 2.0, "absent here": 1.0}) == two.tolist()
+    bare = [item(i, {}, 0, reward) for i, reward in enumerate([1.0, 0.0, 0.0])]
+    assert of_gdpo(bare) == objective.group_advantages([1.0, 0.0, 0.0], [0] * 3, "gdpo").tolist()
+
+
+def test_gdpo_without_any_metric_that_has_a_weight_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        of_gdpo(ITEMS, {"fromat": 1.0})
+    assert (caught.value.what, caught.value.got) == ("objective.advantage_options", "weights of fromat")
+    assert "format" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"weights": {}}, {"weights": [1.0]}, {"weights": {"a": "1"}}, {"weights": {"a": float("nan")}}, {"names": ["a"]}]
+)
+def test_gdpo_takes_weights_only(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"objective\.advantage_options"):
+        ObjectiveSection(advantage="gdpo", advantage_options=options)
+
+
+# ---------------------------------------------------------------- records
+
+
+def test_means_are_over_those_that_have_the_name() -> None:
+    every = [{"a": 1.0, "b": 5.0}, {"a": 2.0}, {}]
+    assert means(every) == {"a": 1.5, "b": 5.0}
+    assert means(every, 1) == {"a": 1.5}
+    assert means([]) == {}
+
+
+def test_a_step_records_the_means_over_responses() -> None:
+    numbers = {"loss": 0.5, "grad_norm": 1.0, "lr": 0.1, "rows": 23, "tokens": 15, "entropy": 0.1, "refused": False}
+    learned = SimpleNamespace(updates=[SimpleNamespace(**numbers, routing_mismatch={}, figures={})], anomalies={})
+    stood: Any = SimpleNamespace(seconds=0.0, waited=0.0)
+
+    def recorded(items: Sequence[Item]) -> Step:
+        leased = SimpleNamespace(items=items, queue_depth=1, dropped={}, lineage=0)
+        return step_record(1, leased, "rl", learned, None, 0.0, (0.0, 1.0, 2.0), stood)  # type: ignore[arg-type]
+
+    found = recorded(ITEMS)
+    assert found.metrics == {"format": (1.0 + 0.5 + 1.0 + 0.0) / 4, "rare": 2.0, "words": 30.0}
+    assert line(found, 0, 2).endswith("format 0.625  rare 2  words 30")
+    assert recorded([item(0, {})]).metrics is None
+    many = [item(i, {"all": 1.0, **{f"of{i}.{n}": 0.0 for n in range(60)}}) for i in range(9)]
+    assert len(recorded(many).metrics or {}) == 64
+    assert "all" in (recorded(many).metrics or {})
+
+
+def test_an_evaluation_records_means_over_questions() -> None:
+    def made(metrics: Named, agent: int = 0) -> Made:
+        return Made(agent, 1.0, 1, 5, 5, metrics)
+
+    outcomes = [
+        (0, (made({"a": 1.0}),)),
+        (0, (made({"a": 0.0, "b": 4.0}),)),
+        (1, (made({"a": 1.0}), made({"a": 0.0}, agent=1))),
+        (2, (made({}),)),
+    ]
+    found = measure(5, outcomes, 1.0, 0, name="math", samples=2)
+    assert found.metrics == {"a": 0.5, "b": 4.0}
+    assert "a 0.5   b 4" in evaluated(found)
+    assert measure(5, outcomes[3:], 1.0, 0).metrics == {}
+
+
+def test_loggers_and_the_report_have_each_by_its_name(tmp_path: Path) -> None:
+    steps = [Step(step=n, phase="rl", time=START + n, step_seconds=1.0, metrics={"format": n / 4}) for n in (1, 2)]
+    of_set = evaluation(1, 0.5, name="math", metrics={"format": 0.75})
+    with JsonLines(tmp_path / METRICS) as metrics, JsonLines(tmp_path / EVALUATION) as evaluations:
+        for step in steps:
+            metrics.write(step)
+        evaluations.write(of_set)
+    points = Points().take([*steps, of_set])
+    values = {(point.step, name): value for point in points for name, value in point.values.items() if "metrics" in name}
+    assert values == {(1, "metrics/format"): 0.25, (2, "metrics/format"): 0.5, (1, "evaluation/math/metrics/format"): 0.75}
+    (learning, *_) = figures.sections({"run": load_run(tmp_path)})
+    drawn = {figure.title: [trace["y"] for trace in figure.data] for figure in learning.figures}
+    assert drawn["Metric format"] == [[0.25, 0.5]]
+    assert drawn["Evaluation, metric math format"] == [[0.75]]
+
+
+class Two:
+    """A scorer with two metrics."""
+
+    async def score(self, sample: Sample) -> Score:
+        return Score(0.75, metrics={"right": 1.0, "brief": 0.5})
+
+    async def close(self) -> None:
+        pass
+
+
+def test_samples_show_them(tmp_path: Path) -> None:
+    run = SampledRun(tmp_path / "run", scorer=Two())
+    made = run.group(0, ["19", "7"])
+    assert [one.metrics for one in made] == [{"right": 1.0, "brief": 0.5}] * 2
+    (entry,) = index(tmp_path / "run")
+    assert '"metrics": {"right": 1.0, "brief": 0.5}' in as_json(entry.load())
+    out = StringIO()
+    terminal.show(entry.load(), Console(file=out, width=100), "version", 0)
+    assert "right 1 · brief 0.5" in out.getvalue()

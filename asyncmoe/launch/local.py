@@ -38,8 +38,9 @@ from asyncmoe.models import origin
 from asyncmoe.models.lora import peft
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
-from asyncmoe.process import Child, wait_until
+from asyncmoe.process import WARNING, Child, wait_until
 from asyncmoe.rollout import run_log
+from asyncmoe.rpc import address
 from asyncmoe.telemetry import processes, versions
 from asyncmoe.telemetry.heartbeats import TRAINER as RANKS
 from asyncmoe.telemetry.loggers import checks as loggers
@@ -66,7 +67,7 @@ def run(config: Config) -> dict[str, object]:
             end_left(config.run.dir, engines=not config.engines.join)
             plugin_probe.check(config)  # first, because the checks of the machine call a user's own family
             for line in preflight.check(config):
-                print(f"warning: {line}", file=sys.stderr, flush=True)
+                print(f"{WARNING}{line}", file=sys.stderr, flush=True)
             file = prepare(config)
         local = _LocalParts(config.run.dir)
         return supervise(config, local.table(config, file), local.end_all)
@@ -108,6 +109,10 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     for line in found.lines:
         print(line, file=sys.stderr, flush=True)
     _check_going_on(config, hf, found.newest)
+    cluster = config.cluster
+    if not config.trainer.checkpoint_every and (max(cluster.trainer_nodes, cluster.engine_nodes) > 1 or address.several(cluster.network)):
+        why = "got 0 in a run on several nodes, which starts over if it loses one"
+        print(f"{WARNING}trainer.checkpoint_every: {why}; with 20 it loses at most 20 steps", file=sys.stderr, flush=True)
     if here and not config.engines.join:
         check_engine_python(config.engines.python)  # last, because it starts an interpreter
     return found

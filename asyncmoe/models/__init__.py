@@ -93,12 +93,25 @@ def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None)
         faults += [error] if str(error) not in map(str, faults) else []
     if faults:
         raise together(faults)
+    _check_lengths(config, hf)
     family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
     _check_float8(config, hf)
     if (kind := adapter_of(config, hf)) is not None:
         halves.check(kind, family.shape_of(hf))
     _check_router_bias(config, family.shape_of(hf))
     kept_routing(config, hf)
+
+
+def _check_lengths(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuse responses that may be longer than the context of the model or of the engines."""
+    limits = {"the model's max_position_embeddings": hf.get("max_position_embeddings"), "--context-length": config.engines.context}
+    lengths = {"rollout": config.rollout.max_new_tokens, "evaluation": config.evaluation.max_new_tokens}
+    lengths |= {f"evaluation.sets.{name}": one.max_new_tokens for name, one in config.evaluation.sets.items()}
+    for section, got in lengths.items():
+        for limit, most in limits.items():
+            if got is not None and most is not None and got > most:
+                expected = f"at most {limit} = {most}, which prompt and response share"
+                raise ConfigError(f"{section}.max_new_tokens", got=got, expected=expected)
 
 
 def adapter_of(config: Config, hf: Mapping[str, Any]) -> Kind | None:

@@ -15,9 +15,9 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 
 
 def bounds(config: Config, tokenizer: Tokenizer) -> Bounds:
-    """Return the limits of an episode. A conversation must fit into the model's positions."""
+    """Return the limits of an episode. A conversation must fit into the context of model and engines."""
     section = config.environment
-    tokens = [limit for limit in (section.max_tokens, tokenizer.positions) if limit is not None]
+    tokens = [limit for limit in (section.max_tokens, tokenizer.positions, config.engines.context) if limit is not None]
     return Bounds(section.max_turns, min(tokens, default=1 << 20), section.max_agents, section.max_paths)
 
 

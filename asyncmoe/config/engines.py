@@ -73,11 +73,6 @@ class EngineSection(Section):
         return sglang_arguments.value(self.args, "--quantization") is not None
 
     @property
-    def context(self) -> int | None:
-        """Maximum tokens of a conversation by `args` (--context-length); None: the model's. Raises UserError if that is not a number."""
-        return sglang_arguments.number(self.args, "--context-length")
-
-    @property
     def ranks_per_node(self) -> int:
         """Ranks of an engine on one of its nodes."""
         return self.tp // self.nodes

@@ -219,8 +219,7 @@ class Config(Section):
 
     def worker_share(self, number: int) -> int:
         """Return the requests that rollout worker `number`, from 1, may have in flight: its share of `max_concurrent`."""
-        each, more = divmod(self.max_concurrent, self.rollout.workers)
-        return each + (number <= more)
+        return self.max_concurrent // self.rollout.workers + (number <= self.max_concurrent % self.rollout.workers)
 
     @property
     def queue_capacity(self) -> int:

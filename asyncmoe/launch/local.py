@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,11 @@ _RECORDS = (
 """Records that a new run in the directory would append to or be mistaken for."""
 
 
-def run(config: Config) -> dict[str, object]:
+def run(config: Config, by: Callable[[Config, RunParts, Callable[[], None]], dict[str, object]] = supervise) -> dict[str, object]:
     """Run a configuration from start to end and return its summary.
+
+    Args:
+        by: supervises the run's parts; the last argument ends them all.
 
     Raises:
         UserError: the configuration, the model, the run directory or this machine's GPUs cannot be used.
@@ -70,7 +73,7 @@ def run(config: Config) -> dict[str, object]:
                 print(f"{WARNING}{line}", file=sys.stderr, flush=True)
             file = prepare(config)
         local = _LocalParts(config.run.dir)
-        return supervise(config, local.table(config, file), local.end_all)
+        return by(config, local.table(config, file), local.end_all)
 
 
 def check(config: Config, *, weights: bool = True) -> Survey:
@@ -109,10 +112,9 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     for line in found.lines:
         print(line, file=sys.stderr, flush=True)
     _check_going_on(config, hf, found.newest)
-    cluster = config.cluster
-    if not config.trainer.checkpoint_every and (max(cluster.trainer_nodes, cluster.engine_nodes) > 1 or address.several(cluster.network)):
-        why = "got 0 in a run on several nodes, which starts over if it loses one"
-        print(f"{WARNING}trainer.checkpoint_every: {why}; with 20 it loses at most 20 steps", file=sys.stderr, flush=True)
+    nodes = max(config.cluster.trainer_nodes, config.cluster.engine_nodes)
+    if not config.trainer.checkpoint_every and (nodes > 1 or address.several(config.cluster.network)):
+        print(f"{WARNING}trainer.checkpoint_every: got 0 on several nodes; at 20 losing one costs 20 steps", file=sys.stderr, flush=True)
     if here and not config.engines.join:
         check_engine_python(config.engines.python)  # last, because it starts an interpreter
     return found

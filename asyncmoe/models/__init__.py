@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.config import Config
+from asyncmoe.config import Config, sglang_arguments
 from asyncmoe.config.engines import EngineSection
 from asyncmoe.errors import ConfigError, DataError, LayoutError, UserError, together
 from asyncmoe.models import checks, headers, hf_folder
@@ -104,14 +105,14 @@ def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None)
 
 def _check_lengths(config: Config, hf: Mapping[str, Any]) -> None:
     """Refuse responses that may be longer than the context of the model or of the engines."""
-    limits = {"the model's max_position_embeddings": hf.get("max_position_embeddings"), "--context-length": config.engines.context}
+    limits = (hf.get("max_position_embeddings"), sglang_arguments.number(config.engines.args, "--context-length"), sys.maxsize)
+    most = min(one for one in limits if one is not None)
+    expected = f"at most {most}, the context (max_position_embeddings of the model, --context-length of engines.args)"
     lengths = {"rollout": config.rollout.max_new_tokens, "evaluation": config.evaluation.max_new_tokens}
     lengths |= {f"evaluation.sets.{name}": one.max_new_tokens for name, one in config.evaluation.sets.items()}
     for section, got in lengths.items():
-        for limit, most in limits.items():
-            if got is not None and most is not None and got > most:
-                expected = f"at most {limit} = {most}, which prompt and response share"
-                raise ConfigError(f"{section}.max_new_tokens", got=got, expected=expected)
+        if got is not None and got > most:
+            raise ConfigError(f"{section}.max_new_tokens", got=got, expected=expected)
 
 
 def adapter_of(config: Config, hf: Mapping[str, Any]) -> Kind | None:

@@ -56,6 +56,6 @@ def described(found: Mapping[str, Any]) -> str:
     trainer, engines, over = (found[name] for name in ("trainer", "engines", "measured"))
     trained, sampled = number(trainer["tokens_per_s"]), number(engines["tokens_per_s"])
     return f"""\
-trainer, {devices.counted(trainer["gpus"], "rank")}: {number(trainer["step_s"], "s")} for {trainer["tokens"]:,} tokens, {trained} tokens/s
+trainer, {devices.counted(trainer["gpus"], "rank")}: {number(trainer["step_s"], "s")} a step, {trainer["tokens"]:,} tokens, {trained} tokens/s
 engines, {devices.counted(engines["gpus"], "rank")}: {sampled} tokens/s with {engines["running"]} conversations at once in each
 of {duration(over["seconds"])}, the trainer waited {percent(over["trainer_waits"])}; engines idled {percent(over["engines_idle"])}"""

@@ -54,8 +54,8 @@ def speeds(config: Config, model: Mapping[str, int], steps: Sequence[Step], roll
 def described(found: Mapping[str, Any]) -> str:
     """Describe the speeds in a few lines."""
     trainer, engines, over = (found[name] for name in ("trainer", "engines", "measured"))
-    trained, sampled = number(trainer["tokens_per_s"]), number(engines["tokens_per_s"])
+    step_s, trained, sampled = number(trainer["step_s"], "s"), number(trainer["tokens_per_s"]), number(engines["tokens_per_s"])
     return f"""\
-trainer, {devices.counted(trainer["gpus"], "rank")}: {number(trainer["step_s"], "s")} a step, {trainer["tokens"]:,} tokens, {trained} tokens/s
+trainer, {devices.counted(trainer["gpus"], "rank")}: {step_s} a step of {trainer["tokens"]:,} tokens, {trained} tokens/s
 engines, {devices.counted(engines["gpus"], "rank")}: {sampled} tokens/s with {engines["running"]} conversations at once in each
 of {duration(over["seconds"])}, the trainer waited {percent(over["trainer_waits"])}; engines idled {percent(over["engines_idle"])}"""

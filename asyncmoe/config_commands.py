@@ -43,8 +43,9 @@ def validate(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 def shown(config: Config) -> str:
-    """Return a configuration as YAML; loading it gives an equal one."""
-    return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120))
+    """Return a configuration as YAML; loading it gives an equal one. Its first line says what a null means that the engines decide."""
+    head = f"# rollout.max_concurrent: {config.max_concurrent}\n" if config.rollout.max_concurrent is None else ""
+    return head + str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120))
 
 
 def json_schema() -> dict[str, object]:

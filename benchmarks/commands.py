@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from asyncmoe.cli.planning import bench
 from asyncmoe.errors import UserError
 
-bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 Results = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")]
 
 

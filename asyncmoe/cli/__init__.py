@@ -62,12 +62,11 @@ for _command in (
     app.command()(_command)
 app.command("log")(records.log_command)
 app.add_typer(config_commands.app, name="config")
+app.add_typer(planning.bench, name="bench")
 _checkout = Path(__file__).parents[2]
 if (_checkout / "benchmarks" / "commands.py").is_file():  # an installed wheel has no benchmarks
     sys.path.insert(0, str(_checkout))
-    from benchmarks.commands import bench
-
-    app.add_typer(bench, name="bench")
+    import benchmarks.commands  # noqa: F401  adds its commands to `bench`
 
 
 def main() -> None:

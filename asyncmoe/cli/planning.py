@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from asyncmoe.config_commands import ConfigPath, Overrides
+
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 _Measured = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Speeds that asyncmoe bench step CONFIG --json FILE measured, to scale by GPUs.")
 ]
@@ -141,3 +144,25 @@ def simulate(
     if json_file is not None:
         tables.write_json(asdict(found), json_file)
     show.table(found, tables.console())
+
+
+@bench.command()
+def step(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    minutes: Annotated[float, typer.Option(min=0.1, max=60.0, help="Minutes to measure, from the second step on.")] = 2.0,
+    json_file: Annotated[Path, typer.Option("--json", metavar="FILE", help="File for the figures.")] = Path("speeds.json"),
+) -> None:
+    """Measure a configuration of your own: seconds of a training step, tokens per second of trainer and engines, which one waits.
+
+    It runs CONFIG on this machine without warm-up, evaluation, checkpoints and loggers, in a directory that it deletes. A few GPUs suffice,
+    because `--measured FILE` scales the figures to a cluster's:
+
+        asyncmoe bench step examples/cluster/qwen3-30b-a3b.yaml trainer.ranks=4 trainer.pp=1 engines.count=1
+    """
+    from asyncmoe import tables
+    from asyncmoe.launch.measure import measure
+
+    tables.write_json(measure(config, overrides or (), minutes), json_file)
+    typer.echo(f"next: asyncmoe plan --measured {json_file} --nodes 8 --model CONFIG.JSON")
+    typer.echo(f"      asyncmoe simulate --measured {json_file} --sweep")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from asyncmoe.config.fields import FINITE, NUMBER, Decay, Positive, Seconds, Section, Share, Switch, refused
+from asyncmoe.config.fields import FINITE, NUMBER, Decay, Positive, Seconds, Section, Share, Switch
 
 Interruption = Literal["in_place", "retract", "abort_resume", "abort_retry", "drain"]
 Order = Literal["fifo", "longest_first", "probes_first"]
@@ -33,8 +33,9 @@ class RolloutSection(Section):
     min_p: Decay = 0.0
     """Do not sample tokens less probable than this share of the most probable token's probability; 0: off. Above 0 it needs top_k, or
     keep.sampling_mask off."""
-    max_concurrent: Positive = 64
-    """Maximum requests in flight over all engines. Raise it together with engines.count or engines.max_running, or slots stay empty."""
+    max_concurrent: Positive | None = None
+    """Maximum requests in flight over all engines; null: engines.count * engines.max_running, which fills them. Set it if more engines may
+    join than engines.count."""
     order: Order = "fifo"
     """Which request goes next once max_concurrent are in flight; a request that continues an episode precedes a new one. fifo: first
     come, first served; longest_first: prompts whose responses have been long so far; probes_first: one response to each new prompt, then
@@ -58,17 +59,6 @@ class RolloutSection(Section):
     start_workers: bool = True
     """The controller starts the rollout workers beside itself. false: each is started with `asyncmoe worker CONFIG --number 1` (and so on)
     on its own machine, where it needs the log's folder."""
-
-    @model_validator(mode="after")
-    def _check(self) -> RolloutSection:
-        if self.max_concurrent < self.workers:
-            expected = f"at least rollout.workers = {self.workers}: each worker has a request in flight"
-            raise refused("rollout.max_concurrent", self.max_concurrent, expected)
-        return self
-
-    def share(self, number: int) -> int:
-        """Return the requests that worker `number`, from 1, may have in flight: its share of `max_concurrent`."""
-        return self.max_concurrent // self.workers + (number <= self.max_concurrent % self.workers)
 
     @property
     def batch(self) -> int:

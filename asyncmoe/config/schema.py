@@ -91,6 +91,9 @@ class Config(Section):
         if self.queue_capacity < self.rollout.batch:
             expected = f"at least a step's batch of rollout.groups_per_step * rollout.group_size = {self.rollout.batch}"
             raise refused("queue.capacity", self.queue.capacity, expected, "leave it out or raise it")
+        if self.max_concurrent < self.rollout.workers:
+            expected = f"at least rollout.workers = {self.rollout.workers}: each worker has a request in flight"
+            raise refused("rollout.max_concurrent", self.max_concurrent, expected)
         if self.keeps_sampling_mask and self.rollout.top_k is None:
             expected = "a number because sampling masks are kept (engines report only supports of bounded size)"
             raise refused("rollout.top_k", "null", expected, "set rollout.top_k, or keep.sampling_mask to off")
@@ -208,6 +211,15 @@ class Config(Section):
         if self.adapter is not None:
             kind["lora"] = self.adapter.model_dump(mode="json", include={"rank", "alpha", "targets", "experts"})
         return kind
+
+    @property
+    def max_concurrent(self) -> int:
+        """Requests that may be in flight over all engines: `rollout.max_concurrent`, or as many as the engines decode at once."""
+        return self.rollout.max_concurrent or self.engines.count * self.engines.max_running
+
+    def worker_share(self, number: int) -> int:
+        """Return the requests that rollout worker `number`, from 1, may have in flight: its share of `max_concurrent`."""
+        return self.max_concurrent // self.rollout.workers + (number <= self.max_concurrent % self.rollout.workers)
 
     @property
     def queue_capacity(self) -> int:

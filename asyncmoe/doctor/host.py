@@ -37,7 +37,7 @@ def shm(folder: Path = Path("/dev/shm")) -> Finding:
 def open_files(config: Config | None) -> Finding:
     """Check that the file descriptor limit covers every socket and file of the busiest process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _OPEN_FILES + 2 * (config.rollout.max_concurrent if config is not None else 0)
+    needed = _OPEN_FILES + 2 * (config.max_concurrent if config is not None else 0)
     if soft >= needed:
         return finding.ok(f"{soft}, of at most {hard}")
     root = f"as root: nofile {needed} in /etc/security/limits.conf, LimitNOFILE= of slurmd or the container"

@@ -17,6 +17,7 @@ from asyncmoe.doctor import finding, programs
 from asyncmoe.doctor.finding import Finding
 from asyncmoe.doctor.planned import PlannedRun
 from asyncmoe.errors import UserError
+from asyncmoe.process import WARNING
 from asyncmoe.rpc import address
 from asyncmoe.storage import size
 
@@ -42,7 +43,8 @@ def configuration(words: Sequence[str]) -> tuple[Config | None, Finding]:
     with suppress(UserError):
         config = configured.load(Path(words[0]), words[1:])
     if done.trouble is None:
-        return config, finding.ok(done.text.strip())
+        warned = [line.removeprefix(WARNING) for line in done.errors.splitlines() if line.startswith(WARNING)]
+        return config, finding.warning(done.text.strip(), "; ".join(warned)) if warned else finding.ok(done.text.strip())
     said = done.errors.partition("error: ")[2].strip() or programs.last_line(done.errors) or done.trouble
     return config, finding.error(said, "correct what is named; examples/demo.yaml is a valid one")
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,9 @@ from asyncmoe.models import origin
 from asyncmoe.models.lora import peft
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
-from asyncmoe.process import Child, wait_until
+from asyncmoe.process import WARNING, Child, wait_until
 from asyncmoe.rollout import run_log
+from asyncmoe.rpc import address
 from asyncmoe.telemetry import processes, versions
 from asyncmoe.telemetry.heartbeats import TRAINER as RANKS
 from asyncmoe.telemetry.loggers import checks as loggers
@@ -53,8 +54,11 @@ _RECORDS = (
 """Records that a new run in the directory would append to or be mistaken for."""
 
 
-def run(config: Config) -> dict[str, object]:
+def run(config: Config, by: Callable[[Config, RunParts, Callable[[], None]], dict[str, object]] = supervise) -> dict[str, object]:
     """Run a configuration from start to end and return its summary.
+
+    Args:
+        by: supervises the run's parts; the last argument ends them all.
 
     Raises:
         UserError: the configuration, the model, the run directory or this machine's GPUs cannot be used.
@@ -66,10 +70,10 @@ def run(config: Config) -> dict[str, object]:
             end_left(config.run.dir, engines=not config.engines.join)
             plugin_probe.check(config)  # first, because the checks of the machine call a user's own family
             for line in preflight.check(config):
-                print(f"warning: {line}", file=sys.stderr, flush=True)
+                print(f"{WARNING}{line}", file=sys.stderr, flush=True)
             file = prepare(config)
         local = _LocalParts(config.run.dir)
-        return supervise(config, local.table(config, file), local.end_all)
+        return by(config, local.table(config, file), local.end_all)
 
 
 def check(config: Config, *, weights: bool = True) -> Survey:
@@ -108,6 +112,9 @@ def check(config: Config, *, weights: bool = True) -> Survey:
     for line in found.lines:
         print(line, file=sys.stderr, flush=True)
     _check_going_on(config, hf, found.newest)
+    nodes = max(config.cluster.trainer_nodes, config.cluster.engine_nodes)
+    if not config.trainer.checkpoint_every and (nodes > 1 or address.several(config.cluster.network)):
+        print(f"{WARNING}trainer.checkpoint_every: got 0 on several nodes; at 20 losing one costs 20 steps", file=sys.stderr, flush=True)
     if here and not config.engines.join:
         check_engine_python(config.engines.python)  # last, because it starts an interpreter
     return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncmoe.config import Config
+from asyncmoe.config import Config, sglang_arguments
 from asyncmoe.config.engines import EngineSection
 from asyncmoe.errors import ConfigError, DataError, LayoutError, UserError, together
 from asyncmoe.models import checks, headers, hf_folder
@@ -93,12 +94,25 @@ def check(config: Config, hf: Mapping[str, Any], *, weights: Path | None = None)
         faults += [error] if str(error) not in map(str, faults) else []
     if faults:
         raise together(faults)
+    _check_lengths(config, hf)
     family.check(hf, trainer_parallel(config), EngineParallel(config.engines.tp, config.engines.ep))
     _check_float8(config, hf)
     if (kind := adapter_of(config, hf)) is not None:
         halves.check(kind, family.shape_of(hf))
     _check_router_bias(config, family.shape_of(hf))
     kept_routing(config, hf)
+
+
+def _check_lengths(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuse responses that may be longer than the context of the model or of the engines."""
+    limits = (hf.get("max_position_embeddings"), sglang_arguments.number(config.engines.args, "--context-length"), sys.maxsize)
+    most = min(one for one in limits if one is not None)
+    expected = f"at most {most}, the context (max_position_embeddings of the model, --context-length of engines.args)"
+    lengths = {"rollout": config.rollout.max_new_tokens, "evaluation": config.evaluation.max_new_tokens}
+    lengths |= {f"evaluation.sets.{name}": one.max_new_tokens for name, one in config.evaluation.sets.items()}
+    for section, got in lengths.items():
+        if got is not None and got > most:
+            raise ConfigError(f"{section}.max_new_tokens", got=got, expected=expected)
 
 
 def adapter_of(config: Config, hf: Mapping[str, Any]) -> Kind | None:

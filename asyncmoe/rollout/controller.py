@@ -118,7 +118,7 @@ class Controller:
     ) -> None:
         self._config, self._recorder, self._run_log = config, recorder, run_log
         self._task = asked.training
-        self._pool = parts.pool_of(config, config.rollout.max_concurrent)
+        self._pool = parts.pool_of(config, config.max_concurrent)
         untried = succession is None or succession.is_first  # else the previous controller has tried them
         self._fleet = WorkerFleet(config, self._pool, recorder.generated, run_log.for_workers, untried)
         self._evaluator = Evaluator(config, self._fleet, asked.sets, recorder.evaluated)

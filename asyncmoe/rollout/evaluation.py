@@ -66,7 +66,7 @@ class Evaluator:
         self._records = config.run.dir / EVALUATION
         self._first, self._last, self._every = config.warmup.steps, config.warmup.steps + config.run.steps, section.every
         self._pass_reward = section.pass_reward
-        self._concurrent = section.max_concurrent or -(-config.rollout.max_concurrent // _SHARE)
+        self._concurrent = section.max_concurrent or -(-config.max_concurrent // _SHARE)
         self._workers, self._sets, self._record = workers, sets, record
         self._due: asyncio.Queue[int] = asyncio.Queue()
         self._last_is_due = False

@@ -116,7 +116,7 @@ def _slow(rl: Sequence[Step], rollout: Sequence[Rollout]) -> Iterator[str]:
     elif trainer > IDLE:
         yield (
             f"Trainer idle {percent(trainer)}: the engines are the bottleneck; add engines (engines.count), raise "
-            "engines.max_running and rollout.max_concurrent, or lower rollout.max_new_tokens."
+            "engines.max_running (and rollout.max_concurrent if it is set), or lower rollout.max_new_tokens."
         )
     elif engines > IDLE:
         yield (

@@ -16,7 +16,7 @@ from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.samples.index import index
 from asyncmoe.telemetry.samples.records import CLIPPED
 from asyncmoe.telemetry.samples.tokens import TokenView, tokens_of
-from tests.system.runs import ENGINES, Command, metrics, refused, run, silent_engines, start, summary_of, wait_for
+from tests.system.runs import ENGINES, ONE_RANK, Command, demo, metrics, refused, run, silent_engines, start, summary_of, wait_for
 from tests.unit.report_pages import data_of, figures_of
 from tests.unit.test_checkpoints import flip
 
@@ -169,3 +169,16 @@ def test_a_killed_run_goes_on_exactly_where_its_newest_intact_checkpoint_is(tmp_
     saved = checkpoints.directory(moved, 41)
     kept = {path.name: path.read_bytes() for path in saved.iterdir()}
     assert {path.name: path.read_bytes() for path in (copies / "moved" / saved.name).iterdir()} == kept
+
+
+@pytest.mark.thorough
+def test_a_measured_run_is_told_and_leaves_nothing_else(tmp_path: Path) -> None:
+    file, settings = tmp_path / "speeds.json", demo(tmp_path / "run", *ONE_RANK, "trainer.checkpoint_every=1")[1:]
+    out, _ = Command("bench", "step", *settings, "--minutes", "0.1", "--json", str(file)).succeed()
+    found = json.loads(file.read_text())
+    assert found["trainer"]["gpus"] == found["engines"]["gpus"] == 1
+    assert found["measured"]["seconds"] >= 6
+    assert 0 < found["trainer"]["step_s"] * found["measured"]["steps"] < found["measured"]["seconds"]
+    assert found["engines"]["tokens_per_s"] > 0
+    assert str(file) in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "speeds.json"]

@@ -11,6 +11,7 @@ import yaml
 
 from asyncmoe.config import Config, load, parse
 from asyncmoe.errors import ConfigError
+from tests.configs import minimal
 
 GOOD: dict[str, Any] = {
     "run": {"dir": "runs/x", "steps": 3},
@@ -68,6 +69,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("objective.correction.token_band", [1.5, 2.0], "", "[1.5, 2.0]", "one number below 1 and one above"),
         ("sync.every", 3, "", "3", "queue.staleness.max_staleness + 1 = 2"),
         ("rollout", {"max_concurrent": 1, "workers": 2}, ".max_concurrent", "1", "rollout.workers = 2"),
+        ("rollout", {"workers": 17}, ".max_concurrent", "16", "rollout.workers = 17"),
         ("log.max_bytes", 2**63, "", str(2**63), "64 bits"),
         ("objective", {"proximal": "behaviour"}, ".correction.weight", "token", "none because objective.proximal is behaviour"),
         ("objective", {"clip": "cispo", "dual_clip": 3.0}, ".dual_clip", "3.0", "objective.clip is cispo"),
@@ -120,6 +122,14 @@ def test_a_mistake_names_its_key_what_was_got_and_what_was_expected(path: str, v
 def test_objectives_survive_being_written_out(objective: Any) -> None:
     config = parse({**with_value("objective", objective), "scoring": SOURCES})
     assert parse(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(("given", "total"), [(None, 36), (7, 7)])
+def test_requests_in_flight_fill_the_engines_and_are_shared_by_the_workers(given: int | None, total: int) -> None:
+    config = minimal(engines={"count": 3, "max_running": 12}, rollout={"max_concurrent": given, "workers": 5})
+    shares = [config.worker_share(number) for number in range(1, 6)]
+    assert config.max_concurrent == sum(shares) == total
+    assert max(shares) - min(shares) <= 1
 
 
 def test_an_address_of_redis_has_no_password() -> None:

@@ -147,6 +147,28 @@ def test_a_run_that_is_refused_leaves_everything_as_it_was(tmp_path: Path, fault
 
 
 @pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ((), False),
+        (("cluster.trainer_nodes=2",), True),
+        (("cluster.network=hostname",), True),
+        (("cluster.engine_nodes=2", "trainer.checkpoint_every=5"), False),
+    ],
+)
+def test_several_nodes_without_checkpoints_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: tuple[str, ...], warned: bool
+) -> None:
+    local.check(demo(tmp_path, *settings))
+    assert capsys.readouterr().err.startswith("warning: trainer.checkpoint_every: got 0 ") == warned
+
+
+def test_what_is_shown_says_how_many_requests_null_means(tmp_path: Path) -> None:
+    assert "rollout.max_concurrent: 128\n" in config_commands.shown(demo(tmp_path, "engines.count=2"))
+    assert "rollout.max_concurrent: " not in config_commands.shown(demo(tmp_path, "rollout.max_concurrent=9"))
+
+
+@pytest.mark.usefixtures("no_engine")
 def test_fewer_steps_than_a_run_has_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = demo(tmp_path, "warmup.steps=2", "run.steps=5")
     for step, said in ((6, ""), (7, "run.steps: all 5 steps are taken already; a higher number goes on from ")):

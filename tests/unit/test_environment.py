@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import partial, partialmethod
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from asyncmoe.engines.pool import PooledGeneration
 from asyncmoe.engines.types import Generation, Sampling, VersionSpan
 from asyncmoe.errors import InvariantBroken, StorageError, TrajectoryRejected
 from asyncmoe.rollout import parts
-from asyncmoe.rollout.episodes import episode
+from asyncmoe.rollout.episodes import environments, episode
 from asyncmoe.rollout.episodes.environment import Agent, Bounds, Episode
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
 from asyncmoe.rollout.episodes.environments.tools import WithTools
@@ -38,6 +38,7 @@ from asyncmoe.rollout.scoring.parse_score import read
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import NOT_SAMPLED, Recording, Trajectory, validate
+from tests.configs import minimal
 
 BOUNDS = Bounds(turns=4, tokens=64, agents=3)
 
@@ -99,6 +100,12 @@ class Tool:
         await agent.respond()
         agent.see("a last observation that nobody answers")
         return 0.5
+
+
+@pytest.mark.parametrize(("most", "arguments", "tokens"), [(None, [], 64), (None, ["--context-length", "32"], 32), (9, [], 9)])
+def test_a_conversation_fits_the_context_of_model_and_engines(most: int | None, arguments: list[str], tokens: int) -> None:
+    config = minimal(environment={"max_tokens": most}, engines={"args": arguments})
+    assert environments.bounds(config, cast("Tokenizer", SimpleNamespace(positions=64))).tokens == tokens
 
 
 def test_what_was_sampled_is_never_encoded_again_and_what_was_given_is_not_trained(known: Tokenizer) -> None:

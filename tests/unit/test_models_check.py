@@ -66,6 +66,21 @@ def test_impossible_sizes(model: str, trainer: dict[str, int], engines: dict[str
     refused(lambda: models.check(config(trainer, engines), {**(DENSE if model == "dense" else HF), **changes}), [words])
 
 
+@pytest.mark.parametrize(
+    ("sections", "got", "most"),
+    [
+        ({"rollout": {"max_new_tokens": 65}}, "rollout.max_new_tokens: got 65", 64),
+        ({"evaluation": {"max_new_tokens": 70}}, "evaluation.max_new_tokens: got 70", 64),
+        ({"evaluation": {"sets": {"math": {"path": "m.jsonl", "max_new_tokens": 99}}}}, "evaluation.sets.math.max_new_tokens: got 99", 64),
+        ({"rollout": {"max_new_tokens": 33}, "engines": {"args": ["--context-length=32"]}}, "rollout.max_new_tokens: got 33", 32),
+    ],
+)
+def test_responses_fit_the_context(sections: dict[str, Any], got: str, most: int) -> None:
+    hf = {**HF, "max_position_embeddings": 64}
+    models.check(minimal(rollout={"max_new_tokens": 64}), hf)
+    refused(lambda: models.check(minimal(**sections), hf), [got, f"at most {most}, "])
+
+
 LLAMA3 = MODELS["llama"]["rope_parameters"]
 IMPOSSIBLE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "qwen3_moe": [

@@ -78,7 +78,7 @@ async def test_an_engine_that_leaves_is_asked_for_and_not_looked_up(cluster: Clu
 @clustered(workers=3, engines=2, seed=8, staleness=40)
 async def test_every_worker_uses_every_engine_with_its_share_of_the_requests(cluster: Cluster) -> None:
     cluster.hang(True)
-    shares = [cluster.config.rollout.share(number) for number in (1, 2, 3)]
+    shares = [cluster.config.worker_share(number) for number in (1, 2, 3)]
     assert shares == [22, 21, 21]
     pools = [cluster.lent[number].worker.pool for number in (1, 2, 3)]
     while [sum(member.in_flight for member in pool.members) for pool in pools] != shares:

@@ -82,7 +82,7 @@ class WorkerService:
         self.over, self.heard = asyncio.Event(), time.monotonic()
         self._config, self._number, self._loaded, self._recording = config, number, loaded, recording
         self._busy = deque[Busy](maxlen=_MOST_BUSY)
-        self.pool = parts.pool_of(config, config.rollout.share(number), lambda *interval: self._busy.append(interval))
+        self.pool = parts.pool_of(config, config.worker_share(number), lambda *interval: self._busy.append(interval))
         self.pool.returns = lambda _: True  # the controller knows when none will come
         self._engines = LentEngines(self.pool, connect)
         self._worker: Worker | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from asyncmoe import plugins
-from asyncmoe.config import Config
+from asyncmoe.config import Config, sglang_arguments
 from asyncmoe.errors import ConfigError
 from asyncmoe.rollout.episodes.environment import Bounds, Demonstrator, Environment
 from asyncmoe.rollout.episodes.environments.single_turn import SingleTurn
@@ -15,9 +15,10 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 
 
 def bounds(config: Config, tokenizer: Tokenizer) -> Bounds:
-    """Return the limits of an episode. A conversation must fit into the model's positions."""
+    """Return the limits of an episode. A conversation must fit into the context of model and engines."""
     section = config.environment
-    tokens = [limit for limit in (section.max_tokens, tokenizer.positions) if limit is not None]
+    context = sglang_arguments.number(config.engines.args, "--context-length")
+    tokens = [limit for limit in (section.max_tokens, tokenizer.positions, context) if limit is not None]
     return Bounds(section.max_turns, min(tokens, default=1 << 20), section.max_agents, section.max_paths)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from asyncmoe import interrupts
-from asyncmoe.config_commands import ConfigPath, Overrides
+from asyncmoe.config_commands import ConfigPath, Overrides, checked_keys
 from asyncmoe.imports import uncollected
 from asyncmoe.process import unbroken_output
 
@@ -21,13 +21,12 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
     Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once. With launch=ray everything runs on the nodes of a Ray cluster.
     """
-    from asyncmoe import config as configuration
     from asyncmoe.config import moved
 
     unbroken_output()
     with interrupts.stopping(interrupts.NO_RUN_YET):
         moved.check_place(config, overrides or ())
-        loaded = configuration.load(config, overrides or ())  # before the imports below, which need the compiled extension
+        loaded = checked_keys(config, overrides or ())  # before the imports below, which need the compiled extension
     with interrupts.leaving(interrupts.NO_RUN_YET), uncollected():
         from rich.console import Console
 

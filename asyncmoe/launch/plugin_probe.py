@@ -37,19 +37,20 @@ def named(config: Config) -> dict[str, str]:
     return found | {key: target for key, (target, _) in config.objective.own.items()}
 
 
-def check(config: Config) -> None:
-    """Try the user's own code; a family is tried on the model, if present.
+def check(config: Config) -> dict[str, str]:
+    """Try the user's own code, and return it as `named`; a family is tried on the model, if present.
 
     Raises:
         UserError: names everything unusable, up to code that ended the process.
     """
     if wanted := named(config):
         _check(json.dumps(config.model_dump(mode="json")), tuple(wanted.items()), str(Path.cwd()))
+    return wanted
 
 
 @lru_cache(maxsize=1)
 def _check(given: str, wanted: tuple[tuple[str, str], ...], directory: str) -> None:
-    """Raise as `check`. Cached, because a launcher checks once before its machine and again when it prepares the run."""
+    """Raise as `check`. Cached, because Ray's launcher checks before it reserves nodes, and again when it prepares the run."""
     ended = programs.run(_COMMAND, _START_S + len(wanted) * (plugins.IMPORT_S + plugins.CALL_S), given)
     results = [json.loads(line) for line in ended.text.splitlines()]
     refused: list[UserError] = [ConfigError(**result) for result in results if result]

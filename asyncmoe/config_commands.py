@@ -53,11 +53,10 @@ def checked_keys(config: Path, overrides: Sequence[str]) -> Config:
     try:
         return configuration.load(config, overrides)
     except ConfigError as error:
-        if not isinstance(error.rest, Config):
-            raise
-        from asyncmoe.launch.validate import validate as check
+        if error.rest is not None:
+            from asyncmoe.launch.validate import validate as check
 
-        check(error.rest, error)
+            check(error.rest, error)
         raise
 
 

@@ -6,7 +6,7 @@ A `UserError` or a subclass is a mistake that the user can fix. An `InvariantBro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class UserError(AsyncmoeError):
     """
 
     exit_code = 2
-    rest: object = None
+    rest: Any = None
 
     def __init__(self, what: str, *, got: object, expected: object, hint: str | None = None) -> None:
         self.what, self.got, self.expected, self.hint = what, got, expected, hint

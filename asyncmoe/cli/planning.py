@@ -21,7 +21,10 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Check this machine for anything that would stop a run or slow it down, and print fixes."""
+    """Check this machine for what would stop or slow down a run.
+
+    Every finding comes with its fix.
+    """
     from asyncmoe.doctor import examination
 
     raise typer.Exit(examination.report(arguments or (), as_json=as_json))
@@ -54,7 +57,9 @@ def plan(
     ] = 50.0,
     json_file: _JsonFile = None,
 ) -> None:
-    """Estimate the memory of every GPU of a run and the cost of moving its weights to engines; --nodes suggests a split of a cluster.
+    """Estimate GPU memory and weight sync, or split a cluster.
+
+    --config estimates every GPU of a run; --nodes suggests a split.
 
     asyncmoe plan --config examples/demo.yaml trainer.recompute=full
 
@@ -99,8 +104,9 @@ def simulate(
     ] = False,
     json_file: _JsonFile = None,
 ) -> None:
-    """Predict the speed of a run on a cluster, by simulating engines, queue, scoring, trainer and weight sync as events.
+    """Predict the speed of a run on a cluster.
 
+    Engines, queue, scoring, trainer and weight sync are simulated as events.
     The simulation starts no process and needs no GPU. It admits and drops
     groups by the same rules as `asyncmoe run`. Measure three things on a few
     GPUs and write them into a copy of examples/plant.yaml:

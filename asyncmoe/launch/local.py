@@ -100,11 +100,10 @@ def check(config: Config, *known: UserError, weights: bool = True, whole: bool =
     hf = faults.of(_checked_model, config, weights)
     faults.of(copier.check, config)
     found = faults.of(checkpoints.survey, config.run.dir)
-    if found is not None:
-        for line in found.lines:
-            print(line, file=sys.stderr, flush=True)
-        if hf is not None:
-            faults.of(_check_going_on, config, hf, found.newest)
+    for line in found.lines if found else ():
+        print(line, file=sys.stderr, flush=True)
+    if found and hf:
+        faults.of(_check_going_on, config, hf, found.newest)
     if here and not config.engines.join:
         faults.of(check_engine_python, config.engines.python)  # last, because it starts an interpreter
     if whole or faults.found:

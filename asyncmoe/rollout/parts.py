@@ -19,7 +19,7 @@ from asyncmoe.config import Config
 from asyncmoe.engines import adapters
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import Sampling
-from asyncmoe.errors import Faults
+from asyncmoe.errors import Faults, together
 from asyncmoe.models import make
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.demonstrations import Demonstrations
@@ -113,10 +113,8 @@ def load(config: Config) -> RolloutParts:
     decode = str if asked is None else asked.tokenizer.decode
     scorer = faults.of(loading.load, config.scoring, config.task, decode, config.run.seed)
     teacher = faults.of(loading.load_teacher, config.scoring, config.run.seed)
-    faults.refuse()
-    assert asked is not None
-    assert environment is not None
-    assert scorer is not None
+    if faults.found or asked is None or environment is None or scorer is None:
+        raise together(faults.found)
     return RolloutParts(asked.tokenizer, asked.training, asked.sets, scorer, environment, teacher)
 
 

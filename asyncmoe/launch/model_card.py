@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config
-from asyncmoe.config.task import READ
 from asyncmoe.models.hub import is_id
 
 _CACHED = re.compile(r"models--(.+?)--(.+?)/snapshots/")
@@ -27,7 +26,6 @@ def card(config: Config, facts: Mapping[str, Any], name: str, *, adapter: bool) 
         adapter: only the adapter is exported.
     """
     base, task, lora = _shown(config.model.path), config.task, config.adapter
-    on = ", ".join(_shown(one.path) for one in task.mixture if one.path is not None) if task.kind in READ else ""
     library, auto = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
     return (
         (files("asyncmoe.launch") / "model_card.md")
@@ -38,7 +36,7 @@ def card(config: Config, facts: Mapping[str, Any], name: str, *, adapter: bool) 
             what="The weights of" if lora is None else f"An adapter of rank {lora.rank} {'for' if adapter else 'merged into'}",
             version=metadata.version("asyncmoe"),
             date=f"{datetime.fromtimestamp(facts['time'], UTC):%Y-%m-%d}" if "time" in facts else "an unknown day",
-            task=f"{task.kind}: {on}" if on else task.kind,
+            task=", ".join([task.kind, *(_shown(one.path) for one in task.mixture if one.path is not None)]),
         )
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from asyncmoe.telemetry.heartbeats import SERVES, TRAINER, Beat
+from asyncmoe.telemetry.heartbeats import SERVES, Beat
 from asyncmoe.telemetry.rollout_schema import Rollout
 
 
@@ -15,8 +15,9 @@ def phases(beats: Iterable[Beat], rollouts: Sequence[Rollout]) -> list[str]:
         beats: the newest heartbeat of each process.
         rollouts: the controller's first record since this start of the run, whose counts go on from earlier starts, and its newest.
     """
-    found = [f"{one.role} is ready" for one in beats if one.does == SERVES]
-    if any(one.role == f"{TRAINER}0" for one in beats):  # a rank's first heartbeat is that it waits for a batch or for engines
+    engines = {one.role for one in beats if one.does == SERVES}.union(*(one.engine_utilization for one in rollouts))
+    found = [f"{name} is ready" for name in sorted(engines)]
+    if rollouts:  # the controller writes them as soon as it knows a trainer, which greets it with its model loaded
         found.append("the trainer has loaded the model")
     if any(one.engines_serving for one in rollouts):
         found.append("engines have the trainer's weights")

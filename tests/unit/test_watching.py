@@ -145,7 +145,7 @@ def test_a_silent_rank_is_named_with_the_stacks_of_every_process_before_the_run_
     named = r"^trainer\.0 has been silent for 21 s, since it began: a micro-batch; stacks .*/stacks-.*; then: the trainer hangs"
     with hanging(tmp_path), pytest.raises(AsyncmoeError, match=named):
         watched(tmp_path, (0.0, 4.9, 6.0, 10.0, 21.0), "watch.end_after_s=20")
-    assert len(json.loads((tmp_path / "said.json").read_text())) == 2  # that it is ready, and of one silence once
+    assert len(json.loads((tmp_path / "said.json").read_text())) == 1  # of one silence once
     (path,) = (tmp_path / "logs").glob("stacks-*.txt")
     assert path.read_text().startswith("trainer.0 has been silent for 6 s, since it began: a micro-batch\n== trainer.0, pid")
     assert "hangs_here" in path.read_text()
@@ -176,6 +176,7 @@ def test_what_a_start_has_reached_is_said_once_and_until_the_first_step(tmp_path
     """A resumed run counts its groups from where it stopped."""
     config, now, said = loaded(tmp_path, "warmup.steps=2", "watch.beat_s=0.1"), [100.0], list[str]()
     warm, waits = Step(step=2, phase="warmup", time=0.0), Rollout(time=0.0, accepted=64)
+    joined = Rollout(time=0.5, accepted=64, engine_utilization={"engine.0": 0.0, "engine.1": 0.0})
     serves, scored = (Rollout(time=1.0, accepted=count, engines_serving=1) for count in (64, 72))
 
     def feed(role: str, does: str, *records: Step | Rollout) -> list[str]:
@@ -190,9 +191,9 @@ def test_what_a_start_has_reached_is_said_once_and_until_the_first_step(tmp_path
         watcher.say = said.append
         assert feed("engine.1", "waiting for a controller") == []
         assert feed("engine.1", heartbeats.SERVES) == ["engine.1 is ready, 20 s after the start"]
-        assert feed("trainer.1", "waiting for the batch of step 1", waits) == []
-        assert feed("trainer.0", "waiting for the batch of step 1") == ["the trainer has loaded the model, 40 s after the start"]
+        assert feed("trainer.1", "waiting for the batch of step 1", waits) == ["the trainer has loaded the model, 30 s after the start"]
         assert feed("trainer.0", "a micro-batch", warm, waits) == []
+        assert feed("controller", "serves requests", joined) == ["engine.0 is ready, 50 s after the start"]
         assert feed("controller", "serves requests", serves) == ["engines have the trainer's weights, 60 s after the start"]
         assert feed("controller", "serves requests", serves, scored) == ["the first group is scored, 70 s after the start"]
         assert feed("controller", "serves requests", step(3)) == []

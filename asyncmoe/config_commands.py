@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import yaml
 
 from asyncmoe import config as configuration
 from asyncmoe.config import Config
+from asyncmoe.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe configurations; starts nothing.")
 
@@ -36,10 +38,26 @@ def validate(config: ConfigPath, overrides: Overrides = None) -> None:
 
     Your own modules are imported, as a run would. `asyncmoe doctor CONFIG` does this too, and checks the machine: ports, disk, GPUs.
     """
-    loaded = configuration.load(config, overrides or ())
+    loaded = checked_keys(config, overrides or ())
     from asyncmoe.launch.validate import validate as check
 
     typer.echo(f"{config} is valid: {check(loaded)}")
+
+
+def checked_keys(config: Path, overrides: Sequence[str]) -> Config:
+    """Return a configuration.
+
+    Raises:
+        UserError: its keys are refused, together with everything else that `validate` finds.
+    """
+    try:
+        return configuration.load(config, overrides)
+    except ConfigError as error:
+        if error.rest is not None:
+            from asyncmoe.launch.validate import validate as check
+
+            check(error.rest, error)
+        raise
 
 
 def shown(config: Config) -> str:

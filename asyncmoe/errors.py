@@ -5,8 +5,11 @@ A `UserError` or a subclass is a mistake that the user can fix. An `InvariantBro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 RECURRING = (2, 3)
 """Exit codes of failures that a restart does not fix: mistakes of the user, and wrong numbers or programs."""
 
@@ -53,9 +56,13 @@ class UserError(AsyncmoeError):
         got: the actual value.
         expected: the valid values.
         hint: the fix; omitted if `expected` already implies it.
+
+    Attributes:
+        rest: of an error about keys: the configuration without them, to be checked further; None if it is none without them.
     """
 
     exit_code = 2
+    rest: Any = None
 
     def __init__(self, what: str, *, got: object, expected: object, hint: str | None = None) -> None:
         self.what, self.got, self.expected, self.hint = what, got, expected, hint
@@ -75,6 +82,43 @@ def together(errors: Sequence[UserError]) -> UserError:
     if others:
         first.args = ("\n".join(str(error) for error in errors),)
     return first
+
+
+class Faults:
+    """Collects the errors of several checks, to raise them together."""
+
+    def __init__(self, *known: UserError) -> None:
+        self.found = list(known)
+
+    def add(self, error: UserError) -> None:
+        """Keep an error, except lines about what is refused already: they repeat it, or follow from it."""
+        known = [_subject(line) for one in self.found for line in str(one).split("\n")]
+        if new := [line for line in str(error).split("\n") if not any(_concerns(line, subject) for subject in known)]:
+            error.args = ("\n".join(new),)
+            self.found.append(error)
+
+    def of(self, check: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
+        """Call a check; keep its UserError and return None, or return its result."""
+        try:
+            return check(*args, **options)
+        except UserError as error:
+            self.add(error)
+            return None
+
+    def refuse(self) -> None:
+        """Raise the errors as one, if there are any."""
+        if self.found:
+            raise together(self.found)
+
+
+def _subject(line: str) -> str:
+    """Return what an error's line is about: the key, without the file and its line."""
+    return line.partition(": got ")[0].rpartition(": ")[2]
+
+
+def _concerns(line: str, subject: str) -> bool:
+    about = _subject(line)
+    return about == subject or subject.startswith(f"{about}.") or (("." in subject or "/" in subject) and subject in line)
 
 
 class ConfigError(UserError):

@@ -19,7 +19,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn
 
-from asyncmoe.errors import AsyncmoeError, Interrupted
+from asyncmoe.errors import AsyncmoeError, Interrupted, UserError
 from asyncmoe.storage import writing
 
 ERROR_PREFIX, WARNING = "error: ", "warning: "
@@ -60,10 +60,13 @@ def keep_files() -> None:
 
 
 def say(error: AsyncmoeError) -> None:
-    """Print the error for the user, with control characters of foreign texts escaped. `Interrupted` gets no prefix."""
+    """Print the error for the user, with control characters of foreign texts escaped, and the number of several. `Interrupted` gets no
+    prefix."""
     prefix = "" if isinstance(error, Interrupted) else ERROR_PREFIX
+    count = str(error).count("\n") + 1
+    told = f"{error}\n{count} errors" if isinstance(error, UserError) and count > 1 else error
     with suppress(OSError):  # the log's disk is full, which the parent checks
-        print(f"{prefix}{error.where}{': ' if error.where else ''}{error}".translate(_ESCAPED), file=sys.stderr, flush=True)
+        print(f"{prefix}{error.where}{': ' if error.where else ''}{told}".translate(_ESCAPED), file=sys.stderr, flush=True)
 
 
 class _Unbroken(io.FileIO):

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import typer
+from typer.core import TyperOption
 
 from asyncmoe.errors import Interrupted, UserError
 
@@ -29,6 +30,7 @@ def invoke(app: typer.Typer) -> None:
         SystemExit: the command chose another status than 0.
     """
     run: Callable[..., object] = app
+    _name_no_type_of_flags()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be in its encoding
     try:
@@ -44,6 +46,13 @@ def invoke(app: typer.Typer) -> None:
         raise Interrupted("interrupted")
     if isinstance(status, int) and status:
         sys.exit(status)
+
+
+def _name_no_type_of_flags() -> None:
+    """Leave the type out of flags in --help: they take no value. Older releases of typer have no such method, and leave it out."""
+    option: Any = TyperOption
+    if (shown := getattr(option, "display_type_rich", None)) is not None:
+        option.display_type_rich = lambda self, ctx: None if self.is_flag else shown(self, ctx)
 
 
 def _flush() -> None:

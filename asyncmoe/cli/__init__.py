@@ -44,25 +44,16 @@ def _options(
     pass
 
 
-for _command in (
-    running.run,
-    running.rollout,
-    running.engine,
-    running.worker,
-    models.make_model,
-    models.export,
-    planning.doctor,
-    planning.plan,
-    planning.simulate,
-    records.report,
-    records.checkpoints,
-    records.stacks,
-    records.show,
-):
-    app.command()(_command)
-app.command("log")(records.log_command)
-app.add_typer(config_commands.app, name="config")
-app.add_typer(planning.bench, name="bench")
+for _panel, _commands in {
+    "Run": (running.run, running.rollout, running.engine, running.worker),
+    "Look at a run": (records.report, records.show, records.checkpoints, records.stacks, records.log),
+    "Before a run": (planning.doctor, planning.plan, planning.simulate),
+    "Models": (models.make_model, models.export),
+}.items():
+    for _command in _commands:
+        app.command(rich_help_panel=_panel)(_command)
+app.add_typer(config_commands.app, name="config", rich_help_panel="Before a run")
+app.add_typer(planning.bench, name="bench", rich_help_panel="Before a run")
 _checkout = Path(__file__).parents[2]
 if (_checkout / "benchmarks" / "commands.py").is_file():  # an installed wheel has no benchmarks
     sys.path.insert(0, str(_checkout))

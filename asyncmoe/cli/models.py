@@ -22,7 +22,10 @@ def make_model(
     expert_hidden: Annotated[int, _Size(help="Intermediate width of an expert.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.", min=0, max=(1 << 63) - 1)] = 0,
 ) -> None:
-    """Write a tiny random Qwen3-MoE as a Hugging Face checkpoint, with a byte-level tokenizer, to try everything on a laptop."""
+    """Write a tiny random model, to try everything on a laptop.
+
+    It is a Qwen3-MoE in Hugging Face's format, with a byte-level tokenizer.
+    """
     from asyncmoe.config.model import MadeModel
     from asyncmoe.models import make
 
@@ -44,7 +47,9 @@ def export(
         int | None, typer.Option(min=0, help="Step of the checkpoint, as `asyncmoe checkpoints RUN` lists; default: newest.")
     ] = None,
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face checkpoint, with an adapter merged into the weights.
+    """Write a checkpoint of a run as a Hugging Face model.
+
+    An adapter is merged into the weights. README.md is a model card.
 
     RUN may have been moved, copied or renamed since it ran.
     """

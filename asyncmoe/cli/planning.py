@@ -27,7 +27,10 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Check this machine for anything that would stop a run or slow it down, and print fixes."""
+    """Check this machine for what would stop or slow down a run.
+
+    Every finding comes with its fix.
+    """
     from asyncmoe.doctor import examination
 
     raise typer.Exit(examination.report(arguments or (), as_json=as_json))
@@ -61,7 +64,9 @@ def plan(
     measured: _Measured = None,
     json_file: _JsonFile = None,
 ) -> None:
-    """Estimate the memory of every GPU of a run and the cost of moving its weights to engines; --nodes suggests a split of a cluster.
+    """Estimate GPU memory and weight sync, or split a cluster.
+
+    --config estimates every GPU of a run; --nodes suggests a split.
 
     asyncmoe plan --config examples/demo.yaml trainer.recompute=full
 
@@ -109,8 +114,9 @@ def simulate(
     measured: _Measured = None,
     json_file: _JsonFile = None,
 ) -> None:
-    """Predict the speed of a run on a cluster, by simulating engines, queue, scoring, trainer and weight sync as events.
+    """Predict the speed of a run on a cluster.
 
+    Engines, queue, scoring, trainer and weight sync are simulated as events.
     The simulation starts no process and needs no GPU. It admits and drops
     groups by the same rules as `asyncmoe run`. Measure on a few GPUs, by
     asyncmoe bench step and --measured FILE, or write into a copy of

@@ -20,8 +20,9 @@ def report(
         bool, typer.Option("--samples/--no-samples", help="Show sampled trajectories; only you can read a file that has some.")
     ] = True,
 ) -> None:
-    """Write report.html and summary.json of a run, finished or still running; of several runs, a page that compares them.
+    """Write the report of a run, or a page that compares several.
 
+    A run may be finished or still running; its summary.json is written, too.
     docs/guides/report.md explains the page.
     """
     from asyncmoe.telemetry.records import read_steps
@@ -43,7 +44,7 @@ def checkpoints(
     step: Annotated[int | None, typer.Option(min=0, help="With --restore: the step; default: the newest that is complete there.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each checkpoint.")] = False,
 ) -> None:
-    """List the checkpoints of a run: step, time, size, and the state of each.
+    """List the checkpoints of a run: step, time, size, state.
 
     A checkpoint is
 
@@ -86,7 +87,7 @@ def checkpoints(
 
 
 def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
-    """Show the Python stacks of a run's own processes on this host, e.g. to see where it hangs.
+    """Show the Python stacks of a run, e.g. to see where it hangs.
 
     The run's processes are those recorded in its directory. For a run on
     several hosts, the end of the output names those not covered. To profile
@@ -119,7 +120,7 @@ def show(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each group, with all its tokens.")] = False,
 ) -> None:
-    """Show trajectories of a run: prompts, responses, tool calls, rewards, and the trainer's values for each token.
+    """Show trajectories of a run: texts, rewards, token values.
 
     Without options: the groups of the newest step. Each token can be coloured
     by one of its properties:
@@ -151,10 +152,10 @@ def show(
     command.show(run_dir, wanted, as_json, colour, tokens)
 
 
-def log_command(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
-    """List the logs of a run and verify the checksum of every record. Changes nothing; the run may be running.
+def log(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
+    """List the logs of a run, and verify the checksum of each record.
 
-    Ends with status 1 if a record is damaged. docs/log-format.md describes the file format.
+    Changes nothing; the run may be running. Ends with status 1 if a record is damaged. docs/log-format.md describes the file format.
     """
     from asyncmoe.log import belonging, files
 

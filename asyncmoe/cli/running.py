@@ -7,13 +7,16 @@ from typing import Annotated
 import typer
 
 from asyncmoe import interrupts
-from asyncmoe.config_commands import ConfigPath, Overrides
+from asyncmoe.config_commands import ConfigPath, Overrides, checked_keys
 from asyncmoe.imports import uncollected
 from asyncmoe.process import unbroken_output
 
 
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Run everything on this machine: engines, queue, trainer, report. Repeat the command to resume a stopped run.
+    """Run everything on this machine, or resume a stopped run.
+
+    It starts engines, queue and trainer, and writes the report. Repeat the
+    command to resume.
 
     CONFIG may be the directory of a run, which then resumes there, even if it was moved or copied:
 
@@ -21,13 +24,12 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
     Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once. With launch=ray everything runs on the nodes of a Ray cluster.
     """
-    from asyncmoe import config as configuration
     from asyncmoe.config import moved
 
     unbroken_output()
     with interrupts.stopping(interrupts.NO_RUN_YET):
         moved.check_place(config, overrides or ())
-        loaded = configuration.load(config, overrides or ())  # before the imports below, which need the compiled extension
+        loaded = checked_keys(config, overrides or ())  # before the imports below, which need the compiled extension
     with interrupts.leaving(interrupts.NO_RUN_YET), uncollected():
         from rich.console import Console
 
@@ -41,7 +43,10 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Run only the controller: episodes, scoring and the queue. It waits for engines and a trainer."""
+    """Run only the controller; engines and a trainer join it.
+
+    The controller has episodes, scoring and the queue.
+    """
     from asyncmoe.config import moved
     from asyncmoe.launch import part
 
@@ -76,7 +81,9 @@ def worker(
     overrides: Overrides = None,
     number: Annotated[int, typer.Option(help="Number of this worker among the run's rollout.workers, from 1.")] = 1,
 ) -> None:
-    """Start one rollout worker of a run with rollout.start_workers=false, on any machine that has the log's folder.
+    """Start one rollout worker that joins a run, on any machine.
+
+    For a run with rollout.start_workers=false. The machine needs the log's folder.
 
     It runs episodes and holds their trajectories until the trainer has fetched them. It may start before or after the controller, and ends
     with the run; a lost worker may be restarted at any time, under the same number.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from asyncmoe.config import gone
 from asyncmoe.config.fields import said
 from asyncmoe.config.refusals import COMMAND_LINE, Source, explain
 from asyncmoe.config.schema import Config
-from asyncmoe.errors import ConfigError, together
+from asyncmoe.errors import ConfigError, Faults, together
 
 Schema = TypeVar("Schema", bound=BaseModel)
 _TOO_DEEP = "sections or lists nested too deeply"
@@ -90,14 +90,32 @@ def section(schema: type[Schema], values: object, key: str) -> Schema:
 
 
 def _validated(schema: type[Schema], values: dict[str, Any], source: Source, refused: Sequence[ConfigError] = ()) -> Schema:
-    """Validate values. Raises ConfigError with a line for each of `refused` and each error of the schema."""
-    try:
-        found = schema.model_validate(values)
-    except ValidationError as error:
-        raise together([*refused, *explain(error, source, schema)]) from None
-    if refused:
-        raise together(refused)
+    """Validate values. Rules between keys apply only to values that are valid by themselves, so refused keys are taken out, and the rest is
+    validated again. Raises ConfigError with a line for each of `refused` and each error of the schema."""
+    faults, found = Faults(*refused), None
+    rest: dict[str, Any] | None = values
+    while rest is not None and found is None:
+        try:
+            found = schema.model_validate(rest)
+        except ValidationError as error:
+            explained = explain(error, source, schema)
+            faults.add(together(explained))
+            keys = {one.what.rpartition(": ")[2] for one in explained}
+            while keys and (left := _without(rest, keys)) == rest:  # none of them is given: their sections
+                keys = {key.rpartition(".")[0] for key in keys if "." in key}
+            rest = left if keys else None
+    if found is None or faults.found:
+        wrong = together(faults.found)
+        wrong.rest = found
+        raise wrong
     return found
+
+
+def _without(value: Any, keys: Collection[str], at: str = "") -> Any:
+    """Return nested values without some keys, each a path."""
+    if isinstance(value, dict):
+        return {name: _without(part, keys, f"{at}{name}.") for name, part in value.items() if f"{at}{name}" not in keys}
+    return [_without(part, keys, f"{at}{index}.") for index, part in enumerate(value)] if isinstance(value, list) else value
 
 
 def _lines(node: yaml.Node | None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:

@@ -183,7 +183,7 @@ class Seat:
     async def follow(self) -> EngineNodes:
         """Send heartbeats until the reply is an order, and return it. Raises as `meet` does if the controller is gone."""
         while True:
-            heartbeats.beat("looks after its server")
+            heartbeats.beat(heartbeats.SERVES)
             if (reply := await self._ask()).is_order:
                 return reply
 

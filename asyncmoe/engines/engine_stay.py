@@ -128,7 +128,7 @@ async def controller(run_dir: Path, wait_s: float, engine: EngineProcess | None 
 async def watch(engine: EngineProcess) -> str:
     """Wait for a server to end, and return the reason."""
     while (why := engine.died) is None:
-        heartbeats.beat("looks after its server")
+        heartbeats.beat(heartbeats.SERVES)
         await asyncio.sleep(_POLL_S)
     return why
 

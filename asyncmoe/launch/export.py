@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from asyncmoe import checkpoints, models
+from asyncmoe import checkpoints, models, storage
 from asyncmoe import config as configuration
 from asyncmoe.checkpoints import intact
 from asyncmoe.checkpoints.manifest import MANIFEST
 from asyncmoe.errors import AsyncmoeError, UserError
+from asyncmoe.launch.model_card import card
 from asyncmoe.launch.torchrun import trainer_command, trainer_environment
 from asyncmoe.models import origin
 from asyncmoe.models.quantised import float8_of
 from asyncmoe.process import WARNING, Child
-from asyncmoe.storage import check_new
 
 
 def export(
@@ -27,8 +27,8 @@ def export(
     step: int | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
 ) -> None:
-    """Write the checkpoint to `out`. A failed export leaves its log beside `out`, but no `out`. The run, which may have been moved or
-    copied, is not written to.
+    """Write the checkpoint to `out`, with a model card. A failed export leaves its log beside `out`, but no `out`. The run, which may have
+    been moved or copied, is not written to.
 
     Args:
         form: "weights" writes the weights in the trainer's dtype, "adapter" only the trained adapter, and "float8" the float8 weights of a
@@ -43,7 +43,7 @@ def export(
         AsyncmoeError: the exporting processes failed or took longer than `timeout_s`.
     """
     checkpoint = intact.chosen(run_dir, step)
-    check_new("exported model", out)
+    storage.check_new("exported model", out)
     config = configuration.of_run(run_dir)
     if form == "adapter" and config.adapter is None:
         raise UserError("--adapter", got=f"a run with train = {config.train}", expected="one with train = lora")
@@ -56,8 +56,8 @@ def export(
         raise intact.refused(checkpoint, fault)
     if config.adapter is not None and form == "weights":
         origin.check_weights(config, checkpoint)
-    step = int(checkpoints.facts(checkpoint)["step"])
-    command = trainer_command(config, run_dir, "asyncmoe.trainer.export", str(step), str(out), form, dtype or "")
+    facts = checkpoints.facts(checkpoint)
+    command = trainer_command(config, run_dir, "asyncmoe.trainer.export", str(facts["step"]), str(out), form, dtype or "")
     child = Child("export", command, out.with_name(f"{out.name}.log"), trainer_environment(os.environ))
     try:
         if not child.wait(timeout_s):
@@ -69,3 +69,5 @@ def export(
     for line in (one for one in child.log.read_text(errors="replace").splitlines() if one.startswith(WARNING)):
         print(line, file=sys.stderr, flush=True)
     child.log.unlink()
+    with storage.writing("model card", out):
+        (out / "README.md").write_text(card(config, facts, out.absolute().name, adapter=form == "adapter"), encoding="utf-8")

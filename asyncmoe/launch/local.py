@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from asyncmoe import checkpoints, installed, interrupts, models, storage
+from asyncmoe import checkpoints, installed, interrupts, models, plugins, storage
 from asyncmoe.checkpoints import copier
 from asyncmoe.checkpoints.intact import Survey
 from asyncmoe.config import Config, devices, moved, sglang_arguments
@@ -26,7 +26,7 @@ from asyncmoe.config.trainer import no_gpu_for
 from asyncmoe.doctor.pythons import check_engine_python
 from asyncmoe.engines import succession
 from asyncmoe.engines.engine_python import engine_python
-from asyncmoe.errors import ConfigError, UserError, together
+from asyncmoe.errors import ConfigError, Faults, UserError, together
 from asyncmoe.launch import commands, plugin_probe, preflight
 from asyncmoe.launch.commands import EngineMachine, Launch, Launcher
 from asyncmoe.launch.rule import CONTROLLER, TRAINER
@@ -39,7 +39,7 @@ from asyncmoe.models.lora import peft
 from asyncmoe.models.make import make_model, to_make
 from asyncmoe.plan import budget
 from asyncmoe.process import WARNING, Child, wait_until
-from asyncmoe.rollout import run_log
+from asyncmoe.rollout import parts, run_log
 from asyncmoe.rpc import address
 from asyncmoe.telemetry import processes, versions
 from asyncmoe.telemetry.heartbeats import TRAINER as RANKS
@@ -68,56 +68,74 @@ def run(config: Config, by: Callable[[Config, RunParts, Callable[[], None]], dic
     with claim(config.run.dir):
         with interrupts.stopping(interrupts.NO_RUN_YET):
             end_left(config.run.dir, engines=not config.engines.join)
-            plugin_probe.check(config)  # first, because the checks of the machine call a user's own family
+            found = check(config)  # first, because the checks of the machine call a user's own family
             for line in preflight.check(config):
                 print(f"{WARNING}{line}", file=sys.stderr, flush=True)
-            file = prepare(config)
+            file = prepare(config, found)
         local = _LocalParts(config.run.dir)
         return by(config, local.table(config, file), local.end_all)
 
 
-def check(config: Config, *, weights: bool = True) -> Survey:
+def check(config: Config, *known: UserError, weights: bool = True, whole: bool = False) -> Survey:
     """Check everything that can be checked before a process starts; write nothing. Return the checkpoints found.
 
     Args:
+        known: errors that are raised with those found here.
         weights: the model's weights are on this machine; their headers are then compared with its configuration.
+        whole: also try tasks, scorer, teacher and environment, as the first worker of a run does; done anyway if the run is refused.
 
     Raises:
-        UserError: the configuration, the model, the engines' Python, the user's own parts or the run directory cannot be used.
+        UserError: names everything that cannot be used: the model, the engines' Python, the user's own parts, the run directory.
     """
-    for key, place in (("run.dir", config.run.dir), ("sync.directory", config.sync.directory)):
-        if place is not None:
-            check_place(place, key)
-    loggers.check(config.telemetry)
-    here = config.launch == "local"
+    faults, here = Faults(*known), config.launch == "local"
+    faults.of(check_place, config.run.dir)
+    if config.sync.directory is not None:
+        faults.of(check_place, config.sync.directory, "sync.directory")
+    faults.of(loggers.check, config.telemetry)
     if here and config.log.redis is not None:  # the server may be unable to keep the log
-        installed.need("redis", "log.redis")
-        from asyncmoe.log import redis
-
-        redis.RedisServer(str(config.log.redis), patience_s=0.0).check()
+        faults.of(_check_redis, str(config.log.redis))
     if not here:
-        commands.engine_machines(config)  # refuses engines that cannot be spread
-    plugin_probe.check(config)
-    if here and devices.none_here():
-        for key, value in config.trainer.needs_gpu:  # the trainer would refuse it a minute later
-            raise no_gpu_for(key, value)
-    hf = budget.hf_of(config)
-    there = weights and not to_make(config.model, config.run.dir)
-    models.check(config, hf, weights=config.model.path if there else None)
-    _check_adapter(config, hf)
-    if here and config.trainer.memory.optimizer_offload:
-        budget.check_host(config, budget.of_run(config, hf), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    copier.check(config)
-    found = checkpoints.survey(config.run.dir)
-    for line in found.lines:
+        faults.of(commands.engine_machines, config)  # refuses engines that cannot be spread
+    own = faults.of(plugin_probe.check, config)
+    if own is None and plugins.is_name(config.model.family):  # its code may end this process
+        faults.refuse()
+    for key, value in config.trainer.needs_gpu if here and devices.none_here() else ():
+        faults.add(no_gpu_for(key, value))  # the trainer would refuse it a minute later
+    hf = faults.of(_checked_model, config, weights)
+    faults.of(copier.check, config)
+    found = faults.of(checkpoints.survey, config.run.dir)
+    for line in found.lines if found else ():
         print(line, file=sys.stderr, flush=True)
-    _check_going_on(config, hf, found.newest)
+    if found and hf:
+        faults.of(_check_going_on, config, hf, found.newest)
     nodes = max(config.cluster.trainer_nodes, config.cluster.engine_nodes)
     if not config.trainer.checkpoint_every and (nodes > 1 or address.several(config.cluster.network)):
         print(f"{WARNING}trainer.checkpoint_every: got 0 on several nodes; at 20 losing one costs 20 steps", file=sys.stderr, flush=True)
     if here and not config.engines.join:
-        check_engine_python(config.engines.python)  # last, because it starts an interpreter
+        faults.of(check_engine_python, config.engines.python)  # last, because it starts an interpreter
+    if whole or faults.found:
+        faults.of(parts.try_all, config, own=own is not None)
+    faults.refuse()
+    assert found is not None
     return found
+
+
+def _check_redis(url: str) -> None:
+    installed.need("redis", "log.redis")
+    from asyncmoe.log import redis
+
+    redis.RedisServer(url, patience_s=0.0).check()
+
+
+def _checked_model(config: Config, weights: bool) -> Mapping[str, Any]:
+    """Return the configuration of the model, checked together with the run's sizes and adapter, and the host's memory."""
+    hf = budget.hf_of(config)
+    there = weights and not to_make(config.model, config.run.dir)
+    models.check(config, hf, weights=config.model.path if there else None)
+    _check_adapter(config, hf)
+    if config.launch == "local" and config.trainer.memory.optimizer_offload:
+        budget.check_host(config, budget.of_run(config, hf), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return hf
 
 
 def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) -> None:
@@ -132,9 +150,9 @@ def _check_going_on(config: Config, hf: Mapping[str, Any], newest: Path | None) 
         run_log.belonging_of(config, models.recording(config, hf))  # the controller would refuse it after the start
 
 
-def prepare(config: Config) -> Path:
-    """Check the configuration (see `check`), and write and return the file that all processes read."""
-    found = check(config)
+def prepare(config: Config, found: Survey | None = None) -> Path:
+    """Write and return the file that all processes read. `found`: the result of `check`, which is called without it."""
+    found = found or check(config)
     if (port := config.telemetry.prometheus_port) is not None:
         Prometheus(port).close()  # refuses one that is taken
     copier.try_to_write(config)

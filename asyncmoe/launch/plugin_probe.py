@@ -11,9 +11,7 @@ import json
 import os
 import signal
 import sys
-from functools import lru_cache
 from operator import attrgetter
-from pathlib import Path
 
 from asyncmoe import config as configuration
 from asyncmoe import models, plugins
@@ -37,30 +35,27 @@ def named(config: Config) -> dict[str, str]:
     return found | {key: target for key, (target, _) in config.objective.own.items()}
 
 
-def check(config: Config) -> None:
-    """Try the user's own code; a family is tried on the model, if present.
+def check(config: Config) -> dict[str, str]:
+    """Try the user's own code, and return it as `named`; a family is tried on the model, if present.
 
     Raises:
         UserError: names everything unusable, up to code that ended the process.
     """
-    if wanted := named(config):
-        _check(json.dumps(config.model_dump(mode="json")), tuple(wanted.items()), str(Path.cwd()))
-
-
-@lru_cache(maxsize=1)
-def _check(given: str, wanted: tuple[tuple[str, str], ...], directory: str) -> None:
-    """Raise as `check`. Cached, because a launcher checks once before its machine and again when it prepares the run."""
-    ended = programs.run(_COMMAND, _START_S + len(wanted) * (plugins.IMPORT_S + plugins.CALL_S), given)
+    if not (wanted := named(config)):
+        return wanted
+    limit_s = _START_S + len(wanted) * (plugins.IMPORT_S + plugins.CALL_S)
+    ended = programs.run(_COMMAND, limit_s, json.dumps(config.model_dump(mode="json")))
     results = [json.loads(line) for line in ended.text.splitlines()]
     refused: list[UserError] = [ConfigError(**result) for result in results if result]
     if len(results) < len(wanted):
-        key, target = wanted[len(results)]
+        key, target = list(wanted.items())[len(results)]
         got = f"{target}: the process that tried it {(ended.trouble or 'ended with status 0').removeprefix(f'{_COMMAND[0]} ')}"
         last = programs.last_line(ended.errors)
         hint = f"it said last: {last}" if last else None
         refused.append(ConfigError(key, got=got, expected="code that returns, and does not end the process", hint=hint))
     if refused:
         raise together(refused)
+    return wanted
 
 
 def _main() -> None:

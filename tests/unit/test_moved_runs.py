@@ -6,16 +6,17 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 
 from asyncmoe import config as configuration
 from asyncmoe.checkpoints import intact, manifest, overview
 from asyncmoe.config import Config, moved
 from asyncmoe.errors import ConfigError, DataError, UserError
-from asyncmoe.launch import export
+from asyncmoe.launch import export, model_card
 from asyncmoe.models import origin
 from tests.configs import minimal
 from tests.unit.model_cases import MODELS
@@ -124,6 +125,27 @@ def test_an_adapter_is_merged_into_the_weights_it_was_trained_on_only(tmp_path: 
     (tmp_path / "a" / "model" / "model.safetensors").write_text("two")
     with pytest.raises(ConfigError, match=r"model.path weights: got 3 bytes .*, expected 3 bytes .*, as step-00000003 has it"):
         export.export(tmp_path / "a", tmp_path / "out")
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize(
+    ("model", "base"),
+    [("/home/me/models/mine", None), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("/c/models--Qwen--Qwen3-8B/snapshots/1f", "Qwen/Qwen3-8B")],
+)
+def test_the_hub_reads_the_card_of_an_export_and_its_code_loads_it(model: str, base: str | None, adapter: bool) -> None:
+    """As huggingface_hub reads it; a base model that the hub does not know would be refused at the upload."""
+    config = minimal("/home/me/runs/sums", model, train="lora", task={"kind": "jsonl", "path": "/home/me/sums.jsonl"})
+    text = model_card.card(config, {"step": 40, "time": 1.7e9}, "sums-hf", adapter=adapter)
+    found = ModelCard(text, ignore_metadata_errors=False)
+    assert (found.data.base_model, found.data.library_name) == (base, "peft" if adapter else "transformers")
+    assert all(word in found.text for word in ("step 40", "sums.jsonl", "2023-11-14", "grpo", base or "mine"))
+    assert "/home" not in text
+    code = found.text.partition("```python")[2].partition("```")[0]
+    loader = Mock()
+    with patch.dict("sys.modules", {str(found.data.library_name): loader}):
+        exec(code)
+    (call,) = loader.mock_calls
+    assert call.args == ("sums-hf",)
 
 
 QWEN = {**MODELS["qwen3_moe"], "mlp_only_layers": []}

@@ -43,6 +43,16 @@ def test_a_mistake_is_one_line(monkeypatch: pytest.MonkeyPatch, arguments: list[
     assert caught.value.exit_code == 2
 
 
+def test_help_has_a_line_for_each_command_and_no_type_of_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # the narrowest terminal that people have
+    invoke(monkeypatch, "--help")
+    shown = capsys.readouterr().out
+    rows = [line[2:13].strip() for line in shown.splitlines() if line.startswith("\u2502 ")]
+    options = ["--version", "--help"]
+    assert sorted(rows) == sorted([*options, *typer.main.get_command(cli.app).commands])  # type: ignore[attr-defined]
+    assert "bool" not in shown
+
+
 def test_the_version_is_the_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     invoke(monkeypatch, "--version")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

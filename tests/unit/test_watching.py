@@ -169,6 +169,37 @@ def test_a_silent_engine_is_told_but_ends_no_run(tmp_path: Path) -> None:
     assert "engine.0 has been silent for 60 s" in (tmp_path / "said.json").read_text()
 
 
+# ---------------------------------------------------------------- the start
+
+
+def test_what_a_start_has_reached_is_said_once_and_until_the_first_step(tmp_path: Path) -> None:
+    """A resumed run counts its groups from where it stopped."""
+    config, now, said = loaded(tmp_path, "warmup.steps=2", "watch.beat_s=0.1"), [100.0], list[str]()
+    warm, waits = Step(step=2, phase="warmup", time=0.0), Rollout(time=0.0, accepted=64)
+    joined = Rollout(time=0.5, accepted=64, engine_utilization={"engine.0": 0.0, "engine.1": 0.0})
+    serves, scored = (Rollout(time=1.0, accepted=count, engines_serving=1) for count in (64, 72))
+
+    def feed(role: str, does: str, *records: Step | Rollout) -> list[str]:
+        now[0] += 10.0
+        said.clear()
+        Heart(tmp_path, role, 1.0).beat(does)
+        watcher.feed([])  # hears the heartbeat
+        watcher.feed(list(records))
+        return list(said)
+
+    with watching.Watcher(config, clock=lambda: now[0]) as watcher:
+        watcher.say = said.append
+        assert feed("engine.1", "waiting for a controller") == []
+        assert feed("engine.1", heartbeats.SERVES) == ["engine.1 is ready, 20 s after the start"]
+        assert feed("trainer.1", "waiting for the batch of step 1", waits) == ["the trainer has loaded the model, 30 s after the start"]
+        assert feed("trainer.0", "a micro-batch", warm, waits) == []
+        assert feed("controller", "serves requests", joined) == ["engine.0 is ready, 50 s after the start"]
+        assert feed("controller", "serves requests", serves) == ["engines have the trainer's weights, 60 s after the start"]
+        assert feed("controller", "serves requests", serves, scored) == ["the first group is scored, 70 s after the start"]
+        assert feed("controller", "serves requests", step(3)) == []
+        assert feed("engine.2", heartbeats.SERVES) == []
+
+
 # ---------------------------------------------------------------- alerts
 
 

@@ -46,11 +46,11 @@ def run(config: Config) -> dict[str, object]:
     with cluster.connected() as ray:
         wanted = planning.bundles(config, gpus=bool(ray.cluster_resources().get("GPU")))
         with local.claim(config.run.dir):
-            local.check(planning.joining(config))
+            found = local.check(planning.joining(config))
             with cluster.reserved(ray, wanted, config.engines.start_timeout_s, _say) as group:
                 posts = _posts(ray, group, wanted, config)
                 _check_shared(posts, config.run.dir.absolute())
-                file = local.prepare(planning.joining(config, [post.address for post in posts])).absolute()
+                file = local.prepare(planning.joining(config, [post.address for post in posts]), found).absolute()
                 return _supervise(ray, config, posts, file)
 
 

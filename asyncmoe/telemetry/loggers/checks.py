@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncmoe import installed
 from asyncmoe.config.telemetry import TelemetrySection
-from asyncmoe.errors import ConfigError
+from asyncmoe.errors import ConfigError, Faults
 
 NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 """Keys of `telemetry`, names of the packages, and names of our extras."""
@@ -24,18 +24,20 @@ def check(section: TelemetrySection) -> None:
     """Refuse a logger whose package or credentials are missing.
 
     Raises:
-        ConfigError: names the logger and what to install or set.
+        ConfigError: names each logger and what to install or set.
     """
+    faults = Faults()
     for name in configured(section):
         if find_spec(name) is None:
             hint = f"run: {installed.fix(name)}"
-            raise ConfigError(f"telemetry.{name}", got=f"no package {name} in this environment", expected="it installed", hint=hint)
+            faults.add(ConfigError(f"telemetry.{name}", got=f"no package {name} in this environment", expected="it installed", hint=hint))
     if section.wandb is not None and os.environ.get("WANDB_MODE", "online") == "online" and not _wandb_key():
         hint = "run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline"
-        raise ConfigError("telemetry.wandb", got="no API key of Weights & Biases", expected="one in its own place", hint=hint)
+        faults.add(ConfigError("telemetry.wandb", got="no API key of Weights & Biases", expected="one in its own place", hint=hint))
     if section.mlflow is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
         hint = "set the variable to http://HOST:PORT"
-        raise ConfigError("telemetry.mlflow", got="no MLFLOW_TRACKING_URI", expected="the tracking server's address", hint=hint)
+        faults.add(ConfigError("telemetry.mlflow", got="no MLFLOW_TRACKING_URI", expected="the tracking server's address", hint=hint))
+    faults.refuse()
 
 
 def _wandb_key() -> bool:

@@ -74,12 +74,12 @@ class LoggerSink:
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
 
     def feed(self, records: list[Followed]) -> None:
-        """Queue new records; returns at once."""
-        if self._thread.ident is None:
-            self._thread.start()
+        """Queue new records; returns at once. The logger's run begins with the first point: by then the user's scorer was tried."""
         before, self._before = self._before, ()
         for point in self._points.take([*before, *records]):
             self._waiting.put(point)
+            if self._thread.ident is None:
+                self._thread.start()
 
     def close(self) -> None:
         """Wait until everything is delivered, at most `FINISH_S`."""

@@ -60,6 +60,7 @@ for _command in (
     records.show,
 ):
     app.command()(_command)
+app.command("eval")(running.eval_command)
 app.command("log")(records.log_command)
 app.add_typer(config_commands.app, name="config")
 _checkout = Path(__file__).parents[2]

@@ -173,8 +173,9 @@ class Made(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         agent, reward: as in `asyncmoe.trajectory.Trajectory`.
-        sampled: number of sampled tokens; set only for an evaluation, like the next two.
+        sampled: number of sampled tokens; set only for an evaluation, like the next three.
         oldest, newest: versions of its oldest and newest tokens.
+        truncated: it ended at its limit of tokens.
     """
 
     agent: int
@@ -182,6 +183,7 @@ class Made(msgspec.Struct, frozen=True, array_like=True):
     sampled: int = 0
     oldest: int = 0
     newest: int = 0
+    truncated: bool = False
 
 
 class WorkerRan(Message, frozen=True):

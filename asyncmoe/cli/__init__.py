@@ -49,6 +49,7 @@ for _command in (
     running.rollout,
     running.engine,
     running.worker,
+    models.init,
     models.make_model,
     models.export,
     planning.doctor,

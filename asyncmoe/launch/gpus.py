@@ -41,6 +41,12 @@ def engine_arguments(config: Config, index: int, *, alone: bool = False) -> tupl
     raise ConfigError("memory of an engine's GPU", got=got, expected=expected, hint=hint)
 
 
+def here() -> tuple[int, float]:
+    """Return the number of GPUs that a run on this machine sees, and the memory of the smallest in GB; 0, 0 without GPUs."""
+    visible = () if devices.none_here() else _cards(nvidia.look())
+    return len(visible), min(((card.memory_mib << 20) / 1e9 for card in visible), default=0.0)
+
+
 def _cards(found: Nvidia) -> tuple[GpuFacts, ...]:
     """The GPUs that CUDA shows. torch is asked, in a separate process, if nvidia-smi does not know their memory, or if they differ: CUDA's
     order is then not nvidia-smi's."""

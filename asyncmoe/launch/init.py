@@ -1,0 +1,170 @@
+"""`asyncmoe init`: a commented configuration for a model, a data set and this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncmoe import config as configuration
+from asyncmoe import models, storage
+from asyncmoe.config.task import ColumnsSection, WeightedSource
+from asyncmoe.errors import ConfigError, DataError
+from asyncmoe.launch import gpus
+from asyncmoe.models import hub
+from asyncmoe.models.hf_folder import tokenizer_settings
+from asyncmoe.plan import budget, plan_command, render_plan
+from asyncmoe.plan.split import Cluster, suggest
+from asyncmoe.rollout.scoring import mathematics
+from asyncmoe.rollout.scoring.types import MARK
+from asyncmoe.rollout.tasks import datasets_reader, jsonl
+from asyncmoe.rollout.tasks.types import Finite
+from asyncmoe.rollout.tokenizer import Tokenizer
+
+Values = dict[str, Any]
+_QUESTIONS = ("question", "problem", "prompt", "messages", "query", "instruction")
+_ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "expected_answer", "solution", "target")
+_CHECKED = 2000
+_ADAPTER = "rank=32"
+_COMMENTS = {
+    "run": "Starting again with the same directory resumes the run.",
+    "model": "Directory of a Hugging Face checkpoint, or its id on the hub.",
+    "task": "Questions and reference answers; a scorer of your own gets the other columns too.",
+    "scoring": "1 if the answer is right, else 0. math_verify compares values, exact the whole response; or your own package.module:function.",
+    "rollout": "A step trains groups_per_step * group_size responses. Raise max_new_tokens if they are cut off before their answer.",
+    "environment": "Tokens of the longest conversation, which fit into a micro-batch of the trainer.",
+    "evaluation": "The same questions every few steps, held out from training.",
+    "train": "Adapters, because memory does not suffice to train all weights.",
+    "engines": "SGLang servers.",
+    "trainer": "Megatron ranks.",
+}
+
+
+def write(model: Path, source: WeightedSource, out: Path) -> None:
+    """Write a configuration that trains a model on a data set with the GPUs of this machine, or without any.
+
+    Args:
+        model: directory of a Hugging Face checkpoint, or its id on the hub.
+        source: the data set: its path, subset and split.
+
+    Raises:
+        DataError: `out` exists; the model or the data cannot be read; or the data has no column of questions or of answers.
+        ConfigError: the GPUs have too little memory.
+        UserError: unsupported model family.
+    """
+    storage.check_new("configuration", out)
+    kind = "jsonl" if str(source.path).lower().endswith(".jsonl") and source.split is None else "dataset"
+    question, rows = _questions(kind, source)
+    columns = {"question": question, "answer": _column_of_answers(source, rows)}
+    given = source.model_dump(mode="json", exclude_none=True, include={"path", "subset", "split"})
+    task: Values = {"kind": kind, **given, "columns": columns}
+    values: Values = {"run": {"dir": f"runs/{out.stem}", "steps": 100, "seed": 0}, "model": {"path": str(model)}, "task": task}
+    values["scoring"] = {"scorer": "math_verify" if _can_be_verified(rows, columns["answer"]) else "exact"}
+    with tempfile.TemporaryDirectory(prefix="asyncmoe-init-") as scratch:
+        config, _ = hub.described(configuration.parse(values), Path(scratch, "described"))
+        hf = models.hf_config_of(config)
+        if "auto_map" in tokenizer_settings(config.model.path):
+            values["model"]["trust_remote_code"] = True  # nothing here runs it
+        elif not _chats(Tokenizer(config.model.path)):
+            task["chat_template"] = False
+    there = _sized(values, hf, len(rows))
+    models.check(configuration.parse(values), hf)
+    lines = [f"# For {there}, by asyncmoe init; docs/config.md has every key.", f"#   asyncmoe config validate {out} && asyncmoe run {out}"]
+    for name, section in values.items():
+        written = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1 << 16).partition("\n")[0]
+        lines += [*([f"# {_COMMENTS[name]}"] if name in _COMMENTS else []), f"{name}: {written}"]
+    with storage.writing("configuration", out):
+        out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _questions(kind: str, source: WeightedSource) -> tuple[str, Finite]:
+    """Return the name of the column of questions, and all rows, with their other columns."""
+    refused: list[DataError] = []
+    for name in _QUESTIONS:
+        columns = ColumnsSection(question=name, answer=None)
+        try:
+            if kind == "jsonl":
+                return name, jsonl.read(Path(str(source.path)), columns=columns)
+            return name, datasets_reader.read(source.model_copy(update={"columns": columns}), "task")
+        except DataError as error:
+            refused.append(error)
+    raise refused[0]  # names the file, or the columns
+
+
+def _column_of_answers(source: WeightedSource, rows: Finite) -> str:
+    first = rows[0].columns
+    for name in _ANSWERS:
+        value = _value(first, name)
+        if (isinstance(value, str) and value.strip()) or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return name
+    hint = "rename the column of answers; without any, write a configuration with task.columns.answer=null and a scorer of your own"
+    got = f"no answers; columns besides the question: {', '.join(first) or 'none'}"[:300]
+    raise DataError(str(source.path), got=got, expected=f"one of {', '.join(_ANSWERS)}", hint=hint)
+
+
+def _value(columns: Mapping[str, Any], name: str) -> object:
+    found: object = columns
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _can_be_verified(rows: Finite, name: str) -> bool:
+    """Return whether `math_verify` takes the first reference answers."""
+    answers: Iterator[str] = (str(_value(rows[index].columns, name)).rpartition(MARK)[2].strip() for index in range(len(rows)))
+    try:
+        for answer in islice(answers, _CHECKED):
+            mathematics.check(answer)
+    except ValueError:
+        return False
+    return True
+
+
+def _chats(tokenizer: Tokenizer) -> bool:
+    try:
+        tokenizer.render([{"role": "user", "content": "?"}])
+    except DataError:
+        return False
+    return True
+
+
+def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
+    """Add sections whose sizes follow from the model and this machine, which is returned in words."""
+    count, gpu_gb = gpus.here()
+    context = min(hf.get("max_position_embeddings") or 8192, 8192 if count else 2048)
+    values["rollout"] = {
+        "groups_per_step": 16 if count else 4,
+        "group_size": 8,
+        "max_new_tokens": min(context // 2, 4096 if count else 256),
+    }
+    values["environment"] = {"max_tokens": context}
+    if held := min(64, rows // 4):
+        values["evaluation"] = {"every": 10, "prompts": held}
+    values |= {"engines": {"count": 1}, "trainer": {"ranks": 1, "tokens_per_microbatch": context, "optimizer": {}}}
+    if count == 1:
+        values["engines"]["share_gpus"] = True
+        if budget.of_run(configuration.parse(values), hf, gpu_gb).refusals:
+            values["train"] = "lora"
+    elif count:
+        values |= _split(hf, Cluster(2, count // 2, gpu_gb, context))
+    values["trainer"]["checkpoint_every"] = 20
+    values["trainer"]["optimizer"]["lr"] = 1e-6 if count and "train" not in values else 1e-5
+    return f"{count} GPU(s) of {gpu_gb:.0f} GB" if count else "a CPU"
+
+
+def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
+    """Return the sections of a split of this machine's GPUs in two halves, with adapters if all weights do not fit."""
+    adapter = plan_command.parse_adapter(_ADAPTER, models.family_of(hf).shape_of(hf))
+    for cluster in (halves, replace(halves, adapter=adapter)):
+        with suppress(ConfigError):
+            found: Values = yaml.safe_load("\n".join(render_plan.yaml_keys(suggest(hf, cluster)[0])))
+            del found["cluster"], found["engines"]["join"]
+            return found
+    got, expected = f"{halves.gpus} GPUs of {halves.gpu_gb:.0f} GB each for trainer and engines", "room for the model"
+    raise ConfigError("this machine", got=got, expected=expected, hint="asyncmoe plan --model MODEL --nodes N splits several machines")

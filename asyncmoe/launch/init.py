@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ import yaml
 
 from asyncmoe import config as configuration
 from asyncmoe import models, storage
+from asyncmoe.config.lora import LoraSection
 from asyncmoe.config.task import ColumnsSection, WeightedSource
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.launch import gpus
 from asyncmoe.models import hub
 from asyncmoe.models.hf_folder import tokenizer_settings
-from asyncmoe.plan import budget, plan_command, render_plan
+from asyncmoe.models.lora.adapter import kind_of
+from asyncmoe.plan import budget, render_plan
 from asyncmoe.plan.split import Cluster, suggest
 from asyncmoe.rollout.scoring import mathematics
 from asyncmoe.rollout.scoring.types import MARK
@@ -31,16 +33,15 @@ Values = dict[str, Any]
 _QUESTIONS = ("question", "problem", "prompt", "messages", "query", "instruction")
 _ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "expected_answer", "solution", "target")
 _CHECKED = 2000
-_ADAPTER = "rank=32"
 _COMMENTS = {
     "run": "Starting again with the same directory resumes the run.",
     "model": "Directory of a Hugging Face checkpoint, or its id on the hub.",
     "task": "Questions and reference answers; a scorer of your own gets the other columns too.",
-    "scoring": "1 if the answer is right, else 0. math_verify compares values, exact the whole response; or your own package.module:function.",
+    "scoring": "1 for a right answer, else 0. math_verify: the final one, by value; exact: the whole response; or package.module:function.",
     "rollout": "A step trains groups_per_step * group_size responses. Raise max_new_tokens if they are cut off before their answer.",
     "environment": "Tokens of the longest conversation, which fit into a micro-batch of the trainer.",
     "evaluation": "The same questions every few steps, held out from training.",
-    "train": "Adapters, because memory does not suffice to train all weights.",
+    "train": "full trains all weights; lora trains adapters, where memory does not suffice for more.",
     "engines": "SGLang servers.",
     "trainer": "Megatron ranks.",
 }
@@ -78,7 +79,8 @@ def write(model: Path, source: WeightedSource, out: Path) -> None:
     lines = [f"# For {there}, by asyncmoe init; docs/config.md has every key.", f"#   asyncmoe config validate {out} && asyncmoe run {out}"]
     for name, section in values.items():
         written = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1 << 16).partition("\n")[0]
-        lines += [*([f"# {_COMMENTS[name]}"] if name in _COMMENTS else []), f"{name}: {written}"]
+        trusts = " trust_remote_code runs the Python that lies beside it: read that first." if "trust_remote_code" in written else ""
+        lines += [f"# {_COMMENTS[name]}{trusts}", f"{name}: {written}"]
     with storage.writing("configuration", out):
         out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -146,21 +148,28 @@ def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
     values["environment"] = {"max_tokens": context}
     if held := min(64, rows // 4):
         values["evaluation"] = {"every": 10, "prompts": held}
-    values |= {"engines": {"count": 1}, "trainer": {"ranks": 1, "tokens_per_microbatch": context, "optimizer": {}}}
-    if count == 1:
-        values["engines"]["share_gpus"] = True
-        if budget.of_run(configuration.parse(values), hf, gpu_gb).refusals:
-            values["train"] = "lora"
-    elif count:
-        values |= _split(hf, Cluster(2, count // 2, gpu_gb, context))
+    values |= {"train": "full", "engines": {"count": 1}, "trainer": {"ranks": 1, "tokens_per_microbatch": context, "optimizer": {}}}
+    found = {} if not count else _shared(values, hf, gpu_gb) if count == 1 else _split(hf, Cluster(2, count // 2, gpu_gb, context))
+    for name, section in found.items():
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     values["trainer"]["checkpoint_every"] = 20
-    values["trainer"]["optimizer"]["lr"] = 1e-6 if count and "train" not in values else 1e-5
+    values["trainer"]["optimizer"]["lr"] = 1e-6 if count and values["train"] == "full" else 1e-5
     return f"{count} GPU(s) of {gpu_gb:.0f} GB" if count else "a CPU"
+
+
+def _shared(values: Values, hf: Mapping[str, Any], gpu_gb: float) -> Values:
+    """Return the sections of the first run of which a trainer rank and an engine fit on one GPU."""
+    for train, recompute in product(("full", "lora"), ("none", "full")):
+        found = {"train": train, "engines": {"count": 1, "share_gpus": True}, "trainer": {**values["trainer"], "recompute": recompute}}
+        refused = budget.of_run(configuration.parse({**values, **found}), hf, gpu_gb).refusals
+        if not refused:
+            return found
+    raise refused[0]
 
 
 def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
     """Return the sections of a split of this machine's GPUs in two halves, with adapters if all weights do not fit."""
-    adapter = plan_command.parse_adapter(_ADAPTER, models.family_of(hf).shape_of(hf))
+    adapter = kind_of(LoraSection(), models.family_of(hf).shape_of(hf))
     for cluster in (halves, replace(halves, adapter=adapter)):
         with suppress(ConfigError):
             found: Values = yaml.safe_load("\n".join(render_plan.yaml_keys(suggest(hf, cluster)[0])))

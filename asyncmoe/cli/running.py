@@ -56,18 +56,15 @@ def eval_command(
 
         asyncmoe eval runs/demo-hf examples/demo.yaml evaluation.every=1
     """
-    from asyncmoe import config as configuration
+    with interrupts.stopping("stopped; its engines have ended"):
+        import msgspec
 
-    said = "stopped; its engines have ended"
-    with interrupts.stopping(said):
-        loaded = configuration.load(config, overrides or ())
-        with interrupts.leaving(said), uncollected():
-            import msgspec
+        from asyncmoe import config as configuration
+        from asyncmoe import tables
+        from asyncmoe.launch import evaluate
+        from asyncmoe.storage import writing
 
-            from asyncmoe import tables
-            from asyncmoe.launch import evaluate
-            from asyncmoe.storage import writing
-        found = evaluate.evaluate(model, loaded)
+        found = evaluate.evaluate(model, configuration.load(config, overrides or ()))
     tables.console().print(evaluate.table(found))
     if json_file is not None:
         with writing("scores", json_file):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,10 @@ from asyncmoe.rollout.scoring import mathematics
 from asyncmoe.rollout.scoring.types import MARK
 from asyncmoe.rollout.tasks import datasets_reader, jsonl
 from asyncmoe.rollout.tasks.types import Finite
-from asyncmoe.rollout.tokenizer import Tokenizer
 
 Values = dict[str, Any]
 _QUESTIONS = ("question", "problem", "prompt", "messages", "query", "instruction")
 _ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "expected_answer", "solution", "target")
-_CHECKED = 2000
 _COMMENTS = {
     "run": "Starting again with the same directory resumes the run.",
     "model": "Directory of a Hugging Face checkpoint, or its id on the hub.",
@@ -62,21 +59,22 @@ def write(model: Path, source: WeightedSource, out: Path) -> None:
     storage.check_new("configuration", out)
     kind = "jsonl" if str(source.path).lower().endswith(".jsonl") and source.split is None else "dataset"
     question, rows = _questions(kind, source)
-    columns = {"question": question, "answer": _column_of_answers(source, rows)}
-    given = source.model_dump(mode="json", exclude_none=True, include={"path", "subset", "split"})
-    task: Values = {"kind": kind, **given, "columns": columns}
+    answer, scorer = _answers(source, rows)
+    task = {"kind": kind, **source.model_dump(mode="json", exclude_none=True, include={"path", "subset", "split"})}
+    task["columns"] = {"question": question, "answer": answer}
     values: Values = {"run": {"dir": f"runs/{out.stem}", "steps": 100, "seed": 0}, "model": {"path": str(model)}, "task": task}
-    values["scoring"] = {"scorer": "math_verify" if _can_be_verified(rows, columns["answer"]) else "exact"}
     with tempfile.TemporaryDirectory(prefix="asyncmoe-init-") as scratch:
         config, _ = hub.described(configuration.parse(values), Path(scratch, "described"))
-        hf = models.hf_config_of(config)
-        if "auto_map" in tokenizer_settings(config.model.path):
+        folder, hf = config.model.path, models.hf_config_of(config)
+        settings = tokenizer_settings(folder)
+        if "auto_map" in settings:
             values["model"]["trust_remote_code"] = True  # nothing here runs it
-        elif not _chats(Tokenizer(config.model.path)):
+        if "chat_template" not in settings and not any(folder.glob("chat_template*")):
             task["chat_template"] = False
-    there = _sized(values, hf, len(rows))
+    values["scoring"] = {"scorer": scorer}
+    here = _sized(values, hf, len(rows))
     models.check(configuration.parse(values), hf)
-    lines = [f"# For {there}, by asyncmoe init; docs/config.md has every key.", f"#   asyncmoe config validate {out} && asyncmoe run {out}"]
+    lines = [f"# For {here}, by asyncmoe init; docs/config.md has every key.", f"#   asyncmoe config validate {out} && asyncmoe run {out}"]
     for name, section in values.items():
         written = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1 << 16).partition("\n")[0]
         trusts = " trust_remote_code runs the Python that lies beside it: read that first." if "trust_remote_code" in written else ""
@@ -99,41 +97,20 @@ def _questions(kind: str, source: WeightedSource) -> tuple[str, Finite]:
     raise refused[0]  # names the file, or the columns
 
 
-def _column_of_answers(source: WeightedSource, rows: Finite) -> str:
+def _answers(source: WeightedSource, rows: Finite) -> tuple[str, str]:
+    """Return the name of the column of answers, which may be nested in another, and the scorer for the first."""
     first = rows[0].columns
+    nested = {f"{outer}.{name}": value for outer, of in first.items() if isinstance(of, Mapping) for name, value in of.items()}
     for name in _ANSWERS:
-        value = _value(first, name)
-        if (isinstance(value, str) and value.strip()) or (isinstance(value, int | float) and not isinstance(value, bool)):
-            return name
+        value = {**first, **nested}.get(name)
+        if isinstance(value, str | int | float) and str(value).strip():
+            with suppress(ValueError):
+                mathematics.check(str(value).rpartition(MARK)[2].strip())
+                return name, "math_verify"
+            return name, "exact"
     hint = "rename the column of answers; without any, write a configuration with task.columns.answer=null and a scorer of your own"
     got = f"no answers; columns besides the question: {', '.join(first) or 'none'}"[:300]
     raise DataError(str(source.path), got=got, expected=f"one of {', '.join(_ANSWERS)}", hint=hint)
-
-
-def _value(columns: Mapping[str, Any], name: str) -> object:
-    found: object = columns
-    for part in name.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
-
-
-def _can_be_verified(rows: Finite, name: str) -> bool:
-    """Return whether `math_verify` takes the first reference answers."""
-    answers: Iterator[str] = (str(_value(rows[index].columns, name)).rpartition(MARK)[2].strip() for index in range(len(rows)))
-    try:
-        for answer in islice(answers, _CHECKED):
-            mathematics.check(answer)
-    except ValueError:
-        return False
-    return True
-
-
-def _chats(tokenizer: Tokenizer) -> bool:
-    try:
-        tokenizer.render([{"role": "user", "content": "?"}])
-    except DataError:
-        return False
-    return True
 
 
 def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
@@ -149,22 +126,14 @@ def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
     if held := min(64, rows // 4):
         values["evaluation"] = {"every": 10, "prompts": held}
     values |= {"train": "full", "engines": {"count": 1}, "trainer": {"ranks": 1, "tokens_per_microbatch": context, "optimizer": {}}}
-    found = {} if not count else _shared(values, hf, gpu_gb) if count == 1 else _split(hf, Cluster(2, count // 2, gpu_gb, context))
-    for name, section in found.items():
+    if count == 1:
+        values["engines"]["share_gpus"], values["trainer"]["recompute"] = True, "full"
+        if budget.of_run(configuration.parse(values), hf, gpu_gb).refusals:
+            values["train"] = "lora"
+    for name, section in _split(hf, Cluster(2, count // 2, gpu_gb, context)).items() if count > 1 else ():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
-    values["trainer"]["checkpoint_every"] = 20
     values["trainer"]["optimizer"]["lr"] = 1e-6 if count and values["train"] == "full" else 1e-5
     return f"{count} GPU(s) of {gpu_gb:.0f} GB" if count else "a CPU"
-
-
-def _shared(values: Values, hf: Mapping[str, Any], gpu_gb: float) -> Values:
-    """Return the sections of the first run of which a trainer rank and an engine fit on one GPU."""
-    for train, recompute in product(("full", "lora"), ("none", "full")):
-        found = {"train": train, "engines": {"count": 1, "share_gpus": True}, "trainer": {**values["trainer"], "recompute": recompute}}
-        refused = budget.of_run(configuration.parse({**values, **found}), hf, gpu_gb).refusals
-        if not refused:
-            return found
-    raise refused[0]
 
 
 def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 
 from asyncmoe.config import Config, devices, load
 from asyncmoe.config.model import MadeModel
-from asyncmoe.config.task import WeightedSource
+from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import ConfigError, DataError
-from asyncmoe.launch import gpus, init
+from asyncmoe.launch import gpus
 from asyncmoe.models.make import make_model
 from asyncmoe.plan import budget
 from asyncmoe.rollout import tasks
@@ -44,102 +45,84 @@ def written(folder: Path, model: Path, row: dict[str, Any], count: int = 40) -> 
     """The configuration for this many copies of a row whose questions differ."""
     data, out = folder / "rows.jsonl", folder / "made.yaml"
     data.write_text("".join(json.dumps(row).replace("N", str(number)) + "\n" for number in range(count)))
-    init.write(model, WeightedSource(path=data), out)
+    assert run_command(["init", "--model", str(model), "--data", str(data), str(out)], catch_exceptions=False).exit_code == 0
     assert 15 <= len(out.read_text().splitlines()) <= 30
     return load(out)
 
 
 TALK = [{"role": "user", "content": "What is N + 1?"}]
-ROWS: list[tuple[dict[str, Any], tuple[str, str], str]] = [
-    ({"question": "N?", "answer": "2 + 3 = 5 #### 5", "level": 1}, ("question", "answer"), "math_verify"),
-    ({"id": "N", "problem": "N?", "solution": "Paris"}, ("problem", "solution"), "math_verify"),
-    ({"prompt": TALK, "ground_truth": 2, "answer": "", "solution": "1 + 1"}, ("prompt", "ground_truth"), "math_verify"),
-    ({"prompt": TALK, "reward_model": {"style": "rule", "ground_truth": "34"}}, ("prompt", "reward_model.ground_truth"), "math_verify"),
-    ({"question": None, "messages": TALK, "answer": "x" * 10_000}, ("messages", "answer"), "exact"),
+ROWS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"question": "N?", "answer": "2 + 3 = 5 #### 5", "level": 1}, "question", "answer", "math_verify"),
+    ({"id": "N", "problem": "N?", "solution": "Paris"}, "problem", "solution", "math_verify"),
+    ({"prompt": TALK, "ground_truth": 0, "answer": "", "solution": "1 + 1"}, "prompt", "ground_truth", "math_verify"),
+    ({"prompt": TALK, "reward_model": {"style": "rule", "ground_truth": "34"}}, "prompt", "reward_model.ground_truth", "math_verify"),
+    ({"question": None, "messages": TALK, "answer": "x" * 10_000}, "messages", "answer", "exact"),
 ]
 
 
-@pytest.mark.parametrize(("row", "columns", "scorer"), ROWS)
+@pytest.mark.parametrize(("row", "question", "answer", "scorer"), ROWS)
 def test_columns_are_found_by_their_usual_names(
-    tmp_path: Path, model: Path, row: dict[str, Any], columns: tuple[str, str], scorer: str
+    tmp_path: Path, model: Path, row: dict[str, Any], question: str, answer: str, scorer: str
 ) -> None:
     made = written(tmp_path, model, row)
-    assert made.task.columns is not None
-    assert (made.task.columns.question, made.task.columns.answer, made.scoring.scorer) == (*columns, scorer)
+    assert made.task.columns == ColumnsSection(question=question, answer=answer)
+    assert made.scoring.scorer == scorer
 
 
-@pytest.mark.parametrize("count", [1, 3, 40, 1000])
+@pytest.mark.parametrize("count", [1, 40, 1000])
 def test_a_run_takes_the_data(tmp_path: Path, model: Path, count: int) -> None:
-    made = written(tmp_path, model, ROWS[0][0], count)
-    asked = tasks.load(made, Tokenizer(model))
+    asked = tasks.load(written(tmp_path, model, ROWS[0][0], count), Tokenizer(model))
     assert asked.training.prompt(0).answer == "5"
     assert sum(one.count for one in asked.sets) == min(64, count // 4)
 
 
 @pytest.mark.parametrize(
     ("count", "gpu_gb", "name", "train"),
-    [
-        (1, 80.0, "smollm2", "full"),
-        (1, 24.0, "Qwen3-30B-A3B", None),
-        (1, 288.0, "Qwen3-30B-A3B", "lora"),
-        (2, 80.0, "smollm2", "full"),
-        (8, 80.0, "Qwen3-30B-A3B", "lora"),
-        (8, 288.0, "Qwen3-30B-A3B", "full"),
-        (8, 80.0, "Kimi-K2", None),
-    ],
+    [(1, 80.0, "smollm2", "full"), (1, 288.0, "Qwen3-30B-A3B", "lora"), (2, 80.0, "smollm2", "full")]
+    + [(8, 80.0, "Qwen3-30B-A3B", "lora"), (8, 288.0, "Qwen3-30B-A3B", "full")],
 )
 def test_trainer_and_engines_fit_on_the_gpus(
-    tmp_path: Path, model: Path, machine: Any, count: int, gpu_gb: float, name: str, train: str | None
+    tmp_path: Path, model: Path, machine: Any, count: int, gpu_gb: float, name: str, train: str
 ) -> None:
-    """Where not even adapters fit, the run is refused."""
     machine(count, gpu_gb)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in model.glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = copied(model, tmp_path / "model")
     (folder / "config.json").write_bytes((MODELS / f"{name}.json").read_bytes())
-    if train is None:
-        with pytest.raises(ConfigError):
-            written(tmp_path, folder, ROWS[0][0])
-        assert not (tmp_path / "made.yaml").exists()
-        return
     made = written(tmp_path, folder, ROWS[0][0])
     assert made.train == train
     assert not budget.of_run(made, budget.hf_of(made), gpu_gb).refusals
     assert max(devices.place(devices.wanted(made, several=False)[0], count).taken) < count
+    machine(2, 24.0)
+    (folder / "config.json").write_bytes((MODELS / "Qwen3-235B-A22B.json").read_bytes())
+    (tmp_path / "made.yaml").unlink()
+    with pytest.raises(ConfigError, match="this machine: got 1 GPUs of 24 GB"):
+        written(tmp_path, folder, ROWS[0][0])
+    assert not (tmp_path / "made.yaml").exists()
+
+
+def copied(model: Path, folder: Path, **settings: Any) -> Path:
+    """A model's tokenizer with other settings, and no chat template."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("chat_template*"))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"} | settings))
+    return folder
+
+
+def test_lines_of_a_family_are_written_only_where_it_needs_them(tmp_path: Path, model: Path) -> None:
+    base, own = copied(model, tmp_path / "base"), copied(model, tmp_path / "own", chat_template="{{ messages }}", auto_map={})
+    found = []
+    for each in (model, base, own):
+        made = written(tmp_path, each, ROWS[0][0])
+        found.append((made.model.trust_remote_code, made.task.chat_template))
+        (tmp_path / "made.yaml").unlink()
+    assert found == [(False, True), (False, False), (True, True)]
 
 
 def test_what_it_cannot_use_is_named(tmp_path: Path, model: Path) -> None:
     with pytest.raises(DataError, match="no answers; columns besides the question: level, source"):
-        written(tmp_path, model, {"question": "N?", "level": 1, "source": "b"})
+        written(tmp_path, model, {"question": "N?", "level": None, "source": None})
     with pytest.raises(DataError, match="its columns are text, label"):
         written(tmp_path, model, {"text": "N?", "label": 1})
-    assert not (tmp_path / "made.yaml").exists()
     (tmp_path / "made.yaml").write_text("mine")
-    with pytest.raises(DataError, match=r"made\.yaml: got an existing path"):
+    with pytest.raises(DataError, match="an existing path"):
         written(tmp_path, model, ROWS[0][0])
     assert (tmp_path / "made.yaml").read_text() == "mine"
-
-
-def test_lines_of_a_family_are_written_only_where_it_needs_them(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "usual").mkdir()
-    made = written(tmp_path / "usual", model, ROWS[0][0])
-    assert (made.model.trust_remote_code, made.task.chat_template) == (False, True)
-    folder = tmp_path / "base"
-    folder.mkdir()
-    for file in model.iterdir():
-        if not file.name.startswith("chat_template"):
-            (folder / file.name).write_bytes(file.read_bytes())
-    settings = folder / "tokenizer_config.json"
-    plain = {key: value for key, value in json.loads(settings.read_text()).items() if key != "chat_template"}
-    settings.write_text(json.dumps(plain))
-    assert not written(tmp_path, folder, ROWS[0][0]).task.chat_template
-    (tmp_path / "made.yaml").unlink()
-    settings.write_text(json.dumps({**plain, "auto_map": {"AutoTokenizer": ["own.Own", None]}}))
-    assert written(tmp_path, folder, ROWS[0][0]).model.trust_remote_code
-
-
-def test_the_command_says_what_is_next(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[1][0]) + "\n")
-    said = run_command(["init", "--model", str(model), "--data", str(tmp_path / "rows.jsonl"), str(tmp_path / "a.yaml")]).output
-    assert f"asyncmoe config validate {tmp_path / 'a.yaml'}" in said

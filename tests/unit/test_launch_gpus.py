@@ -99,14 +99,6 @@ def test_an_engine_that_joins_has_gpus_of_its_machine() -> None:
         gpus.check(over, 4, 8)
 
 
-def option(arguments: tuple[str, ...], name: str) -> float:
-    return float(arguments[arguments.index(name) + 1])
-
-
-@pytest.mark.parametrize(
-    ("name", "gpu_gb"),
-    [("demo-gpu.yaml", 24.0), ("demo-gpu.yaml", 150.8), ("one-node/qwen3-30b-a3b.yaml", 141.0), ("cluster/qwen3-30b-a3b.yaml", 80.0)],
-)
 def test_engines_of_an_evaluation_have_all_gpus_of_a_machine_to_themselves() -> None:
     """And, without a trainer, no second copy of the weights beside the KV cache."""
     config, hf = configured("cluster/qwen3-30b-a3b.yaml", "engines.count=2", "engines.tp=4")
@@ -117,6 +109,14 @@ def test_engines_of_an_evaluation_have_all_gpus_of_a_machine_to_themselves() -> 
         gpus.check(found, 1, 7, alone=True)
 
 
+def option(arguments: tuple[str, ...], name: str) -> float:
+    return float(arguments[arguments.index(name) + 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu_gb"),
+    [("demo-gpu.yaml", 24.0), ("demo-gpu.yaml", 150.8), ("one-node/qwen3-30b-a3b.yaml", 141.0), ("cluster/qwen3-30b-a3b.yaml", 80.0)],
+)
 def test_what_bounds_an_engine_leaves_room_for_what_comes_besides(name: str, gpu_gb: float) -> None:
     config, hf = configured(name, "engines.max_total_tokens=null")
     arguments = budget.engine_arguments(config, hf, gpu_gb)

@@ -214,7 +214,7 @@ def summed_up(trajectory: Trajectory) -> Made:
 def worker_of(config: Config, loaded: RolloutParts, pool: Pool, recording: Recording, number: int, kept: WorkerLog | None = None) -> Worker:
     """Return a worker whose episodes sample from the engines of `pool`. `kept`: as in `Worker`."""
     notes, stage = EpisodeNotes(choice_of(config)), parts.context_of(config, loaded, pool, recording)
-    training = replace(stage, opened=notes.opened, turns=kept and kept.turns, piece=config.log.piece_tokens)
+    training = replace(stage, opened=notes.opened, turns=kept.turns if kept is not None else None, piece=config.log.piece_tokens)
     sets = {name: evaluation.stage_of(stage, name, section) for name, section in config.evaluation.every_set.items()}
     return Worker(
         partial(episode.run, training),

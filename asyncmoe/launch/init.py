@@ -116,12 +116,9 @@ def _answers(source: WeightedSource, rows: Finite) -> tuple[str, str]:
 def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
     """Add sections whose sizes follow from the model and this machine, which is returned in words."""
     count, gpu_gb = gpus.here()
-    context = min(hf.get("max_position_embeddings") or 8192, 8192 if count else 2048)
-    values["rollout"] = {
-        "groups_per_step": 16 if count else 4,
-        "group_size": 8,
-        "max_new_tokens": min(context // 2, 4096 if count else 256),
-    }
+    groups, most, context = (16, 4096, 8192) if count else (4, 256, 2048)
+    context = min(context, hf.get("max_position_embeddings") or context)
+    values["rollout"] = {"groups_per_step": groups, "group_size": 8, "max_new_tokens": min(most, context // 2)}
     values["environment"] = {"max_tokens": context}
     if held := min(64, rows // 4):
         values["evaluation"] = {"every": 10, "prompts": held}
@@ -142,7 +139,10 @@ def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
     for cluster in (halves, replace(halves, adapter=adapter)):
         with suppress(ConfigError):
             found: Values = yaml.safe_load("\n".join(render_plan.yaml_keys(suggest(hf, cluster)[0])))
-            del found["cluster"], found["engines"]["join"]
+            del found["cluster"], found["engines"]["join"]  # on one machine, `asyncmoe run` starts them
             return found
-    got, expected = f"{halves.gpus} GPUs of {halves.gpu_gb:.0f} GB each for trainer and engines", "room for the model"
-    raise ConfigError("this machine", got=got, expected=expected, hint="asyncmoe plan --model MODEL --nodes N splits several machines")
+    got, hint = (
+        f"{halves.gpus} GPUs of {halves.gpu_gb:.0f} GB each for trainer and engines",
+        "asyncmoe plan --nodes N splits several machines",
+    )
+    raise ConfigError("this machine", got=got, expected="room for the model", hint=hint)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from tests import families
+from tests.configs import without_template
 from tests.system.runs import Command, provide, refused, wait_for
 
 pytestmark = pytest.mark.system
@@ -72,12 +73,6 @@ def test_ctrl_c_ends_the_engines(arguments: list[str]) -> None:
 
 def test_what_cannot_be_evaluated_is_named_before_anything_starts(arguments: list[str], tmp_path: Path) -> None:
     assert refused("eval", arguments[1], "examples/demo.yaml").startswith("evaluation: got none in the configuration, expected")
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for file in Path(arguments[1]).iterdir():
-        if not file.name.startswith("chat_template"):
-            (bare / file.name).write_bytes(file.read_bytes())
-    settings = bare / "tokenizer_config.json"
-    settings.write_text(json.dumps({key: value for key, value in json.loads(settings.read_text()).items() if key != "chat_template"}))
+    bare = without_template(Path(arguments[1]), tmp_path / "bare")
     line = refused("eval", str(bare), *arguments[2:], "task.chat_template=true")
     assert line.startswith("task.chat_template: got a tokenizer without a chat template")

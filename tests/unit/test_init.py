@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from asyncmoe.models.make import make_model
 from asyncmoe.plan import budget
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.tokenizer import Tokenizer
+from tests.configs import without_template
 from tests.unit.command_line import run_command
 
 MODELS = Path(__file__).parents[2] / "examples" / "cluster" / "models"
@@ -78,14 +78,13 @@ def test_a_run_takes_the_data(tmp_path: Path, model: Path, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("count", "gpu_gb", "name", "train"),
-    [(1, 80.0, "smollm2", "full"), (1, 288.0, "Qwen3-30B-A3B", "lora"), (2, 80.0, "smollm2", "full")]
-    + [(8, 80.0, "Qwen3-30B-A3B", "lora"), (8, 288.0, "Qwen3-30B-A3B", "full")],
+    [(1, 80, "smollm2", "full"), (1, 288, "Qwen3-30B-A3B", "lora"), (8, 80, "Qwen3-30B-A3B", "lora"), (8, 288, "Qwen3-30B-A3B", "full")],
 )
 def test_trainer_and_engines_fit_on_the_gpus(
-    tmp_path: Path, model: Path, machine: Any, count: int, gpu_gb: float, name: str, train: str
+    tmp_path: Path, model: Path, machine: Any, count: int, gpu_gb: int, name: str, train: str
 ) -> None:
     machine(count, gpu_gb)
-    folder = copied(model, tmp_path / "model")
+    folder = without_template(model, tmp_path / "model")
     (folder / "config.json").write_bytes((MODELS / f"{name}.json").read_bytes())
     made = written(tmp_path, folder, ROWS[0][0])
     assert made.train == train
@@ -99,16 +98,11 @@ def test_trainer_and_engines_fit_on_the_gpus(
     assert not (tmp_path / "made.yaml").exists()
 
 
-def copied(model: Path, folder: Path, **settings: Any) -> Path:
-    """A model's tokenizer with other settings, and no chat template."""
-    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("chat_template*"))
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"} | settings))
-    return folder
-
-
 def test_lines_of_a_family_are_written_only_where_it_needs_them(tmp_path: Path, model: Path) -> None:
-    base, own = copied(model, tmp_path / "base"), copied(model, tmp_path / "own", chat_template="{{ messages }}", auto_map={})
+    base, own = (
+        without_template(model, tmp_path / "base"),
+        without_template(model, tmp_path / "own", chat_template="{{ messages }}", auto_map={}),
+    )
     found = []
     for each in (model, base, own):
         made = written(tmp_path, each, ROWS[0][0])

@@ -123,6 +123,7 @@ def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
     if held := min(64, rows // 4):
         values["evaluation"] = {"every": 10, "prompts": held}
     values |= {"train": "full", "engines": {"count": 1}, "trainer": {"ranks": 1, "tokens_per_microbatch": context, "optimizer": {}}}
+    values["engines"] |= {"dtype": "bfloat16"} if count else {}  # SGLang's attention on Hopper does not support float32
     if count == 1:
         values["engines"]["share_gpus"], values["trainer"]["recompute"] = True, "full"
         if budget.of_run(configuration.parse(values), hf, gpu_gb).refusals:
@@ -141,8 +142,5 @@ def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
             found: Values = yaml.safe_load("\n".join(render_plan.yaml_keys(suggest(hf, cluster)[0])))
             del found["cluster"], found["engines"]["join"]  # on one machine, `asyncmoe run` starts them
             return found
-    got, hint = (
-        f"{halves.gpus} GPUs of {halves.gpu_gb:.0f} GB each for trainer and engines",
-        "asyncmoe plan --nodes N splits several machines",
-    )
-    raise ConfigError("this machine", got=got, expected="room for the model", hint=hint)
+    got = f"{halves.gpus} GPUs of {halves.gpu_gb:.0f} GB each for trainer and engines"
+    raise ConfigError("this machine", got=got, expected="room for the model", hint="asyncmoe plan --nodes N splits several machines")

@@ -99,10 +99,8 @@ def test_trainer_and_engines_fit_on_the_gpus(
 
 
 def test_lines_of_a_family_are_written_only_where_it_needs_them(tmp_path: Path, model: Path) -> None:
-    base, own = (
-        without_template(model, tmp_path / "base"),
-        without_template(model, tmp_path / "own", chat_template="{{ messages }}", auto_map={}),
-    )
+    base = without_template(model, tmp_path / "base")
+    own = without_template(model, tmp_path / "own", chat_template="{{ messages }}", auto_map={})
     found = []
     for each in (model, base, own):
         made = written(tmp_path, each, ROWS[0][0])

@@ -39,6 +39,7 @@ _COMMENTS = {
     "environment": "Tokens of the longest conversation, which fit into a micro-batch of the trainer.",
     "evaluation": "The same questions every few steps, held out from training.",
     "train": "full trains all weights; lora trains adapters, where memory does not suffice for more.",
+    "lora": "Adapters of every layer.",
     "engines": "SGLang servers.",
     "trainer": "Megatron ranks.",
 }
@@ -135,12 +136,13 @@ def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
 
 
 def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
-    """Return the sections of a split of this machine's GPUs in two halves, with adapters if all weights do not fit."""
+    """Return the sections of a split of this machine's GPUs in two halves, with adapters if they cannot hold the training of all weights."""
     adapter = kind_of(LoraSection(), models.family_of(hf).shape_of(hf))
     for cluster in (halves, replace(halves, adapter=adapter)):
         with suppress(ConfigError):
             found: Values = yaml.safe_load("\n".join(render_plan.yaml_keys(suggest(hf, cluster)[0])))
             del found["cluster"], found["engines"]["join"]  # on one machine, `asyncmoe run` starts them
-            return found
+            if "memory" not in found["trainer"]:  # else it needs the host's
+                return found
     got = f"{halves.gpus} GPUs of {halves.gpu_gb:.0f} GB each for trainer and engines"
     raise ConfigError("this machine", got=got, expected="room for the model", hint="asyncmoe plan --nodes N splits several machines")

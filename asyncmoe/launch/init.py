@@ -136,7 +136,7 @@ def _sized(values: Values, hf: Mapping[str, Any], rows: int) -> str:
 
 
 def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
-    """Return the sections of a split of this machine's GPUs in two halves, with adapters if they cannot hold the training of all weights."""
+    """Return the sections of a split of this machine's GPUs in two halves, with adapters if they cannot train all weights."""
     adapter = kind_of(LoraSection(), models.family_of(hf).shape_of(hf))
     for cluster in (halves, replace(halves, adapter=adapter)):
         with suppress(ConfigError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +22,11 @@ def minimal(run_dir: Path | str = "run", model: Path | str | dict[str, Any] = "m
 def demo(*settings: str) -> Config:
     """The demo's configuration with these settings instead of its own."""
     return load(DEMO, settings)
+
+
+def without_template(model: Path, folder: Path, **settings: Any) -> Path:
+    """A copy of a model without its chat template, and with these settings of its tokenizer instead."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("chat_template*"))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"} | settings))
+    return folder

@@ -47,11 +47,12 @@ def _options(
 for _panel, _commands in {
     "Run": (running.run, running.rollout, running.engine, running.worker),
     "Look at a run": (records.report, records.show, records.checkpoints, records.stacks, records.log),
-    "Before a run": (planning.doctor, planning.plan, planning.simulate),
+    "Before a run": (models.init, planning.doctor, planning.plan, planning.simulate),
     "Models": (models.make_model, models.export),
 }.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
+app.command("eval", rich_help_panel="Models")(running.eval_command)
 app.add_typer(config_commands.app, name="config", rich_help_panel="Before a run")
 app.add_typer(planning.bench, name="bench", rich_help_panel="Before a run")
 _checkout = Path(__file__).parents[2]

@@ -33,6 +33,27 @@ def make_model(
     make.make_model(out, shape, seed=seed)
 
 
+def init(
+    model: Annotated[Path, typer.Option(help="Directory of a Hugging Face checkpoint, or its id on the hub.")],
+    data: Annotated[Path, typer.Option(help="File or directory of questions with answers, or the id of a data set on the hub.")],
+    out: Annotated[Path, typer.Argument(metavar="[OUT]", help="YAML file to write; must not exist.")] = Path("run.yaml"),
+    subset: Annotated[str | None, typer.Option(help="Configuration of a data set on the hub, for example main.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of the data set; default: train.")] = None,
+) -> None:
+    """Write a commented configuration of about twenty lines for a model, a data set and this machine.
+
+    It finds the columns of questions and answers by their usual names, and sizes
+    trainer and engines for the GPUs that are here, or for none:
+
+        asyncmoe init --model Qwen/Qwen3-30B-A3B --data train.jsonl maths.yaml
+    """
+    from asyncmoe.config.task import WeightedSource
+    from asyncmoe.launch import init as launcher
+
+    launcher.write(model, WeightedSource(path=data, subset=subset, split=split), out)
+    typer.echo(f"wrote {out}; next: asyncmoe config validate {out} && asyncmoe run {out}")
+
+
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory with a checkpoint.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,6 +41,36 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
         loaded = with_local_model(loaded)
     summary = driver.run(loaded) if loaded.launch == "ray" else local.run(loaded)
     Console().print_json(data=summary)
+
+
+def eval_command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Directory of a Hugging Face checkpoint, or its id on the hub.")],
+    config: ConfigPath,
+    overrides: Overrides = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write a line for each set there, as evaluation.jsonl has it.")
+    ] = None,
+) -> None:
+    """Score a checkpoint on the evaluation sets of a configuration, without a run and without a trainer.
+
+    The configured engines start on this machine with MODEL, and answer the same
+    questions as in a run, with the same sampling and scorers. For example:
+
+        asyncmoe eval runs/demo-hf examples/demo.yaml evaluation.every=1
+    """
+    with interrupts.stopping("stopped; its engines have ended"):
+        import msgspec
+
+        from asyncmoe import config as configuration
+        from asyncmoe import tables
+        from asyncmoe.launch import evaluate
+        from asyncmoe.storage import writing
+
+        found = evaluate.evaluate(model, configuration.load(config, overrides or ()))
+    tables.console().print(evaluate.table(found))
+    if json_file is not None:
+        with writing("scores", json_file):
+            json_file.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in found))
 
 
 def rollout(config: ConfigPath, overrides: Overrides = None) -> None:

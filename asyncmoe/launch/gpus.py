@@ -15,11 +15,12 @@ from asyncmoe.plan import budget
 from asyncmoe.rpc import address
 
 
-def engine_arguments(config: Config, index: int) -> tuple[str, ...]:
+def engine_arguments(config: Config, index: int, *, alone: bool = False) -> tuple[str, ...]:
     """Return the server arguments that bound the memory of an engine started on this machine; empty without GPUs.
 
     Args:
         index: index of the engine on this machine.
+        alone: this machine has engines only, and no trainer ranks.
 
     Raises:
         ConfigError: there is no GPU for it, none with enough memory, or none of known memory.
@@ -30,7 +31,7 @@ def engine_arguments(config: Config, index: int) -> tuple[str, ...]:
     visible = _cards(found)
     if not visible and not found.visible:
         return ()
-    taken = check(config, index, len(visible), cards.hidden(found, len(visible)))
+    taken = check(config, index, len(visible), cards.hidden(found, len(visible)), alone=alone)
     if known := [visible[number].memory_mib for number in taken if visible[number].memory_mib]:
         return budget.engine_arguments(config, models.hf_config_of(config), (min(known) << 20) / 1e9)
     if budget.is_bounded(config):
@@ -38,6 +39,12 @@ def engine_arguments(config: Config, index: int) -> tuple[str, ...]:
     got, expected = "not known: neither nvidia-smi nor torch says", "its size, by which the engine's memory is bounded"
     hint = "give engines.max_total_tokens, and --mem-fraction-static in engines.args"
     raise ConfigError("memory of an engine's GPU", got=got, expected=expected, hint=hint)
+
+
+def here() -> tuple[int, float]:
+    """Return the number of GPUs that a run on this machine sees, and the memory of the smallest in GB; 0, 0 without GPUs."""
+    visible = () if devices.none_here() else _cards(nvidia.look())
+    return len(visible), min(((card.memory_mib << 20) / 1e9 for card in visible), default=0.0)
 
 
 def _cards(found: Nvidia) -> tuple[GpuFacts, ...]:
@@ -56,17 +63,18 @@ def _on_gpus() -> bool:
     return torch.version.cuda is not None
 
 
-def check(config: Config, index: int, gpus: int, hidden: int = 0) -> Sequence[int]:
+def check(config: Config, index: int, gpus: int, hidden: int = 0, *, alone: bool = False) -> Sequence[int]:
     """The GPUs of an engine.
 
     Args:
         hidden: number of GPUs that CUDA_VISIBLE_DEVICES hides from the run.
+        alone: as for `engine_arguments`.
 
     Raises:
         ConfigError: this machine has too few GPUs, or the engines' GPUs overlap the trainer's.
     """
     several = address.several(config.cluster.network)
     *_, here = devices.wanted(config, several)
-    if several or index >= config.engines.count:  # this machine has the engines started on it, and no trainer ranks
+    if several or alone or index >= config.engines.count:  # this machine has the engines started on it, and no trainer ranks
         here = replace(here, ranks=0, engines=index + 1)
     return devices.place(here, gpus, hidden).engines[index]

@@ -102,7 +102,7 @@ class Evaluator:
         while True:
             version = await self._due.get()
             for one in self._sets:
-                self._record(await self._evaluate(version, one))
+                self._record(await self.evaluate(version, one))
             self._unfinished -= 1
             self._due.task_done()
 
@@ -115,7 +115,8 @@ class Evaluator:
             return False
         return True
 
-    async def _evaluate(self, version: int, asked: EvaluationQuestions) -> Evaluation:
+    async def evaluate(self, version: int, asked: EvaluationQuestions) -> Evaluation:
+        """Ask the questions of one set now. Raises as `run`."""
         begin, samples = time.perf_counter(), asked.section.samples or 1
         places = iter([EpisodeId(group, member, 0) for group, member in product(range(asked.count), range(samples))])
         outcomes: list[tuple[int, Outcome]] = []
@@ -235,6 +236,7 @@ def measure(
     rewards: dict[int, list[float]] = {}
     metrics: dict[int, list[Mapping[str, float]]] = {}
     lengths: list[int] = []
+    cut: list[bool] = []
     versions: set[int] = set()
     failed: Counter[str] = Counter()
     for question, outcome in outcomes:
@@ -244,6 +246,7 @@ def measure(
         rewards.setdefault(question, []).append(_reward(outcome))
         metrics.setdefault(question, []).append(_metrics(outcome))
         lengths.append(sum(one.sampled for one in outcome))
+        cut += [one.truncated for one in outcome]
         versions.update(version for one in outcome for version in (one.oldest, one.newest))
     chances = pass_chances(list(rewards.values()), samples, pass_reward)
     errors = {k: error for k, of_k in chances.items() if (error := standard_error(of_k)) is not None}
@@ -263,6 +266,7 @@ def measure(
         failed=dict(sorted(failed.items())),
         failed_share=failed.total() / len(outcomes),
         response_tokens_mean=fmean(lengths) if lengths else None,
+        truncated_fraction=fmean(cut) if cut else None,
         version_min=min(versions, default=None),
         version_max=max(versions, default=None),
         seconds=seconds,

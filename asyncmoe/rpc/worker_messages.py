@@ -174,9 +174,10 @@ class Made(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         agent, reward: as in `asyncmoe.trajectory.Trajectory`.
-        sampled: number of sampled tokens; set only for an evaluation, like the next two.
+        sampled: number of sampled tokens; set only for an evaluation, like all that follow.
         oldest, newest: versions of its oldest and newest tokens.
-        metrics: as in `Trajectory`; only for an evaluation, too.
+        truncated: it ended at its limit of tokens.
+        metrics: as in `Trajectory`.
     """
 
     agent: int
@@ -184,6 +185,7 @@ class Made(msgspec.Struct, frozen=True, array_like=True):
     sampled: int = 0
     oldest: int = 0
     newest: int = 0
+    truncated: bool = False
     metrics: Mapping[str, float] = {}
 
 

@@ -124,5 +124,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     failed: Annotated[Mapping[str, int], Metric("Episodes without a reward, by reason.", "episodes", key="reason")] = {}
     failed_share: Annotated[float, Metric("Failed share of the episodes.", "share of episodes")] = 0.0
     response_tokens_mean: Annotated[float | None, Metric("Mean number of sampled tokens per successful episode.", "tokens")] = None
+    truncated_fraction: Annotated[
+        float | None, Metric("Share of the successful episodes' responses that ended at their limit of tokens.", "share of responses")
+    ] = None
     seconds: Annotated[float, Metric("Duration of the evaluation.", "seconds")]
     skipped: Annotated[int, Metric("Evaluations skipped since the controller started, because another evaluation was running.")] = 0

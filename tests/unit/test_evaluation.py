@@ -132,6 +132,7 @@ async def test_the_same_questions_every_time_and_not_those_of_training(known: To
     assert [(e.version, e.version_min, e.version_max) for e in (first, second)] == [(10, 10, 10), (12, 12, 12)]
     assert (second.questions, second.episodes, second.reward_mean, second.reward_stderr, second.failed) == (6, 12, 1.0, 0.0, {})
     assert 2 <= (second.response_tokens_mean or 0) <= 3
+    assert second.truncated_fraction == 0
 
 
 @pytest.mark.parametrize(("max_concurrent", "most"), [(2, 2), (5, 5), (None, 24 // 8)])

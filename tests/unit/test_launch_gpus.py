@@ -17,7 +17,7 @@ from asyncmoe.doctor.facts import GpuFacts, Machine
 from asyncmoe.doctor.planned import PlannedRun
 from asyncmoe.engines.sglang import process as engine_process
 from asyncmoe.errors import ConfigError, UserError
-from asyncmoe.launch import gpus, preflight
+from asyncmoe.launch import evaluate, gpus, preflight
 from asyncmoe.plan import budget
 from asyncmoe.trainer.model import connections
 
@@ -97,6 +97,16 @@ def test_an_engine_that_joins_has_gpus_of_its_machine() -> None:
     assert list(gpus.check(over, 3, 8)) == [6, 7]
     with pytest.raises(ConfigError, match=r"GPUs of this machine: got 8, expected 10: 5 x engines\.tp / engines\.nodes 2 from GPU 0 on"):
         gpus.check(over, 4, 8)
+
+
+def test_engines_of_an_evaluation_have_all_gpus_of_a_machine_to_themselves() -> None:
+    """And, without a trainer, no second copy of the weights beside the KV cache."""
+    config, hf = configured("cluster/qwen3-30b-a3b.yaml", "engines.count=2", "engines.tp=4")
+    found = evaluate.alone(config, config.model.path, Path("logs"))
+    assert [gpus.check(found, index, 8, alone=True) for index in range(2)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert budget.engine_arguments(found, hf, 80.0) == ()
+    with pytest.raises(ConfigError, match="GPUs of this machine"):
+        gpus.check(found, 1, 7, alone=True)
 
 
 def option(arguments: tuple[str, ...], name: str) -> float:

@@ -148,7 +148,7 @@ def test_a_step_records_the_means_over_responses() -> None:
 
 def test_an_evaluation_records_means_over_questions() -> None:
     def made(metrics: Named, agent: int = 0) -> Made:
-        return Made(agent, 1.0, 1, 5, 5, metrics)
+        return Made(agent, 1.0, 1, 5, 5, metrics=metrics)
 
     outcomes = [
         (0, (made({"a": 1.0}),)),

@@ -207,13 +207,14 @@ class Worker:
 def summed_up(trajectory: Trajectory) -> Made:
     """Return the summary of a trajectory that an evaluation needs."""
     sampled, newest = int(trajectory.loss_mask.sum()), int(trajectory.versions.max())
-    return Made(trajectory.agent, float(trajectory.reward), sampled, trajectory.oldest_version, newest, trajectory.metrics)
+    cut, metrics = trajectory.finish == "length", trajectory.metrics
+    return Made(trajectory.agent, float(trajectory.reward), sampled, trajectory.oldest_version, newest, cut, metrics)
 
 
-def worker_of(config: Config, loaded: RolloutParts, pool: Pool, recording: Recording, number: int, kept: WorkerLog) -> Worker:
-    """Return a worker whose episodes sample from the engines of `pool`."""
+def worker_of(config: Config, loaded: RolloutParts, pool: Pool, recording: Recording, number: int, kept: WorkerLog | None = None) -> Worker:
+    """Return a worker whose episodes sample from the engines of `pool`. `kept`: as in `Worker`."""
     notes, stage = EpisodeNotes(choice_of(config)), parts.context_of(config, loaded, pool, recording)
-    training = replace(stage, opened=notes.opened, turns=kept.turns, piece=config.log.piece_tokens)
+    training = replace(stage, opened=notes.opened, turns=kept.turns if kept is not None else None, piece=config.log.piece_tokens)
     sets = {name: evaluation.stage_of(stage, name, section) for name, section in config.evaluation.every_set.items()}
     return Worker(
         partial(episode.run, training),

@@ -40,9 +40,9 @@ def init(
     subset: Annotated[str | None, typer.Option(help="Configuration of a data set on the hub, for example main.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of the data set; default: train.")] = None,
 ) -> None:
-    """Write a commented configuration of about twenty lines for a model, a data set and this machine.
+    """Write a configuration for a model and a data set.
 
-    It finds the columns of questions and answers by their usual names, and sizes
+    It has about twenty commented lines. It finds the columns of questions and answers by their usual names, and sizes
     trainer and engines for the GPUs that are here, or for none:
 
         asyncmoe init --model Qwen/Qwen3-30B-A3B --data train.jsonl maths.yaml

@@ -51,7 +51,7 @@ def eval_command(
         Path | None, typer.Option("--json", metavar="FILE", help="Write a line for each set there, as evaluation.jsonl has it.")
     ] = None,
 ) -> None:
-    """Score a checkpoint on the evaluation sets of a configuration, without a run and without a trainer.
+    """Score a checkpoint on the evaluation sets, without a run.
 
     The configured engines start on this machine with MODEL, and answer the same
     questions as in a run, with the same sampling and scorers. For example:

@@ -92,15 +92,18 @@ def section(schema: type[Schema], values: object, key: str) -> Schema:
 def _validated(schema: type[Schema], values: dict[str, Any], source: Source, refused: Sequence[ConfigError] = ()) -> Schema:
     """Validate values. Rules between keys apply only to values that are valid by themselves, so refused keys are taken out, and the rest is
     validated again. Raises ConfigError with a line for each of `refused` and each error of the schema."""
-    faults, found = Faults(*refused), None
+    faults, found, cut = Faults(*refused), None, set[str]()
     rest: dict[str, Any] | None = values
     while rest is not None and found is None:
         try:
             found = schema.model_validate(rest)
         except ValidationError as error:
-            explained = explain(error, source, schema)
-            faults.add(together(explained))
-            keys = {one.what.rpartition(": ")[2] for one in explained}
+            explained = {one.what.rpartition(": ")[2]: one for one in explain(error, source, schema)}
+            # What a section lacks only because a key was taken out of it is no error of the user's.
+            if own := [one for key, one in explained.items() if one.got != "nothing" or key.rpartition(".")[0] not in cut]:
+                faults.add(together(own))
+            keys = {*explained}
+            cut |= {key.rpartition(".")[0] for key in keys}
             while keys and (left := _without(rest, keys)) == rest:  # none of them is given: their sections
                 keys = {key.rpartition(".")[0] for key in keys if "." in key}
             rest = left if keys else None

@@ -24,7 +24,8 @@ from asyncmoe.plan import budget, render_plan
 from asyncmoe.plan.split import Cluster, suggest
 from asyncmoe.rollout.scoring import mathematics
 from asyncmoe.rollout.scoring.types import MARK
-from asyncmoe.rollout.tasks import datasets_reader, jsonl
+from asyncmoe.rollout.tasks import datasets_reader
+from asyncmoe.rollout.tasks.rows import reached
 from asyncmoe.rollout.tasks.types import Finite
 
 Values = dict[str, Any]
@@ -58,10 +59,9 @@ def write(model: Path, source: WeightedSource, out: Path) -> None:
         UserError: unsupported model family.
     """
     storage.check_new("configuration", out)
-    kind = "jsonl" if str(source.path).lower().endswith(".jsonl") and source.split is None else "dataset"
-    question, rows = _questions(kind, source)
+    question, rows = _questions(source)
     answer, scorer = _answers(source, rows)
-    task = {"kind": kind, **source.model_dump(mode="json", exclude_none=True, include={"path", "subset", "split"})}
+    task = {"kind": "dataset", **source.model_dump(mode="json", exclude_none=True, include={"path", "subset", "split"})}
     task["columns"] = {"question": question, "answer": answer}
     values: Values = {"run": {"dir": f"runs/{out.stem}", "steps": 100, "seed": 0}, "model": {"path": str(model)}, "task": task}
     with tempfile.TemporaryDirectory(prefix="asyncmoe-init-") as scratch:
@@ -84,15 +84,12 @@ def write(model: Path, source: WeightedSource, out: Path) -> None:
         out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _questions(kind: str, source: WeightedSource) -> tuple[str, Finite]:
+def _questions(source: WeightedSource) -> tuple[str, Finite]:
     """Return the name of the column of questions, and all rows, with their other columns."""
     refused: list[DataError] = []
     for name in _QUESTIONS:
-        columns = ColumnsSection(question=name, answer=None)
         try:
-            if kind == "jsonl":
-                return name, jsonl.read(Path(str(source.path)), columns=columns)
-            return name, datasets_reader.read(source.model_copy(update={"columns": columns}), "task")
+            return name, datasets_reader.read(source.model_copy(update={"columns": ColumnsSection(question=name, answer=None)}), "task")
         except DataError as error:
             refused.append(error)
     raise refused[0]  # names the file, or the columns
@@ -101,14 +98,13 @@ def _questions(kind: str, source: WeightedSource) -> tuple[str, Finite]:
 def _answers(source: WeightedSource, rows: Finite) -> tuple[str, str]:
     """Return the name of the column of answers, which may be nested in another, and the scorer for the first."""
     first = rows[0].columns
-    nested = {f"{outer}.{name}": value for outer, of in first.items() if isinstance(of, Mapping) for name, value in of.items()}
     for name in _ANSWERS:
-        value = {**first, **nested}.get(name)
-        if isinstance(value, str | int | float) and str(value).strip():
-            with suppress(ValueError):
-                mathematics.check(str(value).rpartition(MARK)[2].strip())
-                return name, "math_verify"
-            return name, "exact"
+        with suppress(KeyError):
+            if isinstance(value := reached(first, name), str | int | float) and str(value).strip():
+                with suppress(ValueError):
+                    mathematics.check(str(value).rpartition(MARK)[2].strip())
+                    return name, "math_verify"
+                return name, "exact"
     hint = "rename the column of answers; without any, write a configuration with task.columns.answer=null and a scorer of your own"
     got = f"no answers; columns besides the question: {', '.join(first) or 'none'}"[:300]
     raise DataError(str(source.path), got=got, expected=f"one of {', '.join(_ANSWERS)}", hint=hint)
@@ -140,7 +136,7 @@ def _split(hf: Mapping[str, Any], halves: Cluster) -> Values:
     adapter = kind_of(LoraSection(), models.family_of(hf).shape_of(hf))
     for cluster in (halves, replace(halves, adapter=adapter)):
         with suppress(ConfigError):
-            found: Values = yaml.safe_load("\n".join(render_plan.yaml_keys(suggest(hf, cluster)[0])))
+            found = render_plan.sections(suggest(hf, cluster)[0])
             del found["cluster"], found["engines"]["join"]  # on one machine, `asyncmoe run` starts them
             if "memory" not in found["trainer"]:  # else it needs the host's
                 return found

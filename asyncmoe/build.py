@@ -1,4 +1,4 @@
-"""The build of the extensions: digests of their sources, and nvcc, or the reason why it cannot build the CUDA kernels.
+"""The build of the extensions: digests of their sources, and the nvcc for the CUDA kernels, or the reason why there is none.
 
 setup.py and requirements/nvcc.sh run this file by path before asyncmoe is installed, so it imports only the standard library.
 

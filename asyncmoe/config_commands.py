@@ -36,7 +36,7 @@ def schema() -> None:
 def validate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Check everything that can be checked before a run starts: keys, sizes, model, data, your own code, the engines' Python, checkpoints.
 
-    Your own modules are imported, as a run would. `asyncmoe doctor CONFIG` does this too, and checks the machine: ports, disk, GPUs.
+    Your own modules are imported, as in a run. `asyncmoe doctor CONFIG` does this too, and checks the machine: ports, disk, GPUs.
     """
     loaded = checked_keys(config, overrides or ())
     from asyncmoe.launch.validate import validate as check

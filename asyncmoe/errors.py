@@ -18,7 +18,7 @@ class AsyncmoeError(Exception):
     """Base class of all errors raised on purpose by asyncmoe.
 
     Args:
-        exit_code: of the error that this one reports; None: the class's.
+        exit_code: exit code of the error that this one reports; None: the class's.
     """
 
     exit_code = 1
@@ -206,7 +206,7 @@ class Disagreement(AsyncmoeError):
 
 
 class AnomalyFound(AsyncmoeError):
-    """A rule of `verify` stops the run before an update of the batch."""
+    """A rule of `verify` stops the run before an update with the batch."""
 
     exit_code = 3
 

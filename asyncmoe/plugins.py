@@ -1,7 +1,7 @@
 """Load a user's own code by its name, `package.module:name`: scorers, tools, environments, agents, parts of the objective, model families.
 
 Every process that needs a name imports it: from the working directory first, then from `PYTHONPATH` and the installed packages.
-`guarded` converts everything the code does instead of returning to one error, and limits its time.
+`guarded` limits the code's time, and converts anything but a normal return to one error.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ async def awaited(ask: Callable[[], Awaitable[T]], seconds: float, whose: str) -
 
     Raises:
         Overdue: it took longer than `seconds`.
-        Failed: it raised something other than an Exception: SystemExit, GeneratorExit or, as code over anyio does by mistake, a
+        Failed: it raised something other than an Exception: SystemExit, GeneratorExit or, as code based on anyio does by mistake, a
             CancelledError though nobody cancelled it.
         Exception: any other exception that it raised.
     """
@@ -191,7 +191,7 @@ def load(target: str, key: str, *, forms: str, wanted: str) -> Any:
     if not module or not name:
         raise ConfigError(key, got=repr(target), expected=forms)
     try:
-        # An imported module needs no limit, and layouts ask for their family often.
+        # An imported module needs no limit, and layouts look up their family often.
         with nullcontext() if module in sys.modules else guarded(IMPORT_S):
             return getattr(importlib.import_module(module), name)
     except UserError:
@@ -231,7 +231,7 @@ def load_function(target: str, key: str, *, forms: str) -> Callable[..., object]
 def told(error: BaseException) -> str:
     """Format an exception in one line; a `Failed` as its text alone."""
     text = ""
-    with suppress(BaseException):  # of a user's class
+    with suppress(BaseException):  # str() may be code of the user's class
         text = " ".join(str(error).split())[:1000]
     return text if isinstance(error, Failed) else ": ".join(filter(None, (type(error).__name__, text)))
 

@@ -54,7 +54,7 @@ def named(role: str) -> Iterator[None]:
 def keep_files() -> None:
     """Keep child processes from inheriting the files that this process has inherited: uvloop closes none of them."""
     for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the directory's own
+        with suppress(OSError):  # the descriptor of the directory itself
             if number > 2:
                 os.set_inheritable(number, False)
 

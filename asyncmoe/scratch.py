@@ -1,4 +1,4 @@
-"""Private folders: for the sockets of this process, and for the temporary files of child processes: SGLang and torchrun leave some behind,
+"""Private folders for the sockets of this process and the temporary files of its children. SGLang and torchrun leave such files behind,
 especially when killed.
 
 A folder is private to this user, and locked by the process that made it. Making the next one removes folders whose maker has ended.

@@ -21,7 +21,7 @@ from asyncmoe.errors import AsyncmoeError, DataError, StorageError, WaitTimeout
 
 T = TypeVar("T")
 _ROOM = "make room there, or write to another file system"
-_LOCKLESS = "write to a local disk: this file system lacks locks, or another call"
+_LOCKLESS = "write to a local disk: this file system lacks locks, or another call that is needed"
 _CURES = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: "make room there, ask for a larger quota, or write to another file system",
@@ -136,7 +136,7 @@ def try_place(what: str, directory: Path) -> str:
 def new_directory(what: str, out: Path) -> Iterator[Path]:
     """Yield an empty directory beside `out`, which becomes `out` at the end of the block; if the block raises, it is deleted.
 
-    Missing parents of `out` are created, and what processes killed on this node left for the same `out` is deleted.
+    Missing parents of `out` are created, and leftovers for the same `out` of processes killed on this node are deleted.
 
     Args:
         what: as for `writing`.

@@ -24,7 +24,7 @@ def settle() -> None:
     """Complete the environment of this process and its children. Call it before the imports that read it.
 
     - Libraries place their caches by the user's name and home; `docker run --user` gives neither, or another user's home.
-    - Requests of libraries to this machine bypass any proxy: SGLang's first one to itself, agents' to the controller.
+    - Requests of libraries to this machine bypass any proxy: SGLang's first one to itself, agents' to their rollout worker.
 
     Raises:
         StorageError: there is no home, and none can be made.

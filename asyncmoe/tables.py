@@ -14,7 +14,7 @@ from rich.table import Table
 from asyncmoe.errors import DataError
 
 _UNBOUNDED = 1 << 16
-"""Width in columns, more than any table or sentence has."""
+"""Width in columns: more than any table or sentence needs."""
 
 
 def console() -> Console:

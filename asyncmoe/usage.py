@@ -26,7 +26,7 @@ def invoke(app: typer.Typer) -> None:
     Raises:
         UserError: invalid arguments, or standard output cannot be written.
         AsyncmoeError: see the command.
-        Interrupted: Ctrl-C, unless the command says more.
+        Interrupted: Ctrl-C, with the command's own text if it has one.
         SystemExit: the command chose another status than 0.
     """
     run: Callable[..., object] = app
@@ -62,7 +62,7 @@ def _flush() -> None:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # at exit the interpreter flushes what could not be written
         if not isinstance(error, BrokenPipeError):  # its reader has what it wants, as `head` does
-            raise UserError("standard output", got=error.strerror, expected="a file, pipe or terminal that takes it") from None
+            raise UserError("standard output", got=error.strerror, expected="a file, pipe or terminal that can be written to") from None
 
 
 def user_error(error: Any) -> UserError:
@@ -90,7 +90,7 @@ def user_error(error: Any) -> UserError:
 
 def _refused_value(error: Any) -> tuple[str, str]:
     """Return the value of a `click.BadParameter`, and what was expected."""
-    found: list[Any] = getattr(error.__cause__, "errors", list)()  # of pydantic, with which newer releases of typer check values
+    found: list[Any] = getattr(error.__cause__, "errors", list)()  # newer releases of typer check values with pydantic
     if not found:
         return error.message.rstrip("."), "another value"
     from asyncmoe.config import refusals  # imports pydantic, which takes a second

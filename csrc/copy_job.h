@@ -24,7 +24,7 @@ struct JobDim {
     int64_t extent;
     int64_t source_stride;
     int64_t destination_stride;
-    Divider divider;  // by extent; only if `small`
+    Divider divider;  // divides by extent; set only if `small`
 };
 
 // Division by the number of units in a run as one multiplication: n / units = n * multiplier >> 32. With multiplier =

@@ -53,17 +53,17 @@ class DeltaTable {
     std::vector<DeltaRow> rows_;
     std::vector<int64_t> firsts_;
     std::vector<DeltaBlock> blocks_;
-    std::vector<int64_t> first_block_;  // of every chunk, and a sentinel
+    std::vector<int64_t> first_block_;  // each chunk's first block, and a sentinel
     std::vector<int64_t> bytes_;
     int64_t bases_ = 0;
 };
 
 // Totals over all blocks of a chunk.
 struct DeltaFound {
-    uint64_t nbytes;   // of the payload
-    uint64_t sum;      // of terms; or the new ones minus the old ones
-    uint64_t changed;  // elements
-    uint64_t faults;   // blocks with an invalid encoding
+    uint64_t nbytes;   // size of the payload
+    uint64_t sum;      // the sum of terms, or of the new terms minus the old ones
+    uint64_t changed;  // number of changed elements
+    uint64_t faults;   // number of blocks with an invalid encoding
 };
 
 // Compares a chunk's current message, as made by `pack`, with the last one sent (`base`), and encodes the changes into

@@ -72,7 +72,7 @@ DeltaEntry encode_block(const DeltaView& view, const DeltaBlock& block, const st
     std::byte* old = view.message + block.at;
     const int64_t whole = block.elements * block.item;
     const int64_t count = differing(now, old, block.item, block.elements, scratch.positions.get());
-    const int64_t room = whole - count * block.item - 1;  // else a dense body is no larger
+    const int64_t room = whole - count * block.item - 1;  // with larger gaps, a dense body is no larger
     const int64_t gaps = room < 0 ? -1 : write_gaps(scratch.positions.get(), count, scratch.gaps.get(), room);
     changed += static_cast<uint64_t>(count);
     if (gaps >= 0) std::memcpy(body, scratch.gaps.get(), static_cast<size_t>(gaps));

@@ -58,7 +58,7 @@ ASYNCMOE_BOTH inline uint64_t place_bodies(const DeltaView& view, const std::byt
 // Memory that the threads of a block share.
 struct CompareScratch {
     alignas(8) uint8_t changed[kDeltaBlock / kGroup];  // a bit for each element
-    OfTeam<uint32_t> counts;                           // changed elements
+    OfTeam<uint32_t> counts;                           // number of changed elements
     OfTeam<uint32_t> ends;                             // 1 + the last changed element, or 0
     OfTeam<uint32_t> gaps;                             // bytes
     OfTeam<uint64_t> sums;
@@ -186,7 +186,7 @@ ASYNCMOE_BOTH inline void code_block(const DeltaView& view, int64_t number, cons
 
 struct ApplyScratch {
     uint32_t positions[kBatch];
-    int count;         // of positions
+    int count;         // number of positions
     int64_t at, next;  // bytes of gaps decoded so far, and the lowest position still possible
     OfTeam<uint64_t> sums;
 };

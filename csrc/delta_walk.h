@@ -12,8 +12,8 @@ namespace asyncmoe {
 // elements. All numbers of elements are at most kDeltaBlock.
 struct DeltaRow {
     int64_t begin;  // number of its first element in its block
-    int64_t place;  // of the first element, bytes from the base
-    int64_t index;  // of the first element, in the tensor
+    int64_t place;  // the first element's offset from the base, in bytes
+    int64_t index;  // the first element's index in the tensor
     uint64_t seed;
     int32_t base;
     uint32_t elements;
@@ -38,10 +38,10 @@ struct DeltaBlock {
 // The blocks of one chunk, and where their elements lie: in storages, or one after another in a message.
 struct DeltaView {
     const DeltaBlock* blocks;
-    const DeltaRow* rows;  // of all chunks, as the blocks number them
+    const DeltaRow* rows;  // rows of all chunks, numbered as in the blocks
     const int64_t* bases;  // addresses of the storages
-    std::byte* message;    // null: the storages
-    int64_t count;         // of blocks
+    std::byte* message;    // null: elements are in the storages
+    int64_t count;         // number of blocks
 };
 
 ASYNCMOE_BOTH inline int64_t body_bytes(const DeltaBlock& block, DeltaEntry entry) {
@@ -58,7 +58,7 @@ class DeltaWalk {
     struct Spot {
         std::byte* place;
         uint64_t seed;
-        int64_t index;  // in the tensor
+        int64_t index;  // the element's index in the tensor
         int64_t left;   // elements from this one to the end of its run
     };
     ASYNCMOE_BOTH Spot at(int64_t element) {

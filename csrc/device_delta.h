@@ -48,7 +48,7 @@ class DeviceDelta {
 
     const DeltaTable& table_;
     int device_;
-    std::vector<int64_t> bases_;  // as uploaded
+    std::vector<int64_t> bases_;  // the addresses uploaded last
     Memory* memory_ = nullptr;
 };
 #endif

@@ -35,7 +35,7 @@ class DeviceProgram {
     int device_;
     int64_t most_blocks_ = 0;
     std::vector<CopyTable::Chunk> chunks_;
-    std::vector<int64_t> sources_, destinations_;  // as uploaded
+    std::vector<int64_t> sources_, destinations_;  // the addresses uploaded last
     Memory* memory_ = nullptr;
 };
 

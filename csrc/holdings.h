@@ -55,7 +55,7 @@ class Holdings {
 
     Side side_;
     std::vector<int64_t> first_;
-    std::vector<Cell> cells_;  // and a sentinel, whose first_holder ends the last cell's holders
+    std::vector<Cell> cells_;  // the last one is a sentinel, whose first_holder ends the holders of the cell before
     std::vector<int64_t> reach_;
     std::vector<int8_t> axis_;
     std::vector<Holder> holders_;

@@ -27,7 +27,7 @@ struct Config {
     unsigned magic = 0xcafebeef;
     unsigned version;
     int blocking = 0;
-    int cga_cluster_size = kUndefined;  // from here on since 2.17
+    int cga_cluster_size = kUndefined;  // this and all further members exist since 2.17
     int min_ctas = kUndefined;
     int max_ctas = kUndefined;
     const char* net_name = nullptr;

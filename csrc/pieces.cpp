@@ -16,8 +16,8 @@ Coordinates row_major(const Coordinates& shape) {
     return steps;
 }
 
-// Returns the loops over `extents[i]` elements, `strides[i]` apart, from an offset, as a box of a storage's shape, if
-// they form one.
+// Returns the elements visited by nested loops (loop i: `extents[i]` elements, `strides[i]` apart) from an offset as a
+// box of a storage's shape, or nullopt if they do not form a box.
 std::optional<Region> box_of_runs(const Coordinates& shape, int64_t offset, const int64_t* extents,
                                   const int64_t* strides, int count) {
     const Coordinates steps = row_major(shape);

@@ -17,7 +17,7 @@ namespace asyncmoe {
 // Columns of a piece, all int64. Boxes are padded in front to kMaxDims dimensions with extent 1; offset and strides are
 // in elements of the storage.
 enum PieceColumn : int {
-    kTensor,  // a number, or kPadding
+    kTensor,  // number of a tensor, or kPadding
     kStorage,
     kDtype,
     kOffset,

@@ -22,8 +22,8 @@ enum CopyColumn : int {
     kFromStrides = kCopyExtents + kMaxDims,
     kToStrides = kFromStrides + kMaxDims,
     kCopyCast = kToStrides + kMaxDims,  // a Cast
-    kCopyTensor,                        // or kPadding
-    kCopyStart,                         // of the box in the tensor
+    kCopyTensor,                        // number of the tensor, or kPadding
+    kCopyStart,                         // where the box begins in the tensor
     kCopyColumns = kCopyStart + kMaxDims,
 };
 
@@ -32,7 +32,7 @@ int cut_axis(const Region& region);
 
 // The reason why a destination cannot be served.
 struct Fault {
-    bool dtype;  // a dtype that cannot be converted; else an element without a source
+    bool dtype;  // true: a dtype that cannot be converted; false: an element without a source
     int32_t table;
     int64_t row;
     int32_t source_table;
@@ -44,10 +44,10 @@ struct Transfers {
     struct Pair {
         int64_t source;
         int64_t destination;
-        int64_t nbytes;  // on the wire
-        int64_t last;    // index after its last copy
+        int64_t nbytes;  // bytes on the wire
+        int64_t last;    // index after the pair's last copy
     };
-    std::vector<Pair> pairs;  // by source, then destination
+    std::vector<Pair> pairs;  // ordered by source, then destination
 };
 
 // An allowed change of dtype, with the dtypes as numbers.
@@ -124,7 +124,7 @@ class Matching {
     std::vector<DtypeCast> casts_;
     std::optional<Fault> fault_;
     std::vector<Needs> needs_;        // by table
-    std::vector<int64_t> as_source_;  // by position of a destination rank: its position among the sources, or -1
+    std::vector<int64_t> as_source_;  // each destination rank's position among the sources, or -1
     std::vector<Share> sharing_;      // by group
     std::vector<int64_t> shares_;
 };

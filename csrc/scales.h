@@ -35,7 +35,7 @@ struct ScaleJob {
 struct ScaleJobs {
     std::vector<ScaleJob> jobs;
     int64_t blocks;
-    int64_t bytes;  // of all matrices
+    int64_t bytes;  // size of all matrices
 };
 
 // Reads rows of kMatrixColumns. Throws std::invalid_argument for a negative size, or an item size that is not 2 or 4.
@@ -71,7 +71,7 @@ struct MatrixBlock {
     int64_t last_row;
     int64_t column;
     int64_t width;
-    int64_t number;  // of its scale
+    int64_t number;  // index of its scale
 };
 
 ASYNCMOE_BOTH inline MatrixBlock block_of(const ScaleJob& job, int64_t block) {

@@ -29,7 +29,7 @@ def check(config: Config) -> None:
     """Refuse a second place that does not respond, or that has copies although the run has no checkpoint.
 
     Raises:
-        UserError: see `copies.place_of`; or the place fails, or its copies are another run's or must be restored first.
+        UserError: see `copies.place_of`; or the place fails, or has copies of another run, or copies to restore first.
     """
     url, run_dir = config.trainer.checkpoint_copy, config.run.dir
     if url is None:
@@ -69,7 +69,7 @@ class Copier:
     """Sends each new checkpoint, the newest first; one that is superseded meanwhile may be skipped. Use as a context manager.
 
     Failures are reported once until a copy succeeds, and never end the run. The end of the block waits up to `LAST_S` for the last
-    checkpoint, unless the run has failed or the user ended it at once: its next start copies what is missing.
+    checkpoint, unless the run has failed or the user ended it at once; the next start of the run then copies what is missing.
 
     Args:
         asked_to_end: returns how often the user has asked the run to end; one more request ends the wait for the last checkpoint.
@@ -110,7 +110,7 @@ class Copier:
     def _work(self) -> None:
         assert self._place is not None
         while not self._now.is_set():
-            last = self._ending.is_set()  # read first, so that the last checkpoint is seen
+            last = self._ending.is_set()  # read before looking, so that the last checkpoint is not missed
             newest = directories.newest(self._run_dir)
             if newest is not None and newest != self._done:
                 self._copy(newest, self._place)
@@ -128,7 +128,7 @@ class Copier:
         except Exception as error:  # noqa: BLE001  every package has errors of its own; all are reported
             if checkpoint.is_dir() and not self._failing:  # else a newer one has replaced it
                 why = f"{checkpoint.name} was not copied to {place.shown}: {copies.said(error)}"
-                _say(f"{KEY}: {why}; the run goes on, and the next checkpoint is tried again")
+                _say(f"{KEY}: {why}; the run goes on, and copies the next checkpoint")
             self._failing |= checkpoint.is_dir()
             return
         if self._failing:

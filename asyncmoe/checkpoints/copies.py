@@ -135,7 +135,7 @@ def restore(url: str, run_dir: Path, step: int | None = None) -> Path:
     listed: Manifest = _asked(place, lambda: manifest.parse(place.files.cat_file(path), Path(path)))
     if final.exists():
         if intact.fault(final) is None:
-            raise DataError(str(final), got="a checkpoint without damage", expected="none, or a damaged one, to bring back in its place")
+            raise DataError(str(final), got="a checkpoint without damage", expected="none, or a damaged one that the copy can replace")
         directories.set_aside(final)
     with storage.writing(f"checkpoint of step {step}", written):
         shutil.rmtree(written, ignore_errors=True)

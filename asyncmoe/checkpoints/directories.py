@@ -1,7 +1,7 @@
 """Checkpoint directories: `RUN/checkpoints/step-00000012/`, either complete or absent.
 
-A checkpoint is written under a temporary name. Once every rank has written its part, all files and the directory are synced before the
-directory is renamed, and the rename before older checkpoints are deleted: a kill or a power cut at any moment leaves a complete one.
+A checkpoint is written under a temporary name. Once every rank has written its part, all files and the directory are synced, then the
+directory is renamed, the rename is synced, and older checkpoints are deleted: a kill or a power cut at any moment leaves a complete one.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from asyncmoe.errors import ConfigError, DataError
 
 FACTS = "asyncmoe.json"
 _KEYS = {"family": "model.family"}
-"""Configuration keys of facts that have another name."""
+"""By fact: its configuration key, where the names differ."""
 
 
 def facts(checkpoint: Path) -> dict[str, Any]:
@@ -35,10 +35,10 @@ def facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def kind_faults(checkpoint: Path, now: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield an error that names the key for each setting that shows another model family or kind of training.
+    """Yield an error, which names the key, for each setting that shows another model family or kind of training.
 
     Args:
-        now: the current settings, in the form that `finish` stored; settings that both have are compared.
+        now: the current settings, in the form that `finish` stored; settings that the checkpoint has too are compared.
 
     Raises:
         DataError: as `facts`.

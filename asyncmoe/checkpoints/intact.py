@@ -11,12 +11,12 @@ from asyncmoe.checkpoints.manifest import Manifest
 from asyncmoe.errors import DataError
 
 QUICK_BYTES = 2 << 30
-"""Bytes of a checkpoint read before a run starts, smallest files first: a second or two. Trainer ranks read all of it."""
+"""Bytes of a checkpoint to read before a run starts, smallest files first; takes a second or two. Trainer ranks read all of it."""
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A complete but damaged checkpoint: the file, and how it differs."""
+    """A complete but damaged checkpoint: the damaged file, and how it differs from the manifest."""
 
     path: Path
     fault: str
@@ -31,7 +31,7 @@ class Survey:
 
     Attributes:
         newest: the newest undamaged one; None if the run has no checkpoint.
-        damaged: those newer than `newest`, newest first.
+        damaged: the damaged ones newer than `newest`, newest first.
     """
 
     newest: Path | None
@@ -79,7 +79,7 @@ def fault(checkpoint: Path, most_bytes: int | None = None) -> str | None:
     """Return which file of a checkpoint is damaged, and how; None if all files are undamaged.
 
     Args:
-        most_bytes: read the smallest files, up to this many bytes; compare only the sizes of all others. None: read all files.
+        most_bytes: read the smallest files, up to this many bytes; compare only the sizes of the others. None: read all files.
 
     Raises:
         UserError: the checkpoint may be intact, but cannot be read here.
@@ -112,7 +112,7 @@ def chosen(run_dir: Path, step: int | None) -> Path:
 def refused(checkpoint: Path, fault: str) -> DataError:
     """Return the error for exporting a damaged checkpoint; the choice of another is left to the user."""
     older = [path for path in directories.complete(checkpoint.parent.parent) if path < checkpoint]
-    hint = f"--step {directories.step_of(older[-1].name)} takes the checkpoint before" if older else "the run has no older checkpoint"
+    hint = f"--step {directories.step_of(older[-1].name)} exports the checkpoint before it" if older else "the run has no older checkpoint"
     return DataError(str(checkpoint), got=f"a damaged checkpoint: {fault}", expected="undamaged files", hint=hint)
 
 
@@ -121,5 +121,5 @@ def _fault(checkpoint: Path, choose: Callable[[Manifest], Iterable[str]]) -> str
     try:
         listed = manifest.read(checkpoint)
         return manifest.missing_or_cut(checkpoint, listed) or manifest.changed(checkpoint, listed, choose(listed))
-    except DataError as error:  # from the manifest; reported without the checkpoint's path
+    except DataError as error:  # the manifest is damaged; reported without the checkpoint's path
         return f"{error.what.removeprefix(f'{checkpoint}/')}: got {error.got}"

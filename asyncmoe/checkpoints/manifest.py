@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _PIECE_BYTES = 8 << 20
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
-"""Read errors that mean a damaged checkpoint. Any other, such as EACCES or ESTALE, is the machine's."""
+"""Read errors that mean a damaged checkpoint. Any other, such as EACCES or ESTALE, is a fault of the machine."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def unreadable(path: Path, error: OSError) -> str:
     if error.errno in _DAMAGE:
         return str(error.strerror)
     raise UserError(
-        str(path), got=error.strerror, expected="a file that can be read", hint="nothing was changed; start again then"
+        str(path), got=error.strerror, expected="a file that can be read", hint="nothing was changed; start again once it can be read"
     ) from error
 
 
@@ -148,7 +148,7 @@ def parse(text: bytes, path: Path) -> Manifest:
             raise _damaged(path, type(values).__name__)
         if values.get("format") != _FORMAT:
             got = f"format {str(values.get('format'))[:20]}"
-            raise UserError(str(path), got=got, expected=f"format {_FORMAT}", hint="a later asyncmoe wrote it; use that one")
+            raise UserError(str(path), got=got, expected=f"format {_FORMAT}", hint="a later asyncmoe wrote it; use that version")
         files = values["files"]
         if values["check"] != _check(files):
             raise _damaged(path, "content that does not match its own checksum")

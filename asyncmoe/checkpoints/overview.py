@@ -29,7 +29,7 @@ class CheckpointLine:
     Attributes:
         step: None if the name has none.
         saved: Unix time; None if unknown.
-        fault: the damaged file and how it differs; "" unless `state` is damaged.
+        fault: the damaged file and how it differs from the manifest; "" unless `state` is damaged.
     """
 
     name: str

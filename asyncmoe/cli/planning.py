@@ -108,7 +108,7 @@ def simulate(
         bool,
         typer.Option(
             "--sweep",
-            help="Try several splits of the same GPUs between engines and trainer, each with max_staleness 1, 2, 4, 8 and its own.",
+            help="Try several splits of the same GPUs between engines and trainer, each with max_staleness 1, 2, 4, 8 and the plant's.",
         ),
     ] = False,
     measured: _Measured = None,
@@ -132,7 +132,7 @@ def simulate(
 
         asyncmoe simulate examples/plant.yaml engines.count=96 trainer.gpus=32 --sweep
 
-    It reports the best split, max_staleness, and speed-up over synchronous.
+    It reports the best split, max_staleness, and speed-up over mode sync.
     """
     from asyncmoe import tables
     from asyncmoe.plan import speeds

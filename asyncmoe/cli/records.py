@@ -17,7 +17,7 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="File to write; default: report.html of the run, or comparison.html of the first.")
     ] = None,
     samples: Annotated[
-        bool, typer.Option("--samples/--no-samples", help="Show sampled trajectories; only you can read a file that has some.")
+        bool, typer.Option("--samples/--no-samples", help="Include sampled trajectories; only you can read the file then.")
     ] = True,
 ) -> None:
     """Write the report of a run, or a page that compares several.
@@ -41,22 +41,22 @@ def checkpoints(
     restore: Annotated[
         str | None, typer.Option(metavar="URL", help="Restore a checkpoint from the copies that trainer.checkpoint_copy=URL made.")
     ] = None,
-    step: Annotated[int | None, typer.Option(min=0, help="With --restore: the step; default: the newest that is complete there.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="With --restore: its step; default: the newest complete copy.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each checkpoint.")] = False,
 ) -> None:
     """List the checkpoints of a run: step, time, size, state.
 
     A checkpoint is
 
-    - complete: all files of its manifest are there, in their sizes
+    - complete: all files of its manifest are there, with the right sizes
 
-    - verified: with --verify, which reads them, at the speed of the disk
+    - verified: --verify has read every file and found no damage
 
-    - damaged: the line names the file. A run that resumes takes the one before
+    - damaged: the line names the file. A resumed run takes the one before it
 
     - unfinished: being written now, or left by a save that was killed
 
-    The status is 1 if one is damaged. For example:
+    The exit status is 1 if a checkpoint is damaged. For example:
 
         asyncmoe checkpoints runs/demo --verify
 
@@ -90,7 +90,7 @@ def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run dire
     """Show the Python stacks of a run, e.g. to see where it hangs.
 
     The run's processes are those recorded in its directory. For a run on
-    several hosts, the end of the output names those not covered. To profile
+    several hosts, the end of the output names the hosts not covered. To profile
     steps instead, see docs/guides/profiling.md.
     """
     from asyncmoe.launch import stacks as command
@@ -106,7 +106,7 @@ def show(
     version: Annotated[int | None, typer.Option(help="Groups with a token that this weight version sampled.")] = None,
     outcome: Annotated[
         Literal["trained", "queued", "dropped", "requeued", "rejected", "lost"] | None,
-        typer.Option(help="Groups with this outcome; lost: in a restart of the run."),
+        typer.Option(help="Groups with this outcome; lost: undone when the run resumed."),
     ] = None,
     worst: Annotated[bool, typer.Option("--worst", help="The lowest mean reward first.")] = False,
     best: Annotated[bool, typer.Option("--best", help="The highest mean reward first.")] = False,

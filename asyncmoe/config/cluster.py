@@ -13,10 +13,10 @@ class ClusterSection(Section):
     the name of an interface (ib0); or a network (10.1.0.0/16) in which this machine has an address. The environment variable ASYNCMOE_HOST
     overrides it."""
     port: Port = 0
-    """Port of the controller; 0: any free port, which rendezvous.json names. With network: loopback, 0 opens no port, because processes of
-    one machine use a Unix socket. Set it if a firewall opens fixed ports only."""
+    """Port of the controller; 0: any free port, which rendezvous.json names. If network is loopback, 0 opens no port, because processes of
+    one machine use a Unix socket. Set it if a firewall admits fixed ports only."""
     trainer_nodes: Positive = 1
-    """Nodes of the trainer; each runs the same number of trainer.ranks."""
+    """Nodes of the trainer; trainer.ranks are spread over them evenly."""
     engine_nodes: Positive = 1
     """Nodes over which the engines are spread; the controller runs on the first."""
     heartbeat_timeout_s: Seconds = 30.0

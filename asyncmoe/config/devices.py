@@ -29,7 +29,7 @@ class Wanted:
     Attributes:
         ranks: trainer ranks.
         engines: number of engines, or of parts of engines over several machines.
-        tp: GPUs of each of them.
+        tp: GPUs of each engine or part.
         first: the first GPU of engine 0.
         share: an engine and a trainer rank may use the same GPU (`engines.share_gpus`).
         parted: these are parts of engines over several machines.
@@ -97,10 +97,11 @@ def wanted(config: Config, several: bool) -> tuple[Wanted, ...]:
 
 
 def engine_gpu(config: Config, index: int, node: int, several: bool) -> int:
-    """The first GPU of one node of an engine: on one machine its nodes follow one another, else each has the machine's `index`-th share.
+    """The first GPU of one node of an engine. On one machine the GPUs of its nodes are adjacent; on several, each node has the `index`-th
+    share of its machine.
 
     Args:
-        index: of the engine, or of its part, on the machine.
+        index: number of the engine, or of its part, on the machine.
     """
     per_node, first = config.engines.ranks_per_node, first_gpu(config, several)
     return first + index * per_node if several else first + index * config.engines.tp + node * per_node
@@ -122,7 +123,7 @@ def place(asked: Wanted, gpus: int, hidden: int = 0) -> Devices:
             "trainer.ranks",
             got=f"{asked.ranks} on a machine with {counted(gpus)}{limited}",
             expected=f"at most {gpus}, as NCCL refuses two ranks on one GPU",
-            hint=f"{more}lower it, with trainer.tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml is for one",
+            hint=f"{more}lower it, with trainer.tp, pp and ep, or take a machine with more GPUs; examples/demo-gpu.yaml needs one GPU",
         )
     devices = asked.devices
     if devices.shared and not asked.share:

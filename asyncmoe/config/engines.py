@@ -36,24 +36,25 @@ class EngineSection(Section):
     """First GPU of the engines on a machine: engine i takes tp GPUs starting at first_gpu + i * tp. null: the first GPU after the trainer's
     if the run has one machine (0 with share_gpus), else 0."""
     share_gpus: bool = False
-    """Engines and trainer of one machine share GPUs, starting at GPU 0: the arithmetic of `asyncmoe plan` divides the memory of each, and
+    """Engines and trainer of one machine share GPUs, starting at GPU 0: the memory of each GPU is divided as `asyncmoe plan` computes, and
     weights travel over CUDA IPC. false: a run in which an engine and the trainer would use one GPU is refused."""
     max_running: Positive = 16
     """Requests a server decodes at once; further requests wait in its queue. Lower it if the server retracts requests."""
     max_total_tokens: Positive | None = None
-    """Size of a server's KV cache, in tokens; null: what fits, by SGLang or by the arithmetic of `asyncmoe plan`."""
+    """Size of a server's KV cache, in tokens; null: as much as fits, computed as in `asyncmoe plan` if engines stage weights or share GPUs
+    with the trainer, otherwise chosen by SGLang."""
     start_timeout_s: Seconds = 180.0
     """Seconds processes wait for each other at the start. Raise it for large checkpoints on a slow file system."""
     hang_timeout_s: Seconds = Field(60.0, ge=12.0)
-    """Seconds after its last token (of a request or a probe) by which a hung engine is killed; its responses continue elsewhere. It stops
-    getting new requests long before. Raise it if a forward pass can take a third of it."""
+    """A hung engine is killed within this many seconds of its last token (of a request or a probe); its responses continue elsewhere. It
+    gets no new requests long before that. Raise this if a forward pass can take a third of it."""
     restarts: NonNegative = 3
     """How often an engine that died or hung starts again; 5 s pass before the first restart and twice as long before each further one. It
     serves from the next version on; if no other engine is left, the trainer sends its weights once more. (With sync.method broadcast or
     disk, or sync.every above 1, the run ends instead.)"""
     orphan_s: NonNegativeSeconds = 60.0
-    """Seconds engines outlive a lost controller, until the next one takes them over. Raise it if the controller takes long to start. 0:
-    engines end with their controller, and losing it ends the run."""
+    """Seconds that engines outlive a lost controller, waiting for the next one to take them over. Raise it if the controller takes long to
+    start. 0: engines end with their controller, and losing it ends the run."""
     args: tuple[str, ...] = ()
     """Further arguments for sglang.launch_server, among those that asyncmoe supports."""
 

@@ -22,8 +22,8 @@ class ToolsSection(Section):
     """Tools by name: calculator, python (sandboxed), or your own functions as package.module:function."""
     style: str = "hermes"
     """Syntax of a call in a response. hermes: <tool_call> around a JSON object with name and arguments; brackets: [name: argument], for
-    models so small that every token counts; or the name of one of SGLang's parsers, such as qwen3_coder or deepseekv3. Kind openai returns
-    such calls as its API's tool calls, and needs names: brackets is refused."""
+    models so small that every token counts; or the name of one of SGLang's parsers, such as qwen3_coder or deepseekv3. environment.kind
+    openai returns such calls as its API's tool calls; it refuses brackets, in which a call may lack its tool's name."""
     schemas: bool | None = None
     """Give the tools' schemas to the chat template, which describes them to the policy. null: if style is not brackets and the task has
     chat prompts."""
@@ -88,7 +88,7 @@ class EnvironmentSection(Section):
             hint = "set environment.kind to tools, or pass the servers to your own class: WithTools(mcp=...)"
             raise refused("environment.tools.mcp", "servers", f"none because environment.kind is {self.kind}", hint)
         if self.sandbox != SandboxSection() and (self.kind != "tools" or "python" not in self.tools.names):
-            expected = "no keys because environment.kind tools with python in environment.tools.names alone uses them"
+            expected = "no keys because only environment.kind tools with python in environment.tools.names uses them"
             hint = "your own class passes the keys to WithTools(sandbox=...)"
             raise refused("environment.sandbox", "keys", expected, hint)
         if self.kind == "openai" and self.tools.style == "brackets":

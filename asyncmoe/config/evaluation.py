@@ -14,12 +14,12 @@ _SAMPLED = ("prompts", "samples", "temperature", "top_p", "max_new_tokens")
 
 
 class EvaluationSet(SourceSection):
-    """A mapping: sets of questions by name, each with these keys, evaluated and recorded by itself. A set without a source asks questions
-    held out from the task; a set with a subset or split but no path reads the task's path. Keys without a value default to those of
-    `evaluation`."""
+    """A mapping: sets of questions by name, each with these keys; each set is evaluated and recorded by itself. A set without a source asks
+    questions held out from the task; a set with a subset or split but no path reads the task's path. Keys without a value default to those
+    of `evaluation`."""
 
     kind: Kind | None = None
-    """As task.kind, for the set; null: dataset if the task is one or a subset or split is given, else jsonl."""
+    """As task.kind, for the set; null: dataset if task.kind is dataset or a subset or split is given, else jsonl."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of your own class."""
     prompts: Positive | None = None
@@ -73,8 +73,8 @@ class EvaluationSection(Section):
     """Episodes per question; more give a less noisy mean, and pass@k for k up to their number."""
     path: Path | None = None
     """Source of evaluation questions, in the format of task.path; training leaves out prompts that equal one of them except in white space
-    and system messages. null: questions held out from the task, which training never asks; of a task without end (arithmetic) they are
-    drawn separately, and may coincide with training questions."""
+    and system messages. null: questions held out from the task, which training never asks; for an endless task (arithmetic) they are drawn
+    separately, and may coincide with training questions."""
     sets: dict[str, EvaluationSet] = Field({})
     pass_reward: Real = 1.0
     """Lowest reward with which an episode passes, for pass@k."""
@@ -102,5 +102,5 @@ class EvaluationSection(Section):
             if not name.replace("-", "_").replace(".", "_").isidentifier() and not name.isalnum():
                 raise refused("evaluation.sets", f"the name {name!r}", "letters, digits, '_', '-' and '.'")
             if one.held_out and (one.where or one.filter or one.columns or one.options):
-                raise refused(f"{key}.path", "nothing", "the set's own source because it has keys that belong to one")
+                raise refused(f"{key}.path", "nothing", "the set's own source, which its other keys describe")
         return self

@@ -47,7 +47,7 @@ NonNegative = Annotated[int, Field(ge=0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), FINITE, NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0), FINITE, NUMBER]
 _WEEK_S = 604800
-"""Longest wait: three times it, in milliseconds, still fits the timeout of poll(2)."""
+"""Longest wait in seconds: three times as long, in milliseconds, still fits the timeout of poll(2)."""
 Seconds = Annotated[float, Field(gt=0, le=_WEEK_S), FINITE, NUMBER]
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=_WEEK_S), FINITE, NUMBER]
 Decay = Annotated[float, Field(ge=0, lt=1), FINITE, NUMBER]

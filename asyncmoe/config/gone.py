@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LAST = "64a8fbaf"
-"""Last commit that has all of them."""
+"""Last commit that has all removed keys and commands."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Gone:
 
     Attributes:
         instead: what to do instead; follows "expected" in the message.
-        idle: values that need no refusal; None: all, because another key triggers it.
+        idle: values that are not refused; None: all, because another key triggers the refusal.
     """
 
     instead: str
@@ -38,15 +38,15 @@ _NAME = "nothing: the run has the name of run.dir"
 _SANDBOX = "nothing for bubblewrap; environment.sandbox.image for containers, environment.sandbox.url for a server"
 _LEFT_OUT = "nothing: training leaves out the questions that the evaluation asks"
 _OUTAGE = "nothing: a scorer that cannot be reached is retried until scoring.deadline_s"
-_WHOLE = "nothing: a data set is read whole; it is mapped into memory, so it may be larger than that"
+_WHOLE = "nothing: a data set is read whole; it is mapped into memory, so it may be larger than memory"
 _PROFILE = "nothing: a profile has the names of operators and their times"
-_HOST = "nothing: /metrics is on 127.0.0.1, where an agent of Prometheus on the same machine reads it"
+_HOST = "nothing: /metrics is on 127.0.0.1, where a Prometheus agent on the same machine reads it"
 _CHECKED = "nothing: verify.max_logprob_diff and verify.anomalies.kl_engine check every step, without another forward pass"
-_BOUND = "a fixed bound, above: running medians are no longer kept"
+_BOUND = "a fixed bound, in the key above: running medians are no longer kept"
 _REWARD = "nothing: watch.alerts.command and the report show a reward that falls"
 _TAIL = "nothing: run.mode async has no batches whose tail could be cut"
 _ORDER = "nothing: a task of your own decides which prompts come next (examples/real/curriculum.py, docs/guides/task.md)"
-_FUSED = "nothing: on where Transformer Engine has it and it computes correctly; trainer.megatron.transformer_impl=local turns it off"
+_FUSED = "nothing: it is on where Transformer Engine has it and computes correctly; trainer.megatron.transformer_impl=local turns it off"
 _CLOCKS = "nothing: clocks of two machines may differ by ten seconds; synchronise them (chronyc tracking, timedatectl)"
 _COMMAND = "watch.alerts.command, a program of your own that gets every alert, for example curl with --data @-"
 
@@ -63,7 +63,7 @@ KEYS = _table(
     ("evaluation.min_p evaluation.sets.min_p", "rollout.min_p, which evaluations use too", (None,)),
     ("evaluation.top_k evaluation.sets.top_k", "rollout.top_k, which evaluations use too", (None,)),
     ("evaluation.overlap evaluation.sets.overlap", _LEFT_OUT, ("refuse", "leave_out", None)),
-    ("journal", "nothing: log files have 64 MiB, and the wait for a server is a minute", ANY),
+    ("journal", "nothing: a log file holds 64 MiB, and the wait for a server is a minute", ANY),
     ("journal.enabled log.enabled", "nothing: a run always keeps its log", (True,)),
     ("journal.folder", "log.folder", (None,)),
     ("journal.max_bytes", "log.max_bytes", (256 << 30,)),
@@ -81,9 +81,9 @@ KEYS = _table(
     ("queue.redis", f"{_MEMORY}; log.redis keeps the log in Redis", (None,)),
     ("queue.staleness.eta", "queue.staleness.max_staleness", ()),
     ("queue.staleness.max_age", "queue.staleness.drop_above", ()),
-    ("rollout.affinity_slack", "nothing: a request goes to the engine that answered before, else to the one with the fewest", ANY),
-    ("rollout.balance", "nothing: a request goes to the engine that answered before, else to the one with the fewest", ("least_loaded",)),
-    ("rollout.oversample", "nothing: a group has all its responses; the first to finish would be the short ones", (0,)),
+    ("rollout.affinity_slack", "nothing: a request goes to the engine of its conversation, else to the one with the fewest requests", ANY),
+    ("rollout.balance", "nothing: a request goes to the engine of its conversation, else to the least loaded one", ("least_loaded",)),
+    ("rollout.oversample", "nothing: a group waits for all its responses; the first to finish would be the short ones", (0,)),
     ("rollout.tail_batching", _TAIL, (1.0,)),
     ("run.resume", "nothing: the same command resumes the run; another run.dir starts a new one", (True,)),
     ("scoring.backoff_s", "nothing: half a second before the first retry, twice as long before each further one, up to 30", ANY),
@@ -110,8 +110,8 @@ KEYS = _table(
     ("telemetry.profile.max_mb telemetry.profile.shapes telemetry.profile.stack", _PROFILE, (2048, False)),
     ("telemetry.profile.trace", "nothing: a profile has a trace", (True,)),
     ("telemetry.prometheus_host", _HOST, ("127.0.0.1", "localhost", "::1")),
-    ("telemetry.samples.max_bytes", "nothing: the folder of samples has 256 MiB at most", (1 << 28,)),
-    ("telemetry.samples.max_tokens", "nothing: 8,192 tokens are kept of a prompt, and of what follows it", (8192,)),
+    ("telemetry.samples.max_bytes", "nothing: the folder of samples holds at most 256 MiB", (1 << 28,)),
+    ("telemetry.samples.max_tokens", "nothing: at most 8,192 tokens each are kept of a prompt and of the text after it", (8192,)),
     ("telemetry.trackio.group", "nothing: Trackio's own page groups runs by their configuration", (None,)),
     ("telemetry.trackio.space_id", "the id in the variable TRACKIO_SPACE_ID", (None,)),
     ("telemetry.trackio.server_url", "the address in the variable TRACKIO_SERVER_URL", (None,)),
@@ -145,14 +145,14 @@ _STEADY = "nothing: engines, trainer and scoring are simulated without failures,
 PLANT = _table(
     ("prompt_tokens tool_tokens", _CONTEXTS, (0,)),
     ("engines.context_s engines.prefill_token_s engines.prefill_chunk engines.prefix_hits engines.kv_tokens", _CONTEXTS, (0, None)),
-    ("engines.balance", "nothing: a request goes to the engine with the fewest", ("least_loaded",)),
-    ("engines.affinity_slack", "nothing: a request goes to the engine with the fewest", ANY),
+    ("engines.balance", "nothing: a request goes to the engine with the fewest requests", ("least_loaded",)),
+    ("engines.affinity_slack", "nothing: a request goes to the engine with the fewest requests", ANY),
     ("engines.slow_share engines.slow_factor engines.per_node", _STEADY, ANY),
     ("trainer.token_s trainer.attention_width trainer.bytes_per_token trainer.fetch_bytes_per_s", "trainer.step_s", (0, None)),
     ("engines.order", "nothing: requests are simulated in the order of arrival", ("arrival",)),
     ("queue_capacity", "nothing: max_staleness bounds what is queued", (None,)),
     ("tail_batching", _TAIL, (1.0,)),
-    ("sync.plan", "sync.seconds, as asyncmoe plan prints them", (None,)),
+    ("sync.plan", "sync.seconds, as asyncmoe plan prints it", (None,)),
     ("sync.landing", "nothing: engines pause for a new version", ("pause",)),
     ("sync.recompute", _CONTEXTS, (False,)),
     ("scaling.first", "engines.count: try several", (None,)),
@@ -185,7 +185,7 @@ COMMANDS: Mapping[str, str] = {
     "bench queue": "asyncmoe bench batches",
     "bench staging": "asyncmoe plan --config FILE",
     "bench store": "asyncmoe bench sync",
-    "doctor --compare": "jq -c .versions of each node's asyncmoe doctor --json, which sort -u shows where they differ (docs/cluster.md)",
+    "doctor --compare": "asyncmoe doctor --json on each node: jq -c .versions and sort -u show where nodes differ (docs/cluster.md)",
     "plan --bucket-bytes": "--config FILE with sync.bucket_bytes",
     "plan --dtype": "nothing: weights on GPUs are bfloat16, or float8 as the checkpoint says",
     "plan --engines": _RUN,
@@ -196,7 +196,7 @@ COMMANDS: Mapping[str, str] = {
     "report --serve": _LIVE,
     "show --plain": "asyncmoe show --json, for programs",
     "simulate --mode": "nothing: all modes are simulated",
-    "simulate --trace": "workload=RUN_DIR for its lengths; sizes and seconds are keys, as its config.yaml and its report have them",
+    "simulate --trace": "workload=RUN_DIR for a run's lengths; set sizes and seconds by keys, from its config.yaml and its report",
     "simulate --staleness": "max_staleness=N, which --sweep tries besides 1, 2, 4 and 8",
 }
 """Removed command of `asyncmoe`, or option of one -> what to do instead."""

@@ -45,7 +45,7 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
 def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     """Return the values of a YAML file, and the line of each key by its path. Raises ConfigError if it is missing or not YAML."""
     try:
-        if not path.is_file():  # a device may have no end
+        if not path.is_file():  # reading a device may never end
             hint = f"the file comes first: CONFIG {path}" if "=" in str(path) else None
             raise ConfigError(
                 str(path),

@@ -18,8 +18,8 @@ class LogSection(Section):
     replays the batches it had trained since its checkpoint, trains what was queued, and continues what was unfinished."""
 
     folder: Path | None = None
-    """Folder of the log, on the controller's node; null: `log` in run.dir. A local disk is faster than a network file system; it survives
-    the processes, not the node."""
+    """Folder of the log, on the controller's node; null: `log` in run.dir. A local disk is faster than a network file system; the log then
+    survives its processes, but not the node."""
     redis: str | None = None
     """Keep the log in this Redis server (6.2 or later) instead of a folder: redis://host:port/database, rediss:// (TLS) or
     unix:///path?db=database; a user name goes before an @, the password into ASYNCMOE_LOG_PASSWORD. The server needs appendonly yes,
@@ -39,7 +39,7 @@ class LogSection(Section):
             raise refused("log.folder", self.folder, "null with log.redis; leave one of them out")
         if self.redis is not None and not _ADDRESS.fullmatch(self.redis):
             forms = "redis://host:port/database, rediss://host:port/database or unix:///path?db=database, where database is a number"
-            got = re.sub("//.*@|password=.*", "(hidden)", self.redis)  # which `config.yaml` would show
+            got = re.sub("//.*@|password=.*", "(hidden)", self.redis)  # `config.yaml` would show a password
             raise refused("log.redis", got, f"{forms}, without a password, which is in ASYNCMOE_LOG_PASSWORD")
         return self
 

@@ -36,15 +36,15 @@ class LoraSection(Section):
     gate_proj and up_proj, B of down_proj), which makes the adapter two to three times smaller."""
 
     start: Path | None = None
-    """Directory of a PEFT adapter to start from, with the same rank, alpha and targets. The reference policy is still the model without it.
-    null: new adapters, which change nothing yet."""
+    """Directory of a PEFT adapter to start from, with the same rank, alpha and targets. The reference policy is still the model without the
+    adapter. null: new adapters, which change nothing yet."""
 
     @field_validator("targets")
     @classmethod
     def _in_order(cls, value: tuple[Target, ...] | None) -> tuple[Target, ...] | None:
-        """Put the targets in the order of `TARGETS`, so that equal sets are equal configurations; refuse none."""
+        """Put the targets in the order of `TARGETS`, so that equal sets are equal configurations; refuse an empty list."""
         if value == ():
-            raise refused("lora.targets", "none", "at least one of them; leave the key out for all")
+            raise refused("lora.targets", "none", "at least one target; leave the key out for all")
         return value and tuple(name for name in TARGETS if name in value)
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ class McpServer(Section):
     args: tuple[str, ...] = ()
     """Arguments of the command."""
     env: dict[str, str] = Field({})
-    """Variables of the command. Of the rollout worker's variables it gets only HOME, LOGNAME, PATH, SHELL, TERM and USER."""
+    """Environment variables of the command. Of the rollout worker's it gets only HOME, LOGNAME, PATH, SHELL, TERM and USER."""
     env_from: tuple[str, ...] = ()
     """Names of variables of the rollout worker that the command gets; for secrets, which do not belong in the configuration."""
     cwd: Path | None = None
@@ -28,7 +28,7 @@ class McpServer(Section):
     token_env: str | None = None
     """Variable of the rollout worker's environment with the URL's bearer token."""
     tools: tuple[str, ...] = ()
-    """Tools that the policy gets, by the server's names; none: all."""
+    """Tools that the policy gets, by the server's names for them; none: all."""
     prefix: str = ""
     """Prefix of the tools' names, for servers with tools of the same name."""
     start_timeout_s: Seconds = 30.0

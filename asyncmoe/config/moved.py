@@ -1,4 +1,4 @@
-"""The configuration of a run by the directory it is in now: a run may have been moved, copied or renamed since it was written there."""
+"""The configuration of a run, adapted to the directory the run is in now: it may have been moved, copied or renamed since its start."""
 
 from __future__ import annotations
 

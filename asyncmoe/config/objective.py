@@ -51,13 +51,13 @@ class CorrectionSection(Section):
     cap: PositiveFloat | None = 2.0
     """Truncated importance sampling: use min(weight, cap); null: no cap."""
     token_band: Band | None = None
-    """IcePop, MIS: reject tokens whose ratio is outside, for example [0.5, 5]; use with cap null."""
+    """IcePop, MIS: reject tokens whose ratio is outside this range, for example [0.5, 5]; use with cap null."""
     sequence_band: Band | None = None
-    """Reject sequences whose product of ratios is outside, for example [0.5, 2]."""
+    """Reject sequences whose product of ratios is outside this range, for example [0.5, 2]."""
     geometric_band: Band | None = None
-    """Reject sequences whose geometric mean of ratios is outside, for example [0.99, 1.01]."""
+    """Reject sequences whose geometric mean of ratios is outside this range, for example [0.99, 1.01]."""
     veto: Band | None = None
-    """Reject sequences with any token whose ratio is outside, for example [1e-4, 100]."""
+    """Reject sequences with any token whose ratio is outside this range, for example [1e-4, 100]."""
     opsm_delta: NonNegativeFloat | None = None
     """DeepSeek-V3.2: reject tokens with negative advantage in sequences whose mean log-ratio of engine to trainer is above this, for
     example 1e-4."""
@@ -93,8 +93,8 @@ class ProcessSection(Section):
     """Process rewards: rewards of single steps, added to the reward of the whole response."""
 
     weight: NonNegativeFloat = 0.0
-    """Weight of step rewards; 0: off. Step rewards are normalised by their mean and deviation over a group; weight times the sum of the
-    normalised rewards of a token's own step and all later steps is added to its advantage."""
+    """Weight of step rewards; 0: off. Step rewards are normalised by their mean and deviation over a group. A token's advantage gains
+    weight times the sum of the normalised rewards of its own step and all later steps."""
 
 
 class DistillSection(Section):
@@ -103,7 +103,7 @@ class DistillSection(Section):
     weight: NonNegativeFloat = 0.0
     """Weight; 0: off. weight * (log pi_teacher - log pi_engine) is added to a token's advantage."""
     clip: PositiveFloat | None = None
-    """Clip that difference to [-clip, clip], in nats; null: no clipping."""
+    """Clip log pi_teacher - log pi_engine to [-clip, clip], in nats; null: no clipping."""
 
 
 class ObjectiveSection(Section):

@@ -45,6 +45,6 @@ class QueueSection(Section):
 
     staleness: StalenessSection = StalenessSection()
     capacity: Positive | None = None
-    """Trajectories the queue holds before adding more waits; null: (max_staleness + 1) * batch. Lower it to save memory."""
+    """Maximum trajectories in the queue; further ones wait. null: (max_staleness + 1) * batch. Lower it to save memory."""
     lease_timeout_s: Seconds = 600.0
     """Seconds the trainer waits for a batch before the run fails. Raise it if responses are long."""

@@ -27,7 +27,7 @@ class Source:
     """Where values come from, for messages.
 
     Attributes:
-        name: of the file.
+        name: name of the file.
         lines: line in the file by path of the key.
         overrides: paths of the keys that the command line sets.
     """
@@ -83,7 +83,7 @@ def _explained(one: ErrorDetails, source: Source, schema: type[BaseModel]) -> Co
     if one["type"] == "value_error":
         key, _, rest = str(one["ctx"]["error"]).partition(": got ")
         got, _, expected = rest.partition(", expected ")
-        if "." not in key:  # of a section whose name is the user's own
+        if "." not in key:  # the key's section has a name of the user's own
             key = ".".join(parts if parts[-1:] == (key,) else (*parts, key))
         return ConfigError(f"{source.at(key.split('.'))}: {key}", got=got, expected=expected)
     return ConfigError(what, got=repr(one["input"]), expected=wanted(one), hint=_meant(one))
@@ -135,7 +135,7 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _section_at(section: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
     for part in location:
         if part not in section.model_fields:
-            continue  # the index in a list, or the name in a mapping, of a section that the part before it led to
+            continue  # an index or a name inside a list or mapping of sections, whose class `section` already is
         annotation = section.model_fields[str(part)].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
         section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))

@@ -39,7 +39,7 @@ class RolloutSection(Section):
     order: Order = "fifo"
     """Which request goes next once max_concurrent are in flight; a request that continues an episode precedes a new one. fifo: first
     come, first served; longest_first: prompts whose responses have been long so far; probes_first: one response to each new prompt, then
-    the others, those to prompts with a long one first (for run.mode sync and one_step_off; in async more groups are dropped)."""
+    the others, starting with prompts whose responses were long (for run.mode sync and one_step_off; in async more groups are dropped)."""
     request_timeout_s: Seconds = 300.0
     """Seconds an engine may take for a response; a slower response is rejected and its group started over."""
     interruption: Interruption = "in_place"

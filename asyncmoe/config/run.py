@@ -18,8 +18,8 @@ class RunSection(Section):
     steps: Positive
     """Reinforcement-learning steps, not counting warmup.steps."""
     mode: Literal["async", "sync", "one_step_off"] = "async"
-    """async: engines and trainer run at the same time, within queue.staleness.max_staleness. The other two are baselines. sync: each
-    batch is sampled by the weights it is trained from, so engines and trainer take turns (sets max_staleness 0). one_step_off: a batch
+    """async: engines and trainer run at the same time, within queue.staleness.max_staleness. The other two are baselines. sync: each batch
+    is sampled with the weights that it then trains, so engines and trainer take turns (sets max_staleness 0). one_step_off: a batch
     is sampled while the previous one is trained, and finishes before new weights land (sets max_staleness 1 and rollout.interruption
     drain)."""
     seed: NonNegative = 0

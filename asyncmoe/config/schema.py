@@ -118,7 +118,7 @@ class Config(Section):
     def _check_task(self) -> Config:
         """Refuse evaluation sets that cannot be read, and a user's own task without a scorer."""
         if plugins.is_name(self.task.kind) and self.scoring.scorer == "auto" and self.environment.kind in ("single_turn", "tools"):
-            expected = f"a scorer by name because task.kind is {self.task.kind}, of whose answers nothing is known"
+            expected = f"a scorer by name because nothing is known about the answers of task.kind {self.task.kind}"
             raise refused("scoring.scorer", "auto", expected, "name exact, math_verify or your own")
         for name, one in self.evaluation.every_set.items():
             if one.held_out:
@@ -136,7 +136,7 @@ class Config(Section):
     def _check_rewards(self) -> Config:
         """Refuse an objective without the rewards, steps or teacher it learns from."""
         if self.rollout.filter_equal and (advantage := self.objective.advantage) in ("reinforce_plus_plus", "gdpo"):
-            expected = f"false because objective.advantage is {advantage}, to which a group of equal rewards carries an advantage"
+            expected = f"false because objective.advantage is {advantage}, which gives a group of equal rewards an advantage"
             hint = "set it to false, or choose an advantage that compares within the group"
             raise refused("rollout.filter_equal", "true", expected, hint)
         for name, weight in (("process", self.objective.process.weight), ("distill", self.objective.distill.weight)):
@@ -154,7 +154,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_profile(self) -> Config:
-        """Refuse steps and ranks that the run does not have: nothing would be profiled."""
+        """Refuse to profile steps and ranks that the run does not have."""
         if (profile := self.telemetry.profile) is None:
             return self
         total = self.warmup.steps + self.run.steps
@@ -194,8 +194,8 @@ class Config(Section):
 
     @property
     def survives_controller(self) -> bool:
-        """True if a lost controller can be restarted, with the trainer, while engines wait for it: it must be able to tell from the log
-        what was sampled and trained, and whether an engine holds a whole version."""
+        """True if a lost controller can be restarted, with the trainer, while engines wait for it: it must find in the log what was sampled
+        and trained, and whether an engine holds a whole version."""
         return self.sync.method == "reshard" and self.engines.orphan_s > 0
 
     @property

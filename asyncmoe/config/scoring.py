@@ -49,7 +49,7 @@ class ScoringSection(Section):
     deadline_s: Seconds = 600.0
     """Seconds the scoring of one response may take, including all waiting and retries."""
     retries: NonNegative = 2
-    """Retries of a call that raised or timed out. One that cannot connect is retried until the deadline. 0: neither is retried."""
+    """Retries of a call that raised or timed out. A call that cannot connect is retried until the deadline. 0: neither is retried."""
     try_first: bool = True
     """Score the first prompt's own answer, once, before engines start, by the scorer and by the teacher; the run ends if that fails.
     false: for an endpoint that is ready only later."""

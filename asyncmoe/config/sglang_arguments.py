@@ -1,6 +1,6 @@
-"""Arguments (`engines.args`) and environment variables of SGLang's server that users may set: those that leave recorded log-probabilities,
-routes and masks, versions, and the memory that weights are written into as asyncmoe expects. All others are refused, so that an argument of
-another SGLang is reviewed before a run trains with it.
+"""Arguments (`engines.args`) and environment variables of SGLang's server that users may set: those that change nothing asyncmoe relies on
+(recorded log-probabilities, routes and masks, versions, and the memory that weights are written into). All others are refused, so that an
+argument of another SGLang is reviewed before a run trains with it.
 
 Source: the fields of sglang 0.5.23's ServerArgs (srt/arg_groups/fields) and srt/environ.py. A test compares them.
 """
@@ -55,7 +55,7 @@ def refusal(words: Iterable[str]) -> str:
 
 
 def unknown_variables(environ: Iterable[str]) -> list[str]:
-    """Return the names of SGLang's variables in an environment that are not supported."""
+    """Return the names of an environment's SGLang variables that are not supported."""
     return sorted(one for one in environ if one.startswith("SGLANG_") and not one.startswith(tuple(_VARIABLES.split())))
 
 

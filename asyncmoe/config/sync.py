@@ -15,15 +15,15 @@ class SyncSection(Section):
     """Weight sync: how new weights reach the engines."""
 
     method: Literal["reshard", "broadcast", "disk"] = "reshard"
-    """reshard: every engine rank receives exactly its own shards from the trainer ranks that hold them while it generates, and pauses
-    only to swap them in; where a GPU has no room for a second copy of its shard, engines pause for the whole transfer. broadcast: rank 0
+    """reshard: while it generates, every engine rank receives exactly its own shards from the trainer ranks that hold them, and pauses only
+    to swap them in; where a GPU has no room for a second copy of its shard, engines pause for the whole transfer. broadcast: rank 0
     gathers whole tensors and sends all of them to every engine, which pauses. disk: rank 0 writes a Hugging Face checkpoint to
     sync.directory, and every engine pauses and loads it: for engines that share only a file system with the trainer; refused with quantised
     engines. Adapters need reshard."""
     directory: Path | None = None
     """With sync.method disk: the absolute path of a directory on a file system that the trainer and all engines see under the same path,
     in which each run has a folder of its own for its versions; null: weights in run.dir. It needs room for two versions in the trainer's
-    dtype. The last one stays."""
+    dtype. The last version stays."""
     transport: transports.TransportChoice = Field(transports.AUTO, description=transports.description())
     delta: Annotated[Literal["auto", "off"], Switch] = "off"
     """auto: send only the elements that changed since the previous version, if all engine ranks provably hold that one and the changes take

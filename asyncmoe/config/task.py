@@ -122,7 +122,7 @@ class TaskSection(SourceSection):
     def _allowed(self) -> dict[str, bool]:
         """Return, for each key that only some kinds have, whether this kind has it."""
         rows, own, chats = self.kind in READ, plugins.is_name(self.kind), self.kind != "arithmetic"
-        # A path is harmless with any kind: overriding the kind alone is enough to try a configuration.
+        # A path is allowed with any kind, so that overriding the kind alone is enough to try a configuration.
         return {**dict.fromkeys(("sources", *_OF_ROWS[1:]), rows), "options": own, "system_prompt": chats, "chat_template_kwargs": chats}
 
 

@@ -31,8 +31,8 @@ class TrackioSection(Section):
     """Trackio; needs `pip install 'asyncmoe[trackio]'`. Keys come from HF_TOKEN or TRACKIO_WRITE_TOKEN, never from here."""
 
     project: str = Field("asyncmoe", pattern=r"^[\w\- ]+$")
-    """Project. It is on this machine, see `trackio show`; in the Hugging Face Space that the variable TRACKIO_SPACE_ID names, created as
-    private if it does not exist; or on the server of TRACKIO_SERVER_URL."""
+    """Project. It is kept on this machine (see `trackio show`), in the Hugging Face Space that the variable TRACKIO_SPACE_ID names (created
+    as private if it does not exist), or on the server of TRACKIO_SERVER_URL."""
 
 
 class ProfileSection(Section):
@@ -48,8 +48,8 @@ class ProfileSection(Section):
 
 class SamplesSection(Section):
     """Trajectories kept for reading with `asyncmoe show` (docs/guides/samples.md), in run.dir/samples, which only its owner can read and
-    which has 256 MiB at most. The groups are drawn by run.seed, so a group that is sampled again is kept again. At most 8,192 tokens are
-    kept of a prompt, and of what follows it; the middle of longer ones is left out."""
+    which holds at most 256 MiB. The groups are drawn with run.seed, so a group that is sampled again is kept again. Of a prompt, and of the
+    text after it, at most 8,192 tokens each are kept; of a longer text, the middle is left out."""
 
     groups: NonNegative = 2
     """Groups kept of each rollout.groups_per_step prompts, rejected and dropped groups included; 0: none."""

@@ -66,7 +66,7 @@ class MemorySection(Section):
 
     @property
     def precision_aware(self) -> bool:
-        """True for Megatron's precision-aware optimizer, which keeps its float32 weights itself: offloaded ones leave no copy on the
+        """True for Megatron's precision-aware optimizer, which keeps its float32 weights itself: offloaded weights leave no copy on the
         GPU."""
         return self.low_precision or self.optimizer_offload > 0
 
@@ -125,7 +125,8 @@ class TrainerSection(Section):
     pack: bool = True
     """Pack several sequences into a micro-batch; false: one sequence per micro-batch."""
     tokens_per_microbatch: Positive = 4096
-    """Maximum tokens of a packed micro-batch; a longer sequence gets its own. Lower it if GPU memory runs out; raise it for speed."""
+    """Maximum tokens of a packed micro-batch; a longer sequence gets one of its own. Lower it if GPU memory runs out; raise it for
+    speed."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: less memory, more time. full: save only a layer's input and recompute the rest in the backward pass;
     selective: recompute only the parts in recompute_modules."""
@@ -215,10 +216,10 @@ class TrainerSection(Section):
         """Refuse combinations that Megatron's optimizer does not support."""
         key, value = next((one for one in self.needs_gpu if ".memory." in one[0]), ("", ""))
         if key and self.optimizer.distributed is False:
-            hint = f"leave it out on a GPU; without one leave {key} out, which needs one"
+            hint = f"with a GPU, leave it out; without a GPU, leave {key} out, which needs one"
             raise refused("trainer.optimizer.distributed", "false", f"true or null because {key} is set, which needs a sharded state", hint)
         if key and self.weights_dtype == "float32":
-            hint = "it needs a GPU: leave it out without one, and on one set trainer.dtype=bfloat16"
+            hint = "it needs a GPU: with one, set trainer.dtype=bfloat16; without one, leave it out"
             raise refused(key, value, f"{_default(key)} because trainer.dtype is float32", hint)
         if self.memory.optimizer_offload and self.memory.low_precision:
             expected = "0 because exp_avg_dtype or exp_avg_sq_dtype is bfloat16, and the CPU's Adam keeps float32"

@@ -33,7 +33,7 @@ class AnomaliesSection(Section):
     kl_engine: KlRule = KlRule()
     grad_norm: GradNormRule = GradNormRule()
     not_finite: Literal["skip", "stop"] = "stop"
-    """Action on a loss, a gradient norm or log-probabilities that are not finite: skip or stop, as above."""
+    """Action if a loss, a gradient norm or a log-probability is not finite. skip: leave the batch untrained; stop: end the run."""
     skips: Positive = 3
     """Batches in a row that may be skipped; one more stops the run."""
 

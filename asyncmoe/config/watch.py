@@ -23,7 +23,7 @@ class WatchSection(Section):
     """Minimum seconds between heartbeats of a process."""
     stacks_after_s: Seconds = 120.0
     """Seconds of silence of a process after which the stacks of every process of the run on the supervisor's host go to run.dir/logs,
-    once for each silence. A step, or writing a checkpoint, may take as long."""
+    once for each silence. A step, or writing a checkpoint, may take that long."""
     end_after_s: Seconds | None = 1800.0
     """Seconds of silence after which the controller or a trainer rank counts as lost; null: never."""
     alerts: AlertsSection = AlertsSection()

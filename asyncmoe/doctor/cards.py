@@ -35,7 +35,8 @@ def cards(nvidia: Nvidia, torch: Torch | None) -> tuple[GpuFacts, ...]:
 
 
 def _card(number: int, gpu: GpuFacts, shown: GpuFacts | None) -> GpuFacts:
-    """Merge nvidia-smi's facts about a GPU, whose memory is not a process's if it is cut into instances, with torch's."""
+    """Merge nvidia-smi's facts about a GPU with torch's; if the GPU is cut into instances, a process has less memory than nvidia-smi
+    shows."""
     told = replace(gpu, number=number, memory_mib=0, used_mib=0) if gpu.mig else replace(gpu, number=number)
     if shown is None:
         return told

@@ -23,8 +23,8 @@ CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
         *(packages.transformer_engine, gpus.gpus, fit.megatron_switches, fit.placement, fit.gpu_memory, packages.nccl),
     )
 }
-"""Checks on the facts of a machine, by the name of their line, which is the function's; root causes precede their consequences. Their
-errors stop a run on GPUs."""
+"""Checks on a machine's facts, by the function's name, which also names the line in the report. Root causes precede their consequences.
+Their errors stop a run on GPUs."""
 
 _STYLE: Mapping[State, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "not here": "dim"}
 

@@ -58,12 +58,12 @@ def megatron_switches(machine: Machine, run: PlannedRun) -> Finding:
 
 @_of_run
 def placement(machine: Machine, run: PlannedRun) -> Finding:
-    """Check that every process has a GPU, its own or shared on purpose, and a transport between GPUs, and between machines if there are
-    several, to those it exchanges weights with."""
+    """Check that every process has a GPU, its own or shared on purpose, and that a transport connects the GPUs (and the machines, if there
+    are several) that exchange weights."""
     way = run.way()
     backend = sglang_arguments.value(run.config.engines.args, "--attention-backend")
     if run.engine_dtype == "float32" and backend not in TAKES_FLOAT32:
-        what = "engines.dtype: float32, which SGLang's attention on GPUs does not take"
+        what = "engines.dtype: float32, which SGLang's attention on GPUs does not support"
         return finding.error(what, "set engines.dtype=bfloat16 and trainer.dtype=bfloat16", "bfloat16")
     visible, placed = cards.of(machine), cards.taken(machine)
     if not placed:
@@ -73,7 +73,7 @@ def placement(machine: Machine, run: PlannedRun) -> Finding:
         pairs = [(rank, gpu) for rank in devices.trainer for engine in devices.engines for gpu in engine]
         if far := next((pair for pair in pairs if frozenset(pair) in apart), None):
             return finding.error(
-                f"{labelled([visible[one] for one in far])} do not reach each other's memory, by which weights travel over {way}",
+                f"{labelled([visible[one] for one in far])} cannot access each other's memory, as sending weights over {way} requires",
                 "set sync.transport=nccl, or look at nvidia-smi topo -p2p r and at access control in the PCI bridges (ACS)",
             )
     return finding.ok(f"{'; or '.join(_told(wanted, devices) for wanted, devices in placed)}; weights go over {way}")

@@ -11,7 +11,7 @@ from asyncmoe.doctor.facts import GpuFacts, Machine
 from asyncmoe.doctor.finding import Finding, State
 from asyncmoe.installed import rebuild
 
-NO_GPU = "there is no GPU; runs on the CPU work without"
+NO_GPU = "there is no GPU; runs on CPUs need none"
 _OLDEST = (7, 5)
 """The oldest compute capability that CUDA 13 compiles for (CUDA Toolkit 13.0 release notes: Maxwell, Pascal and Volta are dropped)."""
 _BFLOAT16 = (8, 0)
@@ -96,7 +96,7 @@ def _described(machine: Machine) -> str:
     listed = [(gpu.name, gpu.memory_mib) for gpu in machine.nvidia.gpus]
     told = ", ".join(f"{listed.count(kind)} x {kind[0]}" + (f" of {kind[1]} MiB" if kind[1] else "") for kind in dict.fromkeys(listed))
     if any(gpu.mig for gpu in machine.nvidia.gpus):
-        told += ", cut into MIG instances, of which CUDA shows a process one only"
+        told += ", cut into MIG instances, of which CUDA shows a process only one"
     if (torch := machine.trainer.torch) is not None and torch.cuda and len(torch.shown) != len(listed):
         told += f", of which torch sees {len(torch.shown)}"
     return f"{told}, driver {machine.nvidia.driver}"

@@ -25,7 +25,7 @@ def torch(machine: Machine) -> Finding:
     """Check that the trainer's torch and optional kernels can be used; the check `cuda` compares torch with the driver."""
     trainer = machine.trainer
     if trainer.torch is None or trainer.kernels is None:
-        return finding.error(f"{trainer.packages.get('torch', 'not installed')}; {trainer.unfinished}", f"mend that, or run: {fix()}")
+        return finding.error(f"{trainer.packages.get('torch', 'not installed')}; {trainer.unfinished}", f"repair it, or run: {fix()}")
     return finding.ok(trainer.torch.version + (f" for CUDA {trainer.torch.cuda}" if trainer.torch.cuda else ", for the CPU"))
 
 

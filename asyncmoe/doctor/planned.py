@@ -1,4 +1,4 @@
-"""A run as described by its configuration and its model's: its demands on the GPUs of this machine."""
+"""A run as its configuration and its model's describe it, and its demands on the GPUs of this machine."""
 
 from __future__ import annotations
 

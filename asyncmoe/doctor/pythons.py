@@ -93,7 +93,7 @@ def _unfinished(output: programs.Output, step: str | None) -> str | None:
 
 
 def _specifiers(lines: Iterable[str]) -> dict[str, str]:
-    """Return the version specifier by package, except asyncmoe's own, by which an extra includes another."""
+    """Return the version specifier by package, except asyncmoe itself, which an extra names to include another extra."""
     found = {str(canonicalize_name(wanted.name)): str(wanted.specifier) for wanted in map(Requirement, lines)}
     return {name: specifier for name, specifier in found.items() if name != "asyncmoe"}
 

@@ -22,7 +22,7 @@ from asyncmoe.rpc import address
 from asyncmoe.storage import size
 
 _VALIDATE_S = 900.0
-"""Longer than any wait of `asyncmoe config validate` except for an unresponsive file system."""
+"""Timeout in seconds: longer than any wait of `asyncmoe config validate` except that for an unresponsive file system."""
 _OPTIMIZER_BYTES = 12
 """Optimizer bytes per parameter: Adam's two moments and the master weight, in float32."""
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "cifs", "smb3", "9p", "virtiofs", "panfs", "afs", "glusterfs")
@@ -38,7 +38,7 @@ def configuration(words: Sequence[str]) -> tuple[Config | None, Finding]:
         return None, finding.absent("no CONFIG was given", "asyncmoe doctor CONFIG also looks at its model, ports, run directory and GPUs")
     done = programs.run([sys.executable, "-m", "asyncmoe", "config", "validate", *words], _VALIDATE_S)
     if done.late:
-        return None, finding.error(f"{done.trouble}", "look whether the file systems that it names are mounted and answer: df, mount")
+        return None, finding.error(f"{done.trouble}", "check that the file systems it names are mounted and respond (df, mount)")
     config = None
     with suppress(UserError):
         config = configured.load(Path(words[0]), words[1:])

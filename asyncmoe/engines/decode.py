@@ -24,8 +24,8 @@ from asyncmoe.trajectory.sent_routes import MAGIC, first_rows, from_bytes, to_by
 def cut(generation: Generation, keep: int, before: int) -> Generation:
     """Truncate a response to its first `keep` tokens, as if no token had been sampled after them.
 
-    A token depends only on the tokens before it, so the kept tokens have the distribution and the log-probabilities of a response that
-    ends by this rule.
+    A token depends only on the tokens before it, so the kept tokens have the distribution and the log-probabilities of a response whose
+    sampling ended there.
 
     Args:
         keep: number of tokens, from 1 to the response's length.

@@ -1,4 +1,4 @@
-"""The interface of an inference engine; the rest of the code imports nothing else of one.
+"""The interface of an inference engine, through which alone the rest of the code uses engines.
 
 `Engine` is the interface of a running server, `EngineHandle` adds its process as the pool sees it, and `EngineProcess` adds starting and
 ending a process on this machine. SGLang (`asyncmoe.engines.sglang`) implements all three, and `asyncmoe.engines.backend`
@@ -7,7 +7,8 @@ alone chooses the implementation; docs/guides/engine.md says how to add another.
 Every coroutine of `Engine` waits a bounded time, and either succeeds or raises:
 
 - `EngineLost`: the connection or the process is gone. The pool fences the engine.
-- `EngineError`: the engine refused, or its answer is malformed. A refused response is rejected; a refused weight update fences the engine.
+- `EngineError`: the engine refused, or its answer is malformed. A refused request's trajectory is rejected; a refused weight update
+  fences the engine.
 - `WaitTimeout`: no answer in time, with the same consequences as an `EngineError`.
 
 Calls without a `timeout_s` have the implementation's own limit, about a minute. Times are seconds.

@@ -66,7 +66,7 @@ def check_node(nodes: int, name: str | None, node: int) -> None:
         name: the engine's name; None: not given.
 
     Raises:
-        UserError: the engine has no such node, or several but no name.
+        UserError: the engine has no such node, or has several nodes but no name.
     """
     if not 0 <= node < nodes:
         raise UserError(

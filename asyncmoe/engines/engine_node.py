@@ -90,7 +90,7 @@ async def _hold(seat: Seat, engine: EngineProcess, orders: asyncio.Task[EngineNo
             _obey(seat, orders.result())
         elif health.done():
             order = await seat.end(health.result())
-            # If the controller did not answer, the next one decides.
+            # If the controller did not answer, the next controller decides.
             raise (EngineError if order.why and not order.again else ServerLost)(f"{seat.title} died: {health.result()}")
         else:
             log.info("%s leaves", seat.title)
@@ -124,7 +124,7 @@ async def _lead(
 
 
 def _obey(seat: Seat, order: EngineNodes) -> None:
-    """Return if the run is over.
+    """Return normally if the run is over.
 
     Raises:
         ServerLost: the engine is lost, but not the run.
@@ -167,7 +167,7 @@ class Seat:
         while True:
             heartbeats.beat("waits for the other nodes of its engine")
             reply = await self._ask()
-            self._here = msgspec.structs.replace(self._here, facts=None, met=reply.meeting)  # the facts were true when they were sent
+            self._here = msgspec.structs.replace(self._here, facts=None, met=reply.meeting)  # the facts include the time, which is past
             if reply.finished:
                 return None
             _obey(self, reply)
@@ -175,7 +175,7 @@ class Seat:
                 log.info("%s: all %d nodes have come", self.title, len(reply.hosts))
                 return reply
             if (waited := time.monotonic() - begin) > limit_s:
-                await self.end("it waited too long for the others")
+                await self.end("it waited too long for the other nodes")
                 absent = ", ".join(map(str, reply.missing))
                 words = f"start asyncmoe engine --name {self._here.name} --node {absent} there, or see its log"
                 raise WaitTimeout(f"node {absent} of {self._here.name}", f"it has not arrived; {words}", waited)
@@ -188,7 +188,7 @@ class Seat:
                 return reply
 
     async def end(self, why: str) -> EngineNodes:
-        """Report the node's end to the controller: with `why`, its server is lost; without, the engine leaves in order. Return the order
+        """Report the node's end to the controller: with `why`, its server is lost; without it, the engine leaves in order. Return the order
         for all nodes, once the controller has answered or is gone."""
         end = EngineNodeEnd(self._here.name, self._here.node, self._here.start, why)
         limit_s, reply = GRACE_S if why else self.config.rollout.request_timeout_s + GRACE_S, EngineNodes(finished=True)

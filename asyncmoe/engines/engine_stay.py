@@ -49,7 +49,7 @@ class ControllerLost(AsyncmoeError):
 
 @contextlib.contextmanager
 def coming(*, again: bool) -> Iterator[None]:
-    """Start or join an engine within the block. If the run had this engine before, a failure is the loss of that engine alone.
+    """Start or join an engine within the block. If the run had this engine before, a failure counts as the loss of that engine alone.
 
     Raises:
         ServerLost: with `again`, on any error, unless the controller is gone or has ended the engine.
@@ -84,7 +84,7 @@ async def stay(
         except ControllerLost as error:
             if request.nodes > 1:
                 raise
-            if lost is None or error.controller:  # else the next one was lost before it answered
+            if lost is None or error.controller:  # else the next controller was lost before it answered
                 lost, until = error, now() + config.engines.orphan_s
             log.warning("%s; waiting for the next controller", error)
         nobody = WaitTimeout("the next controller", str(lost), config.engines.orphan_s)
@@ -96,7 +96,7 @@ async def stay(
             raise nobody from None
         if successor is None:
             return
-        # The facts were true when they were sent.
+        # The facts include the time, which is past.
         rendezvous, request = successor, msgspec.structs.replace(request, facts=None, served=lost.controller)
 
 

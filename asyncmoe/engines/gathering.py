@@ -22,7 +22,7 @@ from asyncmoe.rpc.node_messages import EngineNode, EngineNodes
 log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _MOST_ENDED = 1024
-"""Number of ended node starts to remember, which may still wait for an answer."""
+"""Number of ended starts of nodes to remember; the nodes may still wait for an answer."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def staying(found: NodeGathering, now: float, limit_s: float) -> NodeGathering:
 
 
 def silent(found: NodeGathering, now: float, limit_s: float) -> str:
-    """Return why the engine is lost if a node fell silent after all met, else an empty string.
+    """Return why the engine is lost if a node fell silent after all had met, else an empty string.
 
     Node 0 of an engine that has joined is watched as an engine (`membership.RemoteEngine`).
     """
@@ -228,7 +228,7 @@ class Gatherings:
         return EngineNodes(meeting, hosts, found.missing, self._controller)
 
     def _told(self, name: str, start: str) -> EngineOrder | None:
-        """Return the order to end for the nodes of an engine that this start belongs to; None: they go on."""
+        """Return the order to end for the nodes that this start belongs to; None: they go on."""
         starts, order = self._over.get(name, (frozenset[str](), None))
         return order if start in starts else None
 

@@ -17,7 +17,7 @@ from asyncmoe.engines.member import Member
 from asyncmoe.engines.pool import Pool
 
 _PROBES = 6
-"""Probes per `hang_timeout_s`. The first failed one may begin an interval after the last sign of life, so all but one must fail."""
+"""Probes per `hang_timeout_s`. One failure fewer fences an engine: the first may begin an interval after the last sign of life."""
 PAUSE_SHARE = 1 / 3
 """Share of `hang_timeout_s` within which a running engine pauses, or swaps weights in."""
 _POLL_S = 0.2

@@ -19,7 +19,7 @@ class Member:
     """An engine and its state in the pool.
 
     Attributes:
-        version, lineage: version the engine serves.
+        version, lineage: the version the engine serves, and its lineage.
         in_flight: number of requests sent but not answered.
         elsewhere: number of requests in flight from rollout workers.
         fenced: why it takes no more requests, or None.
@@ -27,7 +27,7 @@ class Member:
         leaving: True if it only finishes its current requests.
         busy_since: Unix time at which its unrecorded generation began, or None if idle.
         heard: monotonic time at which it last answered.
-        suspect: True if a request or a probe has timed out since then.
+        suspect: True if a request or a probe has timed out since `heard`.
         compared: True once the weights it loaded from the model's files were found to match the trainer's.
         serial: identifies this start of the engine; unique within this process.
     """
@@ -68,7 +68,7 @@ class Member:
             self.idle(record)
 
     def generates(self) -> None:
-        """Count the time from now on as generation, if the engine has requests and it does not count yet."""
+        """Count the time from now on as generation, unless it already counts or the engine has no requests."""
         if self.in_flight and self.busy_since is None:
             self.busy_since = unix()
 

@@ -126,7 +126,7 @@ class Membership:
             case EngineJoin():
                 await self._join(request)
                 return EngineJoined(self._controller)
-            case EngineAlive() | EngineLeave() if request.name in self._left:  # it left through another node, unknown to this one
+            case EngineAlive() | EngineLeave() if request.name in self._left:  # it left through a node unknown to this one
                 return EngineOrder(finished=True) if isinstance(request, EngineAlive) else Done()
             case EngineAlive():
                 return await self._joined(request.name)[1].ask(request.wait_s)
@@ -141,7 +141,7 @@ class Membership:
                 return self._gatherings.order(request.name, request.start)
 
     async def wait_returned(self, most_s: float) -> None:
-        """Wait until `engines.count` engines of the previous controller have come, or `_RETURN_S` if some have, or else `most_s`."""
+        """Wait until `engines.count` engines of the previous controller have come: at most `_RETURN_S` once some have, else `most_s`."""
         begin = time.monotonic()
         while self._returning or len(self._pool.present) < self._config.engines.count:
             if (waited := time.monotonic() - begin) > most_s or (self._pool.present and waited > _RETURN_S and not self._returning):

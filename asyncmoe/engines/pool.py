@@ -1,15 +1,15 @@
 """The engine pool: dispatches requests to engines, fences engines that fail, and holds requests back at the gate.
 
-- A request goes to the engine that `scheduling.choose` selects. Its prefix is cached there under the version that the ledger gives that
-  engine at that moment.
+- A request goes to the engine that `scheduling.choose` selects. Its prefix is cached there under the version that the engine serves at
+  that moment.
 - The number of requests at the engines is limited; the others wait at the gate, in the order of `scheduling.Waiting`.
 - The gate is closed during a weight update: a request already at an engine stays there and a new request waits here, so no prefix is
   cached under a version that is about to change.
 - An engine that exits or falls silent (`asyncmoe.engines.liveness`) is *fenced*: killed with every process it spawned, so that it
   can never serve a mixed version. Its requests go to the remaining engines, which also receive the next version; a request that has lost
   several engines fails with `TrajectoryRejected("engine_died")`, and the producer restarts its group. While none is left, requests wait for
-  one to come back; `watch` raises as soon as none will. A connection that breaks off while its engine answers others makes the engine a
-  suspect.
+  one to come back; `watch` raises as soon as none will. A connection that breaks off while its engine answers other requests makes the
+  engine a suspect.
 - An engine that joins waits for its first version. An engine that leaves takes no new requests and finishes its current ones.
 """
 
@@ -71,7 +71,7 @@ class Pool:
         generated_tokens: tokens sampled by all engines so far.
         lost_tokens: sampled tokens that were discarded because a response restarted.
         recomputed_tokens: prefix tokens that were sent again because a response was cut short.
-        recalled_tokens: tokens sampled before a restart that unfinished episodes reused.
+        recalled_tokens: recorded tokens that unfinished episodes reused after a restart.
         lineage: lineage of the versions that land from now on: how often steps were trained again (`asyncmoe.queue.fold`).
         elsewhere: rollout workers that send requests to these engines; None: there are none.
         returns: given the seconds since the last engine was lost, returns whether one will come back; initially always False.
@@ -160,8 +160,8 @@ class Pool:
     ) -> tuple[PooledGeneration, Member]:
         """Ask engines until one answers, so that no lost engine or standstill of this process costs an episode its earlier answers.
 
-        Losing the last engine does not cost them either: the request waits for an engine that comes back, or the run ends and the
-        unfinished group continues from them when the run does; a group that starts over would not.
+        Losing the last engine does not cost them either: the request waits for an engine that comes back, or the run ends and, once
+        resumed, continues the unfinished group from those answers; a group that starts over would lose them.
         """
         lost = broken = 0
         while True:
@@ -305,7 +305,7 @@ class Pool:
 
     @asynccontextmanager
     async def _asking(self, member: Member) -> AsyncIterator[None]:
-        """Reject the trajectory if the engine fails within the block; fence an engine that is gone, and suspect one that may not be."""
+        """Reject the trajectory if the engine fails within the block; fence an engine that is gone, and suspect one that may be alive."""
         try:
             yield
         except EngineLost as error:

@@ -22,7 +22,7 @@ _AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Compared:
-    """One engine, compared. Differences are |engine - trainer| log-probabilities in nats.
+    """The comparison of one engine. Differences are |engine - trainer| log-probabilities in nats.
 
     Attributes:
         engine: the engine's name.
@@ -54,7 +54,7 @@ def check(probe: Probe) -> None:
     """
     sizes = [len(tokens) for tokens in probe.tokens]
     if not sizes or min(sizes) < 2 or sum(sizes) > MAX_PROBED or sizes != [len(values) for values in probe.logprobs]:
-        raise ProtocolError(f"probe: got {len(sizes)} texts of {sum(sizes)} tokens, expected equal sizes from 2")
+        raise ProtocolError(f"probe: got {len(sizes)} texts of {sum(sizes)} tokens, expected equal sizes of at least 2")
     if not all(math.isfinite(value) for values in probe.logprobs for value in values):
         raise ProtocolError("probe: a log-probability is not finite")
 

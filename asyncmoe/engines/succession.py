@@ -1,6 +1,6 @@
-"""The state of its engines that a controller leaves to the next one, in a file of the run.
+"""The state of the engines that a controller leaves to its successor, in a file of the run.
 
-Each engine keeps running under its own agent (`asyncmoe.engines.engine_agent`), which says which controller it served. Only engines of the
+Each engine keeps running under its own agent (`asyncmoe.engines.engine_agent`), which reports the controller it served. Only engines of the
 immediate predecessor are taken over: the file records which weights that controller gave its engines, before and after each change.
 """
 

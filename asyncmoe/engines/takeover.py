@@ -43,13 +43,13 @@ def judge(weights: EngineWeights, reported: int) -> Taken | None:
     with the same number, or parts of two.
 
     Args:
-        reported: version that the engine reports once all requests of the last controller have ended. A rank that cannot take a version
-            ends its engine, so in an engine that answers, either all ranks have taken the version under way, or none has.
+        reported: version that the engine reports once all requests of the last controller have ended. A rank that cannot switch to a
+            version ends its engine, so in an engine that answers, all ranks have switched to the version under way, or none has.
     """
     if weights.changing == "writing":
         return None
     if weights.changing == "loading" and reported == weights.coming:
-        # If resent in another lineage, the number cannot tell the two apart.
+        # If a version is sent again in another lineage, its number cannot tell the two apart.
         return None if weights.coming == weights.version else Taken(weights.coming, weights.coming_lineage)
     if reported == weights.version or not weights.landed:
         return Taken(weights.version, weights.lineage)

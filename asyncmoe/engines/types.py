@@ -61,7 +61,7 @@ class IdLists:
     """A list of ids for each token of a response, as an engine sent them.
 
     Attributes:
-        counts: int32[R], ids of each list.
+        counts: int32[R], number of ids in each list.
         ids: int32[n], the ids of all lists, in no particular order within one.
     """
 

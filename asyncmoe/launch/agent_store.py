@@ -31,7 +31,7 @@ def install(folder: Path) -> None:
 
     Args:
         folder: a new folder that only this user may enter. The ranks of one machine meet in a file there (`RANKS_STORE` in their
-            environment names it); those of several meet at their address, and nothing listens elsewhere.
+            environment names it); ranks of several machines meet at their address, and nothing listens elsewhere.
     """
     module: Any = static_tcp_rendezvous
     module.create_rdzv_handler = lambda params: _Static(_create(params), folder / "ranks")
@@ -69,7 +69,7 @@ class _Static(static_tcp_rendezvous.StaticTCPRendezvous):
         try:
             listener = socket.create_server((listen_on(self.master_addr, self.world_size), self.master_port))
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # not the user's error: the next start of the job or its trainer takes another port
+            if error.errno == errno.EADDRINUSE:  # not the user's error: the next start of the job or its trainer uses another port
                 raise AsyncmoeError(f"{self.master_addr}:{self.master_port}, where trainer ranks meet, is in use") from error
             why = (error.strerror or str(error)).partition(" (")[0]  # Python repeats the address
             got, hint = f"{self.master_addr}:{self.master_port} ({why})", "see cluster.network and ASYNCMOE_HOST"

@@ -34,7 +34,7 @@ def export(
         form: "weights" writes the weights in the trainer's dtype, "adapter" only the trained adapter, and "float8" the float8 weights of a
             model that was published in float8.
         step: number of the checkpoint's step; None: the newest.
-        dtype: of the weights or of the adapter; None: the trainer's.
+        dtype: dtype of the weights or of the adapter; None: the trainer's.
 
     Raises:
         DataError: `run_dir` has no such checkpoint, the checkpoint is damaged, or `out` exists or cannot be created.
@@ -48,7 +48,7 @@ def export(
     if form == "adapter" and config.adapter is None:
         raise UserError("--adapter", got=f"a run with train = {config.train}", expected="one with train = lora")
     if form == "float8" and float8_of(models.load_hf_config(config.model.path)) is None:
-        raise UserError("--float8", got=f"{config.model.path} without quantization_config", expected="a run of a model of float8")
+        raise UserError("--float8", got=f"{config.model.path} without quantization_config", expected="a run of a float8 model")
     if not (checkpoint / MANIFEST).exists():  # asyncmoe 0.1.0 wrote none
         unknown = "nothing shows whether its files are undamaged"
         print(f"{WARNING}{checkpoint} has no {MANIFEST}: {unknown}", file=sys.stderr, flush=True)

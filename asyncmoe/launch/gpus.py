@@ -23,7 +23,7 @@ def engine_arguments(config: Config, index: int, *, alone: bool = False) -> tupl
         alone: this machine has engines only, and no trainer ranks.
 
     Raises:
-        ConfigError: there is no GPU for it, none with enough memory, or none of known memory.
+        ConfigError: there is no GPU for it, none with enough memory, or none whose memory is known.
     """
     found = nvidia.look()
     if not found.gpus or found.chosen == () or not _on_gpus():
@@ -36,7 +36,7 @@ def engine_arguments(config: Config, index: int, *, alone: bool = False) -> tupl
         return budget.engine_arguments(config, models.hf_config_of(config), (min(known) << 20) / 1e9)
     if budget.is_bounded(config):
         return ()
-    got, expected = "not known: neither nvidia-smi nor torch says", "its size, by which the engine's memory is bounded"
+    got, expected = "unknown: neither nvidia-smi nor torch reports it", "its size, which bounds the engine's memory"
     hint = "give engines.max_total_tokens, and --mem-fraction-static in engines.args"
     raise ConfigError("memory of an engine's GPU", got=got, expected=expected, hint=hint)
 
@@ -48,8 +48,8 @@ def here() -> tuple[int, float]:
 
 
 def _cards(found: Nvidia) -> tuple[GpuFacts, ...]:
-    """The GPUs that CUDA shows. torch is asked, in a separate process, if nvidia-smi does not know their memory, or if they differ: CUDA's
-    order is then not nvidia-smi's."""
+    """The GPUs that CUDA shows. A separate process asks torch if nvidia-smi does not know their memory, or if they differ: CUDA then
+    orders them differently."""
     listed = cards.cards(found, None)
     if listed and all(card.memory_mib for card in listed) and len(cards.kinds(listed)) == 1:
         return listed
@@ -75,6 +75,6 @@ def check(config: Config, index: int, gpus: int, hidden: int = 0, *, alone: bool
     """
     several = address.several(config.cluster.network)
     *_, here = devices.wanted(config, several)
-    if several or alone or index >= config.engines.count:  # this machine has the engines started on it, and no trainer ranks
+    if several or alone or index >= config.engines.count:  # this machine has engines 0 to `index`, and no trainer ranks
         here = replace(here, ranks=0, engines=index + 1)
     return devices.place(here, gpus, hidden).engines[index]

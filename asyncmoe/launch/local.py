@@ -1,4 +1,4 @@
-"""A run on this machine: the controller, engines, the trainer under torchrun, and a line for each step.
+"""A run on this machine: the controller, engines and the trainer under torchrun, with a printed line for each step.
 
 All launchers share `prepare` and `claim`, which check and write files before a process starts, and the supervision in
 `asyncmoe.launch.watch`.
@@ -51,7 +51,7 @@ _RECORDS = (
     *("metrics.jsonl", "rollout.jsonl", "evaluation.jsonl", "summary.json", "report.html", versions.VERSIONS),
     *("spans-trainer.jsonl", "spans-controller.jsonl"),
 )
-"""Records that a new run in the directory would append to or be mistaken for."""
+"""Records that a new run in the directory would append to, or that would be mistaken for its own."""
 
 
 def run(config: Config, by: Callable[[Config, RunParts, Callable[[], None]], dict[str, object]] = supervise) -> dict[str, object]:
@@ -154,7 +154,7 @@ def prepare(config: Config, found: Survey | None = None) -> Path:
     """Write and return the file that all processes read. `found`: the result of `check`, which is called without it."""
     found = found or check(config)
     if (port := config.telemetry.prometheus_port) is not None:
-        Prometheus(port).close()  # refuses one that is taken
+        Prometheus(port).close()  # refuses a port that is taken
     copier.try_to_write(config)
     for damaged in found.damaged:
         aside = checkpoints.set_aside(damaged.path)
@@ -184,7 +184,7 @@ def resolved(config: Config) -> Path:
 
 
 def check_place(directory: Path, key: str = "run.dir") -> None:
-    """Refuse the directory of a key if it cannot be created or written to; the folder created to try is removed.
+    """Refuse the directory of a key if it cannot be created or written to; a folder created for this check is removed.
 
     Raises:
         ConfigError: it cannot be created, as below /proc or a dangling link.
@@ -272,8 +272,8 @@ class _LocalParts:
 
 
 def end_left(run_dir: Path, *, engines: bool) -> None:
-    """Wait until all processes left on this host by a lost launcher of the run have ended, and kill the rest: parts get SIGTERM when their
-    launcher ends.
+    """Wait for the processes that a lost launcher of the run left on this host, and kill those that do not end in time: parts get SIGTERM
+    when their launcher ends.
 
     Args:
         engines: True if launchers start engines here.

@@ -44,10 +44,10 @@ def engine(config: Path, overrides: Sequence[str] = (), name: str | None = None,
     Args:
         name: in records and messages; None: built from the host, the SLURM job and `index`.
         index: number of this engine on its machine, from 0.
-        node: index of this machine among its `engines.nodes`, which need the same `name`.
+        node: index of this machine among the engine's `engines.nodes` machines, which need the same `name`.
 
     Raises:
-        UserError: the engine has no such node, or several but no name.
+        UserError: the engine has no such node, or has several nodes but no name.
         AsyncmoeError: see `asyncmoe.engines.engine_agent.run`.
     """
     with uncollected():

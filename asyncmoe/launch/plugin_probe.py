@@ -39,7 +39,7 @@ def check(config: Config) -> dict[str, str]:
     """Try the user's own code, and return it as `named`; a family is tried on the model, if present.
 
     Raises:
-        UserError: names everything unusable, up to code that ended the process.
+        UserError: names everything unusable; code that ended the process comes last.
     """
     if not (wanted := named(config)):
         return wanted
@@ -51,7 +51,7 @@ def check(config: Config) -> dict[str, str]:
         key, target = list(wanted.items())[len(results)]
         got = f"{target}: the process that tried it {(ended.trouble or 'ended with status 0').removeprefix(f'{_COMMAND[0]} ')}"
         last = programs.last_line(ended.errors)
-        hint = f"it said last: {last}" if last else None
+        hint = f"its last output: {last}" if last else None
         refused.append(ConfigError(key, got=got, expected="code that returns, and does not end the process", hint=hint))
     if refused:
         raise together(refused)

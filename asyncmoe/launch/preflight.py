@@ -29,7 +29,7 @@ def judge(machine: Machine) -> tuple[str, ...]:
     """Apply the checks to the facts of a machine; returns and raises like `check`."""
     torches = [machine.trainer.torch, machine.engine_python.torch]
     if all(torch is not None and torch.cuda is None for torch in torches):
-        what = "torch of trainer and engines is a build for the CPU, and so is the run"
+        what = "torch of trainer and engines is built for the CPU, so the run uses only the CPU"
         return (f"{machine.host} has GPUs, but {what}; {fix(gpu=True)} installs one for GPUs",)
     found = {name: check(machine) for name, check in CHECKS.items()}
     for name, finding in found.items():

@@ -1,7 +1,7 @@
 """The restart rule: what follows the loss of a part of a run, on one machine, SLURM and Ray. Decisions only.
 
-A trainer or an engine is restarted alone; a controller that hangs or was ended by a signal, together with the trainer, while engines wait
-for it. A controller or engine that ends with a reason ends the run.
+A trainer or an engine is restarted alone. A controller that hangs or was ended by a signal is restarted with the trainer, while engines
+wait for it. A controller or engine that ends with a reason ends the run.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def decide(
     A start counts as a failure in a row unless it trains a step that no earlier start had reached.
 
     Args:
-        rules: of the parts that the run still has.
-        history: earlier failures since the start of the run that led to a restart, oldest first.
+        rules: rules of the parts that the run still has.
+        history: failures that have led to a restart so far, oldest first.
         stopping: the user has asked the run to stop.
     """
     part = first_lost(rules, failure)

@@ -62,11 +62,11 @@ class RunPart:
     Attributes:
         loss: the rule for its loss.
         start: starts it, and returns its processes, exactly one for the controller. None of its earlier processes may run. Called with the
-            number of its earlier starts, for the controller with the trainer's. Raises AsyncmoeError if it cannot be started.
+            number of its earlier starts, or, for the controller, of the trainer's. Raises AsyncmoeError if it cannot be started.
         end: ends all its processes before it restarts: the trainer's are asked first, and killed if they do not end in time.
         due: when to start it, in time.monotonic's seconds; infinite once started.
         lost: how often it was lost and restarted.
-        processes: of its newest start; empty before the next one.
+        processes: those of its newest start; empty before the next one.
     """
 
     loss: LossRule
@@ -149,7 +149,7 @@ def explained(failed: Sequence[Process]) -> bool:
 
 
 def certain(failed: Sequence[Process]) -> bool:
-    """Return whether one of the failures cannot follow from a process that has not ended yet: a user error, or a kill."""
+    """Return whether one of the failures, a user error or a kill, cannot be a consequence of a failure yet to be seen."""
     return min(map(_rank, failed)) <= _KILL
 
 

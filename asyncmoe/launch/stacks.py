@@ -19,7 +19,7 @@ from asyncmoe.telemetry.heartbeats import Beat
 from asyncmoe.telemetry.processes import Recorded
 
 _OWN_S, _WRITES_S = 3.0, 0.1
-"""Seconds until a process begins to write its stacks, and for writing them, a line at a time."""
+"""Seconds until a process begins to write its stacks, and to finish: it writes a line at a time."""
 
 
 def stacks(run_dir: Path) -> Iterator[str]:
@@ -52,7 +52,7 @@ def _elsewhere(recorded: Sequence[Recorded]) -> str:
 def _own(run_dir: Path, one: Recorded, beats: Mapping[int, Beat]) -> str:
     """Make a process write its own stacks, and return them."""
     beat = beats.get(one.pid)
-    # The signal ends a process without a handler for it, and the pid may be another's by now.
+    # The signal ends a process without a handler for it, and the pid may belong to another process by now.
     if beat is None or not beat.dumps or beat.role != one.role:
         return "no stacks: it has not begun its work"
     path = heartbeats.stacks_file(run_dir, beat.role)

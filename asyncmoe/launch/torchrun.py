@@ -102,8 +102,8 @@ def run(arguments: Sequence[str]) -> None:
 def first(failed: Sequence[FailedRank]) -> FailedRank:
     """Return the root cause among failed ranks: a failure that would recur, else the earliest.
 
-    At the same time a signal precedes an error, because the error may report the loss of that rank. SIGTERM comes last: torchrun sends it
-    to the remaining ranks.
+    If two failures are simultaneous, a signal precedes an error, because the error may report the loss of that rank. SIGTERM comes last:
+    torchrun sends it to the remaining ranks.
     """
 
     def order(one: FailedRank) -> tuple[object, ...]:

@@ -41,7 +41,7 @@ _GOODBYE_S = 60.0
 """Seconds for controller and trainer to end after each other. torchrun's agents wait for each other at the end, and on busy machines 20
 seconds were not enough."""
 _DISMISSED_S = 5.0
-"""Seconds for engines to end after the controller has dismissed them; one that never joined is not told."""
+"""Seconds for engines to end after the controller has dismissed them; one that never joined is not dismissed."""
 _INTERRUPTED = (-signal.SIGINT, 130)
 """Exit statuses of a command that received SIGINT before it installed its handler: during Python's start, and later."""
 
@@ -55,7 +55,7 @@ class Stopping:
         hurried: number of stop requests so far; one more ends the wait for the copy of the last checkpoint.
         at_once: the error with which the run must end at once, if it must.
         tell: asks the controller to stop, which may happen only once; returns false if it cannot be asked yet.
-        seconds: seconds allowed for a checkpoint, after which the run ends without one; called at the first request.
+        seconds: returns the seconds allowed for a checkpoint, after which the run ends without one; called at the first request.
         settle_s: seconds to wait after a failure for later reports, even if its cause seems clear.
     """
 
@@ -123,7 +123,7 @@ def supervise(config: Config, parts: RunParts, end: Callable[[], None]) -> dict[
 
 
 def begins(config: Config) -> str:
-    """Describe what starts, from where, and where its processes write: the first step takes a while."""
+    """Describe what starts, from where, and where its processes write, because the first step takes a while."""
     newest = checkpoints.newest(config.run.dir)
     begin = "starting" if newest is None else f"resuming from {newest}"
     parts = f"{counted(config.trainer.ranks, 'trainer rank')}, {counted(config.engines.count, 'engine')}"

@@ -76,7 +76,7 @@ class Watcher:
             self._listen(now)
 
     def close(self) -> None:
-        """Nothing: the context manager ends it."""
+        """Do nothing: the context manager ends the watcher."""
 
     def _listen(self, now: float) -> None:
         self._beats = heartbeats.read(self._config.run.dir)

@@ -1,5 +1,5 @@
 """Logs in files. A segment begins with a header and is named after the position of its first record; the record at position p of a segment
-that begins at b lies at byte `HEADER_BYTES + p - b`. Only the newest segment can be torn: the one before it is durable before it begins.
+that begins at b lies at byte `HEADER_BYTES + p - b`. Only the newest segment can be torn: each is durable before the next one begins.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _claim(lock: int, folder: Path) -> None:
 def _end(path: Path, first: int, identity: bytes) -> int:
     """Return the position after the last whole record of the newest segment, where the next one begins; anything after it is torn.
 
-    Without a header and a record, the bytes' owner is unknown, so they stay.
+    If neither the header nor a record is this log's, the owner of the bytes is unknown, so they stay.
 
     Raises:
         DataError: another run or version wrote it.

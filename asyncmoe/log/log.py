@@ -25,7 +25,7 @@ from asyncmoe.trajectory.native import crc32c
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LOST = "restore a copy of the whole log from after the run's stop, or delete it: queued groups are then sampled again"
+LOST = "restore a copy of the whole log made after the run stopped, or delete the log: queued groups are then sampled again"
 HEAD_BYTES = 16
 """Bytes of a record besides its payload."""
 _SYNC_S, _CLOSE_S = 1.0, 300.0
@@ -35,7 +35,7 @@ Record = tuple[int, list[memoryview]]
 Found = tuple[int, int, memoryview | None]
 """Begin and end positions, and the bytes of the record between them; None: no whole record."""
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""The bounds matter because a rollout worker's messages contain a place too."""
+"""Bounded, because messages of rollout workers contain places too."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

@@ -120,7 +120,7 @@ class RedisLog(Log):
         server.check()
         until = time.monotonic() + _LOCK_S + 1.0
         while not self._call(self._hold):
-            if time.monotonic() >= until:  # until then, the holder may have ended
+            if time.monotonic() >= until:  # until then, the holder may have ended without releasing it
                 raise self._taken()
             time.sleep(0.1)
         begin = self._last = (self._call(self._newest) // _SESSION + 1) * _SESSION

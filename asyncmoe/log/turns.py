@@ -1,7 +1,8 @@
 """The engines' answers in unfinished episodes: whole turns, and pieces of long ones.
 
-An episode that was interrupted with its run starts again, with the same random draws. As long as its requests are the same as before, it
-gets the recorded answers, in order. These have their own log, whose records are freed when no unfinished episode needs them.
+An episode that was interrupted with its run starts again, with the same random draws. A request that repeats a recorded
+one gets the recorded answer, each answer once. The answers have their own log, whose records are freed when no unfinished episode needs
+them.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Turns:
         self._told_full = full
 
     async def recall(self, key: EpisodeId, request: bytes) -> bytes | None:
-        """Return the next recorded answer to a request, once each; None if none is left. Raises DataError if it was damaged meanwhile."""
+        """Return the next recorded answer to a request, each only once; None if none is left. Raises DataError if it was damaged."""
         positions = self._found.get((key, request))
         return await asyncio.to_thread(self._read, positions.popleft()) if positions else None
 

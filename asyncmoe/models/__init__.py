@@ -145,7 +145,7 @@ def _check_float8(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def _check_router_bias(config: Config, m: Shape) -> None:
-    why = "train is lora, and nothing but adapters is sent to engines" if config.adapter is not None else None
+    why = "train is lora, and engines get only adapters" if config.adapter is not None else None
     why = "the model's routers have no selection bias" if not m.router_bias else why
     if config.trainer.router_bias_rate and why:
         raise ConfigError("trainer.router_bias_rate", got=config.trainer.router_bias_rate, expected=f"0 because {why}", hint="leave it out")

@@ -44,7 +44,7 @@ def unsupported(family: str, wanted: Iterable[Wanted]) -> list[UserError]:
     """
     last = {one[0]: one for one in wanted}.values()
     found = [(f"{key} in config.json", repr(got), " or ".join(map(repr, carried))) for key, got, carried in last if got not in carried]
-    why = f"({family} is supported only so)"
+    why = f"({family} is supported only with that)"
     return [ConfigError(what, got=got, expected=f"{carried} {why}".replace("[]", "none")) for what, got, carried in found]
 
 
@@ -106,7 +106,7 @@ def check_engine(family: str, m: Shape, parallel: EngineParallel) -> None:
 
 
 def _check_layers(side: str, family: str, m: Shape, tp: int, ep: int) -> None:
-    """Refuse sizes of a trainer or an engine that do not divide layers with experts, or those without."""
+    """Refuse sizes of a trainer or an engine that do not divide the layers with experts, or the layers without."""
     if not m.experts and ep > 1:
         raise ConfigError(f"{side}.ep", got=ep, expected=f"1, as {family} has no experts")
     check_divides(f"{side}.ep", ep, "num_experts", m.experts)

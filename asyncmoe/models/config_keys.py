@@ -42,7 +42,7 @@ _NOTHING = re.compile(
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _SIZE, _COUNT = Field(gt=0, lt=1 << 31), Field(lt=1 << 16)
-"""Bounds of sizes, and of counts of layers and experts: code loops over these, and an absurd count would never finish."""
+"""Bounds of sizes, and of counts of layers and experts: loops over an absurd count would never finish."""
 _KINDS: Mapping[str, Any] = {
     "max_position_embeddings|decoder_sparse_step": Annotated[int, _SIZE],
     "num_hidden_layers|num_(local_)?experts|n_routed_experts": Annotated[int, _SIZE, _COUNT] | None,
@@ -93,7 +93,7 @@ def _flat(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown(hf: Mapping[str, Any], keys: Mapping[str, Any]) -> list[UserError]:
-    """Return an error that names the keys that are not understood; none if `keys`, the family's, is empty."""
+    """Return an error that names the keys that are not understood; no error if the family's `keys` are empty."""
     given = _flat(hf)
     odd = [key for key in given.keys() - keys.keys() if given[key] is not None and not (_READ.fullmatch(key) or _NOTHING.fullmatch(key))]
     if not odd or not keys:

@@ -1,8 +1,9 @@
 """Compares the contents of a model's safetensors files with its family's layout before anything starts. Only headers are read, except that
 a tied model's output layer, if it is stored too, is compared with the embedding.
 
-Source: the files an engine reads: `filter_duplicate_safetensors_files` of sglang 0.5.23 (model_loader/weight_utils.py). If there are both,
-it reads the index's files, and transformers reads model.safetensors (modeling_utils.py, `_get_resolved_checkpoint_files`).
+Source: the files an engine reads: `filter_duplicate_safetensors_files` of sglang 0.5.23 (model_loader/weight_utils.py). If there are an
+index and model.safetensors, it reads the index's files, and transformers reads model.safetensors (modeling_utils.py,
+`_get_resolved_checkpoint_files`).
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def _stored(path: Path, named: Mapping[str, str] | None) -> tuple[list[DataError
     there = {file.name for file in path.glob("*.safetensors")}
     if beside := there - {SINGLE, "consolidated.safetensors"} if named is None else {SINGLE} & there - {*named.values()}:
         expected = f"{SINGLE} alone, or {INDEX} and the files that it names"
-        found.append(DataError(str(path), got=_told([*beside]), expected=expected, hint="move away files that are not of this model"))
+        found.append(DataError(str(path), got=_told([*beside]), expected=expected, hint="move files of other models away"))
     for file in [SINGLE] if named is None else sorted(set(named.values())):
         held = _header(path / file)
         if isinstance(held, DataError):

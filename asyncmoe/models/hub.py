@@ -60,7 +60,7 @@ def with_local_model(config: Config, *, download: bool = True) -> Config:
     """Return the configuration with `model.path` as a local directory: an id is downloaded into the hub's cache, or found there.
 
     Args:
-        download: false: use only the cache, as trainer ranks do: not every rank of a run should ask the hub.
+        download: false: use only the cache, as trainer ranks do, so that not every rank of a run asks the hub.
 
     Raises:
         DataError: see `check_reachable`; the repository has no model; the download failed; or the cache lacks part of it.

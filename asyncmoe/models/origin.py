@@ -1,8 +1,8 @@
 """Records a run's origin, so that a resume under other conditions is refused before a process starts: the facts about model and training in
 a checkpoint, the files that every start reads again, and the settings that the counts of steps and prompts depend on.
 
-`RUN/origin.json` and every checkpoint have a text for each: a value of the configuration, or size and digest of files. Files of more than
-`_WHOLE_BYTES` are not read whole: their sizes and evenly spaced samples are enough to detect other weights or rows.
+`RUN/origin.json` and every checkpoint have a text for each of these: a value of the configuration, or size and digest of files. Files of
+more than `_WHOLE_BYTES` are not read whole: their sizes and evenly spaced samples are enough to detect other weights or rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILE = "origin.json"
 _WEIGHTS = "model.path weights"
 _OF_SET = {"kind", "options", "prompts", "subset", "split", "where", "filter", "columns"}
 _ASKED: dict[str, Any] = {"prompts": True, "sets": {"__all__": _OF_SET}}
-"""Evaluation keys that determine its questions, and so those held out from training; files are compared by content."""
+"""Evaluation keys that determine its questions, and so the questions held out from training; files are compared by content."""
 _OF_WARMUP = {"warmup.batch", "warmup.wrong_share"}
 """Keys that matter only with a warm-up, and are recorded only then."""
 _WHOLE_BYTES = 64 << 20

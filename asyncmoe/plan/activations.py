@@ -39,7 +39,7 @@ from asyncmoe.models.shape import Shape
 from asyncmoe.reshard.layout import ITEM_BYTES
 
 IMBALANCE = 1.5
-"""Rows of the busiest expert-parallel rank over an even share; capped at the number of such ranks."""
+"""Rows of the busiest expert-parallel rank, in units of an even share; at most the number of such ranks."""
 _FLOAT32 = 4
 
 
@@ -50,7 +50,7 @@ class Microbatch:
     Attributes:
         rows: rows of the micro-batch on a rank, padding included; with context parallelism, a share of all.
         recompute: keep only the input of each layer, and recompute the layer in the backward pass.
-        modules: otherwise, parts of a layer that are recomputed, by Megatron's names (`trainer.recompute_modules`).
+        modules: without `recompute`, the parts of a layer that are recomputed, by Megatron's names (`trainer.recompute_modules`).
         dtype: dtype of the model.
         adapter: the adapter that is trained in place of the weights, if any.
         support: maximum ids that a token was sampled from, if they are kept; else 0.
@@ -73,7 +73,7 @@ class Microbatch:
 
 
 def held_layers(m: Shape, parallel: MegatronParallel, rank: int) -> list[int]:
-    """Return the numbers of a rank's layers."""
+    """Return the layer numbers of a rank."""
     return [layer for chunk in parallel.chunk_layers(m.layers, rank) for layer in chunk]
 
 
@@ -89,8 +89,9 @@ def kept(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) ->
 
 
 def _under_way(parallel: MegatronParallel, stage: int) -> float:
-    """Return the most micro-batches of a stage between forward and backward, in units of all its chunks (Megatron's 1F1B and interleaved
-    schedules, `get_pp_rank_microbatches` of pipeline_parallel/schedules.py); assumes that a step has as many micro-batches."""
+    """Return the maximum number of a stage's micro-batches between forward and backward, in units of all its chunks (Megatron's 1F1B and
+    interleaved schedules, `get_pp_rank_microbatches` of pipeline_parallel/schedules.py); assumes that a step has that many
+    micro-batches."""
     after = parallel.pp - 1 - stage
     if parallel.vpp == 1:
         return 1 + after
@@ -111,7 +112,7 @@ def recomputed(m: Shape, parallel: MegatronParallel, pass_: Microbatch, dense: b
     modules, here = pass_.modules, pass_.rows // parallel.tp
     found = 0
     if "layernorm" in modules:
-        found += here * pass_.item * 2 * 2 * m.hidden  # of both norms, the normalized input and the output
+        found += here * pass_.item * 2 * 2 * m.hidden  # both norms' normalized inputs and outputs
     latent = m.attention if isinstance(m.attention, Latent) else None
     if latent is not None and "mla_up_proj" in modules:
         found += here * pass_.item * m.heads * (2 * (latent.nope + latent.rope) + latent.value)
@@ -147,8 +148,8 @@ def _grouped(m: Shape) -> tuple[int, int]:
 
 
 def _latent(m: Shape, kind: Latent) -> tuple[int, int]:
-    """Return the same as `_grouped`. The kernel has copies of queries and keys, concatenated from two parts, and of values, split from
-    keys."""
+    """Return the same as `_grouped` for latent attention. The kernel has copies of queries and keys, concatenated from two parts, and of
+    values, split from keys."""
     small = 3 * (kind.q_rank or 0) + 3 * kind.kv_rank + kind.rope
     each = 2 * (kind.nope + kind.rope) + kind.value + 2 * kind.value  # the last two as in `_grouped`
     return small + m.heads * each, 4 * kind.rope
@@ -179,8 +180,8 @@ def _ranks(pass_: Microbatch, targets: tuple[str, ...]) -> int:
 
 
 def working(m: Shape, parallel: MegatronParallel, stage: int, pass_: Microbatch) -> int:
-    """Return the peak bytes of a backward pass in addition to the kept ones: of the current layer, or of the output layer before. On CPUs,
-    include the rotary angles of all rows, which layers share, and the norm before the output layer."""
+    """Return the peak bytes that a backward pass takes besides the kept ones: for the current layer, or for the output layer before it. On
+    CPUs, include the rotary angles of all rows, which layers share, and the norm before the output layer."""
     kinds = {number in m.dense_layers for number in held_layers(m, parallel, stage * parallel.tp * parallel.dp)}
     most = max((_layer_backward(m, parallel, pass_, dense) for dense in kinds), default=0)
     if stage == parallel.pp - 1:
@@ -224,11 +225,12 @@ def _backward_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch, de
 
 
 def _attention_on_cpu(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
-    """Return the bytes of attention's gradients: of its output, and of queries, keys and values, separately from the kernel and
+    """Return the bytes of attention's gradients: of its output, and of queries, keys and values, both as the kernel returns them and
     concatenated.
 
     Context-parallel ranks have the gradients of a block's keys and values for every query head, before the heads that share them are
-    summed (`asyncmoe.platform.megatron.context_attention`); the longest block, of a micro-batch of one sequence, has all rows but a chunk.
+    summed (`asyncmoe.platform.megatron.context_attention`); the longest block, if the micro-batch is one sequence, has all rows but a
+    chunk.
     """
     kind = m.attention
     if isinstance(kind, Latent):
@@ -259,8 +261,8 @@ def gathered(m: Shape, parallel: MegatronParallel, pass_: Microbatch) -> int:
 
 
 def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool, cpu: bool) -> int:
-    """Return the entries of a layer's largest weight on a rank; on a GPU the experts' weights count as one, because one operation uses all
-    of them."""
+    """Return the number of entries of a layer's largest weight on a rank; on a GPU the experts' weights count as one, because one operation
+    uses all of them."""
     attention = max(prod(shape) for shape in m.attention.shapes(m).values()) // parallel.tp
     if dense:
         return max(attention, 2 * m.hidden * m.dense_width // parallel.tp)
@@ -271,8 +273,8 @@ def _largest_weight(m: Shape, parallel: MegatronParallel, dense: bool, cpu: bool
 def head(m: Shape, parallel: MegatronParallel, pass_: Microbatch, entropy: bool = True) -> int:
     """Return the peak bytes of the output layer with the log-probabilities (`asyncmoe.trainer.model.logprobs`).
 
-    These are its kept bytes, plus the larger of the forward pass's blocks and the backward pass's with the gradient of its input, which is
-    summed in float32. The weight's gradient is added directly to data parallelism's buffer.
+    These are its kept bytes, plus the larger of two: the forward pass's blocks; the backward pass's blocks with the gradient of the layer's
+    input, which is summed in float32. The weight's gradient is added directly to data parallelism's buffer.
 
     Args:
         entropy: the entropy is computed, too, as in training.

@@ -123,8 +123,8 @@ def least(config: Config, hf: Hf, staged: bool = False, conversations: int = 1) 
 
 
 def stages(config: Config, hf: Hf, gpu_gb: float, cpu: bool = False) -> bool:
-    """Return whether engines stage a whole version: if GPUs have room for a second copy of the weights besides the KV cache, or, if its
-    size is not set, `memory.LEAST` conversations. Broadcast weights are written in place.
+    """Return whether engines stage a whole version. They do if GPUs have room for a second copy of the weights besides the KV cache
+    (`memory.LEAST` conversations if its size is not set). Broadcast weights are written in place.
 
     Raises: as `of_run`.
     """

@@ -89,7 +89,7 @@ class Training:
         delta_base: the rank keeps what it sent last in this memory, to send only later changes (`sync.delta`).
         averages: bytes of each of Adam's two averages (`trainer.memory.exp_avg_dtype` and `exp_avg_sq_dtype`).
         offload: share of the optimizer's state in host memory (`trainer.memory.optimizer_offload`).
-        float8_edges: all layers compute in float8 except this many at either end; None: none do.
+        float8_edges: all layers compute in float8 except this many at either end; None: no layer does.
     """
 
     microbatch: Microbatch
@@ -183,7 +183,7 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         "reference": reference if pass_.cpu else max(0, reference - kept),
         "float8 weights": 0 if training.float8_edges is None else _float8_weights(m, parallel, rank, training.float8_edges),
         "activations": kept,
-        # of a backward pass, or of the optimizer's step, when there are no activations
+        # the larger of a backward pass's and the optimizer step's; during that step there are no activations
         "working set": max(activations.working(m, parallel, stage, pass_), _step_copies(trained, parallel, training) - kept),
         # adapters (`AdapterSources`) and weights sent in a different dtype (`WeightSources`) are copied before they are sent
         "weight sync": BUFFERS * training.bucket_bytes
@@ -200,7 +200,7 @@ def _stage(hf: Hf, parallel: MegatronParallel, training: Training, stage: int) -
         + (12 * stepped(trained, parallel, training) if training.distributed else trained.all * training.state),
         # In pinned memory: float32 weights, averages and gradients of the parameters that the CPU updates (`HybridDeviceOptimizer`)
         "trainer.memory.optimizer_offload": 16 * offloaded(trained, parallel, training),
-        "objective.kl.coefficient": reference,  # kept there while it is not in use
+        "objective.kl.coefficient": reference,  # the reference is in host memory while it is not in use
     }
     return GpuMemory({name: nbytes for name, nbytes in parts.items() if nbytes}, host)
 
@@ -221,8 +221,8 @@ def _shares(trained: RankParameters, parallel: MegatronParallel) -> tuple[int, i
 
 
 def offloaded(trained: RankParameters, parallel: MegatronParallel, training: Training) -> int:
-    """Return how many of these parameters the CPU updates. Megatron offloads whole tensors until this number is reached, so the last may
-    exceed it (`HybridDeviceOptimizer._get_sub_optimizer_param_groups`)."""
+    """Return how many of the `stepped` parameters the CPU updates. Megatron offloads whole tensors until this number is reached, so the
+    last may exceed it (`HybridDeviceOptimizer._get_sub_optimizer_param_groups`)."""
     return int(training.offload * stepped(trained, parallel, training))
 
 

@@ -60,7 +60,7 @@ def of_cluster(
     """Print suggestions for a cluster, and return them as values for JSON.
 
     Args:
-        cluster: without an adapter.
+        cluster: the cluster; `lora` adds its adapter.
         family: as `model.family`.
         lora: see `parse_adapter`.
         measured: a file of `asyncmoe bench step`.

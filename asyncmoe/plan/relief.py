@@ -30,7 +30,7 @@ _ENGINE: Mapping[str, str] = {
 def too_large(trainer: GpuMemory, engine: GpuMemory, gpu_gb: float, card: str = "a GPU") -> ConfigError:
     """Return the error for a GPU that cannot hold a trainer rank, an engine rank, or both; an absent one is `NOTHING`.
 
-    It names the keys that lower the largest parts governed by one.
+    It names the keys that lower the largest parts which a key governs.
     """
     sides = [side for side in (("the trainer", trainer.parts, _TRAINER), ("an engine", engine.parts, _ENGINE)) if side[1]]
     parts = [

@@ -25,7 +25,7 @@ BATCH, GROUP = 384, 8
 
 
 def show_update(found: Forecast, dtype: str, method: str, nic: float, console: Console) -> None:
-    """Print what a weight update moves by `sync.method`; for a method other than reshard, which moves whole models, in one line.
+    """Print what a weight update with `sync.method` moves; in one line for methods other than reshard, which move whole models.
 
     Args:
         dtype: of what is moved (`kind`).

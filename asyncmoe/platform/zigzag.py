@@ -21,7 +21,7 @@ class Chunk:
     Attributes:
         here: index of the first row among the rank's rows.
         begin: index of the sequence's first row among all rows.
-        first: index of the first row among all rows.
+        first: index of the chunk's first row among all rows.
         rows: number of rows.
     """
 
@@ -32,7 +32,7 @@ class Chunk:
 
 
 def padded(length: int, size: int) -> int:
-    """Return the padded rows of a sequence of `length` tokens over `size` ranks together."""
+    """Return the number of rows, over all `size` ranks, of a padded sequence of `length` tokens."""
     return length + -length % (2 * size) if size > 1 else length
 
 

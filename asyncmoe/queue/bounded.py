@@ -1,8 +1,8 @@
 """The queue between engines and trainer: bounded, oldest first, leased by step.
 
 One asyncio loop owns the queue; nothing here is thread-safe. Counts are of episodes. An episode is one trajectory, or one trajectory of
-each agent that spoke, kept or discarded together. Every started episode ends as exactly one of trained, dropped, rejected or requeued, the
-last three under a reason, and the counts add up after every call (`asyncmoe.queue.admission.Ledger`).
+each agent that spoke, kept or discarded together. Every started episode ends as exactly one of trained, dropped, rejected, requeued or
+skipped, the last four under a reason, and the counts add up after every call (`asyncmoe.queue.admission.Ledger`).
 
 Guarantees to the trainer. The answer to `lease(step)` is decided once: every rank gets the same answer, whenever it asks. A leased
 trajectory keeps its arrays until `commit(step)` or `reopen`. No trajectory is trained twice. No trained trajectory has a token more
@@ -175,7 +175,7 @@ class BoundedQueue:
     async def lease(self, step: int, phase: Phase, count: int, version: int, wait_s: float) -> Leased:
         """Lease the batch of step `step`: whole groups, `count` episodes in all, oldest first.
 
-        Groups with a token more than `Admission.age_bound` versions older than `version` are first dropped (rule requeue: requeued), under
+        Groups with a token more than `Admission.age_bound` versions older than `version` are first dropped (rule requeue: requeued), as
         "stale". With rule downweight, items carry their weight. Any number of ranks may ask, at any time until the commit, and get the
         same answer. An answer without items (and with `stop` false) means that `wait_s` (at most a day) expired: ask again.
 
@@ -237,7 +237,7 @@ class BoundedQueue:
         """Return to a checkpoint with a restarted trainer; call it after `trainer_lost`.
 
         Leases since the checkpoint are granted again as they were. Everything else stays: queued and running groups, the versions and the
-        capacity law. Demonstrations are dropped, including leased ones: the caller puts them again from the checkpoint's on.
+        capacity law. Demonstrations are dropped, including leased ones: the caller again puts those that follow the checkpoint.
 
         Raises:
             InvariantBroken: the leases do not belong to this queue.

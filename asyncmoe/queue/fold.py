@@ -198,7 +198,7 @@ def recover(state: LogState, step: int, base: int, batch: int, name: str, lost: 
     """
     reached = max(step, base)
     new = not (state.groups or state.leases)
-    first = state.first if state.first is not None else reached if new else base  # of a log without its beginning, the earliest possible
+    first = state.first if state.first is not None else reached if new else base  # if the log lacks its beginning: the earliest possible
     replays = _replays(state, first, reached, name, lost)
     unknown = max(set(range(first, reached)) - state.leases.keys(), default=None)
     # Groups that were finished by then may have been trained by a step whose record is lost.
@@ -243,7 +243,7 @@ def _replays(state: LogState, first: int, reached: int, name: str, lost: Collect
 
 
 def _accounts(state: LogState, reached: int, over: int, leased: int, queued: int, lost: int, exact: str) -> Accounts:
-    """Return the ledger with which a queue begins: the recorded one with the leased and queued counts of now; all others were running.
+    """Return the ledger with which a queue begins: the recorded one with the current leased and queued counts; all others were running.
 
     Args:
         over: episodes of steps that are over; lost: episodes of groups given up because of damage.

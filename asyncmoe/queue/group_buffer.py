@@ -124,7 +124,7 @@ def whole(trajectories: Sequence[Trajectory], group_size: int, recording: Record
     """
     groups, episodes = {t.group for t in trajectories}, {t.episode for t in trajectories}
     if len(episodes) != group_size or len(groups) != 1:
-        raise InvariantBroken(f"queue: put {len(episodes)} episodes of groups {groups}, expected {group_size} of one")
+        raise InvariantBroken(f"queue: put {len(episodes)} episodes of groups {groups}, expected {group_size} of one group")
     for trajectory in trajectories:
         validate(trajectory, recording, newest_version=newest_version)
         if trajectory.oldest_version == NOT_SAMPLED:

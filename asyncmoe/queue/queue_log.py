@@ -59,7 +59,7 @@ class QueueLog:
         name: the log's name, for messages.
         state: the state that the records describe.
         history: number of restarts after which steps were trained again.
-        replays: leases to grant again that no step has yet, by step.
+        replays: leases still to be granted again, by step.
         accounts: returns the queue's accounts, which go into every record.
     """
 
@@ -77,7 +77,7 @@ class QueueLog:
     def lost(self, step: int) -> frozenset[int]:
         """Return the groups that cannot be given to a trainer that has taken `step` steps. Blocks.
 
-        Their payload is unreadable; or they were sampled by weights that the trainer will not reach again, as an earlier lease is lost.
+        Their payload is unreadable; or an earlier lease is lost, so the trainer will not reach the weights that sampled them again.
         """
         needed = [one for one in self.state.groups.values() if one.place is not None and (one.step is None or one.step >= step)]
         newest: dict[int, float] = {}
@@ -119,7 +119,7 @@ class QueueLog:
         self._add(group)
 
     async def finished(self, group: Group) -> None:
-        """Wait until the record of a complete group, whose payload is durable, is durable too, so it may be queued. Raises StorageError."""
+        """Wait until the record that queues a complete group is durable; the group's payload already is. Raises StorageError."""
         assert group.place is not None
         await self._durable(self._add(records.GroupFinished(group.number, group.arrival, group.attempt, len(group), group.place)))
 

@@ -34,7 +34,7 @@ class Rejections:
 
     @property
     def exceeded(self) -> bool:
-        """True if more groups were rejected than allowed, or all."""
+        """True if all groups, or more than allowed, were rejected."""
         rejected = self.reasons.total()
         return len(self.last) >= MINIMUM and (rejected > self.limit * len(self.last) or rejected == len(self.last))
 

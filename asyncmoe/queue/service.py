@@ -33,7 +33,7 @@ class QueueService:
             case Hello():
                 return self._welcome(request)
             case Lease():
-                if request.version > request.step:  # each step makes one version, so a later one would discard fresh groups
+                if request.version > request.step:  # each step makes one version, so a higher one would discard fresh groups
                     raise ProtocolError(f"lease of step {request.step}: got version {request.version}, expected at most {request.step}")
                 return await self._queue.lease(request.step, request.phase, request.count, request.version, request.wait_s)
             case Commit():

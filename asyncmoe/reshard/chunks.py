@@ -23,7 +23,7 @@ from asyncmoe.reshard.plan import (
 )
 
 BUCKET_BYTES = 64 << 20
-"""Total size of one message buffer for each of a rank's pairs, unless an exchange sets another."""
+"""Total size of a rank's message buffers, one for each of its pairs, unless an exchange sets another size."""
 TRAILER_BYTES = 8
 """Size of the digest after a message's boxes, at the next multiple of 8 bytes."""
 FLOOR_BYTES = 64 << 10

@@ -21,7 +21,7 @@ class _Source:
     """The data from one source rank.
 
     Attributes:
-        digest: sum of the terms of its elements, as of their last read or write in the destination's storages.
+        digest: sum of the terms of its elements, as last read from or written to the destination's storages.
         coded: (address, bytes) of each message of the next version.
         proved: the digest that the messages would result in; None: not verified.
     """
@@ -42,8 +42,8 @@ class DeltaDecoder:
 
     Args:
         plan: the plan, or this rank's part of it.
-        bucket_bytes, threads, stream, relieve: as for the exchange. Order `commit` and the readers of the weights on other streams with
-            waits on both sides.
+        bucket_bytes, threads, stream, relieve: as for the exchange. If other streams read the weights, make them wait for `commit`, and
+            `commit` for them.
 
     Raises:
         LayoutError: as `lanes_of`.
@@ -65,7 +65,7 @@ class DeltaDecoder:
         lanes = lanes_of(plan, lambda transfer: transfer.destination == rank, bucket_bytes)
         self._sources = {lane.source: _Source(lane) for lane in lanes}
         self.version: int | None = None
-        """The verified version in the destination; None: none, so that only a full exchange helps."""
+        """The verified version in the destination; None: there is none, so that only a full exchange helps."""
         self._work: Work | None = None
         self._bound: object = None
         self._places = np.empty(0, np.int64)
@@ -164,7 +164,7 @@ class DeltaDecoder:
     @property
     def _there(self) -> Work:
         if self._work is None:
-            raise InvariantBroken(f"rank {self.rank}: got a decoder of deltas without arrays, expected bind before it")
+            raise InvariantBroken(f"rank {self.rank}: got a delta decoder without arrays, expected a call of bind first")
         return self._work
 
     def _apply(self, source: int, *, write: bool) -> int:

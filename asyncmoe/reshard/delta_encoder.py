@@ -52,10 +52,10 @@ class _Stream:
 class DeltaEncoder:
     """This rank's side, as a source, of an exchange of deltas.
 
-    It keeps the base: the bytes that it last sent, as they are stored at the destinations; as many as in a full exchange, once for
-    destinations with equal layouts. `encode` compares the current data with the base and encodes, block by block of at most 128 KiB,
-    positions and values of the elements whose bits changed, or all elements where that is smaller; `Exchanger.run` sends the messages. With
-    float8, values and scales are compared as stored (call `Scaler.write` first, as before an exchange).
+    It keeps the base: the bytes that it last sent, as they are stored at the destinations. They are as many as in a full exchange, but
+    destinations with equal layouts share them. `encode` compares the current data with the base and encodes, block by block of at most 128
+    KiB, positions and values of the elements whose bits changed, or all elements where that is smaller; `Exchanger.run` sends the messages.
+    With float8, values and scales are compared as stored (call `Scaler.write` first, as before an exchange).
 
     The base matches the destinations only if they verified and wrote what was sent. Otherwise call `forget`: the next update is then full.
 
@@ -92,7 +92,7 @@ class DeltaEncoder:
         self.base_bytes = sum(sum(one.lane.chunks.nbytes) for one in self._streams)
         """Size in bytes of the elements in the base."""
         self.base: int | None = None
-        """The version in the base; None: none, so that the next update must be full."""
+        """The version in the base; None: there is none, so that the next update must be full."""
         self._elements = sum(one.lane.element_count for one in self._streams)
         self._work: Work | None = None
         self._bound: object = None
@@ -101,7 +101,7 @@ class DeltaEncoder:
     def bind(self, source_arrays: Mapping[str, Array]) -> None:
         """Set the arrays of the storages, as for `Exchanger.bind`. They are kept alive until the next `bind`.
 
-        Allocates memory for the base on the first call, and for arrays on another device: there is no base yet then.
+        The first call, and a call with arrays on another device, allocates memory for the base; there is then no base yet.
 
         Raises:
             LayoutError: an array is missing, or does not match its storage; they are not all on one device; or as `GpuWork`.

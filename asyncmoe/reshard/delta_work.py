@@ -23,7 +23,8 @@ _PATIENCE_S = 300.0
 
 
 class HostWork:
-    """Memory and work of one sender or receiver in host memory. `sources` and `places` are int64 storage addresses; others are int.
+    """Memory and work of one sender or receiver in host memory. `sources` and `places` are arrays of storage addresses, int64; other
+    addresses are int.
 
     A table describes elements; a program packs their messages (`asyncmoe.reshard.programs.message_program`).
 
@@ -48,7 +49,7 @@ class HostWork:
         return int(self._rooms[name].ctypes.data)
 
     def release(self, *, all_: bool) -> None:
-        """Free the buffers named ("coded", ...); without `all_`, only where new ones cost nothing."""
+        """Free the buffers named ("coded", ...); without `all_`, only those that cost nothing to allocate again."""
         self._rooms = {name: room for name, room in self._rooms.items() if not _coded(name) and name != PAYLOAD}
 
     def copy(self, to: int, source: int, nbytes: int) -> None:

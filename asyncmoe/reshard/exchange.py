@@ -101,7 +101,7 @@ class Exchanger:
         """Bytes of this rank's message buffers."""
         self._link = self._connect(transport, out, into)
         self._whole = self._lanes = out, into
-        self._sent_as = self._received_as = list[list[range]]()  # by lane and message, the coded messages in it
+        self._sent_as = self._received_as = list[list[range]]()  # the coded messages in each message of each lane
 
     def bind(self, source_arrays: Mapping[str, Array] | None = None, destination_arrays: Mapping[str, Array] | None = None) -> None:
         """Set the arrays of the storages for all following runs. They are kept alive until the next `bind`.
@@ -133,7 +133,7 @@ class Exchanger:
         self._bound = (source_arrays, destination_arrays)
 
     def run(self, timeout_s: float | None = None, encoder: DeltaEncoder | None = None, decoder: DeltaDecoder | None = None) -> Moved:
-        """Exchange once. All ranks of the plan call it: with an encoder, a decoder or both to move encoded messages, or all without them.
+        """Exchange once. All ranks of the plan call it: all with an encoder, a decoder or both, to move encoded messages, or all without.
 
         Args:
             timeout_s: limit on the whole run, though a round begun in time may take as long again; None: the run ends only if a peer makes
@@ -260,7 +260,7 @@ class Exchanger:
 
     def _sealed(self, digest: int, number: int) -> int:
         """Make a digest specific to its plan, message and run, so that a stale message cannot pass for a new one, nor a message of other
-        layouts for one of these."""
+        layouts for one of this plan."""
         return digest ^ self._of_plan ^ (((self._runs << 32 | number) + 1) * _RUN_MIX & _WORD)
 
     def _copy(self, program: _C.Program, chunk: int, sources: np.ndarray, destinations: np.ndarray) -> int | None:

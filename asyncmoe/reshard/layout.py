@@ -35,7 +35,7 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Known dtypes, named as by torch without the prefix, and their sizes in bytes."""
+"""Known dtypes, by torch's names without the prefix, and their sizes in bytes."""
 
 
 @dataclass(frozen=True, slots=True)

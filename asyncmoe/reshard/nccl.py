@@ -47,7 +47,7 @@ def origin(library: str | None = None) -> Origin:
 
 
 def find_nccl() -> str:
-    """Return the path of the NCCL installed by pip, else the name by which the system's loader finds one, or torch's."""
+    """Return the path of the NCCL installed by pip, else the library's name, by which the loader finds torch's or the system's."""
     package = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
     folders = list(package.submodule_search_locations or []) if package else []
     found = [str(path) for folder in folders if (path := Path(folder, "lib", SONAME)).exists()]

@@ -1,1 +1,1 @@
-"""The controller process: engines, episodes, scoring, and the weight versions the engines serve."""
+"""The controller and its rollout workers: engines, episodes, scoring, and the weight versions the engines serve."""

@@ -28,7 +28,7 @@ class CallArguments(dict[str, Any]):
 
 
 def names(template: str | Mapping[str, str] | None) -> set[str]:
-    """Return the names in the code of one or several templates, their variables included, without those that every request gives."""
+    """Return the names in the code of one or several templates, their variables included, except those that every request defines."""
     from jinja2 import Environment
 
     source = "".join(template.values()) if isinstance(template, Mapping) else template or ""

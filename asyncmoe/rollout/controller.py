@@ -55,7 +55,7 @@ from asyncmoe.weights.coordinator.driver import UpdateDriver
 log = logging.getLogger(__name__)
 _RECORD_S = 1.0
 _LAST_WORDS_S = 1.0
-"""Seconds at the end in which requests are still answered, so that the trainer learns of a failure, and each rank that it may leave."""
+"""Seconds at the end in which requests are still answered, so that the trainer learns of a failure, and ranks learn that they may leave."""
 
 
 @named("controller")
@@ -146,7 +146,7 @@ class Controller:
             self._fleet.over,
         )
         self._served = asyncio.Event()
-        """Set once engines have weights that were compared with the trainer's, or come from it."""
+        """Set once engines have weights that were compared with the trainer's, or came from the trainer."""
         self._over = asyncio.Event()
         self._trained = asyncio.Event()
         """Set once the last step is committed: nothing more is sampled for training."""
@@ -154,7 +154,7 @@ class Controller:
         self._stopping = False
 
     async def answer(self, request: Request) -> Reply | tuple[Reply, list[Buffer]]:
-        """Answer one request of the trainer or of an engine on another machine."""
+        """Answer one request of the trainer, an engine or a rollout worker."""
         if isinstance(request, TrainerMessage):
             self._session.check(request)
         if isinstance(request, WeightsRequest):

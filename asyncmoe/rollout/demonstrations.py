@@ -14,14 +14,14 @@ from asyncmoe.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 TRIES = 100
-"""Questions tried for one demonstration."""
+"""Maximum number of questions tried for one demonstration."""
 
 
 class Demonstrations:
     """The demonstrations of a warm-up, by number.
 
     A question whose demonstration is too long or fails is replaced by a later question, chosen by the numbers alone, so that a resumed
-    warm-up takes the same one.
+    warm-up uses the same one.
 
     Args:
         teaching: runs the environment with its teacher; None: the task's own solutions are the demonstrations.

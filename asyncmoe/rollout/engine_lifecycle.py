@@ -52,7 +52,7 @@ class EngineLifecycle:
             self.taken.set()
 
     def parts(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """Return the coroutines to run concurrently; only the first, the start, ends. An exception of any ends the run."""
+        """Return the coroutines to run concurrently; only the first, the start, ends. An exception in any of them ends the run."""
         return (self._start_all(), *(self._once_started(run) for run in (self._pool.watch, self._alive.run)))
 
     def lost(self) -> int:

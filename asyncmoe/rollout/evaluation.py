@@ -1,4 +1,4 @@
-"""Evaluation during training: ask every `evaluation.every`-th version and the last the same questions, on the same engines.
+"""Evaluation during training: every `evaluation.every`-th version and the last one get the same questions, on the same engines.
 
 An evaluation of version v begins when every engine serves v, and no step waits for it: if later versions land before it has ended, they
 answer the remaining questions, and its record shows the range of versions. The end of the run waits for it. It uses a small share of the
@@ -52,10 +52,10 @@ class Evaluator:
 
     Attributes:
         skipped: number of evaluations that were due while another was running.
-        count: number of sets, each of which is one record of a version.
+        count: number of sets, each of which gives one record per version.
 
     Args:
-        workers: run and score the episodes, as `stage_of` says.
+        workers: run and score the episodes, in the context that `stage_of` returns.
         sets: evaluated in this order.
         record: called with the result of each evaluation.
     """
@@ -194,7 +194,7 @@ def standard_error(of_questions: Sequence[float]) -> float | None:
 
     By the central limit theorem, for questions drawn independently from all possible ones (Miller 2024, "Adding Error Bars to Evals",
     arXiv:2411.00640). A question's value is the mean over its episodes, so s includes the variance of sampling its episodes; episodes of
-    one question are not independent, and counting each as one would understate the error.
+    one question are not independent, and counting each separately would understate the error.
     """
     return stdev(of_questions) / sqrt(len(of_questions)) if len(of_questions) > 1 else None
 
@@ -230,7 +230,7 @@ def measure(
 
     Args:
         outcomes: (question number, outcome) of every episode.
-        name: of the set.
+        name: name of the set.
         samples, pass_reward: see `pass_chances`.
     """
     rewards: dict[int, list[float]] = {}

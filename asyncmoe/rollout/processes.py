@@ -51,7 +51,7 @@ class Processes:
             timeout_s: limit for the answer, not counting the start of the process; None: the caller limits it.
 
         Raises:
-            Broken: the process ended, or answered too many bytes.
+            Broken: the process ended, or its answer is too long.
             ConfigError: the function cannot be loaded in a process.
             TimeoutError: there is no answer within `timeout_s`.
             AsyncmoeError: a process did not start.
@@ -62,7 +62,7 @@ class Processes:
         return answer
 
     async def close(self) -> None:
-        """Let the idle processes clean up, then end them; a running call ends its own."""
+        """Let the idle processes clean up, then end them; a running call ends its own process."""
         idle, self._idle = self._idle, []
         await asyncio.gather(*map(self._close, idle))
 
@@ -95,7 +95,7 @@ class Processes:
             await end(process)
             if isinstance(error, ConnectionError):
                 raise Broken(f"{self._whose} has ended: {error}") from error
-            if isinstance(error, ValueError):  # of a line beyond the limit
+            if isinstance(error, ValueError):  # a line beyond the limit
                 raise Broken(f"{self._whose} answered with too many bytes", flood=True) from error
             raise
 

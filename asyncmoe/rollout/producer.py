@@ -1,7 +1,7 @@
 """Produce groups endlessly: start them when the capacity law allows, generate them concurrently, and queue them when complete.
 
 The trainer needs whole groups, so a group succeeds or fails as a whole: when one member is rejected, the others are cancelled, and all
-started members are counted as rejected with that reason. If the reason was an engine, the group is restarted with the same prompt and a
+started members are counted as rejected with that reason. If an engine was the cause, the group is restarted with the same prompt and a
 higher attempt; after any other reason it is dropped, unless the reason is in `start_over` (a response that could not be scored, if the
 user wants it restarted).
 """
@@ -130,7 +130,7 @@ class Producer:
 
     async def _group(self, flight: Flight) -> None:
         try:
-            # A failed one cancels the others.
+            # A failed episode cancels the others.
             episodes = await together([self._workers.episode(flight.prompt, place) for place in flight.places])
             if self._filter_equal and nothing_to_learn([one for made in episodes for one in made]):
                 self._queue.discarded(self._size, EQUAL)

@@ -90,7 +90,7 @@ class RunLog:
             if known is not None and known.begun and not kept.state.next:
                 log.warning("%s is gone: what was queued or under way when the run stopped is sampled again", kept.name)
             if known is not None and not known.begun and known.of != now.of:
-                kept.state = LogState()  # of a run that never began
+                kept.state = LogState()  # the records are of a run that never began
             recover(kept.state, step, config.warmup.steps, config.rollout.batch, kept.name)
             held.pop_all()
         return cls(config, kept, now.run)
@@ -100,7 +100,7 @@ class RunLog:
         return WorkerBegin(self._run, self.queue_log.state.under_way)
 
     async def resume(self, step: int) -> Resumption:
-        """Return what the queue of a trainer that has taken `step` steps resumes with.
+        """Return the state from which the queue resumes for a trainer that has taken `step` steps.
 
         Raises:
             DataError: the log does not belong to this checkpoint, or is damaged.

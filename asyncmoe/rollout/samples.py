@@ -1,7 +1,7 @@
 """Keep some groups as samples: what was asked, given, sampled and scored, including groups that fail or are dropped.
 
 The worker notes the episodes of a kept group when they begin and summarises them when they end. When the group has ended, its record is
-built and written: text is split between other work of the event loop, the file written in a thread.
+built and written: its text is split by token between other work of the event loop, and the file is written in a thread.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Tokenizer:
             self._tokenizer: Any = loader.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
             untrusted = "auto_map" in settings and not trust_remote_code
-            hint = "model.trust_remote_code=true runs the Python that lies beside it, which is yours to read first" if untrusted else None
+            hint = "model.trust_remote_code=true runs the Python code that lies beside it: read that code first" if untrusted else None
             raise DataError("model.path", got=" ".join(str(error).split())[:300], expected=f"a tokenizer in {path}", hint=hint) from error
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"tokenizer in {path}", got="no eos_token", expected="an end-of-sequence token; responses end with it")
@@ -61,7 +61,7 @@ class Tokenizer:
         self.vocabulary, self.positions = positive(hf, "vocab_size"), hf.get("max_position_embeddings")
         if (largest := max(self._tokenizer.get_vocab().values(), default=0)) >= self.vocabulary:
             expected = f"ids below the model's vocab_size {self.vocabulary}"
-            raise DataError(f"tokenizer in {path}", got=f"token {largest}", expected=expected, hint="take the tokenizer of this model")
+            raise DataError(f"tokenizer in {path}", got=f"token {largest}", expected=expected, hint="use the tokenizer of this model")
         self._variables = variables or {}
         if (unused := self.unused(self._variables)) is not None:
             raise DataError("task.chat_template_kwargs", got=unused, expected="variables that the model's chat template uses")
@@ -85,7 +85,7 @@ class Tokenizer:
         """
         if self._tokenizer.chat_template is None:
             hint = "set task.chat_template=false or use a model with one"
-            raise DataError("task.chat_template", got="a tokenizer without a chat template", expected="one that has it", hint=hint)
+            raise DataError("task.chat_template", got="a tokenizer without a chat template", expected="one with a chat template", hint=hint)
         from jinja2 import TemplateError
 
         given = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
@@ -115,13 +115,13 @@ class Tokenizer:
         """
         for index, message in enumerate(messages, begin):
             for kind in filter(self.lacks, chat_template.kinds(message, index == 0)):
-                raise DataError(f"{where}[{index}]", got=f"{kind}, which the chat template leaves out", expected="what it writes")
+                raise DataError(f"{where}[{index}]", got=f"{kind}, which the chat template leaves out", expected="content that it renders")
 
     def between(self, observations: Sequence[str], ids: Sequence[str | None] = ()) -> tuple[int, ...]:
         """Return the token ids of tool answers: from the end of an assistant's turn, whose last token was sampled, to its next turn.
 
         Args:
-            ids: of their calls, as the policy wrote them; None or missing: it wrote none.
+            ids: ids of their calls, as the policy wrote them; None or missing: it wrote none.
 
         Raises:
             DataError: the chat template does not support tool answers, or leaves them or the turn before them out.
@@ -132,7 +132,7 @@ class Tokenizer:
         self.check(answers, len(messages), "tool answers")
         _, said, added = self.render([*messages, *answers]).partition(_SAID)
         if not said:
-            raise DataError("chat template", got="one that leaves out a turn that tools answer", expected="one that adds to it")
+            raise DataError("chat template", got="one that drops the turn before tool answers", expected="one that keeps it")
         return self.encode(added.removeprefix(str(self._tokenizer.eos_token)))
 
     def decode(self, tokens: Sequence[int]) -> str:

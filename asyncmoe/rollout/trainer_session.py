@@ -35,7 +35,7 @@ class TrainerSession:
     Attributes:
         queue, service, samples: None until the first start is admitted. The queue's versions and counts continue from the steps that the
             trainer reports; each start gets a new service; samples stay None if none are kept.
-        went_back: set, and replaced, when a later start is admitted, which trains again from a checkpoint on.
+        went_back: event, set and then replaced when a later start is admitted, which trains again from a checkpoint.
 
     Args:
         taken: set once it is known which engines of the previous controller keep their weights.

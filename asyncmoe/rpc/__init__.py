@@ -1,1 +1,1 @@
-"""The RPC between controller, trainer ranks and engines: messages, keys, one server, one client. No pickle."""
+"""The RPC between controller, rollout workers, trainer ranks and engines: messages, keys, one server, one client. No pickle."""

@@ -1,4 +1,4 @@
-"""The blocking client of the controller, for trainer ranks and engines on other machines."""
+"""The blocking client of the controller and of rollout workers, for trainer ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One connection to the controller that tracks whether it is up: a DEALER socket and its monitor.
+"""One connection to a server that tracks whether it is up: a DEALER socket and its monitor.
 
-It uses the Unix socket if the controller is on this host (`asyncmoe.rpc.local`), else encrypted TCP.
+It uses the Unix socket if the server is on this host (`asyncmoe.rpc.local`), else encrypted TCP.
 """
 
 from __future__ import annotations

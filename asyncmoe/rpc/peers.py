@@ -75,7 +75,7 @@ def check(ours: Facts, theirs: Facts | None, most_apart_s: float = MOST_APART_S)
     both, all_set = ours.versions.keys() & theirs.versions.keys(), ours.nccl.keys() | theirs.nccl.keys()
     for names, of_ours, of_theirs, hint in (
         (both, ours.versions, theirs.versions, "install the same versions on both nodes"),
-        (all_set, ours.nccl, theirs.nccl, "NCCL carries weights between both: export the same before both start; its files count too"),
+        (all_set, ours.nccl, theirs.nccl, "NCCL carries weights between both: export the same before both start; NCCL's files count too"),
     ):
         if differ := sorted(name for name in names if _public(of_ours.get(name, "unset")) != _public(of_theirs.get(name, "unset"))):
             got, expected = (", ".join(f"{name} {one.get(name, 'unset')}" for name in differ) for one in (of_theirs, of_ours))

@@ -1,4 +1,4 @@
-"""The controller's server: concurrent requests, one reply to each.
+"""The server of the controller and of rollout workers: concurrent requests, one reply to each.
 
 A request is two frames, its number and a msgpack message; a reply is the number, a message and the frames it announces. The client chooses
 the number and the server echoes it, so a late reply cannot be taken for a reply to another request. Every request runs as its own task: a
@@ -136,7 +136,7 @@ class Server:
     def _router(self) -> zmq.asyncio.Socket:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        # A ROUTER with a full send buffer drops replies silently. Clients send one request at a time, which already bounds the buffer.
+        # A ROUTER with a full send buffer drops replies silently. The requests in flight already bound the buffer.
         router.setsockopt(zmq.SNDHWM, 0)
         self._sockets.append(router)
         return router
@@ -152,7 +152,7 @@ class Server:
             reply, frames = await self._handle(request)
             payload = self._encode(reply)
         except Exception as error:
-            stopped = f"the controller has stopped: {type(error).__name__}: {error}"
+            stopped = f"the server has stopped: {type(error).__name__}: {error}"
             told = error if isinstance(error, AsyncmoeError) else InvariantBroken(stopped)
             await self._send(router, sender, number, encode(_refused(told)))
             if isinstance(told, InvariantBroken):

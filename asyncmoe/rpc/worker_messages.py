@@ -74,7 +74,7 @@ class WorkerJoin(Message, frozen=True):
 
 
 class WorkerBegin(Message, frozen=True):
-    """First message: the run's log, and the unfinished groups. Until then the worker has loaded nothing."""
+    """First message: the run's log, and the unfinished groups. Until it arrives, the worker has not opened its logs."""
 
     log: str
     """Random name of the run's log."""

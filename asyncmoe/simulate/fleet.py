@@ -90,7 +90,7 @@ class DecodingEngine:
 
 
 class Fleet:
-    """Engines with `slots` request slots each; a request goes to the one with the fewest.
+    """Engines with `slots` request slots each; a request goes to the engine with the fewest requests.
 
     Times are in seconds of engine time, which stops while the engines are paused.
 
@@ -124,7 +124,7 @@ class Fleet:
         return sum(engine.busy for engine in self._engines)
 
     def place(self, request: SimulatedResponse, tokens: int, now: float) -> None:
-        """Put a request, for which there must be room, on the engine with the fewest."""
+        """Put a request, for which there must be room, on the engine with the fewest requests."""
         by_load, load = self._by_load, self._lowest
         while not by_load[load]:
             load += 1

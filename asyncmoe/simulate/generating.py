@@ -59,7 +59,7 @@ class SimulatedEngines:
         self._served_at.append(self._fleet.clocks(self._clock.engine_time))
 
     def read(self) -> None:
-        """Update the engines' totals in the state's reading."""
+        """Bring the engines' totals in `RunState.now` up to date."""
         self._fleet.settle(self._clock.engine_time)
         self._state.now.busy, self._state.now.sampled = self._fleet.busy, self._fleet.tokens
 

@@ -51,7 +51,7 @@ class PlantTrainer(Section):
     gpus: Positive = Field(16, description="GPUs of the trainer.")
     least_gpus: Positive = Field(1, description="Fewest GPUs on which the trainer fits, by `asyncmoe plan`; --sweep tries multiples of it.")
     step_s: PositiveFloat = Field(
-        60.0, description="Seconds of a training step on these GPUs. --sweep takes it to fall in proportion to their number."
+        60.0, description="Seconds of a training step on these GPUs. --sweep assumes that it is inversely proportional to their number."
     )
 
 
@@ -77,7 +77,7 @@ class Plant(Section):
         "lognormal",
         description="Distribution of response lengths: lognormal, fixed, math or search, with "
         "keys, e.g. lognormal:median=4096,sigma=1,cap=32768,icc=0.3 (icc: how alike the responses of a group are); a file with one length "
-        "in tokens per line; or the directory of a run, whose recorded groups are drawn from.",
+        "in tokens per line; or the directory of a run, from whose recorded groups lengths are drawn.",
     )
     groups_per_step: Positive = Field(384, description="Prompts per training step. The batch is groups_per_step * group_size responses.")
     group_size: Positive = Field(8, description="Responses to each prompt.")
@@ -88,7 +88,7 @@ class Plant(Section):
     )
     max_concurrent: Positive | None = Field(
         None,
-        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most, and with null, the number of slots.",
+        description="Requests in flight over all engines, as `rollout.max_concurrent`; at most the number of slots, which null stands for.",
     )
     steps: Positive = Field(40, description="Training steps to simulate; speeds exclude the first 2 * (max_staleness + 1), at most half.")
     seed: NonNegative = Field(0, description="Seed of every random draw; the same seed gives the same result.")

@@ -45,8 +45,8 @@ def simulate(plant: Plant, workload: Workload, mode: Mode = "async", skip: int |
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Disable the search for cycles, which takes 40 % of the time with 10,000 engines and finds nothing: groups break their own at the
-    end."""
+    """Disable the search for cycles, which takes 40 % of the time with 10,000 engines and finds nothing: groups break their own cycles at
+    the end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -132,7 +132,7 @@ class Simulation:
     # ------------------------------------------------------------ training on the oldest groups
 
     def _go_on(self) -> None:
-        """Start groups, in modes that start whole batches, and the next step."""
+        """In modes that start whole batches, start groups; then begin the next step if possible."""
         if self._state.mode != "async":
             self._engines.start_groups()
         self._lease()

@@ -33,7 +33,8 @@ class SimulatedGroup:
         self.tokens: dict[int, float] = {}
 
     def end(self) -> None:
-        """Drop the members, once the group is trained or dropped. Without the cycle, both are freed at once."""
+        """Drop the members, once the group is trained or dropped. This ends a cycle of references, so that group and members are freed at
+        once."""
         self.members = []
 
 

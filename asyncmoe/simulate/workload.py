@@ -151,7 +151,7 @@ def spec(text: str) -> tuple[str, Mapping[str, float] | None]:
     """Return the name of a workload and the values of its keys (None for a path, which is not read).
 
     Raises:
-        ConfigError: the text is neither.
+        ConfigError: the text is neither a workload nor a path.
     """
     name, _, rest = text.partition(":")
     if name not in _DEFAULTS:

@@ -27,7 +27,7 @@ LOGPROB_DIFF = 0.5
 
 ALL_WELL = "Nothing is off."
 NO_STEP = "No reinforcement-learning step yet."
-FEW_STEPS = f"Nothing is wrong so far; what limits the speed is said after {SETTLED_STEPS} RL steps."
+FEW_STEPS = f"Nothing is wrong so far; the bottleneck is named after {SETTLED_STEPS} RL steps."
 
 
 class Advice(NamedTuple):

@@ -118,4 +118,4 @@ class Alarm:
             why = str(error)
         if why and not self._failed:
             self._failed = True
-            self._say(f"an alert was not sent, and later failures are not said: watch.alerts.command: {why}")
+            self._say(f"an alert was not sent; later failures are not reported: watch.alerts.command: {why}")

@@ -32,7 +32,7 @@ class LiveView:
     It prints a line for each step and evaluation, and advice when it changes. Records of earlier starts of the run are not printed again.
 
     Args:
-        sinks: also get new records; they are not closed.
+        sinks: get the new records, too; this object does not close them.
     """
 
     def __init__(self, config: Config, console: Console | None = None, sinks: Sequence[Sink] = ()) -> None:

@@ -41,8 +41,8 @@ class Metric:
 
 
 class Number(NamedTuple):
-    """A measured number of a record, and its declaration. `key`: of an entry of a mapping; None for a plain number. `label`: meaning of the
-    key."""
+    """A measured number of a record, and its declaration. `key`: the key of an entry of a mapping; None for a plain number. `label`:
+    meaning of the key."""
 
     name: str
     label: str | None

@@ -17,7 +17,7 @@ FOLDER = "processes"
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """A process of a run. Pid, boot and start time identify a process uniquely; a pid alone is reused."""
+    """A process of a run. Pid, boot and start time identify a process uniquely; a pid alone does not, as it may be reused."""
 
     role: str
     """Its name in the run: "supervisor", "trainer.3"."""

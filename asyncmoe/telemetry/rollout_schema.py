@@ -65,16 +65,16 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     ] = {}
     engines_serving: Annotated[int, Metric("Engines that get requests, at the moment.", "engines")] = 0
     engines_lost: Annotated[int, Metric("Engines that died or were fenced since the controller started.", "engines")] = 0
-    engines_missing: Annotated[int, Metric("Of those, engines that have not restarted.", "engines")] = 0
+    engines_missing: Annotated[int, Metric("Lost engines that have not restarted.", "engines")] = 0
     workers_lost: Annotated[int, Metric("Rollout workers that were lost since the controller started.", "workers")] = 0
-    workers_missing: Annotated[int, Metric("Of those, rollout workers that have not joined again.", "workers")] = 0
+    workers_missing: Annotated[int, Metric("Lost rollout workers that have not joined again.", "workers")] = 0
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation of one set: the same questions to one version.
 
-    None: every episode failed; for `reward_stderr`, also if fewer than two questions have rewards. `pass_at` and `pass_at_stderr` omit such
-    a k.
+    None: every episode failed; for `reward_stderr`, also if fewer than two questions have rewards. `pass_at` and `pass_at_stderr` omit a k
+    without such rewards.
     """
 
     time: Annotated[float, "Unix seconds at the end of the evaluation."]

@@ -95,7 +95,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         float | None, Metric("Mean |trainer - engine| log-probability over the same tokens.", "nats a token", over_updates="first")
     ] = None
     logprob_tokens_same_version: Annotated[
-        int | None, Metric("Number of the same tokens. 0 in most steps of an asynchronous run.", "tokens", over_updates="first")
+        int | None, Metric("Number of those tokens; 0 in most steps of an asynchronous run.", "tokens", over_updates="first")
     ] = None
     train_infer_kl: Annotated[
         float | None,
@@ -176,17 +176,17 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         float | None, Metric("Time that the step waited for weight sync, during or after training.", "seconds")
     ] = None
     checkpoint_s: Annotated[float | None, Metric("Time that training paused for a checkpoint since the last step.", "seconds")] = None
-    checkpoint_wait_s: Annotated[float | None, Metric("The part of it in which a save waited for the previous one.", "seconds")] = None
-    pause_ms: Annotated[float | None, Metric("Longest pause of an engine for that version.", "milliseconds", word="pause")] = None
+    checkpoint_wait_s: Annotated[float | None, Metric("Part of `checkpoint_s` spent waiting for the previous save.", "seconds")] = None
+    pause_ms: Annotated[float | None, Metric("Longest pause of an engine in `sync_seconds`.", "milliseconds", word="pause")] = None
     sync_bytes: Annotated[
         int | None,
-        Metric("Bytes that all engines together receive for that version. Absent unless updates may be deltas (`sync.delta`).", "bytes"),
+        Metric("Bytes that all engines together receive in `sync_seconds`. Absent unless updates may be deltas (`sync.delta`).", "bytes"),
     ] = None
     sync_changed: Annotated[
         float | None,
         Metric(
-            "Share of weights whose bits, as engines store them, changed since the previous version. Present: it came as a delta. Absent: "
-            "it was sent in full."
+            "Share of weights whose bits, as engines store them, changed since the previous version. Present: the version came as a delta. "
+            "Absent: it was sent in full."
         ),
     ] = None
 

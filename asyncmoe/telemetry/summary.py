@@ -68,7 +68,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         Metric("Tokens that the trainer's router would have sent elsewhere; mean over layers and steps.", "share of tokens"),
     ]
     trainer_idle_share: Annotated[float | None, Metric("RL time in which the trainer waited for a batch.", "share of RL time")]
-    engine_idle_share: Annotated[float | None, Metric("RL time in which an engine generated nothing; mean over all.", "share of RL time")]
+    engine_idle_share: Annotated[float | None, Metric("Mean RL time in which an engine generated nothing.", "share of RL time")]
     overlap_share: Annotated[
         float | None,
         Metric("RL training time of trainer.0 in which at least one engine generated.", "share of training time"),

@@ -48,7 +48,7 @@ class Learned:
     Attributes:
         updates: metrics of each optimizer update, refused ones included.
         anomalies: the value that broke each broken rule of `verify`.
-        untrained: the rules that refused every update, joined by commas; "" if an update was made, or could have been.
+        untrained: the rules that refused every update, joined by commas; "" unless all updates were refused.
     """
 
     updates: Sequence[StepMetrics]
@@ -107,7 +107,7 @@ class Learner:
         akin = relatives(leased.items, wanted, self._config.objective)
         others = batch_client.fetch(self._client, self._mesh, leased, akin, (), masks=False)
         verify = self._config.verify
-        if leased.replayed:  # engines sampled with the weights of the first time this batch was trained
+        if leased.replayed:  # engines sampled with weights from before the restart
             verify = verify.model_copy(update={"max_logprob_diff": None})
         guard = BatchGuard(verify, step + 1, self._skips, says=self._mesh.rank == 0)
         metrics = self._reinforce(updates, trajectories, others, leased, step, before_update, guard)

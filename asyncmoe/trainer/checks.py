@@ -22,7 +22,7 @@ _WORDS = {"loss": "the loss", "kl_engine": "the log-probabilities' divergence", 
 
 Guard = Callable[[Mapping[str, float]], bool]
 """Returns whether an update goes on. Called with "loss", "kl_engine" and perhaps "logprob_diff" after the backward pass, and with
-"grad_norm", before clipping, before parameters change."""
+"grad_norm" (before clipping) before parameters change."""
 
 
 @dataclass(frozen=True)

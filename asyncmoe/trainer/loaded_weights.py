@@ -1,6 +1,7 @@
 """Compare the weights that engines loaded from the model's files with the trainer's, before anything is sampled.
 
-Engines have their own loader. If its weights differ, they would sample until the first update, and with adapters for the whole run.
+Engines have their own loader. If its weights differ, engines would sample with them until the first update, and with adapters for the whole
+run.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from asyncmoe.trajectory import NOT_SAMPLED, Trajectory
 from asyncmoe.weights.sender.expected_checksums import ExpectedChecksums
 
 _TEXTS, _TOKENS, _COMMON = 4, 65, 20_000
-"""Probes: number of texts, tokens in each (the first has no log-probability), and size of the vocabulary's prefix they are drawn from:
-higher ids are rare tokens that the model may never have seen."""
+"""Probes: number of texts, tokens in each (the first has no log-probability), and bound of the ids they are drawn from: higher ids are rare
+tokens that the model may never have seen."""
 
 
 def compare(model: Model, expected: ExpectedChecksums, client: Client, step: int) -> None:
-    """Have the controller compare, adapters aside, and let engines sample if their loaded weights are version `step`. Collective over all
-    ranks.
+    """Have the controller compare the loaded weights (not adapters), and let engines sample if their loaded weights are version `step`.
+    Collective over all ranks.
 
     Without adapters, a version received before sampling replaces all loaded weights, so nothing is compared.
 

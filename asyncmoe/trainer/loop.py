@@ -109,7 +109,7 @@ class Trainer:
         samples = TrainerSamples(config, place, done, 0 if routing is None else len(routing.layers))
         self._learner = Learner(config, built, adam, client, replay(config, built), plugins, samples)
         self._step = self._saved = done
-        self._served, self._behind = 0, True  # until this trainer's first published version; engines may be ahead of it
+        self._served, self._behind = 0, True  # until this trainer has published a version, engines may be ahead of it
         self._first = place.rank == 0
         self._total = config.warmup.steps + config.run.steps
         self._sync, self._expected, self._saver = sync, expected, Saver(config, built, adam)
@@ -161,7 +161,7 @@ class Trainer:
                 with self._profiler.step(self._step + 1):
                     self._advance(leased, begin)
         except (WeightSyncError, RunStopping) as error:
-            # A run that stops while its engines start has no engines to publish to. Mid-step the lease returns its batch, not a stop.
+            # A run that stops while its engines start has no engines to publish to. Mid-step, a lease returns a batch, not a stop.
             if self._step == self._total or not batch_client.stopping(self._client, config, self._step, self._phase):
                 raise
             log.warning("version not published: %s", error)

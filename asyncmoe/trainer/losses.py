@@ -38,7 +38,8 @@ class PolicyLoss:
 
     @property
     def sums(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the sums that it returns, the same for every micro-batch; they include the inputs of `objective.scale`."""
+        """Names and shapes of the sums that a call returns, the same for every micro-batch; they include the inputs of
+        `objective.scale`."""
         found = dict(objective.SUMS)
         for plugin in self.plugins.of_tokens:
             found |= plugin.sums
@@ -71,7 +72,7 @@ class PolicyLoss:
 
     @property
     def wants_unmasked(self) -> bool:
-        """Whether it also needs log-probabilities over the whole vocabulary for rows with a support."""
+        """Whether the loss also needs log-probabilities over the whole vocabulary for rows with a support."""
         return self.section.kl.coefficient > 0
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch, unmasked: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:

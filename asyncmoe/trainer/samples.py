@@ -118,7 +118,7 @@ class BatchSamples:
 
 
 def _light(batch: MicroBatch) -> MicroBatch:
-    """Return the part of a micro-batch to keep until the step ends; its experts are large."""
+    """Return a micro-batch to keep until the step ends, without its experts and supports, which are large."""
     return replace(batch, experts=None, support=None)
 
 
@@ -188,5 +188,5 @@ def _states(fates: Fates) -> torch.Tensor:
 
 
 def _one_or_all(values: list[float]) -> float | list[float]:
-    """Return the one value of a list of equal finite ones, else the list."""
+    """Return a list's value if all are equal and finite, else the list."""
     return values[0] if values and math.isfinite(values[0]) and values.count(values[0]) == len(values) else values

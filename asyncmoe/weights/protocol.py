@@ -306,7 +306,7 @@ def moved(update: int, terms: Terms) -> dict[Key[Outcome], str]:
 
 
 def passing(update: int, terms: Terms) -> list[Key[Any]]:
-    """Return all keys of an update except its header, by which a receiver that was suspended finds the newest one."""
+    """Return all keys of an update except its header, which remains: by it a receiver that was suspended finds the newest update."""
     found: list[Key[Any]] = [update_failed(update), end(update), over(update), *moved(update, terms)]
     if terms.delta:
         found += [*(offer(update, rank) for rank in trainer_ranks(terms)), *(coming(update, rank) for rank in engine_ranks(terms))]

@@ -67,7 +67,7 @@ class Repeats {
 
   private:
     std::vector<uint64_t> last_;
-    uint64_t token_ = 0;  // from 1 on
+    uint64_t token_ = 0;  // number of the current token, counted from 1
 };
 
 // Position of the first repeated expert within a token; -1 if there is none.

@@ -162,7 +162,7 @@ def test_an_output_that_cannot_be_written_is_one_line() -> None:
         done = subprocess.run(command, cwd=ROOT, env=buffered, stdout=full, stderr=subprocess.PIPE, timeout=60)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        b"error: standard output: got No space left on device, expected a file, pipe or terminal that takes it"
+        b"error: standard output: got No space left on device, expected a file, pipe or terminal that can be written to"
     ]
 
 

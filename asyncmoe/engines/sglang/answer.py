@@ -74,7 +74,7 @@ def packed_answer(body: Buffer) -> GenerateAnswer:
             raise ValueError("output_token_sampling_mask: expected as many ids as its lists have")
         masks = IdLists(counts, ids)
         if routes is not None:
-            routes = routes.copy()  # a queued trajectory keeps them as they came, but not the masks beside them, which may be larger
+            routes = routes.copy()  # a queued trajectory keeps its routes: a view would keep the masks, which may be larger, in memory too
     return GenerateAnswer(
         tokens,
         logprobs,

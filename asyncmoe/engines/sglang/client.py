@@ -40,7 +40,7 @@ class SGLangClient(WeightEndpoints):
         return await self._ok("/health_generate", timeout_s)
 
     async def freeze(self) -> None:
-        """Exclude what the server's processes have loaded from later garbage collections; see `asyncmoe.process.freeze`.
+        """Keep later garbage collections in the server's processes from scanning what is loaded by now; see `asyncmoe.process.freeze`.
 
         Raises:
             EngineError: the server refused it.

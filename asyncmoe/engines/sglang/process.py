@@ -117,7 +117,7 @@ class SGLangProcess:
         output = self._child.output()
         if (reason := reason_in(output)) is None:
             reason = f"ended with status {self._child.returncode}"
-            reason += "".join(f"; its last words: {line.strip()[-400:]}" for line in output.rstrip().splitlines()[-1:])
+            reason += "".join(f"; its last line: {line.strip()[-400:]}" for line in output.rstrip().splitlines()[-1:])
         return f"{reason} (log: {self._child.log})"
 
     async def wait_ready(self) -> None:
@@ -150,8 +150,8 @@ class SGLangProcess:
     async def stop(self) -> None:
         """End the server with every process it spawned, and remove the files they left.
 
-        It is killed at once: nothing waits for its responses any more. Asked to stop, SGLang would check for remaining requests only up to
-        5 s later, and then kill its processes itself (`sigterm_watchdog`).
+        It is killed at once: nothing waits for its responses any more. If asked to stop, SGLang would take up to 5 s until it checks
+        for remaining requests, and then kill its processes itself (`sigterm_watchdog`).
         """
         await self.client.close()
         await asyncio.to_thread(self.end)
@@ -286,5 +286,5 @@ _CONSEQUENCE = re.compile(r"ConnectionRefused|Connection refused|BrokenPipe|EOFE
 
 
 def _cores(available: Sequence[int], first: int, ranks: int) -> str:
-    """Return one core per rank in SGLang's form "0|1", from index `first` on; ranks share cores in turn if there are fewer than ranks."""
+    """Return one core per rank in SGLang's form "0|1", from index `first` on; ranks share cores in turn if there are fewer cores."""
     return "|".join(str(available[(first + rank) % len(available)]) for rank in range(ranks))

@@ -1,4 +1,4 @@
-"""The nodes that a run needs of a Ray cluster, their resources, and the variables of their processes. Pure."""
+"""The nodes that a run needs from a Ray cluster, their resources, and the variables of their processes. Pure."""
 
 from __future__ import annotations
 

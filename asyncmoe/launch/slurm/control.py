@@ -9,7 +9,7 @@ import time
 from asyncmoe.errors import AsyncmoeError, WaitTimeout
 
 _ANSWER_S = 60.0
-"""Timeout in seconds, because slurmctld of a large site can be busy for many."""
+"""Timeout in seconds; long, because slurmctld of a large site can be busy."""
 
 
 def hostnames(nodelist: str) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def read_allocation(environ: Mapping[str, str], expand: Callable[[str], tuple[st
         expand: expands a node list such as "n[1-3]", as `control.hostnames` does through SLURM.
 
     Raises:
-        UserError: this process is not in a SLURM job, or in one of several components.
+        UserError: this process is not in a SLURM job, or in a job of several components.
     """
     if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
         hint = "start it with: sbatch --nodes=N slurm/train.sbatch CONFIG; on a machine without SLURM: asyncmoe run CONFIG"
@@ -119,7 +119,7 @@ def master_port(job: int, restarts: int, epoch: int = 0) -> int:
 
 
 def program(environ: Mapping[str, str], executable: str) -> tuple[str, ...]:
-    """Return the interpreter that has asyncmoe where steps run, after the flags by which srun starts it in a container.
+    """Return the interpreter that has asyncmoe where steps run, preceded by the flags with which srun starts it in a container.
 
     Read ASYNCMOE_CONTAINER_IMAGE, ASYNCMOE_CONTAINER_MOUNTS and ASYNCMOE_CONTAINER_PYTHON; without an image, `executable` runs. Pyxis adds
     the flags to srun on sites with enroot (https://github.com/NVIDIA/pyxis). The checkout, the run directory and the model must have the

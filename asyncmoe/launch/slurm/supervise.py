@@ -106,6 +106,6 @@ def _time_to_save(where: Allocation) -> float:
     try:
         left = control.seconds_left(where.name)
     except AsyncmoeError as error:
-        print(f"the time limit is taken for {_SIGNALLED_S:.0f} s away: {error}", flush=True)
+        print(f"assuming that the time limit is {_SIGNALLED_S:.0f} s away: {error}", flush=True)
         left = _SIGNALLED_S
     return _UNLIMITED_S if left is None else min(max(left - _KEPT_S, 0.0), _UNLIMITED_S)

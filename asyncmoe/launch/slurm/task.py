@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def stop_as(number: signal.Signals, *asked: signal.Signals) -> None:
-    """Send this process the signal `number` once, at the first of those in `asked`; a warning may be followed by the batch script's own
+    """Send this process the signal `number` once, when the first of `asked` arrives; a warning may be followed by the batch script's own
     request. A thread waits for them, because uvloop handles a signal twice if another one's handler raises it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, asked)

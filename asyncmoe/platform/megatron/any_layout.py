@@ -39,10 +39,10 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class AskedState:
-    """What a checkpoint has of a requested optimizer state.
+    """Which parts of a requested optimizer state a checkpoint has.
 
     Attributes:
-        lacking: a tensor that the checkpoint has under no name; "" if it has all.
+        lacking: a requested tensor that the checkpoint lacks under any name; "" if it has all.
         masters: False if the checkpoint has no masters, because its weights are float32 (see `take_weights`).
     """
 
@@ -178,7 +178,7 @@ def _parts(value: Any) -> Iterator[dict[Any, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the plain values in a description of state, with all mappings, all groups, and other lists that hold plain values."""
+    """Return the plain values in a description of state: all mappings and groups stay, other lists only if they hold plain values."""
     mapping = module("dist_checkpointing.mapping")
     if isinstance(value, (mapping.ShardedBase, mapping.LocalNonpersistentObject)):
         return _NOT_PLAIN

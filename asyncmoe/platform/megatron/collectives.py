@@ -42,7 +42,7 @@ def _integers(sizes: Sequence[Any] | None) -> list[int] | None:
 
 
 def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Pad rows, because gloo requires equal numbers, which differ with expert TP > 1 and EP > 1 (mappings.py `_gather_along_first_dim`)."""
+    """Pad rows: gloo requires equal counts, but they differ with expert TP > 1 and EP > 1 (mappings.py `_gather_along_first_dim`)."""
 
     def all_gather(
         tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False

@@ -32,7 +32,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     Args:
         cu_seqlens: int32[n + 1], on the model's device; starts of the packed sequences, then T; padding is a sequence of its own.
-            Context-parallel ranks count the rows of all of them together, and sequences include their padding.
+            With context parallelism, rows are counted over all its ranks, and sequences include their padding.
         bounds: the same numbers on the host.
         longest: length of the longest sequence.
     """

@@ -66,7 +66,7 @@ def _boxes(described: Any, name: str, state: torch.Tensor, start: int) -> Iterat
         state: [n]; this rank's part of it, for elements `start` to `start + n` of the flat parameter.
     """
     dicts, mapping = module("dist_checkpointing.dict_utils"), module("dist_checkpointing.mapping")
-    # Ranks with the same parameter have different parts of its state, so all of them save: the last number would be the replica.
+    # Ranks with the same parameter have different parts of its state, so all of them save: each is replica 0.
     named = {"key": f"optimizer.state.{name}.{described.key}", "replica_id": (*described.replica_id[:2], 0)}
     whole = torch.empty(described.data.shape, dtype=state.dtype, device="meta")
     if isinstance(described, mapping.ShardedTensorFactory):

@@ -107,7 +107,7 @@ def _sgl_kernel() -> None:
 
 
 def _torchvision() -> None:
-    """Load torchvision's operators, or define schemas for torchvision._meta_registrations if loading fails: a wheel's are built for CUDA.
+    """Load torchvision's operators, or define schemas for torchvision._meta_registrations if loading fails: a wheel's operators need CUDA.
     torchvision.extension loads the same library again, which registers nothing twice."""
     package = importlib.util.find_spec("torchvision")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():

@@ -1,7 +1,7 @@
 """Binary responses of `/generate`, for a client that accepts `MEDIA_TYPE`.
 
 SGLang 0.5.23 responds in JSON: 35 bytes and more for a token's id and log-probability, and routes in base64. Here a token takes 8 bytes and
-routes their raw bytes, and a reader uses the arrays in place instead of parsing text. The reader accepts both forms, so an engine that
+routes take their raw bytes, and a reader uses the arrays in place instead of parsing text. The reader accepts both forms, so an engine that
 cannot pack logs the reason and sends SGLang's form. It also does so for a response with inconsistent parts, which the reader then rejects
 with the reason.
 

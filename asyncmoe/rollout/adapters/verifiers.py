@@ -72,7 +72,7 @@ async def _rolled_out(where: str, config: Any, task: Any, base_url: str, api_key
     from verifiers.v1 import EvalClientConfig, ModelContext
     from verifiers.v1.utils.loaders import load_environment
 
-    # Its own environment: it would keep one HTTP client for each episode's endpoint until the run ends.
+    # An environment for each rollout: a shared one would keep one HTTP client per episode's endpoint until the run ends.
     environment = load_environment(config)
     client = EvalClientConfig(base_url=base_url, api_key_var="ASYNCMOE_NO_KEY", headers={"x-api-key": api_key})
     async with environment.serving():
@@ -94,7 +94,7 @@ def _source(columns: Mapping[str, Any]) -> tuple[Any, list[Any]]:
 @functools.cache
 def _loaded(name: str, arguments: str, limit: int | None) -> tuple[Any, list[Any]]:
     if not installed.has("verifiers"):
-        expected = f"it in the environment of {sys.executable}"
+        expected = f"it installed in the environment of {sys.executable}"
         raise UserError("the package verifiers", got="none", expected=expected, hint=f"run: {installed.fix('verifiers')}")
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 

@@ -10,7 +10,7 @@ An environment is a small user-written class. It gives an agent tokens or text, 
             return float(response.text.strip() == episode.prompt.answer)
 
 Token in, token out: given and sampled tokens are kept as tokens and never decoded and encoded again, so training sees exactly the sampled
-tokens. Given tokens are not trained on. An environment runs in the controller's event loop beside all other episodes, so it must not block
+tokens. Given tokens are not trained on. An environment runs in a rollout worker's event loop beside other episodes, so it must not block
 the loop (run blocking calls with `asyncio.to_thread`). While it waits for a tool or another agent instead of a response, it occupies no
 engine.
 """
@@ -336,7 +336,7 @@ class Episode:
         ended.
 
         Raises:
-            TrajectoryRejected: an agent failed, even if the environment caught the failure, or is still responding.
+            TrajectoryRejected: an agent failed, even if the environment caught the failure, or an agent is still responding.
         """
         agents = list(self.agents.values())
         for agent in agents:

@@ -36,7 +36,7 @@ from asyncmoe.trajectory import NOT_SAMPLED, NOTHING, Trajectory
 _TEACHING_S = 60.0
 _OUTCOME = {"reward", "metrics"}
 _LONG = 4096
-"""Tokens of a conversation whose trajectory is built in a thread: with routes and masks it takes the event loop a millisecond or more."""
+"""Tokens of a conversation above which its trajectory is built in a thread: with routes and masks, this takes a millisecond or more."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ async def _worth(stage: RolloutContext, given: list[float] | None, agents: list[
         given: the environment's rewards, one per path; None: the scorer decides.
     """
     last = {agent.number: agent for agent in sorted(agents, key=lambda agent: agent.spoke_last)}
-    steps = stage.sampling.recording.rewards  # for them the scorer must see every path
+    steps = stage.sampling.recording.rewards  # step rewards need a score of every path
     scored = [agent for agent in agents if given is None and (steps or agent is last[agent.number])]
     asked = [stage.scorer.score(_sample(agent, prompt)) for agent in scored]
     if stage.teacher is not None:
@@ -188,7 +188,7 @@ def _given(result: Rewards, agents: list[Agent]) -> list[float] | None:
     if set(named) - known or any(agent.name not in named and agent.tree not in named for agent in agents):
         names = [agent.name for agent in agents]
         detail = f"rewards of {sorted(map(str, named))!s:.200}, expected those of the agents that spoke, {sorted(names)}"
-        raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}; a path that goes on in another has none")
+        raise TrajectoryRejected(environment.ERROR, f"the environment returned {detail}; a path that another path continues has none")
     rewards = []
     for agent in agents:
         reward, agent.metrics = _outcome(named.get(agent.name, named.get(agent.tree)))

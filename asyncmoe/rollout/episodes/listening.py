@@ -8,7 +8,7 @@ from asyncmoe.rollout.tokenizer import Tokenizer
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 32, 1000
 _EVERY = 4
-"""Tokens between two searches for a stop text: at most this many are sampled in vain, for a quarter of the cost."""
+"""Tokens between two searches for a stop text: searching costs a quarter, and at most this many are sampled in vain."""
 _WINDOW = 64
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 

@@ -1,4 +1,4 @@
-"""Answer the requests of an episode that begins again after a restart of its run from recorded answers, as far as these go."""
+"""Recorded answers: an episode that begins again after a restart of its run gets them for its requests, as far as they go."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Recall:
         request: ScheduledRequest = UNKNOWN,
         listener: Listener | None = None,
     ) -> PooledGeneration:
-        """Answer a request that was recorded; ask the pool otherwise, as `Pool.generate`, and record its answer.
+        """Return the recorded answer to a request, if any; otherwise ask the pool, as `Pool.generate`, and record its answer.
 
         Raises:
             TrajectoryRejected, EngineError: as `Pool.generate`.

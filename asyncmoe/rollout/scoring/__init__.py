@@ -2,7 +2,7 @@
 
 A scorer is one of
 - a function `f(prompt, response, answer)`, which may also take `columns`, the example's other columns: a plain function runs in worker
-  processes, a coroutine function in the controller's event loop;
+  processes, a coroutine function in the rollout worker's event loop;
 - a class with `score(sample)`, constructed with `scoring.options`; it runs where a function would and may have a `close()`;
 - an HTTP endpoint that receives each sample by POST.
 It returns a number, or {"reward": number} and optionally "metrics" (numbers by name) and "steps" (process rewards). A teacher may supply

@@ -36,7 +36,7 @@ def need(condition: object, otherwise: type[Exception]) -> None:
 
 
 def equal(a: Number, b: Number) -> bool:
-    """Return whether two numbers are equal, compared relatively."""
+    """Return whether two numbers are equal up to a relative difference."""
     return bool(a == b or (mp.isfinite(a) and mp.isfinite(b) and abs(a - b) <= mp.ldexp(max(abs(a), abs(b)), -_SAME_BITS)))
 
 

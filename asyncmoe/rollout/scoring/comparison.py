@@ -18,8 +18,8 @@ _NEAR = mp.mpf(10) ** -30
 def same(gold: Term, given: Term, at: At | None = None) -> bool:
     """Return whether an answer means what the reference does.
 
-    Both sides are treated alike, with two exceptions: a reference with two or more decimals equals an answer that rounds to it, unless that
-    is a decimal number, too; and its percent sign may be left out.
+    Both sides are treated alike, with two exceptions: a reference with two or more decimals equals an answer that rounds to it, unless the
+    answer is a decimal number, too; and the reference's percent sign may be left out.
 
     Raises:
         TooLarge: the comparison would exceed the bounds.
@@ -69,7 +69,7 @@ def _at_points(gold: Term, given: Term, at: At) -> Iterator[tuple[Number | None,
 
 
 def _same_relation(gold: Term, given: Term, at: At) -> bool:
-    """Compare two equations or inequalities by the differences of their sides, one a multiple of the other; chains side by side."""
+    """Compare two equations or inequalities: equal if their sides' differences are multiples of each other; chains side by side."""
     if len(gold.text) > 1:
         return _alike(gold, given, at)
     ours, theirs = (Term("+", (one.args[0], negative(one.args[1]))) for one in (gold, given))
@@ -127,7 +127,7 @@ def _same_sets(gold: Term, given: Term, at: At) -> bool:
 
 
 def _edges(node: Term, at: At) -> Iterator[Number]:
-    """Yield where membership of a set may change: at the numbers in it, and at their roots."""
+    """Yield where membership of a set may change: at the numbers in it and their square roots, with either sign."""
     for one in walk(node):
         edge = None if variables(one) else defined(one, at)
         if edge is not None and mp.isfinite(edge) and mp.im(edge) == 0:

@@ -30,7 +30,7 @@ def find(response: str, reference: bool = False) -> Sequence[str]:
 
 
 def _marks(text: str, *names: str) -> list[re.Match[str]]:
-    """Return the marks of these kinds in a text, except those that the text itself denies to be the answer."""
+    """Return the marks of these kinds in a text, except those that the text itself says are not the answer."""
     found = sorted((one for name in names for one in PATTERNS[name].finditer(text)), key=re.Match.start)
     return [one for one in found if not _beside("denied", text, one.start(), one.end(one.re.groups))]
 

@@ -30,7 +30,7 @@ class _Progress:
     """Progress of one sample.
 
     Attributes:
-        calling: True during a call, and after one that scored it.
+        calling: True during a call, and after one that scored the sample.
         last: the failure of its previous attempt.
         called: seconds in calls so far.
     """
@@ -155,10 +155,10 @@ class LimitedScorer:
                 progress.called += _now() - begin
 
     def _log(self, raised: ScorerRaised) -> None:
-        """Log what the user's scorer raised, once for each line."""
+        """Log what the user's scorer raised, once for each line of code."""
         if raised.at not in self._places:
             self._places.add(raised.at)
-            log.warning("%s raised at %s, which is said once:\n%s", self.name, raised.at, raised.trace.rstrip())
+            log.warning("%s raised at %s, which is logged once:\n%s", self.name, raised.at, raised.trace.rstrip())
 
     def _late(self, progress: _Progress) -> TrajectoryRejected:
         """Build the rejection for a missed deadline, with its cause."""

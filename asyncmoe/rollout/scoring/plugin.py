@@ -1,4 +1,4 @@
-"""A user's scorer: loaded by name and, if it is a coroutine function, run in the controller's event loop."""
+"""A user's scorer: loaded by name and, if it is a coroutine function, run in the rollout worker's event loop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def find(target: str) -> Loaded:
 
 
 def raised_by(error: BaseException, scorer: Callable[..., Any]) -> dict[str, str]:
-    """Describe an exception that a call of `scorer` raised, by the names of `ScorerRaised`'s arguments."""
+    """Describe an exception that a call of `scorer` raised, keyed by the names of `ScorerRaised`'s arguments."""
     trace = "".join(traceback.format_exception(error, limit=-_FRAMES))
     at = plugins.raised_at(error) or plugins.place(scorer)
     return {"at": at, "said": plugins.told(error)[:SHOWN], "trace": trace[:_TRACE_CHARS]}

@@ -77,7 +77,7 @@ def serve(target: str, options: Mapping[str, object]) -> Iterator[Callable[[Mapp
             return {"value": plain(ask(Sample(**told)))}  # type: ignore[arg-type]
         except TrajectoryRejected as rejected:
             return {"failed": rejected.reason, "detail": str(rejected).removeprefix(f"{rejected.reason}: ")[:SHOWN]}
-        except BaseException as error:  # noqa: BLE001  the controller receives every error of user code
+        except BaseException as error:  # noqa: BLE001  the rollout worker receives every error of user code
             return {"failed": reason_of(error), "raised": plugin.raised_by(error, found.function)}
 
     yield answer

@@ -32,7 +32,7 @@ class DatasetRows:
 
     Args:
         data: a `datasets.Dataset`.
-        name: of the data set, for messages.
+        name: name of the data set, for messages.
     """
 
     def __init__(self, data: Any, name: str, columns: ColumnsSection, keep: Keep | None) -> None:

@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 
 
 def identities(source: Finite, name: str) -> list[bytes]:
-    """Return the identity of every example's prompt; see `asyncmoe.rollout.tasks.encode.identity`. `name`: of the source."""
+    """Return the identity of every example's prompt; see `asyncmoe.rollout.tasks.encode.identity`. `name`: name of the source."""
     return [identity(example_at(source, index, name).prompt) for index in range(len(source))]
 
 
 def divide(parts: Sequence[TaskPart], held: int, asked: frozenset[bytes], seed: int) -> Sequence[TaskPart]:
-    """Divide the questions of a task's parts between training and evaluation; an endless part draws its own.
+    """Divide the questions of a task's parts between training and evaluation; an endless part draws separate ones for both.
 
     Args:
-        held: number of questions to hold out; from each part, as many as the evaluation takes from it, drawn by the seed.
+        held: number of questions to hold out; from each part, as many as the evaluation takes from it, drawn with the seed.
         asked: identities of the evaluation's other questions, which training leaves out.
 
     Raises:

@@ -79,7 +79,7 @@ def load(config: Config, tokenizer: Tokenizer) -> Tasks:
 def _check_room(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> None:
     """Refuse a first prompt that fills the context. Later ones are rejected when asked, and counted as too long."""
     if config.environment.kind not in ("single_turn", "tools"):
-        return  # what the policy is asked is up to the user's own code
+        return  # the user's own code decides what the policy sees
     limits = {"the model's context": tokenizer.positions, "environment.max_tokens": config.environment.max_tokens}
     for name, limit in limits.items():
         if limit is not None and len(prompt.tokens) >= limit:

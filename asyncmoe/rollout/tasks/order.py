@@ -36,7 +36,7 @@ class DrawnTask:
     """An endless source: prompt n of a stream is drawn with a generator seeded by the run's seed, the stream and n. See `Task`.
 
     Args:
-        name: of the source, for messages.
+        name: name of the source, for messages.
     """
 
     def __init__(self, source: Endless, encoder: Encoder, seed: int, name: str) -> None:
@@ -55,7 +55,7 @@ class DrawnTask:
 
 
 class ListedTask:
-    """A finite source; each epoch visits every example once, in its own order drawn from the seed and the stream. See `Task`.
+    """A finite source; each epoch visits every example once, in its own order, which the seed and the stream determine. See `Task`.
 
     Args:
         part: its source is finite.
@@ -96,7 +96,8 @@ class ListedTask:
 
 
 class MixedTask:
-    """Several tasks: for each prompt one of them is drawn by the weights, with a generator seeded by the seed and the stream. See `Task`.
+    """Several tasks: for each prompt, one is drawn in proportion to the weights, by a generator seeded with the seed and the stream. See
+    `Task`.
 
     The n-th prompt taken from a task is that task's prompt n, so no task skips or repeats an example because of the others.
     """

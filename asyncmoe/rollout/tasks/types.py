@@ -1,7 +1,7 @@
 """Questions of a task: the interface of their sources, and the form in which the rest of the run receives them.
 
 A source is a task's content and knows no tokenizer. It is one of
-- `Finite`: it has a length, and an example for each index; the run visits all examples once in an epoch, in an order drawn from the seed;
+- `Finite`: it has a length, and an example for each index; the run visits all examples once in an epoch, in an order the seed determines;
 - `Endless`: it draws an example from a random generator, which the run seeds with `run.seed` and the number of the prompt.
 
 Either way prompt n is the same in every run with the same seed, so a resumed run needs only the number of its next prompt.

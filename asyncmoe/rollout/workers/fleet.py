@@ -1,6 +1,6 @@
 """The rollout workers of a run, as the controller sees them: they join, run groups, are lost, and return.
 
-A group belongs to the number of the worker that got its first episode, because it is one payload. A worker that does not answer is lost:
+All episodes of a group go to the worker that got its first one, because a group is one payload. A worker that does not answer is lost:
 its replacement continues the unfinished groups from recorded answers, and reads the finished ones from the log. The run ends if no
 replacement joins in time.
 """
@@ -181,7 +181,7 @@ class WorkerFleet:
         return await self._on(None, lambda worker: worker.pack(WorkerShow(first, count), _EPISODE_S))
 
     async def pack(self, episodes: Sequence[EpisodeId], newest: int) -> Group:
-        """Assemble a group from its episodes; those that its worker has not seen end run again.
+        """Assemble a group from its episodes. An episode runs again if the group's worker has not seen it end.
 
         Raises:
             TrajectoryRejected: it is unfit for training, or as `episode`.
@@ -198,7 +198,7 @@ class WorkerFleet:
         return await self._on(number, packed)
 
     def forget(self, episodes: Sequence[EpisodeId] = (), groups: Sequence[int] = ()) -> None:
-        """Make the worker of each group forget it, including what was recorded, and end these of its episodes."""
+        """End these episodes, and make the worker of each group forget the group, including what was recorded."""
         for group in groups:
             if (known := self._groups.pop(group, None)) is not None:
                 self._workers[known[0]].forget([place for place in episodes if place.group == group], [group])
@@ -215,7 +215,7 @@ class WorkerFleet:
     # ------------------------------------------------------------ internals
 
     async def _on(self, number: int | None, ask: Callable[[RemoteWorker], Awaitable[T]]) -> T:
-        """Ask a worker, and its replacement if it is lost meanwhile, which continues from the recorded answers."""
+        """Ask a worker; if it is lost meanwhile, ask its replacement, which continues from the recorded answers."""
         while True:
             worker = await self._serving(number)
             try:
@@ -223,7 +223,7 @@ class WorkerFleet:
             except TrajectoryRejected as rejected:
                 if rejected.reason != LOST:
                     raise
-                await asyncio.sleep(_LOOK_S)  # a worker that ends normally says so before it is gone
+                await asyncio.sleep(_LOOK_S)  # a worker that is ending rejects with LOST while still connected
 
     async def _serving(self, number: int | None = None) -> RemoteWorker:
         """Return the worker with this number, once there is one; None: the one with the fewest episodes, once all have joined."""

@@ -1,8 +1,8 @@
 """Exchange the state of engines with rollout workers. Each worker uses all engines, and sends nothing while the gates are closed.
 
-A worker may take as long to answer as an engine to pause (`asyncmoe.engines.liveness`), then it is lost. A weight update waits for it only
-briefly, as for an engine. A late worker may still send requests that name the previous version: nothing uses what is cached under that name
-afterwards.
+A worker is lost if it takes longer to answer than an engine may take to pause (`asyncmoe.engines.liveness`). A weight update waits for
+it only briefly, as for an engine. A late worker may still send requests that name the previous version: nothing uses what is cached under
+that name afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncmoe.rpc.worker_messages import EngineUse, WorkerEngine, WorkerEngines
 from asyncmoe.weights.coordinator.driver import PATIENCE
 
 _LEAST_S = 30.0
-"""A worker that does not confirm within at least this many seconds is lost. An update waits for less (`WorkerGates.late`)."""
+"""Minimum time limit, in seconds, for a worker to confirm before it is lost. An update waits for less (`WorkerGates.late`)."""
 
 
 class WorkerGates:

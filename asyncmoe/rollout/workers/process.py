@@ -63,7 +63,7 @@ def run(config: Config, run_dir: Path, number: int) -> None:
     with named(process_name(number)):
         keep_files()
         try:
-            loaded: RolloutParts | UserError = parts.load(config)  # outside the loop: users' code may run its own
+            loaded: RolloutParts | UserError = parts.load(config)  # outside the loop: users' code may run a loop of its own
         except UserError as error:
             loaded = error
         parts.run(_serve(config, run_dir, number, loaded))
@@ -104,7 +104,7 @@ async def _join(config: Config, controller: Rendezvous, number: int, rendezvous:
 
 
 async def watch(config: Config, worker: WorkerService) -> None:
-    """Watch for the controller, which asks for news all the time; never returns.
+    """Watch whether the controller keeps asking for news; never returns.
 
     Raises:
         WaitTimeout: it has not asked for `cluster.heartbeat_timeout_s` seconds.
@@ -157,15 +157,15 @@ class WorkerProcesses:
                 if child.returncode is None:
                     continue
                 if self._restarts[number] >= most:
-                    raise AsyncmoeError(f"{child.why()}; engines.restarts = {most} lets it start again no more")
+                    raise AsyncmoeError(f"{child.why()}; engines.restarts = {most} allows no further restart")
                 self._restarts[number] += 1
                 log.warning("%s; it starts again, restart %d", child.why(), self._restarts[number])
                 self._children[number] = self._started(number)
             await asyncio.sleep(_LOOK_S)
 
     def end(self) -> None:
-        """Wait for the workers to end, ask the others to, and kill those that do not in time. Blocks for at most 10 s: the launcher waits
-        for 20 s."""
+        """Wait for the workers to end, then ask the others to, and kill those that still do not. Blocks for at most 10 s: the launcher
+        waits for 20 s."""
         until = time.monotonic() + _GRACE_S
         late = [child for child in self._children.values() if not child.wait(max(0.0, until - time.monotonic()))]
         with ThreadPoolExecutor(max(1, len(late))) as threads:

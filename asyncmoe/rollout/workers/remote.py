@@ -60,7 +60,7 @@ class RemoteWorker:
         self._asking: set[asyncio.Task[None]] = set()
 
     async def ask(self, request: Request, kind: type[R], timeout_s: float = _ANSWER_S) -> R:
-        """Return the worker's reply, which is a `kind`. Raises as `AsyncClient.ask`."""
+        """Return the worker's reply, of type `kind`. Raises as `AsyncClient.ask`."""
         reply, _ = await self._client.ask(request, timeout_s)
         assert isinstance(reply, kind)
         return reply

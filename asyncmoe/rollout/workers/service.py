@@ -60,7 +60,7 @@ class WorkerService:
     """Answers requests with a worker. For one event loop.
 
     Args:
-        number: of the worker.
+        number: number of the worker.
         loaded: what episodes need, or the error that answers the controller's first request.
         recording: what engines report of each token.
         connect: as `asyncmoe.engines.backend.connect`.
@@ -184,7 +184,7 @@ def _sampled(worker: Worker, place: EpisodeId) -> bytes:
     if not (left := worker.left.pop(place, ())):
         return b""
     if len(made := to_bytes(left)) > _MOST_SAMPLED:
-        log.warning("%s is not kept to be read: it takes %d bytes, more than %d", place.key(), len(made), _MOST_SAMPLED)
+        log.warning("%s is not kept as a sample: it has %d bytes, more than %d", place.key(), len(made), _MOST_SAMPLED)
         return b""
     return made
 

@@ -39,7 +39,7 @@ class Worker:
         group_size: number of episodes in a group.
         recording: data that each trajectory must carry.
         kept: where payloads and answers are kept; None: nowhere.
-        number: of the worker, and so of its logs.
+        number: number of the worker, and so of its logs.
         notes: records the episodes that are kept for readers.
         evaluated: like `play`, for each evaluation set by name.
         shown: returns a demonstration of the warm-up by number.
@@ -191,7 +191,7 @@ class Worker:
         """
         if self._kept is not None:
             held = [group.place.position for group in self._groups.values() if group.place is not None]
-            below = min((*held, *self._writing, *self._newest_shown), default=self._kept.payloads.end)  # writes have no place yet
+            below = min((*held, *self._writing, *self._newest_shown), default=self._kept.payloads.end)  # pending writes have no place yet
             await asyncio.to_thread(self._kept.payloads.forget, min(needed.get(self._number, below), below))
 
     def _forget_episodes(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""MLflow, by its client of the tracking server."""
+"""MLflow, through its client for the tracking server."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Mlflow:
             for i in range(0, len(params), _MOST_PARAMS):
                 self._client.log_batch(self._id, params=params[i : i + _MOST_PARAMS])
         base = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
-        shown = base.startswith("http") and "@" not in base  # else it contains a password
+        shown = base.startswith("http") and "@" not in base  # with an @ it contains a password
         return self._id, f"{base}/#/experiments/{experiment}/runs/{self._id}" if shown else ""
 
     def log(self, point: LoggedPoint) -> None:
-        """See `LoggerClient`. The server's SQL store keeps equal figures of equal time once, so a repeated request repeats none."""
+        """See `LoggerClient`. The server's SQL store keeps equal values of the same time once, so a repeated request adds none."""
         from mlflow.entities import Metric
 
         time = math.floor(point.time * 1000)

@@ -38,7 +38,7 @@ class Sent(msgspec.Struct, frozen=True):
     """What a logger has been sent: the last step, the time of the last evaluation, and the number of points.
 
     A step is sent once: after a resume from an earlier checkpoint, the repeated steps are skipped, because no logger can retract a value.
-    metrics.jsonl has both.
+    metrics.jsonl has them all.
     """
 
     step: int = 0

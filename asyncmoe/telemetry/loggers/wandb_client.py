@@ -18,7 +18,7 @@ _INIT_S = 60.0
 class Wandb:
     """A run of W&B; implements `LoggerClient`. W&B itself keeps what it cannot send, and reads WANDB_MODE and its other variables.
 
-    W&B takes a row of its history only if its number is above the last one's, while evaluations come after later steps. So rows are
+    W&B accepts a row of a run's history only if its number is above the previous row's, but evaluations come after later steps. So rows are
     numbered in the order of sending, and `step` and `evaluation/version` are the axes of the charts.
 
     Args:

@@ -60,8 +60,8 @@ class Curve:
     """A metric of a run, or one key of it if it is a mapping.
 
     Attributes:
-        run, name: names of the run, and of the curve among the run's in its figure.
-        key: of the mapping; "" for a plain number.
+        run, name: names of the run, and of this curve among the run's curves in a figure.
+        key: key of the mapping; "" for a plain number.
         points: y by x; shares are in per cent.
         errors: standard error of y by x, where known.
     """

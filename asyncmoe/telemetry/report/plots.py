@@ -15,8 +15,8 @@ UPDATES, THROUGHPUT, REST = "Weight updates", "Throughput", "Everything else tha
 SECTIONS: Mapping[str, str] = {
     LEARNING: "",
     STALENESS: "Age: the trainer's version minus the version that sampled the token.",
-    AGREEMENT: "How far apart the two are in what they make of the same tokens. Where routing is kept, tokens "
-    "that the trainer's router would have sent elsewhere are trained through the experts that sampled them.",
+    AGREEMENT: "How much engines and trainer differ on the same tokens. Where routing is kept, tokens "
+    "that the trainer's router would have sent elsewhere are trained through the experts that the engine chose.",
     IDLE: "Who waits for whom.",
     UPDATES: "",
     THROUGHPUT: "",

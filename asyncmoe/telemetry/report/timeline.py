@@ -22,7 +22,7 @@ _DONE: Mapping[What, tuple[str, str]] = {
     "pause": ("pauses for an update", "#D55E00"),
 }
 """Activities of processes: description and colour."""
-_NOTE = "A run that overlaps keeps its engines generating while the trainer trains."
+_NOTE = "If generation and training overlap, engines generate while the trainer trains."
 
 
 def section(runs: Mapping[str, RunRecords]) -> PageSection:

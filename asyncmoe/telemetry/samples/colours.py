@@ -28,7 +28,7 @@ _REJECTED = Style(color="red", strike=True)
 LEGENDS: dict[Colour, str] = {
     "version": "colour: weight version that sampled the token",
     "logprob": f"colour: log-probability in the engine, from 0 (green) to -{_LEAST:g} (red)",
-    "ratio": "colour: exp(trainer - engine): 1 is grey, above 1 red, below 1 blue, full at 2 and 1/2",
+    "ratio": "colour: exp(trainer - engine): 1 is grey, above 1 red, below 1 blue, strongest at 2 and 1/2",
     "mask": "colour: green trained, yellow clipped, cyan trained with a capped weight, red struck out rejected",
     "mismatch": "colour: share of layers whose router would have sent the token elsewhere, from none (green) to all (red)",
 }

@@ -49,14 +49,14 @@ class SampleQuery:
 
 
 def select(found: Sequence[Entry], wanted: SampleQuery) -> list[Entry]:
-    """Return the groups to show. Without a condition, those of the newest step that trained kept groups.
+    """Return the groups to show. Without a condition, these are the kept groups of the newest step that trained any.
 
     Raises:
         DataError: none meets the conditions; says what there is.
     """
     chosen = [entry for entry in found if wanted.takes(entry)]
     if not chosen:
-        raise DataError("samples of the run", got="no group as asked", expected=summary(found))
+        raise DataError("samples of the run", got="no group that meets the conditions", expected=summary(found))
     if wanted.order == "newest":
         if wanted == SampleQuery(limit=wanted.limit) and (steps := [entry.step for entry in chosen if entry.step is not None]):
             chosen = [entry for entry in chosen if entry.step == max(steps)]
@@ -86,7 +86,7 @@ def show(run_dir: Path, wanted: SampleQuery, json: bool, colour: Colour, tokens:
         UserError: standard output is closed.
     """
     if sys.__stdout__ is None:
-        raise UserError("standard output", got="closed", expected="a file, pipe or terminal that takes it")
+        raise UserError("standard output", got="closed", expected="a file, pipe or terminal that can be written to")
     found = index(run_dir)
     chosen = select(found, wanted)
     try:

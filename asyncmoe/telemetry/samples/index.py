@@ -22,7 +22,7 @@ earlier checkpoint."""
 
 @dataclass(frozen=True)
 class GroupSample:
-    """A kept group with all its records; `trained` by key."""
+    """A kept group with all its records. `trained`: the trainer's records by key."""
 
     entry: Entry
     group: SampledGroup
@@ -128,5 +128,5 @@ def lines(path: Path) -> Iterator[tuple[Line, bytes]]:
     for where, line in Tail(path).lines():
         try:
             yield decoder.decode(line), line
-        except ValueError as error:  # also for a line that is not UTF-8
+        except ValueError as error:  # raised also for a line that is not UTF-8
             raise DataError(where, got=str(error)[:200], expected="a record of samples") from error

@@ -18,9 +18,9 @@ import numpy as np
 
 FOLDER, ROLLOUT_SAMPLES, TRAINER_SAMPLES = "samples", "rollout.jsonl", "trainer.jsonl"
 MOST_TOKENS = 8192
-"""Maximum tokens kept of a prompt, and of what follows it in a trajectory; the middle of longer ones is left out."""
+"""Maximum tokens kept of a prompt, and of the rest of its trajectory; if there are more, the middle is left out."""
 MOST_BYTES = 256 << 20
-"""Bound on the size of the folder, half of it for each file. When it is reached, the log says so and no more groups are kept."""
+"""Bound on the size of the folder, half of it for each file. Once a file is full, a warning is logged and it gets no more groups."""
 
 Role = Literal["prompt", "response", "observation"]
 Fate = Literal["queued", "dropped", "rejected"]

@@ -103,7 +103,7 @@ def shortened(tokens: list[TokenView | Gap], most: int) -> list[TokenView | Gap]
 
 
 def _sampled(member: SampledMember, trained: Trained | None, size: int) -> list[tuple[Any, ...]]:
-    """Return the fields of each sampled token from `TokenView.version` on; `size`: their number."""
+    """Return the fields of each sampled token from `TokenView.version` on; `size`: number of sampled tokens."""
     versions = [version for version, count in member.versions for _ in range(count)]
     columns: list[Sequence[Any]] = [versions, _spread(member.logprobs, size), _spread(member.teacher, size)]
     if trained is not None:
@@ -124,7 +124,7 @@ def as_json(sample: GroupSample, most: int = 0) -> str:
     """Return a group as one line of JSON, with a list for each property of its tokens; `gaps` describes omitted tokens.
 
     Args:
-        most: maximum tokens of a prompt and of what follows it; the middle of longer ones is left out. 0: all.
+        most: maximum tokens of a prompt and of the rest; if there are more, the middle is left out. 0: all.
     """
     entry, group = sample.entry, sample.group
     values = {

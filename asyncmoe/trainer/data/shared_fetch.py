@@ -50,7 +50,7 @@ def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer]]) -> Seque
     """
     if mesh.tp * mesh.cp == 1:
         return ask()
-    found: Sequence[Buffer] = [b""] * (count + 1)  # the last is the error text
+    found: Sequence[Buffer] = [b""] * (count + 1)  # the last buffer is the error text
     failure: AsyncmoeError | None = None
     if mesh.fetches:
         try:
@@ -68,7 +68,7 @@ def shared(mesh: Mesh, count: int, ask: Callable[[], Sequence[Buffer]]) -> Seque
 def _spread(mesh: Mesh, whole: np.ndarray, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
     """Broadcast the first rank's `whole` into every rank's, of the same size; return `buffers`."""
     for part in torch.split(torch.from_numpy(whole), PART_BYTES):
-        sent = part.to(mesh.device)  # on a CPU the part itself
+        sent = part.to(mesh.device)  # on a CPU this returns the part itself
         _broadcast(mesh, sent)
         if sent is not part and not mesh.fetches:
             part.copy_(sent)

@@ -139,8 +139,8 @@ def _sum_over_expert_tensor_ranks(gradients: Sequence[torch.Tensor]) -> None:
     """Sum, in place, the gradients of a rank's parameters whose `Half.partial` is "etp", after Megatron's `finalize_model_grads_func`.
 
     By then gradients are already summed over data-parallel ranks, perhaps during the backward pass; if the optimizer state is sharded,
-    each rank has the sums of its own shard only. Ranks with copies of a half shard it identically, so the sums of sums are right wherever
-    they are used.
+    each rank has the sums of its own shard only. All ranks that hold copies of a half have the same shard of its gradient, so adding their
+    sums gives the right gradient for every element of that shard.
     """
     group: dist.ProcessGroup = groups.get_expert_tensor_parallel_group()
     if group.size() == 1 or not gradients:

@@ -51,7 +51,7 @@ def local(
     """Return a rank's part of whole halves, by parameter name, on the host.
 
     Args:
-        halves: all of the adapter's, by canonical name, on the host; of any floating-point dtype.
+        halves: all halves of the adapter, by canonical name, on the host; of any floating-point dtype.
     """
     wanted, name = halves_of(m, kind), str(dtype).removeprefix("torch.")
     here = rank_layout(m, kind, parallel, rank, name).at(0)

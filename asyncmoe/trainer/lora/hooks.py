@@ -43,7 +43,7 @@ def hook_layer(layer: Any, linears: torch.nn.ModuleDict, adapters: Adapters) -> 
 
 
 def start_of_graph(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-    """Embedding hook: make the output require gradients, without which a recomputed layer has none; a frozen embedding's output does not.
+    """Embedding hook: make the output require gradients, which a frozen embedding's does not; otherwise a recomputed layer would have none.
 
     The output [S, B, H] also gets standard strides: it is transposed, and with the odd strides of a batch of one torch multiplies each
     row by a copy of a frozen weight.

@@ -40,8 +40,8 @@ class Balance:
 
     @contextmanager
     def counting(self, batch: MicroBatch) -> Iterator[None]:
-        """Count the experts of a training micro-batch during its forward pass. Excludes experts of padding and filler experts of tokens
-        without recorded ones (`Experts.known`); recomputation in the backward pass does not count again."""
+        """Count the experts of a training micro-batch during its forward pass. Does not count experts of padding, nor filler experts of
+        tokens without recorded ones (`Experts.known`), nor again in the backward pass's recomputation."""
         real = batch.segments >= 0 if batch.experts is None else batch.experts.known
         self._real = real.chunk(self._parts)[self._part]
         yield

@@ -1,6 +1,6 @@
 """The backward pass of `logprobs`: recomputes the logits block by block and multiplies their gradients right away.
 
-With p the softmax of z = hidden @ weight.T / temperature, and u the gradient of a target's log-probability over the temperature, the
+With p the softmax of z = hidden @ weight.T / temperature, and u the gradient of a target's log-probability divided by the temperature, the
 gradient of z * temperature is g = u (onehot - p); the gradient of hidden is g @ weight, that of weight g.T @ hidden.
 """
 
@@ -22,7 +22,7 @@ class KeptCells:
         places: int64[m]; as in `logit_blocks.SupportCells`.
         shares: float32[m]; onehot - p of each, p being the softmax over the row's support.
         ends: as in `logit_blocks.SupportCells`.
-        upstream: float32[n]; gradient of the rows' log-probabilities over their supports, over the temperature.
+        upstream: float32[n]; gradient of the rows' log-probabilities over their supports, divided by the temperature.
     """
 
     places: torch.Tensor
@@ -39,7 +39,7 @@ class HeadRows:
         hidden: [n, H].
         normaliser: float32[n]; logsumexp of z over the whole vocabulary.
         column: int64[n]; the target, counted from this rank's first id; -1 if another rank has it.
-        upstream: float32[n]; gradient of the rows' log-probabilities over the whole vocabulary, over the temperature.
+        upstream: float32[n]; gradient of the rows' log-probabilities over the whole vocabulary, divided by the temperature.
         kept: the same over supports, if there are any.
     """
 

@@ -82,8 +82,8 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": _finalize,
         "use_cpu_initialization": device.type == "cpu",
-        "bias_dropout_fusion": False,  # the model has neither
-        "masked_softmax_fusion": False,  # belongs to an attention that is not used
+        "bias_dropout_fusion": False,  # there is neither a bias nor dropout to fuse
+        "masked_softmax_fusion": False,  # part of an attention that is not used
         "persist_layer_norm": False,
         **megatron_arguments(on),
         **float8_arguments(trainer),

@@ -46,9 +46,9 @@ def correct(
 ) -> Fates:
     """Weight or reject every sampled token. A token is trained on if no rule rejects it and its weight is not 0.
 
-    The ratio is rho = pi_prox / pi_b, which the clipped ratio does not cover; with proximal: behaviour, where that is 1, it is w = pi /
-    pi_b and only rejects tokens (the configuration refuses weights, because w would count twice). Sequence ratios are over all sampled
-    tokens, rejected or not:
+    The ratio is rho = pi_prox / pi_b, which the clipped ratio does not cover; with proximal: behaviour, where pi_prox / pi_b is 1, the
+    ratio is w = pi / pi_b and only rejects tokens (the configuration refuses weights, because w would count twice). Sequence ratios are
+    over all sampled tokens, rejected or not:
         weight          rho, or the product over the sequence; min(weight, cap)     TIS, Yao et al. 2025, "Your efficient RL framework
                         secretly brings you off-policy RL training"; by sequence: Liu, Li et al. 2025, "When speed kills stability"
         token_band      rho outside                                  IcePop, arXiv 2510.18855; MIS

@@ -170,7 +170,7 @@ class Plugin:
         return {name: total.detach().double() for name, total in found.items()}
 
     def figures(self, sums: Mapping[str, Any]) -> tuple[dict[str, float], float]:
-        """Return each metric's mean over the step's sampled tokens, and the share of them that it rejected."""
+        """Return each metric's mean over the step's sampled tokens, and the share of them that the function rejected."""
         tokens = max(float(sums["tokens"]), 1.0)
         means = {f"{self.short}/{name}": float(sums[self._sum(_METRIC, name)]) / tokens for name in self.metrics}
         return means, float(sums[self._sum(_REJECTED)]) / tokens

@@ -10,8 +10,8 @@ Shard to shard, while they generate, through the receivers inside them (`asyncmo
 
     WeightsStage    only check that all engines are present; the sender and the receivers do the rest, through memory or a network.
                     In place, without staging memory: close the gate; every engine: pause, begin_update
-    WeightsCommit   close the gate; every engine: swap, in one call; then open the gate. If the weights were written in
-                    place or must be compared, or running requests drop their keys and values, as in a broadcast:
+    WeightsCommit   close the gate; every engine: swap, in one call; then open the gate. But if the weights were written in
+                    place or must be compared, or running requests drop their keys and values, in separate calls:
                     every engine: pause, begin_update, swap, end_update, compare checksums, resume
 
 Through a directory, while they are paused:

@@ -77,7 +77,7 @@ class WeightUpdateCoordinator:
             self._stopping.set_result(None)
 
     async def wait_started(self) -> None:
-        """Return when all engines accept requests.
+        """Wait until all engines accept requests.
 
         Raises:
             AsyncmoeError: the error passed to `engines_failed`.
@@ -119,7 +119,7 @@ class WeightUpdateCoordinator:
     async def forget_sender(self, why: str) -> None:
         """Abandon the requests of a lost sender. The next sender meets the engines anew.
 
-        An open update ends as any abandoned one does (`state.ending`); one that is already committing lands.
+        An open update ends as any abandoned one does (`state.ending`); an update that is already committing lands.
 
         Raises:
             WaitTimeout: engines did not finish the sender's requests within the limit of a request.
@@ -138,7 +138,7 @@ class WeightUpdateCoordinator:
         """Answer one request.
 
         Args:
-            check: called once the earlier requests are answered; raises if this one is out of turn by then.
+            check: called once the earlier requests are answered; raises if this request is out of turn by then.
 
         Raises:
             WeightSyncError: an engine refused, died or has different checksums, or the request is out of order.

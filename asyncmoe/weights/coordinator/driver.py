@@ -37,7 +37,7 @@ class OpenUpdate:
     """The open update and its engines.
 
     Attributes:
-        session: whether the engines have a weight update open meanwhile (`Engine.begin_update`).
+        session: whether the paused engines have a weight update open (`Engine.begin_update`).
         paused: Unix time at which each engine was asked to pause, until it has resumed.
     """
 
@@ -66,7 +66,7 @@ class UpdateDriver:
 
     Args:
         record: called with (engine, begin, end), Unix seconds, for every pause.
-        unfinished: returns the number of started trajectories that must finish before a version lands, at an engine or not.
+        unfinished: returns the number of started trajectories that must finish before a version lands, whether at an engine or not.
         note: saves the engines' weights beyond this process (`asyncmoe.engines.succession`), and returns once saved; None: not saved.
     """
 
@@ -131,7 +131,7 @@ class UpdateDriver:
     async def close_gate(self, update: OpenUpdate, changing: Changing = "loading") -> None:
         """Close the gate to requests that may not stay at the engines, and save which weights the engines may have from now on.
 
-        Engines that seem to hang first get time to be trusted again or fenced, so that the others need not wait for them in a pause. The
+        If an engine seems to hang, first wait until it is trusted again or fenced, so that the others need not wait for it in a pause. The
         update may be given up meanwhile.
 
         Args:
@@ -148,8 +148,8 @@ class UpdateDriver:
     async def _pause(self, update: OpenUpdate) -> Failures:
         """Pause all engines at the same time; return those that failed.
 
-        If one takes longer than `PATIENCE` of `pause_s`, it may hang: the others generate until it has paused or failed. If no response may
-        be at an engine, they wait.
+        If an engine takes longer than `PATIENCE` of `pause_s`, it may hang: the others generate until it has paused or failed. If no
+        response may be at an engine, the others wait.
         """
         self.pool.hold()
         await self.pool.held()
@@ -179,7 +179,7 @@ class UpdateDriver:
                 await member.engine.client.flush()  # else retracted requests would reuse the old weights' keys and values
             if update.session:
                 await member.engine.client.begin_update()
-        update.paused.setdefault(member.engine.name, unix())  # if the update was given up meanwhile
+        update.paused.setdefault(member.engine.name, unix())  # absent if the update was given up meanwhile
 
     async def _resume(self, update: OpenUpdate, member: Member) -> None:
         if member.engine.name not in update.paused:
@@ -213,7 +213,8 @@ class UpdateDriver:
 
     @asynccontextmanager
     async def soon(self, member: Member, what: str) -> AsyncIterator[None]:
-        """Bound calls to a paused engine that depend on nobody else: all other engines wait for it, and it is not probed.
+        """Limit the time of calls to a paused engine that depend on nobody else: all other engines wait for this one, and nothing probes
+        it.
 
         Raises:
             WaitTimeout: the calls took longer than `pause_s`.
@@ -253,15 +254,15 @@ class UpdateDriver:
     def _holding(self, changing: Changing = "", coming: int = 0) -> EngineWeights:
         version, new = self.pool.version, self.pool.lineage
         if changing == "loading" and any(member.version == coming and member.lineage != new for member in self.pool.serving):
-            version = coming  # so that the two cannot be confused
+            version = coming  # so that the old and the new lineage of this version cannot be confused
         lineage = min((member.lineage for member in self.pool.serving if member.version == version), default=0)
         if self.pool.serving:
             self._served = version, lineage
-        version, lineage = self._served  # restarted engines have neither
+        version, lineage = self._served  # without a serving engine, those of the last ones: restarted engines have neither
         return EngineWeights(version, lineage, self.landed, changing, coming, new)
 
     def _settled(self) -> None:
-        """Save that no engine is changing any more. Nothing waits for that: until then engines only seem to be changing."""
+        """Save that no engine is changing any more. Nothing waits for the save: until then engines only seem to be changing."""
         if self._note is not None:
             task = asyncio.ensure_future(_told(self._note(self._holding())))
             self._noting.add(task)

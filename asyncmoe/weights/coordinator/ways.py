@@ -62,7 +62,7 @@ async def start_receivers(driver: UpdateDriver, request: WeightsJoin) -> None:
         WeightSyncError: another update is open, or an engine is gone or refused.
     """
     update = driver.claim(driver.pool.version)
-    roster = driver.roster  # of the update's members; `EnginesAsk` may replace the driver's roster meanwhile
+    roster = driver.roster  # the roster of the update's members; `EnginesAsk` may replace the driver's meanwhile
 
     async def start(member: Member) -> None:
         first = request.senders + roster.offset(member) - 1

@@ -16,7 +16,7 @@ as its format. A weight's path in the worker:
    makes the staged tensors the parameters (`weight_buffers.py`), or writes the delta into them, and the engine serves the version.
 
 `protocol.py` defines all keys and messages, `failing.py` the reports of failures; `asyncmoe.weights.sender` lists the trainer's side.
-Besides this package, it needs only numpy, msgspec and torch, and from SGLang only its ranks and settings (`handshake.py`).
+Besides this package, the receiver needs only numpy, msgspec and torch, and from SGLang only its ranks and settings (`handshake.py`).
 """
 
 from __future__ import annotations

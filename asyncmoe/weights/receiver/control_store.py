@@ -1,6 +1,6 @@
 """The key-value store of the weight protocol, hosted by the trainer's rank 0, and process groups made through it.
 
-In a run on one machine it is a file that no other user can reach, else an address (torch's `TCPStore`, which has no authentication).
+In a run on one machine the store is a file that no other user can reach, else an address (torch's `TCPStore`, which has no authentication).
 Receivers poll it for the next update without using a process group, and notice at once if the trainer ends. The keys and messages are in
 `asyncmoe.weights.protocol`.
 """

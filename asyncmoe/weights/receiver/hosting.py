@@ -37,7 +37,7 @@ class MeetingFile:
             self._lock = (folder / _LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = folder / _STORE
-        # Not at interpreter exit, when threads that notice it could no longer end in order.
+        # The file stays at interpreter exit, when threads that notice its deletion could no longer end in order.
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True).atexit = False
 
 

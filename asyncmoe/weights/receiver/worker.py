@@ -69,7 +69,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._staged: Staged | None = None
         self._spare: dict[str, torch.Tensor] = {}
-        self._decoder: DeltaDecoder | None = None  # if updates may be deltas
+        self._decoder: DeltaDecoder | None = None  # set if updates may be deltas
         self._left, self._ended = threading.Event(), ""
         self._device = next(model.parameters()).device
         self._former = former
@@ -77,7 +77,7 @@ class Receiver:
         self._side: SideStream = SideStream(self._device) if former is None else former._side
         self._store: Store | None = None
         self._terms: Terms | None = None
-        self._number = 1  # of the update under way, or of the next one
+        self._number = 1  # number of the update under way, or of the next one
         self._exchanger: Exchanger | None = None
         self._thread: threading.Thread | None = None
 

@@ -26,7 +26,7 @@ from asyncmoe.weights.sender.sources import WeightSources
 from asyncmoe.weights.sender.trained import TrainedModel
 
 HashedPart = tuple[int, RankLayout]
-"""A rank of an engine, from 0, and the layout, on the trainer rank, of the parameters that this trainer rank hashes."""
+"""A rank of an engine, from 0, and the layout of those of its parameters that this trainer rank hashes."""
 
 
 class ExpectedChecksums:
@@ -45,7 +45,7 @@ class ExpectedChecksums:
 
     def of_files(self) -> Checksums:
         """Return the expected checksums of engines that have loaded the model's files; call it before the first `of_next`, while the
-        trainer has these weights, adapters aside. Collective, with the result on rank 0, as `of_next`."""
+        trainer still has these weights (apart from adapters). Collective, with the result on rank 0, as `of_next`."""
         self._files = self._computed()
         return self._files
 

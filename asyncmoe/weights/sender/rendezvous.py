@@ -132,7 +132,7 @@ class TrainerRanks:
 
         Args:
             roster: used on rank 0 only.
-            probe: if it seems the same, wait until each engine has generated or is fenced; only heartbeats reveal a lost machine.
+            probe: if the set seems the same, wait until each engine has generated or is fenced; only heartbeats reveal a lost machine.
 
         Raises:
             WeightSyncError, WaitTimeout: rank 0 could not ask the controller. The other ranks raise WeightSyncError with the same message.
@@ -224,7 +224,7 @@ class TrainerRanks:
         return result
 
     def _some_engines(self) -> Engines:
-        """Ask for the engines; while there is none but one will come back, ask again."""
+        """Ask for the engines; if there is none, but one will come back, ask again until it has."""
         until = time.monotonic() + self.config.engines.start_timeout_s
         while (engines := self.engines()).awaited and time.monotonic() <= until:
             time.sleep(_POLL_S)

@@ -24,7 +24,7 @@ def bounds(config: Config, tokenizer: Tokenizer) -> Bounds:
 
 def load(config: Config, tokenizer: Tokenizer | None = None) -> Environment:
     """Return the environment that a configuration names; with a tokenizer, also check that its chat template describes tools
-    and takes their answers.
+    and accepts their answers.
 
     Raises:
         ConfigError: no such class, `environment.options` cannot construct it, or it cannot demonstrate and the run has a warm-up; see also

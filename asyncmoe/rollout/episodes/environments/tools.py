@@ -84,7 +84,7 @@ class WithTools:
         """Return the schemas for the chat template, () if it should not describe the tools.
 
         Raises:
-            ConfigError: the template leaves tools out, but `schemas` is true; if it is None, this is logged once.
+            ConfigError: the template leaves tools out, but `schemas` is true; if `schemas` is None, this is only logged, once.
         """
         if self._described is None:
             wanted = self._wanted or (self._wanted is None and self._chat and self._style != BRACKETS)

@@ -29,7 +29,7 @@ class PolicyRequest:
     """The content of a request that the policy sees.
 
     Attributes:
-        messages: the client's messages, in `protocol`'s normal form.
+        messages: the client's messages, in the normal form of `request`.
         rendered: the same messages in the form the chat template accepts.
         tools: OpenAI's function schemas.
         variables: variables of the chat template, in addition to the run's.

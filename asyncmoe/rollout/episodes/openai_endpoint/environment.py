@@ -67,7 +67,7 @@ class _Call(threading.Thread):
     async def ended(self) -> object:
         """Return the function's result, or raise its exception; RuntimeError in place of one that is not an Exception.
 
-        If cancelled, the coroutine is cancelled; a plain function cannot be, and runs to its end.
+        If this is cancelled, so is the coroutine; a plain function cannot be, and runs to its end.
         """
         self.start()
         try:

@@ -69,7 +69,7 @@ class Completion:
         finish: "stop", "length" or "tool_calls".
         prompt_tokens, sampled_tokens: counts.
         stopped_by: the client's stop text that ended it, or None.
-        path: name of the path of the tree of turns that the answer belongs to.
+        path: name of the answer's path in the tree of turns.
     """
 
     text: str

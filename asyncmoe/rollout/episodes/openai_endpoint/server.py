@@ -1,4 +1,4 @@
-"""The HTTP server of all episodes of a controller, on the loopback interface."""
+"""The HTTP server of all episodes of a rollout worker, on the loopback interface."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class OpenAIEndpoint:
         """Log each overridden parameter once in a run."""
         if new := [name for name in names if name not in self._told]:
             self._told.update(new)
-            log.warning("an agent sets %s, which the run's sampling or chat template ignores; this is said once", ", ".join(new))
+            log.warning("an agent sets %s, which the run's sampling or chat template ignores; this is logged once", ", ".join(new))
 
     def _session(self, request: web.Request) -> Session:
         """Return the session that a request is for.

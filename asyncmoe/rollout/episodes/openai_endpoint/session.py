@@ -76,7 +76,7 @@ class Session:
 
     def parse(self, api: Api, body: bytes) -> tuple[CompletionRequest, Sequence[str]]:
         """Parse a request; also return the names of overridden parameters, including those that the chat template leaves out. A response
-        cannot end with its first call if only an engine can read calls, which it does after the end.
+        cannot end with its first call if only an engine can read calls, because it reads them after the response.
 
         Raises:
             RequestRefused: as `Api.parse`, or the chat template has no such variable.

@@ -98,8 +98,8 @@ async def read_calls(
     """Return the calls in a response, and its text without the valid ones.
 
     Args:
-        schemas: of the tools, for the parser of an engine.
-        text: of the response, up to the stop text if one ended it.
+        schemas: schemas of the tools, for the parser of an engine.
+        text: text of the response, up to the stop text if one ended it.
 
     Raises:
         TrajectoryRejected: there is no engine, or it failed. The episode ends with this reason, even if the environment catches it.

@@ -47,11 +47,11 @@ class Container(sandbox.Sandbox):
             *("--user", f"{sandbox.NOBODY}:{sandbox.NOBODY}", "--tmpfs", f"{sandbox.DIRECTORY}:{files}", "--workdir", sandbox.DIRECTORY),
             *(["--read-only-tmpfs=false"] if podman else []),
         ]
-        # Ends a container whose controller was killed; a program running as process 1 would ignore some signals.
+        # Ends a container whose rollout worker was killed; a program running as process 1 would ignore some signals.
         last_s = str(math.ceil(self.limits.wall_s + self.start_s))
         inside = ["-s", "KILL", last_s, "python3", "-I", "-S", "-c", sandbox.INSIDE, json.dumps(sandbox.rlimits(self.limits))]
         return [self._runtime, "run", *confined, "--entrypoint", "timeout", self._image, *inside]
 
     def removal(self, name: str) -> list[str]:
-        """See `Sandbox`: the container is the daemon's. If it cannot be removed, it ends after its time limit."""
+        """See `Sandbox`: the container belongs to the daemon. If it cannot be removed, it ends after its time limit."""
         return [self._runtime, "rm", "--force", name]

@@ -53,7 +53,7 @@ class Function:
             schema = self._checked.json_schema()
         except (pydantic.errors.PydanticUserError, NameError, TypeError, ValueError) as error:
             got = f"{target}: {' '.join(str(error).split())[:300]}"
-            raise ConfigError(_KEY, got=got, expected="a def with annotations that JSON has values for") from error
+            raise ConfigError(_KEY, got=got, expected="a def whose annotations JSON values can satisfy") from error
         if not schema.get("properties"):
             got = f"{target}{inspect.signature(found)}"
             raise ConfigError(_KEY, got=got, expected="a function of named parameters, at least one")
@@ -84,8 +84,8 @@ async def _ask(processes: Processes, arguments: Mapping[str, Any]) -> object:
     """Return what a plain function returns.
 
     Raises:
-        ToolError: the function's own; `ERROR`: it raised another exception; `CRASH`: its process did not start or ended, or answered too
-            many bytes.
+        ToolError: the function's own; `ERROR`: it raised another exception; `CRASH`: its process did not start or ended, or its answer is
+            too large.
     """
     try:
         reason, said = await processes.ask(arguments)

@@ -21,7 +21,7 @@ def main(limits: dict[str, tuple[int, int]]) -> None:
     with open("main.py", "wb") as file:
         file.write(sys.stdin.buffer.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # Descriptors that the controller's process leaks, as uvloop does, and those of bubblewrap.
+    # Close descriptors that the rollout worker leaks, as uvloop does, and those of bubblewrap.
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     for name, (soft, hard) in limits.items():
         resource.setrlimit(getattr(resource, name), (soft, hard))

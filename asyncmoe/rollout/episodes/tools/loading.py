@@ -55,7 +55,7 @@ def load(
 
 
 def python_tool(limits: PythonLimits, where: SandboxSection) -> Runner:
-    """Return the tool "python", tried with a program. A call raises as `printed`.
+    """Return the tool "python", after trying it with a program. Its calls raise as `printed`.
 
     Raises:
         ConfigError: the sandbox does not work here, or a limit is too small for any program.
@@ -66,7 +66,7 @@ def python_tool(limits: PythonLimits, where: SandboxSection) -> Runner:
         """Runs a Python program and returns what it prints. Standard library only; no network."""
         return await printed(sandbox.run, code, limits)
 
-    with ThreadPoolExecutor(1) as thread:  # with its own loop, because the caller may be inside one or not
+    with ThreadPoolExecutor(1) as thread:  # with its own loop, because the caller may already be inside one
         try:
             got = thread.submit(asyncio.run, python("print(1)")).result()
         except ToolError as error:

@@ -88,7 +88,7 @@ class Sandbox(ABC):
     """Runs each program in a command on this machine, which starts `inside.py`.
 
     Attributes:
-        name: of the confinement, for messages.
+        name: name of the confinement, for messages.
         hint: what to do if it does not work.
         environment: variables of the command.
         start_s: seconds in which a program must begin.

@@ -68,7 +68,7 @@ class McpTools:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._places = asyncio.Semaphore(sessions // len(servers))
         known = {name: _checked(f"{_KEY}.{name}", keys) for name, keys in servers.items()}
-        with ThreadPoolExecutor() as threads:  # with their own loops, because the caller may be inside one or not
+        with ThreadPoolExecutor() as threads:  # with their own loops, because the caller may already be inside one
             found = list(threads.map(lambda name: asyncio.run(_listed(name, known[name])), known))
         for (name, keys), (make, tools) in zip(known.items(), found, strict=True):
             limits = ToolLimits(timeout_s=keys.timeout_s, concurrency=sessions, characters=keys.characters)
@@ -76,7 +76,7 @@ class McpTools:
             for tool in tools:
                 called, call = f"{keys.prefix}{tool.name}", partial(_call, session, tool.name)
                 if called in self.runners:
-                    hint = "give it another name by the server's key prefix, or choose among its tools by the key tools"
+                    hint = "rename it with the server's key prefix, or select tools with its key tools"
                     raise ConfigError(f"{_KEY}.{name}", got=f"two tools named {called}", expected="names that differ", hint=hint)
                 self.runners[called] = Runner(called, tool.description or "", tool.input_schema, call, limits, begin=session)
 
@@ -88,7 +88,7 @@ class McpTools:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """Give calls within the block, and in tasks started there, their own sessions; within another episode, use that one's."""
+        """Give calls within the block, and in tasks started there, their own sessions; within another episode's block, use its sessions."""
         if self._places is None or self._current.get() is not None:
             yield
             return

@@ -84,7 +84,7 @@ class McpSession:
                 answer with a tool's result.
         """
         request = types.CallToolRequest(params=types.CallToolRequestParams(name=tool, arguments=arguments))
-        # Not `call_tool`, which lists all tools once a session to check the result against a schema useful only to programs.
+        # Not `call_tool`, which lists all tools once per session to check the result against a schema useful only to programs.
         asked = (await self.begun()).session.send_request(request, types.CallToolResult)
         result = await self._answered(asked, f"answer a call of {tool}")
         text = "\n".join(map(_shown, result.content))
@@ -137,7 +137,7 @@ class McpSession:
             yield streams
 
     async def _answered(self, request: Awaitable[T], what: str) -> T:
-        """Return the answer to a request. Raises ToolError, with a reason by whose fault a failure is."""
+        """Return the answer to a request. Raises ToolError; its reason depends on whose fault the failure is."""
         try:
             return await request
         except Exception as error:  # whatever the SDK raises is the server's failure

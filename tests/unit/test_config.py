@@ -92,7 +92,7 @@ def test_defaults_are_valid_and_frozen() -> None:
         ("telemetry.profile", {"steps": []}, ".steps", "[]", "at least 1 item"),
         ("telemetry.profile", {"steps": [0, 1]}, ".steps.0", "0", "greater than 0"),
         ("lora.targets", ["q_proj", "linear_qkv"], ".1", "'linear_qkv'", "'q_proj', "),
-        ("lora.targets", [], "", "none", "at least one of them"),
+        ("lora.targets", [], "", "none", "at least one target"),
         ("lora.targets", "q_proj", "", "'q_proj'", "a list"),
         ("lora", {"targets": ["q_proj"], "experts": "shared_outer"}, ".experts", "shared_outer", ""),
         ("objective.advantage", "grop", "", "'grop'", "did you mean grpo?"),

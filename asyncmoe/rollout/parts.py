@@ -70,10 +70,15 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C.
     """
-    pressed = False
+    pressed = True  # until `ended` begins: a task that is cancelled before never runs
+
+    async def begun() -> None:
+        await asyncio.sleep(0)  # `ended` waits from the first step of `main` on, which may take long
+        await main
 
     async def ended() -> None:
         nonlocal pressed
+        pressed = False
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:  # by the runner, at Ctrl-C
@@ -83,7 +88,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         loop = runner.get_loop()
         loop.set_default_executor(_Unawaited())
-        task = loop.create_task(main)
+        task = loop.create_task(begun())
         for wait in (ended, lambda: plugins.ended(asyncio.all_tasks(loop), _END_S)):
             over = False
             while not over:

@@ -67,7 +67,7 @@ def test_ctrl_c_ends_the_engines(arguments: list[str]) -> None:
     assert wait_for(lambda: any("platform.sglang" in line for line in command.alive()), 60)
     command.process.send_signal(signal.SIGINT)
     status, _, error = command.finish(60)
-    assert (status, error.splitlines()[-1]) == (130, "stopped; its engines have ended")
+    assert (status, error.splitlines()[-1]) == (130, "stopped; its engines have ended"), error
     assert command.gone(), command.alive()
 
 

@@ -87,6 +87,25 @@ def test_a_run_ends_whatever_a_users_code_has_left_behind(error: str, status: in
     assert (found.returncode, found.stdout) == (status, "a thread was free\n"), found.stderr
 
 
+AT_ONCE = """
+import asyncio, os, signal
+from asyncmoe.rollout import parts
+
+async def main():
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(60)
+
+try:
+    parts.run(main())
+except KeyboardInterrupt:
+    print("stopped")
+"""
+
+
+def test_ctrl_c_in_the_first_step_of_a_run_stops_it() -> None:
+    assert ended(AT_ONCE).stdout == "stopped\n"
+
+
 def test_statuses_are_those_of_the_documentation() -> None:
     table = next(table for table in tables(read("troubleshooting.md")) if re.search(r"(?m)^130$", "\n".join(row[0] for row in table)))
     documented = [int(row[0]) for row in table]

@@ -6,14 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Annotated, NamedTuple
 
 import msgspec
 
 from asyncmoe import storage
 from asyncmoe.telemetry.format import ABSENT, duration, named, number, percent, quantity
-from asyncmoe.telemetry.measured import known, mean, median, share
+from asyncmoe.telemetry.measured import known, mean, median, share, standard_error
 from asyncmoe.telemetry.metric import Amount, Count, Metric, declared
 from asyncmoe.telemetry.overlap import intersection, length
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout, Scoring
@@ -142,7 +142,7 @@ def rows(run: RunRecords, summary: Summary) -> list[Row]:
     """Return what was measured as a table, with rows for evaluations, stages of scoring, and rejections. Of a run with so few steps that
     the first are the last, `reward_first` is left out."""
     rewards = known(step.reward_mean for step in run.rl)
-    errors = {"reward_first": _standard_error(rewards[:ENDS]), "reward_last": _standard_error(rewards[-ENDS:])}
+    errors = {"reward_first": standard_error(rewards[:ENDS]), "reward_last": standard_error(rewards[-ENDS:])}
     found = [
         Row(name.replace("_", " "), _shown(value, one.unit, errors.get(name)), one.help, "", value, one.unit, errors.get(name))
         for name, one in declared(Summary).items()
@@ -169,10 +169,6 @@ def difference(first: Row, second: Row) -> str:
     by = second.number - first.number
     error = None if first.error is None or second.error is None else math.hypot(first.error, second.error)
     return f"{'+' if by > 0 else '-' if by < 0 else ''}{_shown(abs(by), first.unit, error)}".replace(" %", " points")
-
-
-def _standard_error(values: Sequence[float]) -> float | None:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _shown(value: float | None, unit: str, error: float | None = None) -> str:

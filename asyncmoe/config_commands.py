@@ -17,6 +17,7 @@ from asyncmoe.errors import ConfigError
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe configurations; starts nothing.")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file that describes the run, or the directory of a run.")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run; it may have been moved or copied.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, e.g. run.steps=100.")]
 
 

@@ -33,6 +33,12 @@ def grid(first: str, columns: Iterable[str], rows: Iterable[tuple[str, Iterable[
     return table
 
 
+def side_by_side(columns: Mapping[str, Mapping[str, str]]) -> Table:
+    """Return a table with a column for each mapping and a row for each name in them; all have the same names."""
+    rows = ((name, [column[name] for column in columns.values()]) for name in next(iter(columns.values())))
+    return grid("", columns, rows)
+
+
 def write_json(values: Mapping[str, Any], file: Path) -> None:
     """Write figures as JSON.
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from asyncmoe.config_commands import RunPath
 from asyncmoe.errors import UserError
 
 _Size = partial(typer.Option, min=1, max=1 << 20)
@@ -55,7 +56,7 @@ def init(
 
 
 def export(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory with a checkpoint.")],
+    run_dir: RunPath,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
     adapter: Annotated[
         bool, typer.Option("--adapter", help="For a run with train=lora: write only the adapter, in PEFT's format.")
@@ -71,8 +72,6 @@ def export(
     """Write a checkpoint of a run as a Hugging Face model.
 
     An adapter is merged into the weights. README.md is a model card.
-
-    RUN may have been moved, copied or renamed since it ran.
     """
     from asyncmoe.launch import export as launcher
 

@@ -8,7 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from asyncmoe.config_commands import RunPath
 from asyncmoe.errors import DataError, UserError
+
+_Lines = Annotated[bool, typer.Option("--json", help="A line of JSON for each, and nothing left out.")]
 
 
 def report(
@@ -36,13 +39,13 @@ def report(
 
 
 def checkpoints(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory; it may have been moved or copied.")],
+    run_dir: RunPath,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare it with the digest in its manifest.")] = False,
     restore: Annotated[
         str | None, typer.Option(metavar="URL", help="Restore a checkpoint from the copies that trainer.checkpoint_copy=URL made.")
     ] = None,
     step: Annotated[int | None, typer.Option(min=0, help="With --restore: its step; default: the newest complete copy.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each checkpoint.")] = False,
+    as_json: _Lines = False,
 ) -> None:
     """List the checkpoints of a run: step, time, size, state.
 
@@ -86,7 +89,7 @@ def checkpoints(
         raise typer.Exit(1)
 
 
-def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a running run.")]) -> None:
+def stacks(run_dir: RunPath) -> None:
     """Show the Python stacks of a run, e.g. to see where it hangs.
 
     The run's processes are those recorded in its directory. For a run on
@@ -100,7 +103,7 @@ def stacks(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run dire
 
 
 def show(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, of a finished or running run.")],
+    run_dir: RunPath,
     step: Annotated[int | None, typer.Option(help="Groups that this step trained, counted as in metrics.jsonl.")] = None,
     group: Annotated[int | None, typer.Option(help="The group with this number, in all its attempts.")] = None,
     version: Annotated[int | None, typer.Option(help="Groups with a token that this weight version sampled.")] = None,
@@ -118,7 +121,7 @@ def show(
         int | None,
         typer.Option(min=0, help="Tokens shown of a prompt and of a response, from both ends; 0: all. Default: 400, or all with --json."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each group, with all its tokens.")] = False,
+    as_json: _Lines = False,
 ) -> None:
     """Show trajectories of a run: texts, rewards, token values.
 
@@ -152,7 +155,7 @@ def show(
     command.show(run_dir, wanted, as_json, colour, tokens)
 
 
-def log(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
+def log(run_dir: RunPath) -> None:
     """List the logs of a run, and verify the checksum of each record.
 
     Changes nothing; the run may be running. Ends with status 1 if a record is damaged. docs/log-format.md describes the file format.

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from asyncmoe.config.loading import parse
 from asyncmoe.config.moved import load, of_run
-from asyncmoe.config.schema import MAX_SUPPORT, Config
+from asyncmoe.config.schema import Config
 
-__all__ = ["MAX_SUPPORT", "Config", "load", "of_run", "parse"]
+__all__ = ["Config", "load", "of_run", "parse"]

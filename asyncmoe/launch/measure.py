@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from asyncmoe.launch import local
 from asyncmoe.launch.run_processes import RunParts
 from asyncmoe.launch.watch import Stopping, begins, watch
 from asyncmoe.models.hub import with_local_model
-from asyncmoe.models.payload import Payload
+from asyncmoe.plan import memory
 from asyncmoe.telemetry import run as records
 from asyncmoe.telemetry.records import read_steps
 from asyncmoe.telemetry.schema import METRICS
@@ -47,7 +46,7 @@ def measure(path: Path, overrides: Sequence[str], minutes: float) -> dict[str, A
     config = with_local_model(configuration.load(path, (*overrides, *_ALONE, f"run.dir={place}")))
     local.run(config, partial(_watch, minutes))
     run = records.load(place)
-    found = speeds(config, _parameters(config), run.rl, run.rollout)
+    found = speeds(config, memory.whole(models.hf_config_of(config)).all, run.rl, run.rollout)
     shutil.rmtree(place)
     print(described(found))
     return found
@@ -64,11 +63,3 @@ def _watch(minutes: float, config: Config, parts: RunParts, end: Callable[[], No
     with suppress(Interrupted):
         watch(config, parts, end, Stopping(lambda: False, lambda: 0, enough, lambda _: False))
     return {}
-
-
-def _parameters(config: Config) -> dict[str, int]:
-    """Return the number of the model's parameters, and of those that a token passes: all but the experts not chosen for it."""
-    hf = models.hf_config_of(config)
-    m, whole = models.family_of(hf).shape_of(hf), sum(map(prod, Payload(hf).tensors().values()))
-    unchosen = (m.layers - len(m.dense_layers)) * (m.experts - m.experts_per_token) * 3 * m.hidden * m.expert_width
-    return {"parameters": whole, "active": whole - unchosen}

@@ -18,7 +18,7 @@ from asyncmoe.plan.memory import MARGIN, USABLE, EngineMemory, GpuMemory, Hf, us
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.plan.traffic import Forecast
 from asyncmoe.storage import size
-from asyncmoe.tables import grid
+from asyncmoe.tables import grid, side_by_side
 
 BATCH, GROUP = 384, 8
 """Prompts per step, and responses to each, of the simulation that is suggested."""
@@ -87,7 +87,7 @@ def show_splits(
     Args:
         measured: file of the speeds by which they were found; None: estimates.
     """
-    console.print(grid("", [split.name for split, _ in found], _split_lines(found, cluster, hf, nic)))
+    console.print(side_by_side({split.name: _column(split, update, cluster, hf, nic) for split, update in found}))
     split = found[0][0]
     _show_memory({f"trainer, {split.name}": split.trainer.memory, "engine": split.engine.memory}, cluster.gpu_gb, console)
     source = "an estimate for H100s: replace it by asyncmoe bench step CONFIG --json FILE, and plan with --measured FILE"
@@ -102,29 +102,29 @@ def show_splits(
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def _split_lines(found: Sequence[tuple[Split, Forecast]], cluster: Cluster, hf: Hf, nic: float) -> list[tuple[str, list[str]]]:
-    splits, updates = [split for split, _ in found], [forecast for _, forecast in found]
-    trainers = [{key: size for key, size in _trainer(split).items() if key != "ranks"} for split in splits]
-    dtype = kind(hf, splits[0].engine.serving.dtype, cluster.adapter is not None)
-    return [
-        ("nodes of the trainer", [str(split.trainer_nodes) for split in splits]),
-        ("nodes of engines", [str(split.engine_nodes) for split in splits]),
-        ("trainer", [", ".join(f"{key} {size}" for key, size in sizes.items()) or "tp 1" for sizes in trainers]),
-        ("recompute", ["full" if split.trainer.recompute else "none" for split in splits]),
-        ("optimizer's state in host memory", [f"{split.trainer.offload:.0%}" for split in splits]),
-        ("host memory of a trainer's node", [size(cluster.gpus * split.trainer.memory.host[OFFLOAD]) for split in splits]),
-        ("engines", [f"{split.engines} x tp {split.engine.parallel.tp}, ep {split.engine.parallel.ep}" for split in splits]),
-        ("nodes of an engine", [str(split.engine.nodes) for split in splits]),
-        ("new weights arrive", [_arrive(split.engine.serving.staged) for split in splits]),
-        (f"conversations of {cluster.context} tokens at once", [str(split.conversations(cluster.context)) for split in splits]),
-        ("tokens/s that the trainer can train", [f"{split.trained:,.0f}" for split in splits]),
-        ("tokens/s that engines can generate", [f"{split.sampled:,.0f}" for split in splits]),
-        ("memory of a trainer's GPU", [size(split.trainer.memory.total) for split in splits]),
-        (f"an update, of {dtype}", [size(one.model_bytes) for one in updates]),
-        ("sent by a trainer rank, most", [size(one.sent) for one in updates]),
-        ("received by an engine rank, most", [size(one.received) for one in updates]),
-        (f"an update at {nic:g} GB/s (--nic)", [f"{one.seconds:.3g} s" for one in updates]),
-    ]
+def _column(split: Split, update: Forecast, cluster: Cluster, hf: Hf, nic: float) -> dict[str, str]:
+    """Return the figures of a split by name."""
+    trainer, engine = split.trainer, split.engine
+    sizes = ", ".join(f"{key} {size}" for key, size in _trainer(split).items() if key != "ranks")
+    return {
+        "nodes of the trainer": str(split.trainer_nodes),
+        "nodes of engines": str(split.engine_nodes),
+        "trainer": sizes or "tp 1",
+        "recompute": "full" if trainer.recompute else "none",
+        "optimizer's state in host memory": f"{trainer.offload:.0%}",
+        "host memory of a trainer's node": size(cluster.gpus * trainer.memory.host[OFFLOAD]),
+        "engines": f"{split.engines} x tp {engine.parallel.tp}, ep {engine.parallel.ep}",
+        "nodes of an engine": str(engine.nodes),
+        "new weights arrive": _arrive(engine.serving.staged),
+        f"conversations of {cluster.context} tokens at once": str(split.conversations(cluster.context)),
+        "tokens/s that the trainer can train": f"{split.trained:,.0f}",
+        "tokens/s that engines can generate": f"{split.sampled:,.0f}",
+        "memory of a trainer's GPU": size(trainer.memory.total),
+        f"an update, of {kind(hf, engine.serving.dtype, cluster.adapter is not None)}": size(update.model_bytes),
+        "sent by a trainer rank, most": size(update.sent),
+        "received by an engine rank, most": size(update.received),
+        f"an update at {nic:g} GB/s (--nic)": f"{update.seconds:.3g} s",
+    }
 
 
 def _trainer(split: Split) -> dict[str, int]:

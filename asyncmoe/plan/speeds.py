@@ -30,12 +30,6 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Amount = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class MeasuredModel(msgspec.Struct, frozen=True):
-    """Its size."""
-
-    parameters: Count
-
-
 class MeasuredSide(msgspec.Struct, frozen=True):
     """The trainer, whose tokens are those of prompts and responses, or all engines, with `running` conversations at once on each."""
 
@@ -60,7 +54,7 @@ class Measured(msgspec.Struct, frozen=True):
     """What `asyncmoe bench step` measured, as far as it is used."""
 
     format: Literal[1]
-    model: MeasuredModel
+    parameters: Count
     trainer: MeasuredSide
     engines: MeasuredSide
     lengths: MeasuredLengths
@@ -80,9 +74,8 @@ def read(file: Path, hf: Hf | None = None) -> Measured:
         found = msgspec.json.decode(file.read_bytes(), type=Measured)
     except (OSError, msgspec.DecodeError) as error:
         raise DataError(str(file), got=str(error), expected="a file of asyncmoe bench step CONFIG --json FILE") from error
-    planned, parameters = found.model.parameters if hf is None else memory.whole(hf).all, found.model.parameters
-    if abs(parameters - planned) > 0.01 * planned:  # a router's biases may be counted or not
-        raise ConfigError("--measured", got=f"a model of {parameters:,} parameters", expected=f"--model, which has {planned:,}")
+    if hf is not None and found.parameters != (planned := memory.whole(hf).all):
+        raise ConfigError("--measured", got=f"a model of {found.parameters:,} parameters", expected=f"--model, which has {planned:,}")
     return found
 
 

@@ -177,9 +177,10 @@ def best_trainer(hf: Hf, cluster: Cluster, nodes: int) -> TrainerSizes | None:
     m, whole, room = family_of(hf).shape_of(hf), memory.whole(hf), memory.usable(cluster.gpu_gb)
     sizes = [p for p in _sizes(m, cluster, nodes) if _least(whole, p, cluster) <= room]
     ranks = {p: [cp for cp in _divisors(p.dp) if cp == 1 or cluster.context >= cp * _LEAST_ROWS] for p in sizes}
-    choices = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in ranks[p])
+    every = ((p, recompute, cp) for p, recompute in product(sizes, (False, True)) for cp in ranks[p])
+    choices = sorted(every, key=lambda one: (one[2], one[0].ep > cluster.gpus, one[0].pp, one[1], one[0].tp, one[0].ep))
     found: TrainerSizes | None = None
-    for parallel, recompute, cp in sorted(choices, key=lambda choice: _preference(choice[0], choice[1], choice[2], cluster)):
+    for parallel, recompute, cp in choices:
         microbatch = Microbatch(-(-cluster.context // cp), recompute, adapter=cluster.adapter, cp=cp)
         if activations.kept(m, parallel, 0, microbatch) > room:
             continue
@@ -207,10 +208,6 @@ def _least(whole: RankParameters, parallel: MegatronParallel, cluster: Cluster) 
     optimizer's state in host memory."""
     stage = whole.dense // (parallel.tp * parallel.pp) + whole.experts // (parallel.pp * parallel.ep * parallel.etp)
     return stage * (2 if cluster.adapter is not None else 2 + memory.GRADIENT)  # bytes of bfloat16, and of gradients
-
-
-def _preference(parallel: MegatronParallel, recompute: bool, cp: int, cluster: Cluster) -> tuple[int, ...]:
-    return cp, parallel.ep > cluster.gpus, parallel.pp, recompute, parallel.tp, parallel.ep
 
 
 def _sizes(m: Shape, cluster: Cluster, nodes: int) -> Iterator[MegatronParallel]:

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from math import comb, sqrt
-from statistics import fmean, stdev
+from math import comb
+from statistics import fmean
 
 from asyncmoe.config import Config
 from asyncmoe.config.evaluation import EvaluationSet
@@ -30,7 +30,7 @@ from asyncmoe.rollout.tasks import EvaluationQuestions
 from asyncmoe.rollout.tasks.order import EVALUATION as STREAM
 from asyncmoe.rpc.worker_messages import LOST, Made
 from asyncmoe.telemetry.clock import unix
-from asyncmoe.telemetry.measured import MOST_NAMES, means
+from asyncmoe.telemetry.measured import MOST_NAMES, means, standard_error
 from asyncmoe.telemetry.records import read_evaluations
 from asyncmoe.telemetry.rollout_schema import Evaluation
 from asyncmoe.telemetry.schema import EVALUATION
@@ -188,29 +188,12 @@ def pass_chances(rewards: Sequence[Sequence[float]], samples: int, threshold: fl
     return {k: chances for k, chances in found.items() if chances}
 
 
-def standard_error(of_questions: Sequence[float]) -> float | None:
-    """Return the standard error of a mean over questions, s / sqrt(n) with the sample standard deviation s of the n questions' values; None
-    for fewer than two.
-
-    By the central limit theorem, for questions drawn independently from all possible ones (Miller 2024, "Adding Error Bars to Evals",
-    arXiv:2411.00640). A question's value is the mean over its episodes, so s includes the variance of sampling its episodes; episodes of
-    one question are not independent, and counting each separately would understate the error.
-    """
-    return stdev(of_questions) / sqrt(len(of_questions)) if len(of_questions) > 1 else None
-
-
-def _reward(outcome: Sequence[Made]) -> float:
-    of_agent: dict[int, list[float]] = {}
+def _of_agents(outcome: Sequence[Made]) -> list[list[Made]]:
+    """Return the paths of each agent's tree."""
+    found: dict[int, list[Made]] = {}
     for one in outcome:
-        of_agent.setdefault(one.agent, []).append(one.reward)
-    return fmean(map(fmean, of_agent.values()))
-
-
-def _metrics(outcome: Sequence[Made]) -> dict[str, float]:
-    of_agent: dict[int, list[Mapping[str, float]]] = {}
-    for one in outcome:
-        of_agent.setdefault(one.agent, []).append(one.metrics)
-    return means(map(means, of_agent.values()))
+        found.setdefault(one.agent, []).append(one)
+    return list(found.values())
 
 
 def measure(
@@ -243,8 +226,8 @@ def measure(
         if isinstance(outcome, TrajectoryRejected):
             failed[outcome.reason] += 1
             continue
-        rewards.setdefault(question, []).append(_reward(outcome))
-        metrics.setdefault(question, []).append(_metrics(outcome))
+        rewards.setdefault(question, []).append(fmean(fmean(one.reward for one in paths) for paths in _of_agents(outcome)))
+        metrics.setdefault(question, []).append(means(means(one.metrics for one in paths) for paths in _of_agents(outcome)))
         lengths.append(sum(one.sampled for one in outcome))
         cut += [one.truncated for one in outcome]
         versions.update(version for one in outcome for version in (one.oldest, one.newest))

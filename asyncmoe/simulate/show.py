@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncmoe.config.devices import counted
-from asyncmoe.simulate.compare import Comparison
+from asyncmoe.simulate.compare import Comparison, ModeComparison
 from asyncmoe.simulate.sweep import Sweep
-from asyncmoe.tables import grid
+from asyncmoe.tables import side_by_side
 from asyncmoe.telemetry.format import number, percent
 
 
@@ -32,20 +32,22 @@ def _comparison_table(found: Comparison, console: Console) -> None:
         f"at most {pools.s_pools:.2f}x is possible in these pools; {_best(pools.engine_gpus, found.gpus)}",
         highlight=False,
     )
-    modes = [f"{mode}, max_staleness {row.outcome.max_staleness}" for mode, row in found.rows.items()]
-    rows = [(row, row.outcome) for row in found.rows.values()]
-    lines = [
-        ("step", [number(o.step_s, "s") for _, o in rows]),
-        ("speed-up", [f"{r.speedup:.2f}x" for r, _ in rows]),
-        ("of the most possible", [percent(r.efficiency) for r, _ in rows]),
-        ("trainer idle", [percent(o.trainer_idle) for _, o in rows]),
-        ("engines idle", [percent(o.engine_idle) for _, o in rows]),
-        ("engines' tokens/s, of full slots", [percent(o.engine_rate) for _, o in rows]),
-        ("mean age of a token", [f"{o.mean_age:.2f}" for _, o in rows]),
-        ("oldest", [str(o.oldest_age) for _, o in rows]),
-        ("dropped", [percent(o.lost) for _, o in rows]),
-    ]
-    console.print(grid("", modes, lines))
+    console.print(side_by_side({f"{mode}, max_staleness {row.outcome.max_staleness}": _mode(row) for mode, row in found.rows.items()}))
+
+
+def _mode(row: ModeComparison) -> dict[str, str]:
+    found = row.outcome
+    return {
+        "step": number(found.step_s, "s"),
+        "speed-up": f"{row.speedup:.2f}x",
+        "of the most possible": percent(row.efficiency),
+        "trainer idle": percent(found.trainer_idle),
+        "engines idle": percent(found.engine_idle),
+        "engines' tokens/s, of full slots": percent(found.engine_rate),
+        "mean age of a token": f"{found.mean_age:.2f}",
+        "oldest": str(found.oldest_age),
+        "dropped": percent(found.lost),
+    }
 
 
 def _best(engine_gpus: float, gpus: int) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 MOST_NAMES = 64
 """Maximum names of the metrics that a record of many responses has."""
@@ -39,6 +40,17 @@ def means(every: Iterable[Mapping[str, float]], most: int | None = None) -> dict
             values[name].append(value)
     kept = sorted(values, key=lambda name: (-len(values[name]), name))[:most]
     return {name: statistics.fmean(values[name]) for name in sorted(kept)}
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean of independent values, s / sqrt(n) with the sample standard deviation s of the n; None for
+    fewer than two.
+
+    By the central limit theorem; for an evaluation, of questions drawn independently from all possible ones (Miller 2024, "Adding Error
+    Bars to Evals", arXiv:2411.00640). A question's value is the mean over its episodes, so s includes the variance of sampling its
+    episodes; episodes of one question are not independent, and counting each separately would understate the error.
+    """
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def share(values: Iterable[float | None], whole: float) -> float | None:

@@ -14,6 +14,11 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
+Amount = float | None
+"""A number; None: not measured."""
+Count = int | None
+"""A whole number; None: not measured."""
+
 
 @dataclass(frozen=True)
 class Metric:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from asyncmoe.telemetry.metric import Metric
+from asyncmoe.telemetry.metric import Amount, Count, Metric
 
 
 class Scoring(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +38,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     time: Annotated[float, "Unix seconds."]
-    version: Annotated[int | None, Metric("Version that the engines serve.", source="queue")] = None
-    running: Annotated[int | None, Metric("Trajectories being generated or scored, at the moment.", "trajectories", source="queue")] = None
-    queue_depth: Annotated[int | None, Metric("Trajectories ready for the trainer, at the moment.", "trajectories")] = None
+    version: Annotated[Count, Metric("Version that the engines serve.", source="queue")] = None
+    running: Annotated[Count, Metric("Trajectories being generated or scored, at the moment.", "trajectories", source="queue")] = None
+    queue_depth: Annotated[Count, Metric("Trajectories ready for the trainer, at the moment.", "trajectories")] = None
     started: Annotated[int, Metric("Started trajectories.", "trajectories", source="queue")] = 0
     accepted: Annotated[int, Metric("Accepted trajectories.", "trajectories", source="queue")] = 0
     rejected: Annotated[Mapping[str, int], Metric("Rejected trajectories by reason.", "trajectories", key="reason", source="queue")] = {}
@@ -58,7 +58,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     scoring: Annotated[Mapping[str, Scoring], Metric('Statistics by stage, "scorer" and "teacher", for stages in use.', key="who")] = {}
     tools: Annotated[Mapping[str, Calls], Metric("Calls by the tool's name.", key="tool")] = {}
-    tokens_per_s: Annotated[float | None, Metric("Sampled tokens per second since the last record.", "tokens/s")] = None
+    tokens_per_s: Annotated[Amount, Metric("Sampled tokens per second since the last record.", "tokens/s")] = None
     engine_utilization: Annotated[
         Mapping[str, float],
         Metric("Share of the time since the last record in which the engine had work.", "share of time", key="engine"),
@@ -79,19 +79,19 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     time: Annotated[float, "Unix seconds at the end of the evaluation."]
     version: Annotated[int, Metric("Version that every engine served at its start.")]
-    version_min: Annotated[int | None, Metric("Oldest version that sampled a token of the evaluation.")] = None
+    version_min: Annotated[Count, Metric("Oldest version that sampled a token of the evaluation.")] = None
     version_max: Annotated[
-        int | None, Metric("Newest version that sampled a token; later than `version` if weights were updated during the evaluation.")
+        Count, Metric("Newest version that sampled a token; later than `version` if weights were updated during the evaluation.")
     ] = None
     name: Annotated[str, "Name of the set in `evaluation.sets`; empty without sets."] = ""
     questions: Annotated[int, Metric("Questions.")]
     samples: Annotated[int, Metric("Episodes per question, failed ones included: the k of mean@k, which is `reward_mean`.")] = 1
     episodes: Annotated[int, Metric("Episodes.")]
     reward_mean: Annotated[
-        float | None, Metric("Mean over questions of the mean reward of their episodes, without failed episodes.", "reward")
+        Amount, Metric("Mean over questions of the mean reward of their episodes, without failed episodes.", "reward")
     ] = None
     reward_stderr: Annotated[
-        float | None,
+        Amount,
         Metric(
             "Standard error of `reward_mean`: the sample standard deviation of the questions' means / sqrt(questions with a reward).",
             "reward",
@@ -123,9 +123,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     ] = {}
     failed: Annotated[Mapping[str, int], Metric("Episodes without a reward, by reason.", "episodes", key="reason")] = {}
     failed_share: Annotated[float, Metric("Failed share of the episodes.", "share of episodes")] = 0.0
-    response_tokens_mean: Annotated[float | None, Metric("Mean number of sampled tokens per successful episode.", "tokens")] = None
+    response_tokens_mean: Annotated[Amount, Metric("Mean number of sampled tokens per successful episode.", "tokens")] = None
     truncated_fraction: Annotated[
-        float | None, Metric("Share of the successful episodes' responses that ended at their limit of tokens.", "share of responses")
+        Amount, Metric("Share of the successful episodes' responses that ended at their limit of tokens.", "share of responses")
     ] = None
     seconds: Annotated[float, Metric("Duration of the evaluation.", "seconds")]
     skipped: Annotated[int, Metric("Evaluations skipped since the controller started, because another evaluation was running.")] = 0

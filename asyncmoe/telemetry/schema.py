@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from asyncmoe.telemetry.metric import Metric
+from asyncmoe.telemetry.metric import Amount, Count, Metric
 
 METRICS = "metrics.jsonl"
 ROLLOUT = "rollout.jsonl"
@@ -38,14 +38,14 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     step: Annotated[int, "Number of optimizer steps taken, including this step and the warm-up."]
     phase: Annotated[Literal["warmup", "rl"], "The supervised warm-up, or reinforcement learning."]
     time: Annotated[float, "Unix seconds at the end of the step."]
-    version: Annotated[int | None, Metric("Version of the weights after the step.")] = None
+    version: Annotated[Count, Metric("Version of the weights after the step.")] = None
     lineage: Annotated[
-        int | None, Metric("Number of restarts so far that trained steps again from the log: a step of another lineage has other weights.")
+        Count, Metric("Number of restarts so far that trained steps again from the log: a step of another lineage has other weights.")
     ] = None
 
     # Learning
-    reward_mean: Annotated[float | None, Metric("Mean reward of the batch.", "reward", word="reward")] = None
-    reward_std: Annotated[float | None, Metric("Standard deviation of the batch's rewards.", "reward")] = None
+    reward_mean: Annotated[Amount, Metric("Mean reward of the batch.", "reward", word="reward")] = None
+    reward_std: Annotated[Amount, Metric("Standard deviation of the batch's rewards.", "reward")] = None
     rewards: Annotated[
         Mapping[float, int] | None,
         Metric("Number of the batch's responses by reward, rounded to a grid of at most 20 steps.", "responses", key="reward"),
@@ -58,33 +58,31 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
             key="name",
         ),
     ] = None
-    step_reward_mean: Annotated[float | None, Metric("Mean reward of the rewarded steps of the batch's responses.", "reward")] = None
-    loss: Annotated[float | None, Metric("Loss.", "loss", word="loss")] = None
-    grad_norm: Annotated[float | None, Metric("Gradient norm before clipping.", "norm")] = None
-    lr: Annotated[float | None, Metric("Learning rate.", "a step")] = None
+    step_reward_mean: Annotated[Amount, Metric("Mean reward of the rewarded steps of the batch's responses.", "reward")] = None
+    loss: Annotated[Amount, Metric("Loss.", "loss", word="loss")] = None
+    grad_norm: Annotated[Amount, Metric("Gradient norm before clipping.", "norm")] = None
+    lr: Annotated[Amount, Metric("Learning rate.", "a step")] = None
     entropy: Annotated[
-        float | None, Metric("Entropy of the trainer's distribution over the whole vocabulary, per sampled token.", "nats a token")
+        Amount, Metric("Entropy of the trainer's distribution over the whole vocabulary, per sampled token.", "nats a token")
     ] = None
-    clip_fraction: Annotated[float | None, Metric("Share of the trained sampled tokens on which the clip acts.", "share of tokens")] = None
-    response_tokens_mean: Annotated[float | None, Metric("Mean number of sampled tokens per response.", "tokens")] = None
+    clip_fraction: Annotated[Amount, Metric("Share of the trained sampled tokens on which the clip acts.", "share of tokens")] = None
+    response_tokens_mean: Annotated[Amount, Metric("Mean number of sampled tokens per response.", "tokens")] = None
     response_tokens_quantiles: Annotated[
         Mapping[str, float] | None, Metric("Quantiles of the number of sampled tokens per response, by share.", "tokens", key="quantile")
     ] = None
-    truncated_fraction: Annotated[
-        float | None, Metric("Share of the responses that ended at their limit of tokens.", "share of responses")
-    ] = None
+    truncated_fraction: Annotated[Amount, Metric("Share of responses that ended at their limit of tokens.", "share of responses")] = None
 
     # Staleness
     ages: Annotated[
         Mapping[int, int] | None, Metric("Number of sampled tokens by age in versions.", "tokens", key="age", over_updates="sum")
     ] = None
-    staleness_max: Annotated[float | None, Metric("Age of the oldest sampled token.", "versions", word="age")] = None
-    staleness_mean: Annotated[float | None, Metric("Mean age of the sampled tokens.", "versions")] = None
+    staleness_max: Annotated[Amount, Metric("Age of the oldest sampled token.", "versions", word="age")] = None
+    staleness_mean: Annotated[Amount, Metric("Mean age of the sampled tokens.", "versions")] = None
 
     # Agreement of engines and trainer
-    logprob_diff_mean: Annotated[float | None, Metric("Mean |trainer - engine| log-probability per sampled token.", "nats a token")] = None
+    logprob_diff_mean: Annotated[Amount, Metric("Mean |trainer - engine| log-probability per sampled token.", "nats a token")] = None
     logprob_diff_max_same_version: Annotated[
-        float | None,
+        Amount,
         Metric(
             "Largest |trainer - engine| log-probability over tokens whose whole prefix was computed under the trainer's version.",
             "nats a token",
@@ -92,18 +90,17 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     logprob_diff_mean_same_version: Annotated[
-        float | None, Metric("Mean |trainer - engine| log-probability over the same tokens.", "nats a token", over_updates="first")
+        Amount, Metric("Mean |trainer - engine| log-probability over the same tokens.", "nats a token", over_updates="first")
     ] = None
     logprob_tokens_same_version: Annotated[
-        int | None, Metric("Number of those tokens; 0 in most steps of an asynchronous run.", "tokens", over_updates="first")
+        Count, Metric("Number of those tokens; 0 in most steps of an asynchronous run.", "tokens", over_updates="first")
     ] = None
     train_infer_kl: Annotated[
-        float | None,
+        Amount,
         Metric("KL(engine || trainer), estimated, never negative: the effect of staleness and train-inference mismatch.", "nats a token"),
     ] = None
     train_infer_kl_direct: Annotated[
-        float | None,
-        Metric("The same divergence, estimated as the mean log-probability difference: unbiased, may be negative.", "nats a token"),
+        Amount, Metric("The same divergence, estimated as the mean log-probability difference: unbiased, may be negative.", "nats a token")
     ] = None
     routing_mismatch: Annotated[
         Mapping[int, float] | None,
@@ -114,16 +111,14 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
             key="layer",
         ),
     ] = None
-    ratio_mean: Annotated[float | None, Metric("Mean importance ratio pi_trainer / pi_engine.", "trainer / engine")] = None
+    ratio_mean: Annotated[Amount, Metric("Mean importance ratio pi_trainer / pi_engine.", "trainer / engine")] = None
     ess: Annotated[
-        float | None, Metric("Effective sample size of the importance ratios, as a share of the sampled tokens.", "share of tokens")
+        Amount, Metric("Effective sample size of the importance ratios, as a share of the sampled tokens.", "share of tokens")
     ] = None
-    tis_capped_fraction: Annotated[
-        float | None, Metric("Share of the sampled tokens whose importance weight is capped.", "share of tokens")
-    ] = None
-    correction_mean: Annotated[float | None, Metric("Mean importance weight of the trained sampled tokens.", "weight")] = None
+    tis_capped_fraction: Annotated[Amount, Metric("Share of sampled tokens whose importance weight is capped.", "share of tokens")] = None
+    correction_mean: Annotated[Amount, Metric("Mean importance weight of the trained sampled tokens.", "weight")] = None
     rejected_fraction: Annotated[
-        float | None, Metric("Share of the sampled tokens that corrections excluded from the loss.", "share of tokens")
+        Amount, Metric("Share of the sampled tokens that corrections excluded from the loss.", "share of tokens")
     ] = None
     rejected_by_rule: Annotated[
         Mapping[str, float] | None, Metric("Share of the sampled tokens that each rule alone would reject.", "share of tokens", key="rule")
@@ -139,32 +134,30 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
             key="name",
         ),
     ] = None
-    kl_reference: Annotated[float | None, Metric("KL(trainer || reference policy), estimated, per sampled token.", "nats a token")] = None
+    kl_reference: Annotated[Amount, Metric("KL(trainer || reference policy), estimated, per sampled token.", "nats a token")] = None
     kl_teacher: Annotated[
-        float | None,
+        Amount,
         Metric("KL(engine || teacher) per sampled token: the mean log-probability difference, which may be negative.", "nats a token"),
     ] = None
     anomalies: Annotated[
         Mapping[str, float | None] | None,
         Metric("Values that broke a rule of `verify`, by rule; absent if none did.", "the value's own unit", key="rule"),
     ] = None
-    skipped_updates: Annotated[int | None, Metric("Optimizer updates that `verify` refused; absent if none was.", "updates")] = None
+    skipped_updates: Annotated[Count, Metric("Optimizer updates that `verify` refused; absent if none was.", "updates")] = None
 
     # Idle time and queue
-    queue_depth: Annotated[
-        int | None, Metric("Trajectories left in the queue when the batch was leased.", "trajectories", word="queue")
-    ] = None
+    queue_depth: Annotated[Count, Metric("Trajectories left in the queue when the batch was leased.", "trajectories", word="queue")] = None
     dropped: Annotated[
         Mapping[str, int] | None,
         Metric("Trajectories dropped so far, by reason; counted as in rollout.jsonl.", "trajectories", key="reason"),
     ] = None
-    step_seconds: Annotated[float | None, Metric("Duration of the step.", "seconds")] = None
-    wait_seconds: Annotated[float | None, Metric("Time the step waited for its batch.", "seconds", word="wait")] = None
-    train_seconds: Annotated[float | None, Metric("Time from the batch's arrival to the end of training.", "seconds", word="train")] = None
+    step_seconds: Annotated[Amount, Metric("Duration of the step.", "seconds")] = None
+    wait_seconds: Annotated[Amount, Metric("Time the step waited for its batch.", "seconds", word="wait")] = None
+    train_seconds: Annotated[Amount, Metric("Time from the batch's arrival to the end of training.", "seconds", word="train")] = None
 
     # Weight updates
     sync_seconds: Annotated[
-        float | None,
+        Amount,
         Metric(
             "Weight sync of the latest published version: from the end of its optimizer step until every engine served it. Absent if an "
             "earlier step already reported it, or no version was published.",
@@ -172,18 +165,16 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
             word="sync",
         ),
     ] = None
-    sync_wait_seconds: Annotated[
-        float | None, Metric("Time that the step waited for weight sync, during or after training.", "seconds")
-    ] = None
-    checkpoint_s: Annotated[float | None, Metric("Time that training paused for a checkpoint since the last step.", "seconds")] = None
-    checkpoint_wait_s: Annotated[float | None, Metric("Part of `checkpoint_s` spent waiting for the previous save.", "seconds")] = None
-    pause_ms: Annotated[float | None, Metric("Longest pause of an engine in `sync_seconds`.", "milliseconds", word="pause")] = None
+    sync_wait_seconds: Annotated[Amount, Metric("Time that the step waited for weight sync, during or after training.", "seconds")] = None
+    checkpoint_s: Annotated[Amount, Metric("Time that training paused for a checkpoint since the last step.", "seconds")] = None
+    checkpoint_wait_s: Annotated[Amount, Metric("Part of `checkpoint_s` spent waiting for the previous save.", "seconds")] = None
+    pause_ms: Annotated[Amount, Metric("Longest pause of an engine in `sync_seconds`.", "milliseconds", word="pause")] = None
     sync_bytes: Annotated[
-        int | None,
+        Count,
         Metric("Bytes that all engines together receive in `sync_seconds`. Absent unless updates may be deltas (`sync.delta`).", "bytes"),
     ] = None
     sync_changed: Annotated[
-        float | None,
+        Amount,
         Metric(
             "Share of weights whose bits, as engines store them, changed since the previous version. Present: the version came as a delta. "
             "Absent: it was sent in full."
@@ -191,11 +182,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
     # Throughput
-    tokens: Annotated[int | None, Metric("Trained tokens, prompt and response, over all ranks.", "tokens")] = None
-    sampled_tokens: Annotated[int | None, Metric("Trained tokens that engines sampled, all ranks.", "tokens", over_updates="sum")] = None
-    tokens_per_s: Annotated[
-        float | None, Metric("Trained tokens, prompt and response, per second of the step.", "tokens/s", word="tokens/s")
-    ] = None
+    tokens: Annotated[Count, Metric("Trained tokens, prompt and response, over all ranks.", "tokens")] = None
+    sampled_tokens: Annotated[Count, Metric("Trained tokens that engines sampled, all ranks.", "tokens", over_updates="sum")] = None
+    tokens_per_s: Annotated[Amount, Metric("Trained tokens, prompt and response, per second of the step.", "tokens/s", word="tokens/s")] = (
+        None
+    )
 
     @property
     def begin(self) -> float:

@@ -15,7 +15,7 @@ SETTLING = 1
 """First steps that are not counted: kernels are compiled, and the optimizer's memory is allocated."""
 
 
-def speeds(config: Config, model: Mapping[str, int], steps: Sequence[Step], rollout: Sequence[Rollout]) -> dict[str, Any]:
+def speeds(config: Config, parameters: int, steps: Sequence[Step], rollout: Sequence[Rollout]) -> dict[str, Any]:
     """Return the speeds over the RL steps after the first `SETTLING`, as `asyncmoe bench step` writes them.
 
     A training step lasts `step_s` seconds without its waits for a batch and for weight sync. Engines sample `tokens_per_s`, all together,
@@ -23,7 +23,7 @@ def speeds(config: Config, model: Mapping[str, int], steps: Sequence[Step], roll
     shares `trainer_waits` and `engines_idle` are of the `seconds`: the trainer waited for a batch, an engine had no work.
 
     Args:
-        model: numbers of its parameters.
+        parameters: number of the model's.
         steps: RL steps, oldest first, more than `SETTLING` and longer than the controller's interval between two records.
         rollout: the controller's records, oldest first.
     """
@@ -43,7 +43,7 @@ def speeds(config: Config, model: Mapping[str, int], steps: Sequence[Step], roll
     sampling = {"gpus": engines.count * engines.tp, "running": at_once, "tokens_per_s": sampled_per_s / busy}
     return {
         "format": 1,
-        "model": model,
+        "parameters": parameters,
         "trainer": trainer,
         "engines": sampling,
         "lengths": {"prompt": response * (tokens / total("sampled_tokens") - 1), "response": response},

@@ -6,15 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Annotated, NamedTuple
 
 import msgspec
 
 from asyncmoe import storage
 from asyncmoe.telemetry.format import ABSENT, duration, named, number, percent, quantity
-from asyncmoe.telemetry.measured import known, mean, median, share
-from asyncmoe.telemetry.metric import Metric, declared
+from asyncmoe.telemetry.measured import known, mean, median, share, standard_error
+from asyncmoe.telemetry.metric import Amount, Count, Metric, declared
 from asyncmoe.telemetry.overlap import intersection, length
 from asyncmoe.telemetry.rollout_schema import Evaluation, Rollout, Scoring
 from asyncmoe.telemetry.run import RunRecords, load, no_step
@@ -51,27 +51,25 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     steps: Annotated[int, Metric("RL steps.")]
-    reward_first: Annotated[float | None, Metric("Mean of reward_mean over the first 5 RL steps, or all if there are fewer.")]
-    reward_last: Annotated[float | None, Metric("Mean of reward_mean over the last 5 RL steps.")]
-    tokens_per_s: Annotated[float | None, Metric("Trained tokens, prompt and response, over RL time.", "tokens/s")]
-    max_staleness_seen: Annotated[float | None, Metric("Largest age of a trained token.", "versions")]
-    sync_seconds_median: Annotated[float | None, Metric("Median of sync_seconds over the updates.", "seconds")]
-    pause_ms_median: Annotated[float | None, Metric("Median of pause_ms over the updates: how long engines paused.", "milliseconds")]
+    reward_first: Annotated[Amount, Metric("Mean of reward_mean over the first 5 RL steps, or all if there are fewer.")]
+    reward_last: Annotated[Amount, Metric("Mean of reward_mean over the last 5 RL steps.")]
+    tokens_per_s: Annotated[Amount, Metric("Trained tokens, prompt and response, over RL time.", "tokens/s")]
+    max_staleness_seen: Annotated[Amount, Metric("Largest age of a trained token.", "versions")]
+    sync_seconds_median: Annotated[Amount, Metric("Median of sync_seconds over the updates.", "seconds")]
+    pause_ms_median: Annotated[Amount, Metric("Median of pause_ms over the updates: how long engines paused.", "milliseconds")]
     max_abs_logprob_diff_same_version: Annotated[
-        float | None, Metric("Largest |trainer - engine| log-probability on trained tokens of the same version, if there were any.", "nats")
+        Amount, Metric("Largest |trainer - engine| log-probability on trained tokens of the same version, if there were any.", "nats")
     ]
-    same_version_tokens: Annotated[int | None, Metric("Number of tokens compared for it.", "tokens")]
-    same_version_versions: Annotated[int | None, Metric("Number of versions of those tokens.", "versions")]
-    train_infer_kl_mean: Annotated[float | None, Metric("Mean of train_infer_kl over the RL steps; staleness included.", "nats a token")]
+    same_version_tokens: Annotated[Count, Metric("Number of tokens compared for it.", "tokens")]
+    same_version_versions: Annotated[Count, Metric("Number of versions of those tokens.", "versions")]
+    train_infer_kl_mean: Annotated[Amount, Metric("Mean of train_infer_kl over the RL steps; staleness included.", "nats a token")]
     routing_mismatch_mean: Annotated[
-        float | None,
-        Metric("Tokens that the trainer's router would have sent elsewhere; mean over layers and steps.", "share of tokens"),
+        Amount, Metric("Tokens that the trainer's router would have sent elsewhere; mean over layers and steps.", "share of tokens")
     ]
-    trainer_idle_share: Annotated[float | None, Metric("RL time in which the trainer waited for a batch.", "share of RL time")]
-    engine_idle_share: Annotated[float | None, Metric("Mean RL time in which an engine generated nothing.", "share of RL time")]
+    trainer_idle_share: Annotated[Amount, Metric("RL time in which the trainer waited for a batch.", "share of RL time")]
+    engine_idle_share: Annotated[Amount, Metric("Mean RL time in which an engine generated nothing.", "share of RL time")]
     overlap_share: Annotated[
-        float | None,
-        Metric("RL training time of trainer.0 in which at least one engine generated.", "share of training time"),
+        Amount, Metric("RL training time of trainer.0 in which at least one engine generated.", "share of training time")
     ]
     wall_seconds: Annotated[float, Metric("RL time.", "seconds")]
     evaluation_first: Annotated[dict[str, Evaluation], "Each set's evaluation of the lowest version, by name; empty without sets."]
@@ -144,7 +142,7 @@ def rows(run: RunRecords, summary: Summary) -> list[Row]:
     """Return what was measured as a table, with rows for evaluations, stages of scoring, and rejections. Of a run with so few steps that
     the first are the last, `reward_first` is left out."""
     rewards = known(step.reward_mean for step in run.rl)
-    errors = {"reward_first": _standard_error(rewards[:ENDS]), "reward_last": _standard_error(rewards[-ENDS:])}
+    errors = {"reward_first": standard_error(rewards[:ENDS]), "reward_last": standard_error(rewards[-ENDS:])}
     found = [
         Row(name.replace("_", " "), _shown(value, one.unit, errors.get(name)), one.help, "", value, one.unit, errors.get(name))
         for name, one in declared(Summary).items()
@@ -171,10 +169,6 @@ def difference(first: Row, second: Row) -> str:
     by = second.number - first.number
     error = None if first.error is None or second.error is None else math.hypot(first.error, second.error)
     return f"{'+' if by > 0 else '-' if by < 0 else ''}{_shown(abs(by), first.unit, error)}".replace(" %", " points")
-
-
-def _standard_error(values: Sequence[float]) -> float | None:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _shown(value: float | None, unit: str, error: float | None = None) -> str:

@@ -242,61 +242,33 @@ class Key(Generic[T]):
     type: type[T]
 
 
+@dataclass(frozen=True)
+class Keys(Generic[T]):
+    """The names of messages of one type; a call puts an update, a stage and a rank, as far as they tell these apart, into `pattern`."""
+
+    pattern: str
+    type: type[T]
+
+    def __call__(self, *place: int | str) -> Key[T]:
+        return Key(self.pattern.format(*place), self.type)
+
+
 TERMS = Key("terms", Terms)
 VERDICT = Key("verdict", MeetingOutcome)
 FAILED = Key("failed", Outcome)
-
-
-def ready(rank: int) -> Key[Ready]:
-    return Key(f"ready/{rank}", Ready)
-
-
-def left(rank: int) -> Key[Outcome]:
-    return Key(f"left/{rank}", Outcome)
-
-
-def channel(epoch: int, stage: ChannelStage, rank: int) -> Key[Outcome]:
-    return Key(f"channel/{epoch}/{stage}/{rank}", Outcome)
-
-
-def channel_all(epoch: int, stage: ChannelStage) -> Key[AllArrived]:
-    return Key(f"channel/{epoch}/{stage}/all", AllArrived)
-
-
-def channel_failed(epoch: int, stage: ChannelStage) -> Key[Outcome]:
-    return Key(f"channel/{epoch}/{stage}/failed", Outcome)
-
-
-def header(update: int) -> Key[Header]:
-    return Key(f"{update}.header", Header)
-
-
-def sent(update: int, rank: int) -> Key[Outcome]:
-    return Key(f"{update}.sent.{rank}", Outcome)
-
-
-def staged(update: int, rank: int) -> Key[Outcome]:
-    return Key(f"{update}.staged.{rank}", Outcome)
-
-
-def update_failed(update: int) -> Key[Outcome]:
-    return Key(f"{update}.failed", Outcome)
-
-
-def end(update: int) -> Key[Outcome]:
-    return Key(f"{update}.end", Outcome)
-
-
-def over(update: int) -> Key[Over]:
-    return Key(f"{update}.over", Over)
-
-
-def offer(update: int, rank: int) -> Key[Offer]:
-    return Key(f"{update}.offer.{rank}", Offer)
-
-
-def coming(update: int, rank: int) -> Key[Coming]:
-    return Key(f"{update}.coming.{rank}", Coming)
+ready = Keys("ready/{}", Ready)
+left = Keys("left/{}", Outcome)
+channel = Keys("channel/{}/{}/{}", Outcome)
+channel_all = Keys("channel/{}/{}/all", AllArrived)
+channel_failed = Keys("channel/{}/{}/failed", Outcome)
+header = Keys("{}.header", Header)
+sent = Keys("{}.sent.{}", Outcome)
+staged = Keys("{}.staged.{}", Outcome)
+update_failed = Keys("{}.failed", Outcome)
+end = Keys("{}.end", Outcome)
+over = Keys("{}.over", Over)
+offer = Keys("{}.offer.{}", Offer)
+coming = Keys("{}.coming.{}", Coming)
 
 
 def moved(update: int, terms: Terms) -> dict[Key[Outcome], str]:

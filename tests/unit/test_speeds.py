@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.launch import measure
+from asyncmoe import models
+from asyncmoe.plan import memory
+from asyncmoe.plan import speeds as plan_speeds
 from asyncmoe.telemetry import run as records
 from asyncmoe.telemetry.rollout_schema import Rollout
 from asyncmoe.telemetry.schema import Step
@@ -18,7 +20,6 @@ from tests.configs import demo, minimal
 RECORDED = Path(__file__).parent / "data" / "recorded_run"
 """The demo without warm-up: nine steps of 128 trajectories, whose prompts have four tokens and responses at most six."""
 MODELS = Path(__file__).parents[2] / "examples" / "cluster" / "models"
-MODEL = {"parameters": 3, "active": 2}
 
 
 def test_known_speeds_are_found() -> None:
@@ -34,9 +35,9 @@ def test_known_speeds_are_found() -> None:
     steps = [Step(step=n, time=100.0 + 10 * n, step_seconds=10.0 if n > 1 else 99.0, **each) for n in range(1, 6)]
     busy = {"engine.0": 0.25, "engine.1": 0.75}
     rollout = [Rollout(time=float(t), running=12, generated_tokens=50 * t, engine_utilization=busy) for t in range(160)]
-    found = speeds(config, MODEL, steps, rollout)
+    found = speeds(config, 3, steps, rollout)
     assert found["format"] == 1
-    assert found["model"] == MODEL
+    assert found["parameters"] == 3
     assert found["trainer"] == {"gpus": 4, "tokens": 1000, "step_s": 5.0, "tokens_per_s": 200.0}
     assert found["engines"] == {"gpus": 8, "running": 12, "tokens_per_s": 100.0}
     assert found["lengths"] == {"prompt": 2.0, "response": 8.0}
@@ -45,7 +46,7 @@ def test_known_speeds_are_found() -> None:
 
 def test_a_recorded_run_agrees_with_its_spans() -> None:
     run = records.load(RECORDED)
-    found = speeds(demo(), MODEL, run.rl, run.rollout)
+    found = speeds(demo(), 3, run.rl, run.rollout)
     counted = replace(run, sessions=[run.rl[SETTLING:]])
     summary, over, trainer = summary_of(counted), found["measured"], found["trainer"]
     assert over["seconds"] == pytest.approx(summary.wall_seconds, rel=0.02)
@@ -63,6 +64,6 @@ def test_a_recorded_run_agrees_with_its_spans() -> None:
 
 @pytest.mark.parametrize(("name", "total", "active"), [("Qwen3-30B-A3B", 30.5e9, 3.3e9), ("Qwen3-235B-A22B", 235e9, 22e9)])
 def test_parameters_are_the_published_ones(name: str, total: float, active: float) -> None:
-    found = measure._parameters(minimal(model=MODELS / f"{name}.json"))
-    assert found["parameters"] == pytest.approx(total, rel=0.01)
-    assert found["active"] == pytest.approx(active, rel=0.02)
+    hf = models.load_hf_config(MODELS / f"{name}.json")
+    assert memory.whole(hf).all == pytest.approx(total, rel=0.01)
+    assert plan_speeds.active(hf) == pytest.approx(active, rel=0.02)

@@ -20,7 +20,7 @@ from asyncmoe.config import load
 from asyncmoe.errors import ConfigError, DataError
 from asyncmoe.models import EngineParallel, MegatronParallel, family_of
 from asyncmoe.plan import budget, memory, render_plan, speeds, split
-from asyncmoe.plan.speeds import Measured, MeasuredLengths, MeasuredModel, MeasuredSide
+from asyncmoe.plan.speeds import Measured, MeasuredLengths, MeasuredSide
 from asyncmoe.plan.split import Cluster, Split
 from asyncmoe.simulate.plant import Plant, read_plant
 from asyncmoe.simulate.sweep import _splits
@@ -32,7 +32,7 @@ HF = REAL["Qwen3-30B-A3B"]
 LARGE = REAL["Qwen3-235B-A22B"]
 DEEPSEEK = {**REAL["DeepSeek-V3"], "quantization_config": FLOAT8}
 DENSE = {key: value for key, value in HF.items() if "experts" not in key and "moe" not in key} | {"model_type": "qwen3"}
-MEASURED = Measured(1, MeasuredModel(30_532_122_624), MeasuredSide(8, 40_000), MeasuredSide(4, 8_000, 128), MeasuredLengths(200, 1_800))
+MEASURED = Measured(1, 30_532_122_624, MeasuredSide(8, 40_000), MeasuredSide(4, 8_000, 128), MeasuredLengths(200, 1_800))
 
 
 def sides(one: Split) -> tuple[int, int]:
@@ -143,13 +143,13 @@ def test_measured_speeds_scale_with_gpus_and_balance(tmp_path: Path) -> None:
     assert [balanced.trained, balanced.sampled] == pytest.approx([24 * 5000 * 0.9, 40 * 2000])
     file = tmp_path / "measured.json"
     written = {"trainer": {"gpus": 8, "tokens": 1, "step_s": 1, "tokens_per_s": 40_000}, "lengths": {"prompt": 200, "response": 1_800}}
-    sampled = {"engines": {"gpus": 4, "running": 128, "tokens_per_s": 8_000.0}, "model": {"parameters": 30_532_122_624, "active": 3}}
+    sampled = {"engines": {"gpus": 4, "running": 128, "tokens_per_s": 8_000.0}, "parameters": 30_532_122_624}
     file.write_text(json.dumps({"format": 1, **written, **sampled}))
     assert speeds.read(file, HF) == MEASURED
     with pytest.raises(ConfigError, match=r"^--measured"):
         speeds.read(file, LARGE)
     file.write_text(json.dumps({"format": 1, **written}))
-    with pytest.raises(DataError, match=r"measured\.json: got .*`(engines|model)`"):
+    with pytest.raises(DataError, match=r"measured\.json: got .*`(engines|parameters)`"):
         speeds.read(file)
     plant = Plant().having({"engines.gpus": 4, "engines.max_running": 128, "workload": "fixed:tokens=1800"}).at_speeds(MEASURED)
     assert plant.full_rate == pytest.approx(plant.engine_gpus * 2000)

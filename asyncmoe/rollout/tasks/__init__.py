@@ -7,16 +7,13 @@ of a user's own task.
 from __future__ import annotations
 
 from asyncmoe.rollout.tasks.load import EvaluationQuestions, Tasks, load
-from asyncmoe.rollout.tasks.types import Demonstration, Endless, Example, Finite, HasGolds, Message, Prompt, Task
+from asyncmoe.rollout.tasks.types import Demonstration, Example, HasGolds, Prompt, Task
 
 __all__ = [
     "Demonstration",
-    "Endless",
     "EvaluationQuestions",
     "Example",
-    "Finite",
     "HasGolds",
-    "Message",
     "Prompt",
     "Task",
     "Tasks",

@@ -51,9 +51,9 @@ def rows(path: Path, key: str, suffix: str | None = None) -> Iterator[tuple[str,
 def _lines(file: BinaryIO, name: str) -> Iterator[tuple[str, Row]]:
     # Binary, because text in JSON may contain line separators other than "\n".
     for number, line in enumerate(file, 1):
-        raw = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # as editors on Windows write
+        where, raw = f"{name} line {number}", line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # as editors on Windows write
         if raw.strip():
-            yield f"{name} line {number}", _object(f"{name} line {number}", _decoded(f"{name} line {number}", raw))
+            yield _object(where, _decoded(where, raw))
 
 
 def _list_or_lines(file: BinaryIO, name: str) -> Iterator[tuple[str, Row]]:
@@ -62,7 +62,7 @@ def _list_or_lines(file: BinaryIO, name: str) -> Iterator[tuple[str, Row]]:
         yield from _lines(BytesIO(raw), name)
         return
     for number, values in enumerate(_decoded(name, raw)):
-        yield f"{name} row {number}", _object(f"{name} row {number}", values)
+        yield _object(f"{name} row {number}", values)
 
 
 def _decoded(where: str, raw: bytes) -> Any:
@@ -72,10 +72,10 @@ def _decoded(where: str, raw: bytes) -> Any:
         raise DataError(where, got=f"invalid JSON ({error})", expected=_EXPECTED) from error
 
 
-def _object(where: str, values: object) -> Row:
+def _object(where: str, values: object) -> tuple[str, Row]:
     if not isinstance(values, dict):
         raise DataError(where, got=type(values).__name__, expected="an object with question and answer")
-    return values
+    return where, values
 
 
 def _table(separator: str, file: BinaryIO, name: str) -> Iterator[tuple[str, Row]]:

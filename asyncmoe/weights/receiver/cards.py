@@ -32,7 +32,7 @@ def card_of(device: torch.device, terms: Terms, wanted: int = 0, copy: int = 0) 
     free, total = torch.cuda.mem_get_info(device)
     # Torch frees its cached memory before it reports out of memory, though fragments may be too small.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    uuids = {index: _uuid(index) for index in range(torch.cuda.device_count())}
+    uuids = {index: str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())}
     unreachable = {uuid for index, uuid in uuids.items() if index != device.index and not torch.cuda.can_device_access_peer(device, index)}
     return Card(
         host=socket.gethostname(),
@@ -52,10 +52,6 @@ def reach_each_other() -> bool:
     """Return whether all GPUs visible to this process, if any, can read each other's memory."""
     count = range(torch.cuda.device_count())
     return all(torch.cuda.can_device_access_peer(one, other) for one in count for other in count if one != other)
-
-
-def _uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def in_place(cards: Mapping[int, Card]) -> bool:

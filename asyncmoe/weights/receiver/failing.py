@@ -40,14 +40,9 @@ def in_one_line(error: Exception, terms: Terms | None = None) -> str:
     if isinstance(error, AsyncmoeError):
         return str(error) if terms is None else in_words(error, terms)
     words = (str(error).splitlines() or [""])[0]
-    if is_out_of_memory(error):
+    if isinstance(error, MemoryError | OutOfDeviceMemory | torch.OutOfMemoryError):
         return f"out of memory: {words or type(error).__name__}; {OutOfDeviceMemory.HINT}"
     return f"{type(error).__name__}: {words}"
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether memory of a device or of the host ran out."""
-    return isinstance(error, MemoryError | OutOfDeviceMemory | torch.OutOfMemoryError)
 
 
 def cause(failures: Mapping[str, str]) -> str:

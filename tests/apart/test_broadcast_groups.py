@@ -54,7 +54,6 @@ class Controller:
         self.engine.communicate()
 
     def said(self) -> str:
-        assert self.engine.stdout is not None
         return self.engine.stdout.readline().strip()
 
     def ask(self, request: Request, timeout_s: float) -> tuple[Reply, list[Any]]:
@@ -62,7 +61,6 @@ class Controller:
             self.roster += 1
             return Engines((EngineInfo("engine.0", 1, 1, 1, 0),), 2, self.roster), []
         assert isinstance(request, WeightsJoin)
-        assert self.engine.stdin is not None
         self.ports.append(request.port)
         self.engine.stdin.write(f"{request.host} {request.port} {request.group}\n")
         self.engine.stdin.flush()

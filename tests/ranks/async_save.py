@@ -45,7 +45,6 @@ def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
         train(job, built, adam)
         plainly(moved(job, plain), number, built, adam)
         saver.save(number)
-        assert saver._under_way is not None
         buckets = saver._under_way.planned._buckets
         copied = max(collectives.everyones(sum(tensor.nbytes for _, _, (_, tensors) in buckets for _, tensor in tensors)))
         train(job, built, adam)  # every parameter changes while the thread writes

@@ -187,7 +187,6 @@ def test_the_oracle_is_peft(references: Path, name: str) -> None:
     loss.backward()
     for key, half in halves.items():
         wanted = found["supervised"]["gradients"][key]
-        assert half.grad is not None
         assert float((half.grad - wanted).abs().max() / wanted.abs().max()) < 1e-4
 
 

@@ -129,7 +129,6 @@ class SampledRun:
         """Train on whole groups as one micro-batch. The trainer's log-probabilities are the engine's plus `drift`."""
         items = [describe(t) for t in trajectories]
         collected = self.trainer.of(items)
-        assert collected is not None
         section = ObjectiveSection(clip_high=0.05, correction={"token_band": (0.5, 2.0)})  # type: ignore[arg-type]
         loss = PolicyLoss(section, 1.0, version, observe=collected.observe)
         self._micro(loss, collected, trajectories, list(range(len(items))), drift)

@@ -214,7 +214,6 @@ def test_proximal_follows_the_targets() -> None:
     t = trajectory(6, 2, 0)
     values = np.arange(6, dtype=np.float32)
     batch = pack({0: t}, [0], advantages=[1.0], weights=[1.0], grid=BatchGrid(1), packed=True, proximal={0: values})
-    assert batch.proximal is not None
     assert batch.proximal.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 0.0]
 
 

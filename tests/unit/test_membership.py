@@ -168,7 +168,6 @@ async def test_one_that_falls_silent_is_dead(it: Rig) -> None:
     watching = asyncio.create_task(it.pool.watch())
     for _ in range(12):
         await it.membership.handle(EngineAlive("a", 0.1))
-    assert silent.fenced is not None
     assert "no heartbeat" in silent.fenced
     assert it.pool.members[0].fenced is None
     watching.cancel()

@@ -32,7 +32,7 @@ from asyncmoe.trajectory import Trajectory
 from tests.unit import doc_pages
 from tests.unit.test_environment_tools import Scripted
 
-GUIDES = ("reward", "environment", "objective", "model-family", "samples")
+GUIDES = ("reward", "environment", "objective", "model-family", "samples", "task")
 QUESTION, ANSWER = "12+7=", "19"
 
 
@@ -44,7 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for name, text in doc_pages.files(doc_pages.read(f"guides/{guide}.md")).items():
             (tmp_path / name).write_text(text)
             names.append(name.removesuffix(".py"))
-    assert len(names) == len(set(names)) == 10
+    assert len(names) == len(set(names)) == 11
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(doc_pages.ROOT))))

@@ -16,7 +16,6 @@ import torch
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import DataError, TrajectoryRejected
-from asyncmoe.platform import collectives
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.environments.tools import WithTools
@@ -32,12 +31,6 @@ from asyncmoe.trainer.samples import _STATES, _states
 from benchmarks.unlogged import Unlogged
 from tests.unit.putting import put_group
 from tests.unit.sampled_run import SIZE, SampledRun
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer of one rank: its sum over all ranks is its own part."""
-    monkeypatch.setattr(collectives, "total", lambda tensor: tensor)
 
 
 def only(run_dir: Path) -> GroupSample:

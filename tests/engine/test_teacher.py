@@ -25,7 +25,6 @@ def taught(untouched: Rig) -> Scorer:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("KEY_OF_THE_TEACHER", KEY)
         made = loading.load_teacher(section)
-    assert made is not None
     return made
 
 

@@ -55,7 +55,6 @@ def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
     whole = checkpoints.directory(run, 3)
     if dist.get_rank() == 0:
         listed = manifest.read(whole)
-        assert listed is not None
         differ += [f"manifest: {fault}" for fault in [manifest.changed(whole, listed, listed)] if fault is not None]
     differ += loaded(job, plain, run)
     settings = budget.training(job.config, built.hf, cpu=True)

@@ -60,7 +60,6 @@ class Rig:
 
     async def roster(self) -> Engines:
         reply = await self.coordinator.handle(EnginesAsk(1.0))
-        assert isinstance(reply, Engines)
         return reply
 
     async def publish(self, version: int) -> Committed:
@@ -172,7 +171,6 @@ async def test_one_that_falls_silent_is_dead(it: Rig) -> None:
     assert it.pool.members[0].fenced is None
     watching.cancel()
     order = await it.membership.handle(EngineAlive("b", 5.0))  # it was only slow
-    assert isinstance(order, EngineOrder)
     assert order.why
 
 

@@ -16,6 +16,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.rollout.evaluation import measure
 from asyncmoe.rollout.scoring import Sample, Score
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.workers.worker import summed_up
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.worker_messages import Made
@@ -169,14 +170,11 @@ def test_loggers_and_the_report_have_each_by_its_name(tmp_path: Path) -> None:
     assert drawn["Evaluation, metric math format"] == [[0.75]]
 
 
-class Two:
+class Two(Exact):
     """A scorer with two metrics."""
 
     async def score(self, sample: Sample) -> Score:
         return Score(0.75, metrics={"right": 1.0, "brief": 0.5})
-
-    async def close(self) -> None:
-        pass
 
 
 def test_samples_show_them(tmp_path: Path) -> None:

@@ -206,7 +206,6 @@ def test_malformed_requests_are_refused_and_the_server_goes_on(frames: list[byte
             number, reply = raw.recv_multipart()
             assert number == frames[0]
             refused = codec.decode_reply(reply)
-            assert isinstance(refused, Refused)
             assert refused.kind == "ProtocolError"
         with Client(running.rendezvous, "t") as client:
             assert client.ask(HELLO, 20)[0] == Done()

@@ -183,7 +183,6 @@ def test_context_parallel_ranks_hold_every_token_once_with_all_that_belongs_to_i
         part = pack(known, indices, **both, grid=BatchGrid(tp, cp=cp), packed=packed, cp_rank=rank)
         assert part.rows % tp == 0
         assert part.rows * cp == part.whole
-        assert part.held is not None
         assert [index for index, _, _ in part.places] == indices
         real = part.segments >= 0
         firsts = torch.tensor([first for _, first, _ in whole.places] or [0])

@@ -59,8 +59,7 @@ class Rig:
         return await self.join("a", tp=2, nodes=2, met="tcp://n0:1", host="h0+h1")
 
     async def roster(self) -> Engines:
-        reply = await self.coordinator.handle(EnginesAsk(1.0))
-        return reply
+        return await self.coordinator.handle(EnginesAsk(1.0))  # type: ignore[return-value]
 
     async def publish(self, version: int) -> Committed:
         await self.roster()

@@ -100,7 +100,6 @@ def test_metrics_are_numbers_by_name_beside_the_reward() -> None:
 def test_a_wrong_metric_is_one_short_line(response: str) -> None:
     (rejected,) = outcomes(f"{SCORERS}:bad", [response])
     assert len(str(rejected)) < 300
-    assert ", expected " in str(rejected)
     assert "\n" not in str(rejected)
 
 

@@ -152,7 +152,6 @@ class Block:
     def _stopped(self, pending: Sequence[Pending], causes: Sequence[str], *, blame: bool = True) -> list[str]:
         """Return violations of a run that has ended: leftover processes, the cause it names, its log."""
         world = self._world
-        assert world.command is not None
         mark, found = world.command.mark, list[str]()
         if not wait_for(lambda: not marked_pids(mark), _ORPHAN_S):
             found.append(f"{len(marked_pids(mark))} processes are left {_ORPHAN_S:.0f} s after the end: {world.pids()}")
@@ -176,7 +175,6 @@ class Block:
     def _ended(self) -> dict[str, Any]:
         """Stop the run as a user does; no process may be left."""
         world = self._world
-        assert world.command is not None
         world.command.process.send_signal(signal.SIGINT)
         ended = wait_for(lambda: not world.running, 60.0)
         mark, found = world.command.mark, [] if ended else ["the run did not end within 60 s of Ctrl-C"]

@@ -152,7 +152,6 @@ class World:
     def pids(self) -> dict[str, int]:
         """Return the processes of the run by role: supervisor, controller, worker.N, agent, rank.N, joiner.N, engine.SEED, scheduler.PID,
         detokenizer.PID."""
-        assert self.command is not None
         found: dict[str, int] = {}
         for entry in sorted(marked_entries(self.command.mark), key=_began):
             with suppress(OSError):
@@ -168,7 +167,6 @@ class World:
 
     def end_all(self) -> None:
         """Kill every process of the run."""
-        assert self.command is not None
         for _ in range(5):
             for pid in marked_pids(self.command.mark):
                 with suppress(ProcessLookupError):

@@ -22,7 +22,7 @@ from typing import Any
 
 from asyncmoe.platform.sglang import overlap
 from asyncmoe.platform.sglang.patching import after_import
-from asyncmoe.platform.sglang.receiver_command import CommitCommand, parse
+from asyncmoe.platform.sglang.receiver_command import parse
 from asyncmoe.weights import receiver
 from tests.engine.certain import head
 
@@ -103,7 +103,6 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
     """Stands in for `asyncmoe.weights.receiver.load`."""
     for text, _ in named_tensors:
         made = parse(text)
-        assert isinstance(made, CommitCommand)
         weight = model.lm_head.weight.data
         new = head(made.version, model.config.vocab_size, weight.shape[1])
         weight[: len(new)].copy_(new)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from asyncmoe.rpc.messages import Committed, Engines, EnginesAsk, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin
+from asyncmoe.rpc.messages import Committed, EnginesAsk, WeightsBegin, WeightsBucket, WeightsCommit, WeightsJoin
 from asyncmoe.weights.coordinator.coordinator import WeightUpdateCoordinator
 from asyncmoe.weights.receiver import hosting
 from asyncmoe.weights.sender import broadcast_group
@@ -49,7 +49,6 @@ class Sender:
 
     async def _join(self) -> dist.ProcessGroup:
         engines = await self._coordinator.handle(EnginesAsk(TIMEOUT_S))
-        assert isinstance(engines, Engines)
         # A process has one group per name, and every rig has its own group.
         name = f"weights-{id(self)}"
         hosted = hosting.host("loopback")

@@ -145,7 +145,6 @@ def difference(oracle: Merged, t: Trajectory) -> float:
     sampled = [int(token) for token in t.tokens[t.loss_mask]]
     prompt = [int(token) for token in t.tokens[: len(t.tokens) - len(sampled)]]
     logprobs = [float(value) for value in t.logprobs[t.loss_mask]]
-    assert t.routes is not None
     compared = max(0, comparable(oracle.model, t.tokens, decode_routes(t.routes, t.key)) - len(prompt))
     sampled, logprobs = sampled[:compared], logprobs[:compared]
     return oracle.difference(prompt, sampled, logprobs, 1.0) if sampled else 0.0

@@ -77,7 +77,6 @@ def passes(
         keep: each model continues on the keys and values of the previous one; else it computes the whole prefix.
         replay: take the recorded experts, so that a near tie falls the same way.
     """
-    assert record.routes is not None
     ids, experts = torch.from_numpy(record.tokens).long(), torch.from_numpy(decode_routes(record.routes, "g0").astype(np.int64))
     ends = [*(b - 1 for b in bounds[1:]), len(ids) - 1]  # a model does not see the last token it samples
     logprobs, excess, past, start = [], [], None, 0

@@ -83,7 +83,6 @@ def test_without_masks_every_token_has_the_known_bias(differences: dict[str, dic
 
 def biases(oracle: Oracle, trajectory: Trajectory) -> list[float]:
     """log of the share of the whole distribution that the ids of each sampled token have, by transformers."""
-    assert trajectory.masks is not None
     masks = decode_masks(trajectory.masks, trajectory.key)
     with torch.no_grad():
         logits = oracle.model(torch.from_numpy(trajectory.tokens).long()[None]).logits[0] / TEMPERATURE

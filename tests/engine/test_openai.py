@@ -104,14 +104,12 @@ def play(rig: Rig, tokenizer: Tokenizer, agent: str, episodes: int) -> list[tupl
 
 def check_record(oracle: Oracle, record: Trajectory) -> None:
     """Compare routes of all tokens, and masks and log-probabilities of those that count as sampled, with transformers; up to a near tie."""
-    assert record.routes is not None
     recorded = decode_routes(record.routes, record.key)
     count = comparable(oracle.model, record.tokens, recorded)
     found, expected = (np.sort(experts)[:, : count - 1] for experts in (recorded, routes(oracle.model, record.tokens)))
     np.testing.assert_array_equal(found, expected, err_msg="no near tie")
     with torch.no_grad():
         logprobs = (oracle.model(torch.from_numpy(record.tokens).long()[None]).logits[0] / 0.7).log_softmax(-1)
-    assert record.masks is not None
     masks = decode_masks(record.masks, record.key)
     for t in np.flatnonzero(record.loss_mask[:count]).tolist():
         support = logprobs[t - 1, masks.ids[masks.offsets[t] : masks.offsets[t + 1]].tolist()]

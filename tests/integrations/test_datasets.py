@@ -20,9 +20,7 @@ import pyarrow
 from pyarrow import csv, ipc, parquet
 
 from asyncmoe.config import Config
-from asyncmoe.config.model import MadeModel
 from asyncmoe.errors import DataError
-from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.tasks import datasets_reader
 from asyncmoe.rollout.tasks.order import EVALUATION
@@ -31,13 +29,6 @@ from tests.configs import minimal
 from tests.unit import file_rows
 
 ROWS = [{"question": f"q{n}", "answer": str(n), "level": ("easy", "hard")[n % 2], "tests": [n, n + 1]} for n in range(20)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("datasets") / "tiny"
-    make_model(path, MadeModel(layers=1, hidden=32, experts=2), seed=0)
-    return Tokenizer(path)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,15 +88,15 @@ WAYS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_kind_of_file_gives_the_same_rows_and_text_stays_text(tmp_path: Path, tokenizer: Tokenizer, way: str) -> None:
+def test_every_kind_of_file_gives_the_same_rows_and_text_stays_text(tmp_path: Path, known: Tokenizer, way: str) -> None:
     WAYS[way](tmp_path / way)
-    task = tasks.load(config(tmp_path / way, columns=file_rows.KEYS), tokenizer).training
+    task = tasks.load(config(tmp_path / way, columns=file_rows.KEYS), known).training
     found = {prompt.text: (prompt.answer, prompt.columns) for prompt in map(task.prompt, range(20))}
     assert found == {row["question"]: (row["reward_model"]["ground_truth"].strip(), {"level": row["level"]}) for row in file_rows.NESTED}
 
 
 @pytest.mark.parametrize("name", ["d.parquet", "d.json", "d.jsonl", "saved"])
-def test_nested_messages_are_the_same_in_every_format(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+def test_nested_messages_are_the_same_in_every_format(tmp_path: Path, known: Tokenizer, name: str) -> None:
     """Arrow's structs have null in place of keys that only other messages have."""
     path = written(tmp_path / name, [{"prompt": file_rows.TALK, "answer": "1", "tests": []}] * 3)
     if name == "d.parquet":
@@ -115,32 +106,32 @@ def test_nested_messages_are_the_same_in_every_format(tmp_path: Path, tokenizer:
 
 
 @pytest.mark.parametrize("name", ["d.parquet", "d.jsonl", "saved"])
-def test_rows_are_chosen_and_come_in_the_same_order_again(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+def test_rows_are_chosen_and_come_in_the_same_order_again(tmp_path: Path, known: Tokenizer, name: str) -> None:
     made = config(written(tmp_path / name), where={"level": "hard"})
-    task = tasks.load(made, tokenizer).training
+    task = tasks.load(made, known).training
     prompts = [task.prompt(n) for n in range(20)]
     assert sorted(prompt.text for prompt in prompts[:10]) == sorted(f"q{n}" for n in range(1, 20, 2))
     for prompt in prompts:
         assert prompt.columns == {"level": "hard", "tests": [int(prompt.answer), int(prompt.answer) + 1]}
         assert prompt.text == f"q{prompt.answer}"
-    again = tasks.load(made, tokenizer).training
+    again = tasks.load(made, known).training
     assert [again.prompt(n) for n in (13, 2, 19)] == [prompts[n] for n in (13, 2, 19)]
 
 
-def test_splits_of_a_saved_data_set(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_splits_of_a_saved_data_set(tmp_path: Path, known: Tokenizer) -> None:
     path = written(tmp_path / "saved")
-    task = tasks.load(config(path, split="test"), tokenizer).training
+    task = tasks.load(config(path, split="test"), known).training
     assert {task.prompt(n).text for n in range(6)} == {"q0", "q1", "q2"}
     with pytest.raises(DataError, match=r"task\.split: got validation, expected one of train, test, which .*saved has"):
-        tasks.load(config(path, split="validation"), tokenizer)
+        tasks.load(config(path, split="validation"), known)
     with pytest.raises(DataError, match=r"task\.path .*d\.parquet: got ValueError: Unknown split \"test\""):
-        tasks.load(config(written(tmp_path / "d.parquet"), split="test"), tokenizer)
+        tasks.load(config(written(tmp_path / "d.parquet"), split="test"), known)
 
 
-def test_an_evaluation_set_is_another_split(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_an_evaluation_set_is_another_split(tmp_path: Path, known: Tokenizer) -> None:
     path = written(tmp_path / "saved")
     sets = {"sets": {"test": {"split": "test"}}}
-    loaded = tasks.load(config(path, sets), tokenizer)
+    loaded = tasks.load(config(path, sets), known)
     (one,) = loaded.sets
     assert {one.task.prompt(n, EVALUATION).text for n in range(one.count)} == {"q0", "q1", "q2"}
     assert {loaded.training.prompt(n).text for n in range(60)} == {f"q{n}" for n in range(3, 20)}
@@ -161,21 +152,21 @@ def test_an_evaluation_set_is_another_split(tmp_path: Path, tokenizer: Tokenizer
     ],
 )
 def test_rows_that_cannot_be_used_are_named(
-    tmp_path: Path, tokenizer: Tokenizer, rows: list[dict[str, Any]], keys: dict[str, Any], said: str
+    tmp_path: Path, known: Tokenizer, rows: list[dict[str, Any]], keys: dict[str, Any], said: str
 ) -> None:
-    assert re.search(said, refused(config(written(tmp_path / "d.parquet", rows), **keys), tokenizer))
+    assert re.search(said, refused(config(written(tmp_path / "d.parquet", rows), **keys), known))
 
 
-def refused(made: Config, tokenizer: Tokenizer) -> str:
+def refused(made: Config, known: Tokenizer) -> str:
     with pytest.raises(DataError) as caught:
-        tasks.load(made, tokenizer)
+        tasks.load(made, known)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_columns_that_nothing_reads_may_be_anything(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_columns_that_nothing_reads_may_be_anything(tmp_path: Path, known: Tokenizer) -> None:
     path = written(tmp_path / "d.parquet", [{"question": "q", "answer": "1", "image": b"\xff", "n": 3}])
-    task = tasks.load(config(path, columns={"keep": ["n"]}), tokenizer).training
+    task = tasks.load(config(path, columns={"keep": ["n"]}), known).training
     assert task.prompt(0).columns == {"n": 3}
 
 
@@ -186,15 +177,13 @@ def test_columns_that_nothing_reads_may_be_anything(tmp_path: Path, tokenizer: T
         ("d.txt", b"x", r"d\.txt: got the suffix '\.txt', expected \.jsonl, \.json, \.csv"),
     ],
 )
-def test_files_that_cannot_be_read_are_named(tmp_path: Path, tokenizer: Tokenizer, name: str, content: bytes, said: str) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, known: Tokenizer, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
-    assert re.search(said, refused(config(tmp_path / name), tokenizer))
-    assert "none.parquet: got no such file or directory" in refused(config(tmp_path / "none.parquet"), tokenizer)
+    assert re.search(said, refused(config(tmp_path / name), known))
+    assert "none.parquet: got no such file or directory" in refused(config(tmp_path / "none.parquet"), known)
 
 
-def test_an_id_on_the_hub_without_a_network_is_refused_at_once(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_id_on_the_hub_without_a_network_is_refused_at_once(tmp_path: Path, known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.chdir(tmp_path)
@@ -202,5 +191,5 @@ def test_an_id_on_the_hub_without_a_network_is_refused_at_once(
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     begin = time.monotonic()
     with pytest.raises(DataError, match=r"task\.path: got org/data: no such path here, and http://127\.0\.0\.1:9 cannot be reached"):
-        tasks.load(config("org/data"), tokenizer)
+        tasks.load(config("org/data"), known)
     assert time.monotonic() - begin < 15

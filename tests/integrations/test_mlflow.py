@@ -36,10 +36,6 @@ def _read(uri: str, id: str) -> tuple[dict[tuple[str, int], float], Counter[tupl
     return {(p.key, p.step): p.value for p in points}, Counter((p.key, p.step) for p in points), run
 
 
-def _of_records(run_dir: Path) -> dict[tuple[str, int], float]:
-    return {(metric_name(name), step): value for (name, step), value in figures(run_dir).items()}
-
-
 def test_a_server_that_comes_late_and_goes_away_ends_up_with_the_figures_of_the_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +58,8 @@ def test_a_server_that_comes_late_and_goes_away_ends_up_with_the_figures_of_the_
 
     with _server(tmp_path / "server", port):
         values, counts, run = _read(uri, state.id)
-        assert {key: value for key, value in values.items() if not key[0].startswith("rollout/")} == pytest.approx(_of_records(run_dir))
+        recorded = {(metric_name(name), step): value for (name, step), value in figures(run_dir).items()}
+        assert {key: value for key, value in values.items() if not key[0].startswith("rollout/")} == pytest.approx(recorded)
         assert set(counts.values()) == {1}, "each figure once"
         assert any(name.startswith("rollout/") for name, _ in values)
         assert (run.data.params["run.steps"], run.data.params["versions.python"]) == ("8", ".".join(map(str, sys.version_info[:3])))

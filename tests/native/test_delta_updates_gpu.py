@@ -21,9 +21,9 @@ def rig(machine: Machine, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     # Receivers of this rig hold on to their memory until senders have gone.
     monkeypatch.setattr(ipc_transport, "_CLOSING_S", 0.2)
     monkeypatch.setattr(ipc_transport, "_kept", [])
-    machine.call("swap", 1)
+    machine.call("swap", 1)  # as SGLang's worker has its main thread
     with meetings() as meet:
-        yield meet(transport="ipc", there=OnDevice1, **request.param)
+        yield meet(transport="ipc", there=OnDevice1, **getattr(request, "param", {"delta": False}))
 
 
 @pytest.mark.parametrize("rig", [{"in_place": False}, {"in_place": True}], ids=["staged", "in place"], indirect=True)

@@ -6,20 +6,21 @@ import gc
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from delta_meeting import Rig, fine, meetings
+from delta_meeting import Rig, fine
 from device_standin import TOTAL, Machine, machine, on_device1
+from test_delta_updates_gpu import rig
 
 import asyncmoe
 import asyncmoe.reshard.memory as memory_module
 from asyncmoe.errors import OutOfDeviceMemory, WeightSyncError
-from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, LocalTransport, ipc_transport, plan
+from asyncmoe.reshard import Box, Exchanger, LayoutBuilder, LocalTransport, plan
 from asyncmoe.reshard.gpu import Gpu
 from asyncmoe.reshard.transport import Lane, MessageLink
 from asyncmoe.weights import protocol
@@ -27,7 +28,7 @@ from asyncmoe.weights.receiver.channel import HOST
 from asyncmoe.weights.sender.publisher import Published
 from asyncmoe.weights.sender.reshard import ReshardPublisher
 
-__all__ = ["machine"]
+__all__ = ["machine", "rig"]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the stand-in with")
 PACKAGE = Path(asyncmoe.__file__).parent
 
@@ -132,16 +133,6 @@ def test_rounds_are_exchanged_on_the_device_of_their_messages(machine: Machine) 
 # ---------------------------------------------------------------- receivers on device 1, and a sender
 
 
-@pytest.fixture
-def rig(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    # Receivers of this rig hold on to their memory until senders have gone.
-    monkeypatch.setattr(ipc_transport, "_CLOSING_S", 0.2)
-    monkeypatch.setattr(ipc_transport, "_kept", [])
-    machine.call("swap", 1)  # as SGLang's worker has its main thread
-    with meetings() as meet:
-        yield meet(transport="ipc", there=type(on_device1(1)), delta=False)
-
-
 def test_a_receiver_on_device_1_receives_and_commits(machine: Machine, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     real, waits, made_in = torch.empty_like, list[list[str]](), set[object]()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waits.append(rig.wrong))
@@ -153,7 +144,6 @@ def test_a_receiver_on_device_1_receives_and_commits(machine: Machine, rig: Rig,
     monkeypatch.setattr(torch, "empty_like", empty_like)
     for rank, model in rig.workers.items():
         card = rig.senders[0].met.store.get(protocol.ready(rank), 1.0).card
-        assert card is not None
         assert (card.device, card.wanted, card.copy) == ("cuda:1", 0, sum(p.nbytes for p in model.parameters()))
     rig.before_commit = lambda: waits.append(rig.wrong)
     assert fine(rig.send(1))

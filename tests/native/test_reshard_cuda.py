@@ -24,8 +24,6 @@ def setup_py() -> ModuleType:
     import setuptools
 
     spec = importlib.util.spec_from_file_location("asyncmoe_setup", ROOT / "setup.py")
-    assert spec is not None
-    assert spec.loader is not None
     module, real = importlib.util.module_from_spec(spec), setuptools.setup
     setuptools.setup = lambda **_: None
     try:

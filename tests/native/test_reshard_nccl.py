@@ -150,7 +150,6 @@ def test_the_settings_lie_where_the_installed_header_says(tmp_path: Path) -> Non
     source = tmp_path / "layout.c"
     source.write_text("\n".join(["#include <limits.h>", "#include <stddef.h>", "#include <nccl.h>", *checks]))
     found = header()
-    assert found is not None
     subprocess.run(["gcc", "-fsyntax-only", f"-I{tmp_path}", f"-I{found.parent}", str(source)], check=True, timeout=60)
 
 

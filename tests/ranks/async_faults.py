@@ -56,7 +56,6 @@ def main(path: str) -> dict[str, Any]:
     found = {"failures": failures, "kept": kept, "loaded": loaded, "saved": saved, "told": told, "waited": waited}
     flip(checkpoints.directory(run, 6) / "__1_0.distcp")
     chosen = checkpoint_choice.choose(run, built.mesh)
-    assert chosen is not None
     step = checkpoint.load(chosen, config, built, adam)
     values = sorted({float(value) for parameter in built.weights().values() for value in parameter.unique()})
     found["resumed"] = group.everyone([step, values, names(run)])

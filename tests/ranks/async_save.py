@@ -45,7 +45,6 @@ def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
         train(job, built, adam)
         plainly(moved(job, plain), number, built, adam)
         saver.save(number)
-        assert saver._under_way is not None
         buckets = saver._under_way.planned._buckets
         copied = max(collectives.everyones(sum(tensor.nbytes for _, _, (_, tensors) in buckets for _, tensor in tensors)))
         train(job, built, adam)  # every parameter changes while the thread writes
@@ -56,7 +55,6 @@ def compared(path: Path, run: Path, layout: str) -> dict[str, Any]:
     whole = checkpoints.directory(run, 3)
     if dist.get_rank() == 0:
         listed = manifest.read(whole)
-        assert listed is not None
         differ += [f"manifest: {fault}" for fault in [manifest.changed(whole, listed, listed)] if fault is not None]
     differ += loaded(job, plain, run)
     settings = budget.training(job.config, built.hf, cpu=True)

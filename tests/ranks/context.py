@@ -24,7 +24,6 @@ def main(cases: str) -> list[dict[str, float]]:
 def one(seed: int) -> dict[str, float]:
     """Errors of the output and of the gradients, relative to the largest element; sizes, lengths, grouping and scale are drawn."""
     rng, group = np.random.default_rng(seed), dist.group.WORLD
-    assert group is not None
     lengths, groups, per_group, width = rng.integers(1, 50, rng.integers(1, 5)), *rng.integers(1, 4, 2), 8 * rng.integers(1, 4)
     scale = None if seed % 2 else float(rng.uniform(0.05, 0.5))
     bounds = [0, *accumulate(zigzag.padded(int(length), group.size()) for length in lengths)]

@@ -48,7 +48,6 @@ def kept(path: Path, layout: str, packed: bool) -> dict[str, Any]:
     job = parity.Job(path, config, place, torch.load(path / "kept.pt", weights_only=False))
     built = job.model()
     routing = family_of(built.hf).routing(built.hf)
-    assert routing is not None
     replay = Replay(built.chunks, built.config, routing, (place.tp_rank, place.tp))
     known = dict(enumerate(decode(frames) for frames in msgspec.msgpack.decode((path / "kept.msgpack").read_bytes())))
     weights = objective.token_weights([int(t.loss_mask.sum()) for t in known.values()], "token_mean")

@@ -46,7 +46,6 @@ def write(path: Path, variant: str) -> None:
 
     saved = json.loads((path / "hf" / "config.json").read_text())
     routing = family_of(saved).routing(saved)
-    assert routing is not None
     batch = trajectories([chosen.numpy() for chosen in recorded], routing)
     logits, logprobs, differ = [], [], torch.zeros(len(routing.layers), dtype=torch.float64)
     by_row = [torch.zeros(len(t) - 1, dtype=torch.int64) for t in batch]
@@ -131,7 +130,6 @@ def over_support(logits: torch.Tensor, trajectory: Trajectory) -> torch.Tensor:
     """float[T]: of each token given those before it, over its ids; 0 for the first."""
     from asyncmoe.trajectory import decode_masks
 
-    assert trajectory.masks is not None
     masks = decode_masks(trajectory.masks, trajectory.key)
     values = [torch.zeros(())]
     for place in range(1, len(trajectory)):

@@ -82,7 +82,6 @@ def _forked(script: str, arguments: list[str], ranks: int, log: Path, timeout_s:
     if _forks().poll() is not None:
         _forks.cache_clear()
     forks = _forks()
-    assert forks.stdin is not None
     job = {"script": script, "arguments": arguments, "ranks": ranks, "log": str(log), "environment": _environment()}
     forks.stdin.write(json.dumps(job).encode() + b"\n")
     group = int(_said(forks, 120.0))  # the first job waits for the imports
@@ -109,7 +108,6 @@ def _said(forks: subprocess.Popen[bytes], timeout_s: float) -> str:
     Raises:
         TimeoutError: none came.
     """
-    assert forks.stdout is not None
     line, until = b"", time.monotonic() + timeout_s
     while not line.endswith(b"\n"):
         if not select.select([forks.stdout], [], [], max(0.0, until - time.monotonic()))[0]:

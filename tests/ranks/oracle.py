@@ -108,8 +108,6 @@ def _credited(model: Any, behaviour: list[np.ndarray], proximal: list[np.ndarray
     process, distill = case.CREDIT["process"]["weight"], case.CREDIT["distill"]
     each = []
     for i, t in made.items():
-        assert t.rewards is not None
-        assert t.teacher is not None
         steps = [float(r) for o in made.values() if o.group == t.group and o.rewards is not None for r in o.rewards if r == r]
         mean, deviation = statistics.fmean(steps), statistics.stdev(steps)
         for at in range(len(t)):

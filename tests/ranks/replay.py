@@ -54,7 +54,6 @@ def compare(config: Config, built: gpt.Model, recorded: list[Trajectory], temper
     place, lengths = built.mesh, [len(t) for t in recorded]
     planned = schedule(lengths, place.dp, 256, config.trainer.pack, place.grid)
     replay = loop.replay(config, built)
-    assert replay is not None
     batches = parity.packed(dict(enumerate(recorded)), planned, config, place, np.zeros(len(recorded)), routing=replay.routing)
     ours = step.logprobs_only(built, batches, lengths, temperature, replay)
     bare = step.logprobs_only(built, [replace(b, support=None) for b in batches], lengths, temperature, replay)

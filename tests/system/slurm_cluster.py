@@ -190,7 +190,6 @@ def free_ports(number: int) -> list[int]:
 def _daemon(directory: Path, name: str, arguments: list[str], environment: dict[str, str], node: str = "") -> Iterator[None]:
     """A daemon in the foreground, ended by its process number; slurmd leaves the steps of its jobs to themselves."""
     program = _program(name)
-    assert program is not None
     log = directory / (f"{name}.{node}.log" if node else f"{name}.log")
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -159,7 +159,6 @@ def test_engines_of_another_job_join_and_leave_and_time_limit_and_preemption_req
     jobs.slurm.call("scancel", "--batch", "--signal=USR1", str(job))
     jobs.wait(job, "a second start", START_S, lambda: jobs.story(job).count(f"job {job} ") > 2)
     kept = checkpoints.newest(jobs.run)
-    assert kept is not None
     assert kept == checkpoints.directory(jobs.run, metrics(jobs.run)[-1]["step"])
     assert f"job {job} is requeued with {kept.name}" in jobs.story(job)
     assert f"job {job} resumes from {kept.name}" in jobs.story(job)

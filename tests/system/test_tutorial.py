@@ -100,7 +100,6 @@ def test_test_questions_were_asked_and_never_trained(reader: Reader) -> None:
 
 def test_transformers_loads_what_was_trained(reader: Reader) -> None:
     found = re.fullmatch(r"reward (\d\.\d\d) over 20 questions\n", reader.said["python try_model.py"])
-    assert found is not None
     untrained = FILES["try_model.py"].text.replace("runs/tutorial-hf", "runs/models/tiny")
     (reader.here / "untrained.py").write_text(untrained)
     reader.call("python untrained.py")

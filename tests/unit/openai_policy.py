@@ -44,7 +44,6 @@ class Policy:
         said = self.say((*agent.tokens, *given))[: sampling.max_new_tokens]
         await asyncio.sleep(0)
         for token in said if listener is not None else ():
-            assert listener is not None
             if listener.hear([token]):
                 break
             await asyncio.sleep(0)

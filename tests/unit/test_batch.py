@@ -183,7 +183,6 @@ def test_context_parallel_ranks_hold_every_token_once_with_all_that_belongs_to_i
         part = pack(known, indices, **both, grid=BatchGrid(tp, cp=cp), packed=packed, cp_rank=rank)
         assert part.rows % tp == 0
         assert part.rows * cp == part.whole
-        assert part.held is not None
         assert [index for index, _, _ in part.places] == indices
         real = part.segments >= 0
         firsts = torch.tensor([first for _, first, _ in whole.places] or [0])
@@ -214,7 +213,6 @@ def test_proximal_follows_the_targets() -> None:
     t = trajectory(6, 2, 0)
     values = np.arange(6, dtype=np.float32)
     batch = pack({0: t}, [0], advantages=[1.0], weights=[1.0], grid=BatchGrid(1), packed=True, proximal={0: values})
-    assert batch.proximal is not None
     assert batch.proximal.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 0.0]
 
 

@@ -19,8 +19,6 @@ pages = pytest.mark.parametrize("page", PAGES, ids=[str(path.relative_to(ROOT)) 
 @functools.cache
 def generator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -29,16 +29,11 @@ from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.tasks import Prompt
 from asyncmoe.rollout.tokenizer import Tokenizer
 from asyncmoe.trajectory import Trajectory
-from tests.unit import doc_pages, openai_policy
+from tests.unit import doc_pages
 from tests.unit.test_environment_tools import Scripted
 
-GUIDES = ("reward", "environment", "objective", "model-family", "samples")
+GUIDES = ("reward", "environment", "objective", "model-family", "samples", "task")
 QUESTION, ANSWER = "12+7=", "19"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return openai_policy.tokenizer(tmp_path_factory.mktemp("guides"))
 
 
 @pytest.fixture
@@ -49,7 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for name, text in doc_pages.files(doc_pages.read(f"guides/{guide}.md")).items():
             (tmp_path / name).write_text(text)
             names.append(name.removesuffix(".py"))
-    assert len(names) == len(set(names)) == 10
+    assert len(names) == len(set(names)) == 11
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(doc_pages.ROOT))))
@@ -107,15 +102,15 @@ def test_a_judge_behind_http_is_whole(here: Path) -> None:
         server.server_close()
 
 
-def play(environment: Environment, tokenizer: Tokenizer, texts: Sequence[str]) -> Trajectory:
-    pool: Any = Scripted(tokenizer, *texts)
-    stage = RolloutContext(pool, Sampling(1.0, 16, (tokenizer.eos,)), tokenizer, Exact(), environment, seed=3)
-    (made,) = asyncio.run(episode.run(stage, Prompt(QUESTION, tokenizer.encode(QUESTION), ANSWER), EpisodeId(0, 0, 0)))
+def play(environment: Environment, known: Tokenizer, texts: Sequence[str]) -> Trajectory:
+    pool: Any = Scripted(known, *texts)
+    stage = RolloutContext(pool, Sampling(1.0, 16, (known.eos,)), known, Exact(), environment, seed=3)
+    (made,) = asyncio.run(episode.run(stage, Prompt(QUESTION, known.encode(QUESTION), ANSWER), EpisodeId(0, 0, 0)))
     assert not pool.lines
     return made
 
 
-def test_an_environment_plays_as_the_page_says(here: Path, tokenizer: Tokenizer) -> None:
+def test_an_environment_plays_as_the_page_says(here: Path, known: Tokenizer) -> None:
     page = doc_pages.read("guides/environment.md")
     block = doc_pages.blocks(page, "yaml")[0]
     config = parse(yaml.safe_load(block.text))
@@ -124,13 +119,13 @@ def test_an_environment_plays_as_the_page_says(here: Path, tokenizer: Tokenizer)
     assert len(rows) == 3
     for says, reward, text in rows:
         texts = [part.strip("` ") for part in says.split(",")]
-        made = play(environment, tokenizer, texts)
+        made = play(environment, known, texts)
         assert made.reward == float(reward)
-        assert tokenizer.decode(made.tokens.tolist()) == text.strip("`")
-        assert tokenizer.decode(made.tokens[made.loss_mask].tolist()) == "".join(texts)
-    teaching = Teaching(environment, tokenizer, Bounds(), 0)
-    shown = [asyncio.run(teaching.episode(i, Prompt(QUESTION, tokenizer.encode(QUESTION), ANSWER)))[0] for i in range(20)]
-    said = [tokenizer.decode(one.tokens[one.loss_mask].tolist()) for one in shown]
+        assert known.decode(made.tokens.tolist()) == text.strip("`")
+        assert known.decode(made.tokens[made.loss_mask].tolist()) == "".join(texts)
+    teaching = Teaching(environment, known, Bounds(), 0)
+    shown = [asyncio.run(teaching.episode(i, Prompt(QUESTION, known.encode(QUESTION), ANSWER)))[0] for i in range(20)]
+    said = [known.decode(one.tokens[one.loss_mask].tolist()) for one in shown]
     assert all(text.endswith(ANSWER) for text in said)
     assert len(set(said)) > 2, "the teacher is sometimes wrong at first"
 

@@ -50,7 +50,6 @@ def test_a_configuration_is_checked_as_config_validate_does(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     config, found = run.configuration([str(DEMO), "scoring.scorer=nothere:y"])
-    assert config is not None
     assert found.found.startswith("scoring.scorer: got nothere:y: ModuleNotFoundError")
     monkeypatch.setattr(run, "_VALIDATE_S", 0.01)
     config, found = run.configuration([str(DEMO)])
@@ -68,7 +67,6 @@ def test_addresses() -> None:
 def test_a_run_directory(tmp_path: Path) -> None:
     config = demo(f"run.dir={tmp_path / 'runs' / 'new'}", "trainer.keep_checkpoints=2")
     made = planned(config)
-    assert made is not None
     assert run.run_dir(config, made).state == "ok"
     mounts, room = tmp_path / "mounts", os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     mounts.write_text("/dev/a / ext4 rw 0 0\n")

@@ -325,7 +325,6 @@ def test_what_an_environment_makes_of_a_failed_disk_does_not_hide_it(known: Toke
 def test_rewards_of_steps_stand_at_their_last_tokens(known: Tokenizer) -> None:
     (made,) = play(credited(0.5, None, 0.0), known)
     validate(made, Recording(rewards=True))
-    assert made.rewards is not None
     turn = len(known.encode("1+1=")) + 3
     assert {at: r for at, r in enumerate(made.rewards.tolist()) if r == r} == {turn - 1: 0.5, 3 * turn - 1: 0.0}
     assert play(credited(None), known)[0].rewards is None

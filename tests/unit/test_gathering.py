@@ -30,7 +30,6 @@ def came(*asked: EngineNode, at: float = 0.0) -> NodeGathering:
     found: NodeGathering | None = None
     for one in asked:
         found = arrive(found, one, at, LIMIT_S)
-    assert found is not None
     return found
 
 

@@ -194,9 +194,7 @@ def sizes(frames: Sequence[Any]) -> list[int]:
 def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them() -> None:
     key, routes_at, masks_at = "g1.e1.a0.t0", frames_in(1) - 2, frames_in(1) - 1
     whole = long_record(1, 1)
-    assert whole.routes is not None
     masks = whole.masks
-    assert masks is not None
     unpacked = decode_routes(whole.routes, key)
 
     async def body() -> None:
@@ -210,7 +208,6 @@ def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them
         for layers in ((1, 2), (3, 4), (1, 4)):
             sent = await fetch(layers, False)
             got = decode(sent)
-            assert got.routes is not None
             assert got.routes.layers == layers
             assert got.masks is None
             assert sizes(sent)[routes_at] * 2 == full[routes_at]
@@ -218,7 +215,6 @@ def test_a_stage_is_sent_the_routes_of_its_own_layers_and_masks_if_it_wants_them
             np.testing.assert_array_equal(decode_routes(got.routes, key), unpacked[[layer - 1 for layer in layers]])
             np.testing.assert_array_equal(got.tokens, whole.tokens)
         last = decode(await fetch((4,), True))
-        assert last.masks is not None
         assert last.masks.data == masks.data
         assert full[masks_at] > 0
         for absent in ((0,), (1, 5), (2, 1), (3, 3)):

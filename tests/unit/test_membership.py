@@ -59,9 +59,7 @@ class Rig:
         return await self.join("a", tp=2, nodes=2, met="tcp://n0:1", host="h0+h1")
 
     async def roster(self) -> Engines:
-        reply = await self.coordinator.handle(EnginesAsk(1.0))
-        assert isinstance(reply, Engines)
-        return reply
+        return await self.coordinator.handle(EnginesAsk(1.0))  # type: ignore[return-value]
 
     async def publish(self, version: int) -> Committed:
         await self.roster()
@@ -168,12 +166,10 @@ async def test_one_that_falls_silent_is_dead(it: Rig) -> None:
     watching = asyncio.create_task(it.pool.watch())
     for _ in range(12):
         await it.membership.handle(EngineAlive("a", 0.1))
-    assert silent.fenced is not None
     assert "no heartbeat" in silent.fenced
     assert it.pool.members[0].fenced is None
     watching.cancel()
     order = await it.membership.handle(EngineAlive("b", 5.0))  # it was only slow
-    assert isinstance(order, EngineOrder)
     assert order.why
 
 

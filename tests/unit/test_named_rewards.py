@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.queue.group_buffer import describe
 from asyncmoe.rollout.evaluation import measure
 from asyncmoe.rollout.scoring import Sample, Score
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.rollout.workers.worker import summed_up
 from asyncmoe.rpc.item import Item
 from asyncmoe.rpc.worker_messages import Made
@@ -34,10 +34,10 @@ from asyncmoe.telemetry.summary import evaluated
 from asyncmoe.trainer import objective
 from asyncmoe.trainer.data.credit import outcome_advantages
 from asyncmoe.trainer.objective import Responses
-from asyncmoe.trainer.records import step_record
 from tests.unit import kept_trajectory
 from tests.unit.sampled_run import SampledRun
 from tests.unit.telemetry_runs import START, evaluation
+from tests.unit.test_telemetry_metric import recorded
 
 OWN = "tests.unit.plugin_functions"
 Named = Mapping[str, float]
@@ -129,14 +129,6 @@ def test_means_are_over_those_that_have_the_name() -> None:
 
 
 def test_a_step_records_the_means_over_responses() -> None:
-    numbers = {"loss": 0.5, "grad_norm": 1.0, "lr": 0.1, "rows": 23, "tokens": 15, "entropy": 0.1, "refused": False}
-    learned = SimpleNamespace(updates=[SimpleNamespace(**numbers, routing_mismatch={}, figures={})], anomalies={})
-    stood: Any = SimpleNamespace(seconds=0.0, waited=0.0)
-
-    def recorded(items: Sequence[Item]) -> Step:
-        leased = SimpleNamespace(items=items, queue_depth=1, dropped={}, lineage=0)
-        return step_record(1, leased, "rl", learned, None, 0.0, (0.0, 1.0, 2.0), stood)  # type: ignore[arg-type]
-
     found = recorded(ITEMS)
     assert found.metrics == {"format": (1.0 + 0.5 + 1.0 + 0.0) / 4, "rare": 2.0, "words": 30.0}
     assert line(found, 0, 2).endswith("format 0.625  rare 2  words 30")
@@ -178,14 +170,11 @@ def test_loggers_and_the_report_have_each_by_its_name(tmp_path: Path) -> None:
     assert drawn["Evaluation, metric math format"] == [[0.75]]
 
 
-class Two:
+class Two(Exact):
     """A scorer with two metrics."""
 
     async def score(self, sample: Sample) -> Score:
         return Score(0.75, metrics={"right": 1.0, "brief": 0.5})
-
-    async def close(self) -> None:
-        pass
 
 
 def test_samples_show_them(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,23 +13,19 @@ from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.trainer.objective import Rows, metrics, policy_loss, segments, token_weights
 from asyncmoe.trainer.objective.correction import RULES, _outside
 from asyncmoe.trainer.objective.surrogate import loglinear
+from tests.unit.test_objective import rows
 
 
 def batch(log_rho: list[list[float]], advantages: list[float] | None = None, versions: list[list[int]] | None = None) -> Rows:
     """Sequences whose proximal policy is 0 and whose engine is minus the given log-ratios."""
     lengths = [len(s) for s in log_rho]
-    count = sum(lengths)
-    return Rows(
-        mask=torch.ones(count, dtype=torch.bool),
-        weights=torch.tensor(np.repeat(token_weights(lengths, "token_mean"), lengths), dtype=torch.float32),
-        advantages=torch.tensor(np.repeat(advantages or [1.0] * len(lengths), lengths), dtype=torch.float32),
-        behaviour=-torch.tensor([x for s in log_rho for x in s], dtype=torch.float32),
-        versions=torch.tensor([v for s in versions for v in s] if versions else [0] * count, dtype=torch.int32),
-        pure=torch.ones(count, dtype=torch.bool),
-        segments=segments(lengths, count),
-        sequences=len(lengths),
-        proximal=torch.zeros(count),
+    flat = rows(
+        weights=np.repeat(token_weights(lengths, "token_mean"), lengths).tolist(),
+        advantages=np.repeat(advantages or [1.0] * len(lengths), lengths).tolist(),
+        behaviour=[-x for s in log_rho for x in s],
     )
+    of = torch.tensor([v for s in versions for v in s], dtype=torch.int32) if versions else flat.versions
+    return replace(flat, versions=of, segments=segments(lengths, sum(lengths)), sequences=len(lengths))
 
 
 def test_a_band_includes_its_ends() -> None:

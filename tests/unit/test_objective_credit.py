@@ -36,14 +36,12 @@ def made(i: int, drawn: tuple[int, int, float, list[tuple[bool, float | None, fl
 
 
 def steps_of(t: Trajectory) -> dict[int, float]:
-    assert t.rewards is not None
     return {at: float(r) for at, r in enumerate(t.rewards) if r == r}
 
 
 def of_token(batch: Sequence[Trajectory], i: int, at: int, section: ObjectiveSection) -> float:
     """What is added to the outcome's advantage, straight from the formulae."""
     own = batch[i]
-    assert own.teacher is not None
     everyone = [r for t in batch if (t.group, t.agent) == (own.group, own.agent) for r in steps_of(t).values()]
     credit = 0.0
     if len(set(everyone)) > 1:

@@ -58,7 +58,6 @@ def test_losses_and_gradients(case: dict[str, Any]) -> None:
     new = flat("new").requires_grad_()
     loss, sums = policy_loss(new, rows, section, 0)
     loss.backward()
-    assert new.grad is not None
     by = scale(sums)
     if case["loss"] is not None:
         assert loss.item() * by == pytest.approx(case["loss"], rel=2e-5, abs=1e-6)

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types import Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseFunctionToolCall, ResponseStreamEvent
+from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.shared import ErrorObject
 from pydantic import TypeAdapter
 
@@ -61,7 +61,6 @@ def test_functions_of_namespaces_are_called_by_their_full_names(known: Tokenizer
         async with openai.AsyncOpenAI(base_url=url, api_key="another", default_headers={"x-api-key": session.key}) as client:
             first = await client.responses.create(model="policy", input="a", tools=tools, extra_body={"client_metadata": {"a": "b"}})
             (called,) = first.output
-            assert isinstance(called, ResponseFunctionToolCall)
             assert (called.namespace, called.name) == ("maps", "find")
             result: Any = {"type": "function_call_output", "call_id": called.call_id, "output": "here"}
             given: Any = [{"role": "user", "content": "a"}, called.to_dict(), result]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
 
 import msgspec
 import pytest
@@ -21,10 +20,6 @@ AGREEING = Probe(((3, 1, 2), (5, 4)), ((0.0, -1.0, -2.0), (0.0, -4.0)))
 """What the fake engine says of these tokens."""
 
 
-def pool_of(*engines: Any) -> Pool:
-    return Pool(engines, 8, 5.0, lambda *_: None)
-
-
 def test_the_distance_is_measured_in_nats() -> None:
     found = compare("engine.0", [((0.0, -0.5, -5.0), (0.0, -1.0, -2.0))])
     k3 = [math.exp(0.5) - 1 - 0.5, math.exp(-3.0) - 1 + 3.0]
@@ -34,7 +29,7 @@ def test_the_distance_is_measured_in_nats() -> None:
 def test_an_engine_that_has_loaded_other_weights_ends_the_run() -> None:
     """Each engine is asked; one that does not respond samples nothing."""
     handles = [FakeHandle(f"engine.{number}") for number in range(2)]
-    pool = pool_of(*handles)
+    pool = Pool(handles, 8, 5.0, lambda *_: None)
     prober = Prober(pool, 5.0, 0.5)
     asyncio.run(prober.require(AGREEING))
     with pytest.raises(Disagreement, match=r"weights loaded by engine\.0, .* over 2 tokens, expected at most 0\.5"):

@@ -116,7 +116,6 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leased is not None)
     @rule(times=st.integers(1, 3), why=st.sampled_from(("", "", "anomaly_loss")))
     def commit(self, times: int, why: str = "") -> None:
-        assert self.leased is not None
         for _ in range(times):
             self.queue.commit(self.step, why)
         numbers = {one.start.number for one in self.leased}

@@ -120,7 +120,6 @@ def test_what_a_dead_process_left_behind_is_replaced(session: str) -> None:
     assert _C.ShmRing.attach(name, 2, 100) is None
     ring = _C.ShmRing.create(name, 2, 100)
     other = _C.ShmRing.attach(name, 2, 100)
-    assert other is not None
     assert segments(session) == []
     ring.slot(0)[:] = 7
     ring.advance()

@@ -36,9 +36,7 @@ def alone(**sections: Any) -> tuple[Pool, EngineLifecycle]:
 
 
 async def asked(lifecycle: EngineLifecycle) -> Engines:
-    reply = await lifecycle._coordinator.handle(EnginesAsk(1.0))
-    assert isinstance(reply, Engines)
-    return reply
+    return await lifecycle._coordinator.handle(EnginesAsk(1.0))  # type: ignore[return-value]
 
 
 def test_a_lost_engine_is_missing_until_it_has_started_again() -> None:

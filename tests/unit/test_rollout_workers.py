@@ -272,7 +272,6 @@ async def test_a_payload_that_no_record_names_stays_as_long_as_its_group_is_held
     for place in PLACES:
         await worker.episode(Numbers().prompt(3), place)
     group = await worker.pack(PLACES, 1)
-    assert group.place is not None
     with mock.patch.object(kept.payloads, "forget") as forget:
         await worker.retain({})
         worker.over([group])

@@ -16,12 +16,12 @@ import torch
 
 from asyncmoe.config.objective import ObjectiveSection
 from asyncmoe.errors import DataError, TrajectoryRejected
-from asyncmoe.platform import collectives
 from asyncmoe.queue.admission import Admission
 from asyncmoe.queue.bounded import BoundedQueue
 from asyncmoe.rollout.episodes.environments.tools import WithTools
 from asyncmoe.rollout.producer import Producer
 from asyncmoe.rollout.scoring import Sample, Score
+from asyncmoe.rollout.scoring.exact import Exact
 from asyncmoe.telemetry.samples import records
 from asyncmoe.telemetry.samples.choice import Choice
 from asyncmoe.telemetry.samples.index import GroupSample, index
@@ -32,12 +32,6 @@ from asyncmoe.trainer.samples import _STATES, _states
 from benchmarks.unlogged import Unlogged
 from tests.unit.putting import put_group
 from tests.unit.sampled_run import SIZE, SampledRun
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer of one rank: its sum over all ranks is its own part."""
-    monkeypatch.setattr(collectives, "total", lambda tensor: tensor)
 
 
 def only(run_dir: Path) -> GroupSample:
@@ -185,16 +179,13 @@ def test_tools_leave_their_calls(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- groups that are not trained
 
 
-class Wrong:
+class Wrong(Exact):
     """Cannot score one answer."""
 
     async def score(self, sample: Sample) -> Score:
         if "bad" in sample.response:
             raise TrajectoryRejected("scorer_error", "ValueError: no \udc80 such answer")
         return Score(1.0)
-
-    async def close(self) -> None:
-        pass
 
 
 def produce(run: SampledRun, queue: BoundedQueue, texts: list[str], until: int, **options: Any) -> None:

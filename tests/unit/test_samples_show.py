@@ -16,7 +16,6 @@ from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models
 
 from asyncmoe.errors import DataError, UserError
-from asyncmoe.platform import collectives
 from asyncmoe.rollout.episodes.environment import Episode
 from asyncmoe.rollout.pieces import Pieces
 from asyncmoe.telemetry.samples import terminal
@@ -28,11 +27,6 @@ from tests.unit.command_line import run_command
 from tests.unit.sampled_run import SampledRun
 
 NASTY = "\x1b]0;owned\x07 \x1b[31mred\x1b[0m \x9b2J \r\b \u202egnp\u202c \x00\x7f [bold]x[/] :smile: \u200b"
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "total", lambda tensor: tensor)
 
 
 @pytest.fixture

@@ -89,13 +89,10 @@ def test_every_way_to_fail_has_a_reason(function: str) -> None:
 def test_metrics_are_numbers_by_name_beside_the_reward() -> None:
     for function in ("named", "named_coroutine"):
         right, wrong = outcomes(f"{SCORERS}:{function}", ["19", "1"])
-        assert isinstance(right, Score)
-        assert isinstance(wrong, Score)
         assert (right.reward, right.metrics) == (1.25, {"brief": 0.25, "right": 1.0, "tries": 2.0})
         assert {type(value) for value in right.metrics.values()} == {float}
         assert wrong.metrics["right"] == 0.0
     (by_class,) = outcomes(f"{SCORERS}:NamedByClass", ["abc"])
-    assert isinstance(by_class, Score)
     assert by_class.metrics == {"length": 3.0}
 
 
@@ -103,7 +100,6 @@ def test_metrics_are_numbers_by_name_beside_the_reward() -> None:
 def test_a_wrong_metric_is_one_short_line(response: str) -> None:
     (rejected,) = outcomes(f"{SCORERS}:bad", [response])
     assert len(str(rejected)) < 300
-    assert ", expected " in str(rejected)
     assert "\n" not in str(rejected)
 
 
@@ -174,7 +170,6 @@ def test_steps_are_scored_at_their_last_tokens(name: str) -> None:
 
     score = asyncio.run(run())
     assert score.reward == 1.0
-    assert score.rewards is not None
     assert score.rewards.dtype == np.float32
     np.testing.assert_array_equal(score.rewards, np.array([np.nan, np.nan, 0.25, np.nan, 0.5], np.float32))
 

@@ -67,16 +67,12 @@ def test_it_is_posted_the_sample_and_answers_with_its_score() -> None:
         return web.json_response({"reward": 0.5, "steps": [1, -0.25]})
 
     (score,) = served(handler, JUDGE)
-    assert isinstance(score, Score)
     assert seen == [("/judge", {"prompt": "1+1=", "response": "2", "answer": "2", "agent": "solver", "columns": {"level": 3}})]
     assert (score.reward, score.teacher) == (0.5, None)
-    assert score.rewards is not None
     np.testing.assert_array_equal(score.rewards, np.array([np.nan, np.nan, 1, np.nan, -0.25], np.float32))
     (plain,) = served(answering(b'{"reward": 2}'), JUDGE)
-    assert isinstance(plain, Score)
     assert (plain.reward, plain.rewards, plain.metrics) == (2.0, None, {})
     (named,) = served(answering(b'{"reward": 2, "metrics": {"format": 1, "words": 0.5}}'), JUDGE)
-    assert isinstance(named, Score)
     assert named.metrics == {"format": 1.0, "words": 0.5}
 
 
@@ -148,7 +144,6 @@ def test_a_server_that_hangs_before_or_within_its_answer_is_not_waited_for() -> 
 
 def test_a_server_that_drops_the_connection_or_is_not_there_is_unavailable() -> None:
     async def drops(request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None
         request.transport.abort()
         return web.Response()
 
@@ -175,19 +170,15 @@ def test_a_teacher_reads_the_conversation_and_says_nothing() -> None:
         return web.Response(body=taught(ENTRIES))
 
     (score,) = served(handler, TEACHER)
-    assert isinstance(score, Score)
     assert seen[0][0] == "/generate"
     assert seen[0][1]["input_ids"] == [10, 11, 12, 10, 13]
     assert (seen[0][1]["logprob_start_len"], seen[0][1]["return_logprob"]) == (0, True)
-    assert score.teacher is not None
     assert score.teacher.dtype == np.float32
     assert score.teacher.tolist() == [0, -0.5, -1.5, 0, -0.25]
 
 
 def test_the_last_token_of_a_vocabulary_may_be_shown_as_0() -> None:
     (score,) = served(answering(taught([*ENTRIES[:-1], [-0.25, 0, None]])), TEACHER)
-    assert isinstance(score, Score)
-    assert score.teacher is not None
     assert score.teacher.tolist() == [0, -0.5, -1.5, 0, -0.25]
 
 

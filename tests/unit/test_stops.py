@@ -82,10 +82,8 @@ def test_a_response_that_is_cut_is_one_that_ended_there() -> None:
     # 5 prompt tokens and 5 sampled ones have 9 rows of 2 layers and 3 experts.
     made = cut(generation(routes), 2, 5)
     assert (made.tokens.tolist(), made.logprobs.tolist(), made.finish) == ([10, 11], [-1.0, -2.0], "stop")
-    assert made.masks is not None
     assert (made.masks.counts.tolist(), made.masks.ids.tolist()) == ([1, 1], [10, 11])
     assert made.spans == (VersionSpan("3", 0, 2),)
-    assert made.routes is not None
     assert np.array_equal(np.frombuffer(made.routes, "<i4"), ROWS[: 6 * 6])
     assert cut(generation(), 3, 5).spans == (VersionSpan("3", 0, 2), VersionSpan("4", 2, 3))
     assert cut(generation(routes), 5, 5).routes == routes
@@ -196,5 +194,4 @@ def test_masks_of_parts_add_up(known: Tokenizer) -> None:
         parts.add(msgspec.json.decode(piece.removeprefix(b"data: "), type=StreamPart))
     made = response("e", parts.whole(), Recording(masks=True, vocabulary=64))
     assert made.logprobs.tolist() == np.array([-0.1, -0.2, -0.3], np.float32).tolist()
-    assert made.masks is not None
     assert (made.masks.counts.tolist(), made.masks.ids.tolist()) == ([2, 1, 2], [a, b, b, c, a])

@@ -226,4 +226,4 @@ def test_a_plain_tokenizer_is_the_one_that_transformers_would_find_and_needs_no_
     found = AutoTokenizer.from_pretrained(model)
     text = "<|im_start|>user\n12 + 7 = é<|im_end|>"
     assert list(tokenizer.encode(text)) == found.encode(text, add_special_tokens=False)
-    assert tokenizer.eos == found.eos_token_id
+    assert (tokenizer.eos, tokenizer.positions) == (found.eos_token_id, 2048)

@@ -11,22 +11,13 @@ from typing import Any
 
 import pytest
 
-from asyncmoe.config.model import MadeModel
 from asyncmoe.config.task import ColumnsSection
 from asyncmoe.errors import DataError
-from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.tasks.jsonl import example_of
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.configs import minimal
 from tests.unit.file_rows import CALLS, KEYS, NESTED, TALK, TEXTS, written
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path = tmp_path_factory.mktemp("files") / "tiny"
-    make_model(path, MadeModel(layers=1, hidden=32, experts=2), seed=0)
-    return Tokenizer(path)
 
 
 def loaded(path: Path, known: Tokenizer, kind: str = "dataset", **keys: Any) -> tasks.Tasks:
@@ -41,21 +32,21 @@ def loaded(path: Path, known: Tokenizer, kind: str = "dataset", **keys: Any) -> 
         ("d.jsonl.gz", "jsonl"),
     ],
 )
-def test_every_kind_of_text_file_gives_the_same_rows(tmp_path: Path, tokenizer: Tokenizer, name: str, kind: str) -> None:
+def test_every_kind_of_text_file_gives_the_same_rows(tmp_path: Path, known: Tokenizer, name: str, kind: str) -> None:
     path = written(tmp_path / name.lower()).rename(tmp_path / name)
-    task = loaded(path, tokenizer, kind, columns=KEYS).training
+    task = loaded(path, known, kind, columns=KEYS).training
     found = {prompt.text: prompt for prompt in map(task.prompt, range(20))}
     assert [found[text].answer for text in TEXTS] == [row["reward_model"]["ground_truth"].strip() for row in NESTED]
     assert [found[text].columns for text in TEXTS] == [{"level": row["level"]} for row in NESTED]
-    assert [tokenizer.decode(found[text].tokens) for text in TEXTS] == [f"{text}\n" for text in TEXTS]
+    assert [known.decode(found[text].tokens) for text in TEXTS] == [f"{text}\n" for text in TEXTS]
 
 
-def test_a_dotted_name_reaches_into_nested_values(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    found = loaded(written(tmp_path / "d.jsonl"), tokenizer, columns=KEYS, where={"reward_model.ground_truth": ["NA", "1e5"]}).training
+def test_a_dotted_name_reaches_into_nested_values(tmp_path: Path, known: Tokenizer) -> None:
+    found = loaded(written(tmp_path / "d.jsonl"), known, columns=KEYS, where={"reward_model.ground_truth": ["NA", "1e5"]}).training
     assert {found.prompt(n).answer for n in range(4)} == {"NA", "1e5"}
     for name in ("reward_model.truth", "level.of"):
         with pytest.raises(DataError, match=name):
-            loaded(tmp_path / "d.jsonl", tokenizer, columns=KEYS | {"answer": name})
+            loaded(tmp_path / "d.jsonl", known, columns=KEYS | {"answer": name})
     plain = example_of("row", {"question": "q", "a.b": "1", "a": {"b": "2"}}, ColumnsSection(answer="a.b"))
     assert plain.answer == "1", "a column of this very name comes first"
 
@@ -84,18 +75,18 @@ def test_null_keys_of_messages_do_not_reach_a_template() -> None:
         ("d.csv.gz", gzip.compress(b"question,answer\nq,1\n", mtime=0)[:-9], "d.csv.gz", "end-of-stream"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, tokenizer: Tokenizer, name: str, content: bytes, what: str, got: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, known: Tokenizer, name: str, content: bytes, what: str, got: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as refused:
-        loaded(tmp_path / name, tokenizer)
+        loaded(tmp_path / name, known)
     assert what in refused.value.what
     assert got in str(refused.value.got)
     assert "\n" not in str(refused.value)
 
 
-def test_a_text_file_has_no_other_split_and_a_missing_one_needs_no_package(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_text_file_has_no_other_split_and_a_missing_one_needs_no_package(tmp_path: Path, known: Tokenizer) -> None:
     with pytest.raises(DataError, match="none"):
-        loaded(tmp_path / "none.csv", tokenizer)
+        loaded(tmp_path / "none.csv", known)
     with pytest.raises(DataError) as refused:
-        loaded(written(tmp_path / "d.csv"), tokenizer, split="test")
+        loaded(written(tmp_path / "d.csv"), known, split="test")
     assert (refused.value.what, refused.value.got) == ("task.split", "test")

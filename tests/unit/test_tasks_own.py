@@ -12,24 +12,15 @@ from typing import Any
 import pytest
 
 from asyncmoe.config import Config
-from asyncmoe.config.model import MadeModel
 from asyncmoe.config.scoring import ScoringSection
 from asyncmoe.config.task import TaskSection
 from asyncmoe.errors import ConfigError, DataError
-from asyncmoe.models.make import make_model
 from asyncmoe.rollout import tasks
 from asyncmoe.rollout.scoring import Sample, loading
 from asyncmoe.rollout.tokenizer import Tokenizer
 from tests.configs import minimal
 
 HERE = "tests.unit.task_sources"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("own") / "tiny"
-    make_model(path, MadeModel(layers=1, hidden=32, experts=2), seed=0)
-    return Tokenizer(path)
 
 
 def config(kind: str, scorer: str = "exact", seed: int = 0, evaluation: dict[str, object] | None = None, **task: object) -> Config:
@@ -41,29 +32,29 @@ def own(name: str, **values: Any) -> Config:
     return config(f"{HERE}:{name}", **values)
 
 
-def test_a_finite_task_asks_every_example_in_an_epoch_and_depends_on_the_seed(tokenizer: Tokenizer) -> None:
-    task = tasks.load(own("Capitals"), tokenizer).training
+def test_a_finite_task_asks_every_example_in_an_epoch_and_depends_on_the_seed(known: Tokenizer) -> None:
+    task = tasks.load(own("Capitals"), known).training
     prompts = [task.prompt(n) for n in range(12)]
     assert sorted(prompt.columns["index"] for prompt in prompts[:6]) == list(range(6))
     assert sorted(prompt.columns["index"] for prompt in prompts[6:]) == list(range(6))
-    again = tasks.load(own("Capitals"), tokenizer).training
+    again = tasks.load(own("Capitals"), known).training
     assert again.prompt(7) == prompts[7], "a resumed run begins anywhere"
-    other = tasks.load(own("Capitals", seed=1), tokenizer).training
+    other = tasks.load(own("Capitals", seed=1), known).training
     assert [other.prompt(n) for n in range(12)] != prompts
 
 
-def test_a_prompt_is_text_or_messages_or_tokens(tokenizer: Tokenizer) -> None:
-    text = tasks.load(own("Capitals", system_prompt="Be brief."), tokenizer).training.prompt(0)
-    assert tokenizer.decode(text.tokens) == f"system\nBe brief.\nuser\n{text.text}\nassistant\n"
+def test_a_prompt_is_text_or_messages_or_tokens(known: Tokenizer) -> None:
+    text = tasks.load(own("Capitals", system_prompt="Be brief."), known).training.prompt(0)
+    assert known.decode(text.tokens) == f"system\nBe brief.\nuser\n{text.text}\nassistant\n"
     assert text.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": text.text})
-    bare = tasks.load(own("Capitals", chat_template=False), tokenizer).training.prompt(0)
-    assert tokenizer.decode(bare.tokens) == bare.text == text.text
-    said = tasks.load(own("Capitals", options={"form": "messages"}), tokenizer).training.prompt(0)
-    assert tokenizer.decode(said.tokens) == f"user\nHi\nassistant\nYes?\nuser\n{text.text}\nassistant\n"
+    bare = tasks.load(own("Capitals", chat_template=False), known).training.prompt(0)
+    assert known.decode(bare.tokens) == bare.text == text.text
+    said = tasks.load(own("Capitals", options={"form": "messages"}), known).training.prompt(0)
+    assert known.decode(said.tokens) == f"user\nHi\nassistant\nYes?\nuser\n{text.text}\nassistant\n"
     assert (said.text, said.columns) == (text.text, text.columns)
-    tokens = tasks.load(own("Doubles"), tokenizer).training.prompt(3)
+    tokens = tasks.load(own("Doubles"), known).training.prompt(3)
     assert tokens.tokens == (10 + tokens.columns["number"] % 7, 11, 12)
-    assert tokens.text == tokenizer.decode(tokens.tokens)
+    assert tokens.text == known.decode(tokens.tokens)
     assert tokens.answer == str(2 * tokens.columns["number"])
 
 
@@ -85,9 +76,9 @@ def test_a_prompt_is_text_or_messages_or_tokens(tokenizer: Tokenizer) -> None:
         ("Wrong", {"form": "mixed"}, r"Wrong, example 5, prompt: got 1, expected text, messages"),
     ],
 )
-def test_a_task_that_cannot_be_used_is_refused_in_one_line(tokenizer: Tokenizer, name: str, options: dict[str, object], said: str) -> None:
+def test_a_task_that_cannot_be_used_is_refused_in_one_line(known: Tokenizer, name: str, options: dict[str, object], said: str) -> None:
     with pytest.raises((ConfigError, DataError)) as caught:
-        tasks.load(own(name, options=options), tokenizer)
+        tasks.load(own(name, options=options), known)
     assert re.search(said, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -95,21 +86,22 @@ def test_a_task_that_cannot_be_used_is_refused_in_one_line(tokenizer: Tokenizer,
 @pytest.mark.parametrize(
     ("how", "said"), [("raises", r"KeyError: 'missing' at tests/unit/task_sources\.py:\d+"), ("says", "got str 'a text'")]
 )
-def test_a_task_that_breaks_later_names_its_line(tokenizer: Tokenizer, how: str, said: str) -> None:
+def test_a_task_that_breaks_later_names_its_line(known: Tokenizer, how: str, said: str) -> None:
     with pytest.raises(DataError, match=said):
-        tasks.load(own("Breaks", options={"how": how}), tokenizer)  # the trial is the first two draws, the first prompt the third
+        tasks.load(own("Breaks", options={"how": how}), known)  # the trial is the first two draws, the first prompt the third
 
 
-def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(tmp_path: Path, known: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "positions", 2048)
     path = rows(tmp_path / "d.jsonl", {"question": "1 + " * 3000, "answer": "1"})
     line = r"d\.jsonl line 1, prompt: got \d+ tokens, expected fewer than the 2048 of the model's context"
     with pytest.raises(DataError, match=line):
-        tasks.load(config("jsonl", path=str(path)), tokenizer)
+        tasks.load(config("jsonl", path=str(path)), known)
     few = config("jsonl", path=str(rows(path, {"question": "1 + 1 = ", "answer": "2"})))
-    tasks.load(few, tokenizer)
+    tasks.load(few, known)
     few = few.model_copy(update={"environment": few.environment.model_copy(update={"max_tokens": 4})})
     with pytest.raises(DataError, match=r"expected fewer than the 4 of environment\.max_tokens, with room for a response"):
-        tasks.load(few, tokenizer)
+        tasks.load(few, known)
 
 
 def test_a_task_of_ones_own_needs_a_scorer_by_name() -> None:
@@ -162,20 +154,20 @@ def rows(path: Path, *values: object) -> Path:
 LEVELS = [{"question": f"q{n}", "answer": n, "level": ("easy", "hard")[n % 2], "n": n} for n in range(10)]
 
 
-def test_columns_of_a_file_are_carried_and_renamed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_columns_of_a_file_are_carried_and_renamed(tmp_path: Path, known: Tokenizer) -> None:
     path = rows(tmp_path / "d.jsonl", {"problem": [{"role": "user", "content": "q"}], "tests": ["a()", {"b": None}], "id": 7})
     made = config("jsonl", path=str(path), columns={"question": "problem", "answer": None})
-    assert tasks.load(made, tokenizer).training.prompt(0).columns == {"tests": ["a()", {"b": None}], "id": 7}
+    assert tasks.load(made, known).training.prompt(0).columns == {"tests": ["a()", {"b": None}], "id": 7}
     made = config("jsonl", path=str(path), columns={"question": "problem", "answer": "id", "keep": ["tests"]})
-    prompt = tasks.load(made, tokenizer).training.prompt(0)
+    prompt = tasks.load(made, known).training.prompt(0)
     assert (prompt.text, prompt.answer, prompt.columns) == ("q", "7", {"tests": ["a()", {"b": None}]})
 
 
-def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, known: Tokenizer) -> None:
     path = str(rows(tmp_path / "d.jsonl", *LEVELS))
 
     def left(**keys: object) -> list[str]:
-        task = tasks.load(config("jsonl", path=path, **keys), tokenizer).training
+        task = tasks.load(config("jsonl", path=path, **keys), known).training
         answers = [task.prompt(n).answer for n in range(20)]
         return sorted(set(answers), key=int)
 
@@ -202,37 +194,37 @@ def test_rows_are_kept_by_value_and_by_function(tmp_path: Path, tokenizer: Token
         ),
     ],
 )
-def test_rows_that_cannot_be_used_name_file_line_and_column(tmp_path: Path, tokenizer: Tokenizer, keys: dict[str, Any], said: str) -> None:
+def test_rows_that_cannot_be_used_name_file_line_and_column(tmp_path: Path, known: Tokenizer, keys: dict[str, Any], said: str) -> None:
     path = rows(tmp_path / "d.jsonl", *LEVELS)
     with pytest.raises((ConfigError, DataError)) as caught:
-        tasks.load(config("jsonl", path=str(path), **keys), tokenizer)
+        tasks.load(config("jsonl", path=str(path), **keys), known)
     assert re.search(said, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_mixture_keeps_its_weights_and_every_source_its_epochs(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_mixture_keeps_its_weights_and_every_source_its_epochs(tmp_path: Path, known: Tokenizer) -> None:
     first = rows(tmp_path / "a.jsonl", *({"question": f"a{n}", "answer": "1"} for n in range(10)))
     second = rows(tmp_path / "b.jsonl", *({"question": f"b{n}", "answer": "1"} for n in range(7)))
     sources = [{"path": str(first), "weight": 3}, {"path": str(second)}]
-    task = tasks.load(config("jsonl", sources=sources, chat_template=False), tokenizer).training
+    task = tasks.load(config("jsonl", sources=sources, chat_template=False), known).training
     asked = [task.prompt(n).text for n in range(3000)]
     share = sum(text[0] == "a" for text in asked) / 3000
     assert abs(share - 0.75) < 4 * (0.75 * 0.25 / 3000) ** 0.5
     of_a, of_b = ([text for text in asked if text[0] == which] for which in "ab")
     assert all(len(set(of_a[i : i + 10])) == 10 for i in range(0, len(of_a) - 9, 10))
     assert all(len(set(of_b[i : i + 7])) == 7 for i in range(0, len(of_b) - 6, 7))
-    resumed = tasks.load(config("jsonl", sources=sources, chat_template=False), tokenizer).training
+    resumed = tasks.load(config("jsonl", sources=sources, chat_template=False), known).training
     assert [resumed.prompt(n).text for n in (2999, 1500, 0)] == [asked[n] for n in (2999, 1500, 0)]
 
 
 def test_without_its_package_a_data_set_is_refused_and_a_jsonl_file_is_not(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, known: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "d.parquet").write_text("")
     with pytest.raises(DataError, match=r"task\.path .*none\.jsonl: got no such file or directory, expected a .jsonl file in UTF-8$"):
-        tasks.load(config("jsonl", path=str(tmp_path / "none.jsonl")), tokenizer)
+        tasks.load(config("jsonl", path=str(tmp_path / "none.jsonl")), known)
     with pytest.raises(ConfigError, match=r"task\.kind: got dataset without its package .*run: \S+ -m pip install \"datasets>="):
-        tasks.load(config("dataset", path=str(tmp_path / "d.parquet")), tokenizer)
+        tasks.load(config("dataset", path=str(tmp_path / "d.parquet")), known)
     path = rows(tmp_path / "d.jsonl", *LEVELS)
-    assert tasks.load(config("dataset", path=str(path), where={"level": "hard"}), tokenizer).training.prompt(0).columns["level"] == "hard"
+    assert tasks.load(config("dataset", path=str(path), where={"level": "hard"}), known).training.prompt(0).columns["level"] == "hard"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ import torch
 
 from asyncmoe.errors import InvariantBroken
 from asyncmoe.queue.group_buffer import describe
+from asyncmoe.rpc.item import Item
 from asyncmoe.telemetry import metric
 from asyncmoe.telemetry.metric import Metric, declared
 from asyncmoe.telemetry.report.plots import PLOTS, SECTIONS
@@ -70,15 +71,19 @@ def test_figures_of_the_objective_are_recorded() -> None:
     assert set(combined([figures, figures])) == set(figures) <= set(declared(Step))
 
 
-def test_lengths_and_truncation_of_a_batch_are_recorded() -> None:
-    """Sampled tokens of trajectory n: n - 2 of n; the first of four ended at its limit."""
-    made = [kept_trajectory.trajectory(length, length)[0] for length in (3, 4, 6, 10)]
-    items = [describe(replace(one, finish="length" if number == 0 else "stop")) for number, one in enumerate(made)]
+def recorded(items: Sequence[Item]) -> Step:
+    """The record of a step that was trained on a batch."""
     numbers = {"loss": 0.5, "grad_norm": 1.0, "lr": 0.1, "rows": 23, "tokens": 15, "entropy": 0.1, "refused": False}
     learned = SimpleNamespace(updates=[SimpleNamespace(**numbers, routing_mismatch={}, figures={})], anomalies={})
     leased = SimpleNamespace(items=items, queue_depth=1, dropped={}, lineage=0)
     stood: Any = SimpleNamespace(seconds=0.0, waited=0.0)
-    record = step_record(1, leased, "rl", learned, None, 0.0, (0.0, 1.0, 2.0), stood)  # type: ignore[arg-type]
+    return step_record(1, leased, "rl", learned, None, 0.0, (0.0, 1.0, 2.0), stood)  # type: ignore[arg-type]
+
+
+def test_lengths_and_truncation_of_a_batch_are_recorded() -> None:
+    """Sampled tokens of trajectory n: n - 2 of n; the first of four ended at its limit."""
+    made = [kept_trajectory.trajectory(length, length)[0] for length in (3, 4, 6, 10)]
+    record = recorded([describe(replace(one, finish="length" if number == 0 else "stop")) for number, one in enumerate(made)])
     assert record.rewards == {one.reward: 4 for one in made[:1]}
     assert record.truncated_fraction == 0.25
     assert record.response_tokens_quantiles == pytest.approx({"0.1": 1.3, "0.5": 3.0, "0.9": 6.8, "1.0": 8.0})  # linear, by hand

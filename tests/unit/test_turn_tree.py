@@ -214,7 +214,6 @@ def test_the_reward_of_a_shared_step_is_never_lost(known: Tokenizer, of_fork: bo
     check_requests(made, requests)
     first, second = made
     assert (first.branch, second.branch, second.parent) == (1, 2, 1)
-    assert first.rewards is not None
     assert first.rewards[second.forked - 1] == 3.0
     assert [int((~np.isnan(t.rewards)).sum()) for t in made if t.rewards is not None] == [1, 0]
 

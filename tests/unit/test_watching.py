@@ -52,7 +52,6 @@ def hanging(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
     """A rank that beats once and hangs."""
     with subprocess.Popen([sys.executable, "-c", HANGS, str(run_dir)], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
-            assert process.stdout is not None
             process.stdout.readline()
             yield process
         finally:

@@ -104,7 +104,6 @@ def test_a_slow_lease_holds_up_nobody() -> None:
 
 def test_a_late_reply_is_not_taken_for_the_next() -> None:
     async def handler(request: Request) -> Answer:
-        assert isinstance(request, Commit)
         await asyncio.sleep(0.4 if request.step == 1 else 0)
         return Leased(request.step, (), 0, {})
 
@@ -206,7 +205,6 @@ def test_malformed_requests_are_refused_and_the_server_goes_on(frames: list[byte
             number, reply = raw.recv_multipart()
             assert number == frames[0]
             refused = codec.decode_reply(reply)
-            assert isinstance(refused, Refused)
             assert refused.kind == "ProtocolError"
         with Client(running.rendezvous, "t") as client:
             assert client.ask(HELLO, 20)[0] == Done()

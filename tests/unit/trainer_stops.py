@@ -81,17 +81,12 @@ class Willing(Publisher):
     settle = check
 
 
-class AtOnce(Publisher):
+class AtOnce(Willing):
     """Is refused while it publishes."""
 
     def begin(self, version: int) -> None:
         super().begin(version)
         raise RunStopping("the run is being stopped, and its engines have not started")
-
-    def check(self) -> None:
-        pass
-
-    settle = check
 
 
 def run(kind: type[Publisher], stops: bool, done: int = 0, known: bool = False) -> list[str]:

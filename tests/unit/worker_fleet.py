@@ -85,7 +85,6 @@ class Lent:
 
     async def kill(self) -> None:
         """End it as a kill does: what it had handed to the disk stays, and nobody hears of the rest."""
-        assert self._serving is not None
         self._serving.cancel()
         with suppress(asyncio.CancelledError):
             await self._serving

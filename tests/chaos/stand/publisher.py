@@ -99,7 +99,6 @@ class Publisher:
         self._meeting.wait(sum(engine.tp for engine in engines.engines), self._config.sync.timeout_s)
 
     def _send(self, version: int, parts: list[str]) -> None:
-        assert self._meeting is not None
         self._updates += 1
         self._ask(WeightsStage(version))
         try:
@@ -123,9 +122,7 @@ class Publisher:
 
     def _engines(self) -> Engines:
         wait_s = self._config.engines.start_timeout_s  # the next controller may be starting them
-        reply = self._client.ask(EnginesAsk(wait_s), wait_s + self._config.sync.timeout_s + _GRACE_S)[0]
-        assert isinstance(reply, Engines)
-        return reply
+        return self._client.ask(EnginesAsk(wait_s), wait_s + self._config.sync.timeout_s + _GRACE_S)[0]  # type: ignore[return-value]
 
     def _disperse(self) -> None:
         if self._meeting is not None:

@@ -24,7 +24,7 @@ from asyncmoe.process import die_with_parent, leave, named, say
 from asyncmoe.rpc import keys
 from asyncmoe.rpc.client import Client
 from asyncmoe.rpc.environment import trainer_epoch
-from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Lease, Leased, Saved, Welcome
+from asyncmoe.rpc.messages import Commit, Goodbye, Hello, Lease, Leased, Saved
 from asyncmoe.rpc.peers import facts
 from asyncmoe.storage import writing
 from asyncmoe.telemetry import heartbeats, processes
@@ -69,7 +69,6 @@ class Rank:
             self._config.digest_without_layout,
         )
         welcome = self._ask(hello, _ANSWER_S + self._config.sync.timeout_s)
-        assert isinstance(welcome, Welcome)
         self._served = welcome.version
         metrics = JsonLines(self._config.run.dir / METRICS) if self._rank == 0 else None
         if metrics is not None:
@@ -131,7 +130,6 @@ class Rank:
                 self._publisher.check()
             heartbeats.beat(f"waiting for the batch of step {self._step + 1}")
             got = self._ask(self._terms(_PATIENCE_S), _PATIENCE_S + _ANSWER_S)
-            assert isinstance(got, Leased)
             if got.items or got.stop:
                 return got
             if time.monotonic() > until:

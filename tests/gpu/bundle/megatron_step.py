@@ -97,7 +97,6 @@ def step(spec: str, dtype: str, target: str) -> None:
         config = saving.small(Path(folder), MadeModel(**SHAPE), dtype=dtype)
         built = saving.built(config)
     adam, replay = optimizer.build(config, built), loop.replay(config, built)
-    assert replay is not None
     known = dict(enumerate(demonstrations(TRAJECTORIES, TOKENS, built.hf["vocab_size"], replay.routing)))
     weights = objective.token_weights([TOKENS - 1] * TRAJECTORIES, "token_mean")
 
